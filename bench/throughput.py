@@ -1,0 +1,368 @@
+"""Highest offered rate with nothing lost, of publishing or of a tunnel, through a relay, beside the bare twin.
+
+    python bench/throughput.py --mode callback
+    python bench/throughput.py --subscribers 8
+    python bench/throughput.py --topics 1000
+    python bench/throughput.py --tunnel
+
+Prints JSON: `rate` (messages/s delivered, with --tunnel MB/s), `twin_rate`, `ratio` (median of the rounds' ratios) and the
+rounds. Nothing throttles an Iris publisher for a slow subscriber: its relay drops, and says so. So the bench offers as fast
+as it can first and, if anything was lost, searches for the highest rate at which nothing is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import harness
+import uvloop
+from harness import BENCH, IrisRelay, Result, Roles
+
+import iris
+
+NUMBER = struct.Struct("<Q")
+MARKER = (1 << 64) - 1
+MARKER_PAUSE_S = 0.05
+SUBSCRIBE_S = 10.0
+TURN_MESSAGES = 256
+"""Offered between two turns of the loop, by Iris and by the twin."""
+TICK_S = 0.002
+SEARCH_TRIES = 5
+CLOSE_ENOUGH = 1.03
+TUNNEL_BYTES = 65_536
+CLUSTER = "bench-sink"
+VERB = "how Iris publishes: offer, and publish what is refused; or publish everything"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one run does; handed to its roles as JSON."""
+
+    mode: str
+    verb: str
+    subscribers: int
+    topics: int
+    size: int
+    seconds: float
+    tunnel: bool
+    unbundled: bool
+    """The twin seals every message singly: no topic gets two in one turn."""
+    send_buffer: int
+    rate: float = 0.0
+    """Messages/s to offer; 0 is as fast as it goes."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Self:
+        size = args.size or (TUNNEL_BYTES if args.tunnel else 1024)
+        return cls(
+            mode=args.mode,
+            verb=args.verb,
+            subscribers=args.subscribers,
+            topics=args.topics,
+            size=size,
+            seconds=args.seconds,
+            tunnel=args.tunnel,
+            unbundled=args.topics >= TURN_MESSAGES,
+            send_buffer=args.send_buffer,
+        )
+
+    def json(self, **changes: Any) -> str:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({**fields, **changes})
+
+
+# -- roles: public names of iris only ------------------------------------------------------------------------
+
+
+class Check:
+    """Counts what one subscriber gets and whether each topic's numbers come in order, one after the other."""
+
+    def __init__(self, topics: int) -> None:
+        self.received = 0
+        self.wrong = 0
+        self.end_ns = 0
+        self.sent = 0
+        self.done = asyncio.Event()
+        self._expected = list(range(topics))
+
+    def message(self, message: iris.Message) -> None:
+        (number,) = NUMBER.unpack_from(message.payload)
+        if number == MARKER:
+            if not self.end_ns:
+                self.end_ns = time.monotonic_ns()
+                (self.sent,) = NUMBER.unpack_from(message.payload, NUMBER.size)
+                self.done.set()
+            return
+        expected = self._expected
+        topic = number % len(expected)
+        if number != expected[topic]:
+            self.wrong += 1
+        expected[topic] = number + len(expected)
+        self.received += 1
+
+    def result(self) -> Result:
+        lost = self.sent - self.received
+        return {"received": self.received, "lost": lost, "wrong": self.wrong, "end_ns": self.end_ns}
+
+
+async def subscriber(options: Options) -> Result:
+    check = Check(options.topics)
+    async with iris.connect() as client:
+        if options.mode == "callback":
+            async with client.subscribe("bench.*", check.message):
+                harness.say_ready()
+                await check.done.wait()
+        else:
+            take = check.message
+            async with client.subscribe("bench.*") as messages:
+                harness.say_ready()
+                async for message in messages:
+                    take(message)
+                    if check.end_ns:
+                        break
+    return check.result()
+
+
+async def publisher(options: Options) -> Result:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    topics = [f"bench.{number}" for number in range(options.topics)]
+    filler = bytes(options.size - NUMBER.size)
+    async with iris.connect() as client:
+        publish = client.publish
+        offer = client.offer if options.verb == "offer" else None
+
+        async def send(first: int, after: int) -> None:
+            for number in range(first, after):
+                topic = topics[number % len(topics)]
+                payload = NUMBER.pack(number) + filler
+                if offer is None or not offer(topic, payload):
+                    await publish(topic, payload)
+
+        sent = 0
+        begin_ns = time.monotonic_ns()
+        while (spent_s := (time.monotonic_ns() - begin_ns) / 1e9) < options.seconds:
+            if options.rate:
+                due = min(int(spent_s * options.rate), sent + TURN_MESSAGES)
+                await send(sent, due)
+                behind = due == sent + TURN_MESSAGES
+                sent = due
+                await asyncio.sleep(0 if behind else TICK_S - spent_s % TICK_S)
+            else:
+                await send(sent, sent + TURN_MESSAGES)
+                sent += TURN_MESSAGES
+                await asyncio.sleep(0)
+        end_ns = time.monotonic_ns()
+        await asyncio.sleep(0)  # a turn of its own, so that the marker follows every topic's bundle
+        marker = NUMBER.pack(MARKER) + NUMBER.pack(sent)
+        # It may be dropped as well, so it is repeated; the bench stops us when all have seen it.
+        while not stop.is_set():
+            client.offer(topics[0], marker)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MARKER_PAUSE_S):
+                    await stop.wait()
+    return {"begin_ns": begin_ns, "sent": sent, "offered_rate": sent / ((end_ns - begin_ns) / 1e9)}
+
+
+async def sink(options: Options) -> Result:
+    service = iris.Service(CLUSTER)
+    outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+    @service.on_tunnel
+    async def take(tunnel: iris.Tunnel) -> None:
+        received = wrong = 0
+        async for message in tunnel:
+            wrong += NUMBER.unpack_from(message)[0] != received or len(message) != options.size
+            received += 1
+        outcome.set_result({"received": received, "wrong": wrong, "end_ns": time.monotonic_ns()})
+
+    async with iris.connect() as client, client.serve(service):
+        harness.say_ready()
+        return await outcome
+
+
+async def source(options: Options) -> Result:
+    filler = bytes(options.size - NUMBER.size)
+    async with iris.connect() as client:
+        await client.wait_for_members(CLUSTER, 1, timeout=SUBSCRIBE_S)
+        async with client.tunnel(CLUSTER, timeout=SUBSCRIBE_S) as tunnel:
+            sent = 0
+            begin_ns = time.monotonic_ns()
+            end_ns = begin_ns + int(options.seconds * 1e9)
+            while time.monotonic_ns() < end_ns:
+                await tunnel.send(NUMBER.pack(sent) + filler)
+                sent += 1
+            await tunnel.finish()
+            async for _ in tunnel:  # until the sink, having read all, closes its side
+                raise AssertionError("the sink sends nothing")
+    return {"begin_ns": begin_ns, "sent": sent}
+
+
+ROLES = {"subscriber": subscriber, "publisher": publisher, "sink": sink, "source": source}
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+def iris_publish(options: Options, rate: float) -> Result:
+    """Offer `rate` messages/s (0: as fast as it goes) once, with new processes; return what was delivered and lost."""
+    script = str(BENCH / "throughput.py")
+    run = options.json(rate=rate)
+    with Roles(options.seconds + 60) as roles:
+        relay = IrisRelay(roles)
+        command = [script, "--run", run, "--role"]
+        receivers = [
+            roles.start("subscriber", [*command, "subscriber"], env=relay.env, ready=True)
+            for _ in range(options.subscribers)
+        ]
+        sender = roles.start("publisher", [*command, "publisher"], env=relay.env)
+        received = [role.result() for role in receivers]
+        sent = sender.result(stop=True)
+        relay_cpu_s = relay.stop()
+    figures = delivered(sent, received)
+    return {**figures, "offered_rate": sent["offered_rate"], "relay_cpu_s": relay_cpu_s}
+
+
+def delivered(sent: Result, received: list[Result]) -> Result:
+    """Return the figures of one run: messages/s between the first call and the last receipt, over all subscribers."""
+    total = sum(r["received"] for r in received)
+    spent_s = (max(r["end_ns"] for r in received) - sent["begin_ns"]) / 1e9
+    return {
+        "rate": total / spent_s,
+        "sent": sent["sent"],
+        "received": total,
+        "lost": sent["sent"] * len(received) - total,
+        "wrong": sum(r["wrong"] for r in received),
+        "sender_cpu_s": sent["cpu_s"],
+        "receiver_cpu_s": max(r["cpu_s"] for r in received),
+    }
+
+
+def search(run: Callable[[float], Result], share: float) -> Result:
+    """Return the run with the highest offered rate that lost nothing, and all tries.
+
+    `share` is how many times a message is delivered: what a lossy run delivered, per subscriber, is the first guess.
+    """
+    tries = [run(0.0)]
+    best: Result | None = tries[0] if not tries[0]["lost"] else None
+    low, high = 0.0, tries[0]["offered_rate"]
+    guess = tries[0]["rate"] / share
+    while tries[0]["lost"] and len(tries) <= SEARCH_TRIES:
+        if low and high / low <= CLOSE_ENOUGH:
+            break
+        guess = min(guess, high * 0.97)
+        result = run(guess)
+        tries.append(result)
+        if result["lost"]:
+            high = guess
+            guess = (low + high) / 2 if low else guess * 0.85
+        else:
+            low = guess
+            if best is None or result["rate"] > best["rate"]:
+                best = result
+            guess = (low + high) / 2
+    keys = ("offered_rate", "rate", "lost", "wrong")
+    brief = [{key: result[key] for key in keys} for result in tries]
+    nothing = {"rate": 0.0, "lost": min(result["lost"] for result in tries), "wrong": 0}
+    return {**(best or nothing), "tries": brief}
+
+
+def iris_tunnel(options: Options) -> Result:
+    """Send through one Iris tunnel for a while; `rate` is MB/s."""
+    script = str(BENCH / "throughput.py")
+    with Roles(options.seconds + 60) as roles:
+        relay = IrisRelay(roles)
+        command = [script, "--run", options.json(), "--role"]
+        receiver = roles.start("sink", [*command, "sink"], env=relay.env, ready=True)
+        sender = roles.start("source", [*command, "source"], env=relay.env)
+        figures = delivered(sender.result(), [receiver.result()])
+        relay_cpu_s = relay.stop()
+    return {**in_megabytes(figures, options.size), "relay_cpu_s": relay_cpu_s}
+
+
+def twin_publish(options: Options) -> Result:
+    """Run the bare twin once."""
+    script = str(BENCH / "floor" / "publish.py")
+    with Roles(options.seconds + 60) as roles:
+        run = options.json(path=str(roles.directory / "twin"), sndbuf=options.send_buffer)
+        relay = roles.start("relay", [script, "relay", run], ready=True)
+        receivers = [
+            roles.start("subscriber", [script, "subscriber", run], ready=True)
+            for _ in range(options.subscribers)
+        ]
+        sent = roles.start("publisher", [script, "publisher", run]).result()
+        received = [role.result() for role in receivers]
+        return {**delivered(sent, received), "relay_cpu_s": relay.result(stop=True)["cpu_s"]}
+
+
+def twin_tunnel(options: Options) -> Result:
+    """Run the bare twin of a tunnel once; `rate` is MB/s."""
+    script = str(BENCH / "floor" / "tunnel.py")
+    with Roles(options.seconds + 60) as roles:
+        run = options.json(path=str(roles.directory / "twin"), sndbuf=options.send_buffer)
+        relay = roles.start("relay", [script, "relay", run], ready=True)
+        receiver = roles.start("receiver", [script, "receiver", run], ready=True)
+        sent = roles.start("sender", [script, "sender", run]).result()
+        figures = delivered(sent, [receiver.result(stop=True)])
+        relay_cpu_s = relay.result(stop=True)["cpu_s"]
+    return {**in_megabytes(figures, options.size), "relay_cpu_s": relay_cpu_s}
+
+
+def in_megabytes(figures: Result, size: int) -> Result:
+    """Return `figures` with messages of `size` bytes per second turned into MB/s."""
+    return {**figures, "message_rate": figures["rate"], "rate": figures["rate"] * size / 1e6}
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--mode", choices=["callback", "async-for"], default="callback")
+    parser.add_argument("--verb", choices=["offer", "publish"], default="offer", help=VERB)
+    parser.add_argument("--subscribers", type=int, default=1)
+    parser.add_argument("--topics", type=int, default=1)
+    parser.add_argument("--size", type=int, default=0, help="bytes (1024; with --tunnel 65536)")
+    parser.add_argument("--tunnel", action="store_true", help="one tunnel; rates are MB/s")
+    parser.add_argument("--role", choices=list(ROLES), help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        harness.report(args.role, uvloop.run(ROLES[args.role](Options(**json.loads(args.run)))))
+        return
+    options = Options.of(args)
+
+    def run_iris() -> Result:
+        if options.tunnel:
+            return iris_tunnel(options)
+        return search(lambda rate: iris_publish(options, rate), options.subscribers)
+
+    def run_twin() -> Result:
+        return twin_tunnel(options) if options.tunnel else twin_publish(options)
+
+    about = {
+        "bench": "throughput",
+        "unit": "MB/s" if options.tunnel else "messages/s",
+        "options": json.loads(options.json()),
+        "facts": harness.facts(),
+    }
+    if args.only:
+        result = run_iris() if args.only == "iris" else run_twin()
+        print(json.dumps({**about, args.only: result}, indent=1))
+        return
+    rounds = harness.alternate(args.rounds, run_iris, run_twin)
+    print(json.dumps({**about, **harness.compare(rounds, "rate"), "rounds": rounds}, indent=1))
+    if any(r[side]["wrong"] or r["twin"]["lost"] for r in rounds for side in ("iris", "twin")):
+        sys.exit("messages came wrong, or the twin lost some: the figures mean nothing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""The same calls for threads without an event loop: scripts, Spark, a REPL.
+
+    with iris.blocking.connect() as client:
+        reply = client.request("databases", b"...", timeout=1.0)
+
+One background thread runs an `iris.Client`; any thread may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from iris import client as _client
+from iris.config import ClientConfig
+from iris.core.bundle import Headers
+from iris.core.message import Message
+from iris.crypto.keyring import Keyring
+from iris.errors import Closed
+from iris.membership import Members
+from iris.service import Service
+from iris.tunnel import EndOfTunnel
+from iris.tunnel import Tunnel as _AsyncTunnel
+
+T = TypeVar("T")
+
+
+def connect(
+    relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
+    embedded: bool = False,
+) -> Client:  # fmt: skip
+    """Return a connected client; close it, or use it as a context manager. Raises as `iris.connect` does when entered."""
+    return Client(_client.connect(relay, keyring=keyring, config=config, embedded=embedded))
+
+
+class Client:
+    """`iris.Client` for threads. Every call blocks its thread until done; docstrings and errors are those of the original."""
+
+    def __init__(self, client: _client.Client) -> None:
+        self._client = client
+        self._loop = _new_loop()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="iris-client", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._run(client.open())
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave gracefully. Idempotent."""
+        if not self._closed:
+            try:
+                self._run(self._client.close())
+            finally:
+                self._stop()
+
+    def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None,
+    ) -> Any:  # fmt: skip
+        """See `iris.Client.request`."""
+        return self._run(
+            self._client.request(
+                cluster, payload, timeout=timeout, headers=headers, idempotent=idempotent, type=type
+            )
+        )
+
+    def push(
+        self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None
+    ) -> None:
+        """See `iris.Client.push`."""
+        self._run(self._client.push(cluster, payload, timeout=timeout, headers=headers))
+
+    def broadcast(self, cluster: str, payload: object, *, headers: Headers | None = None) -> None:
+        """See `iris.Client.broadcast`."""
+        self._run(self._client.broadcast(cluster, payload, headers=headers))
+
+    def publish(self, topic: str, payload: object, *, headers: Headers | None = None) -> None:
+        """See `iris.Client.publish`."""
+        self._run(self._client.publish(topic, payload, headers=headers))
+
+    def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
+        """See `iris.Client.offer`."""
+
+        async def offer() -> bool:
+            return self._client.offer(topic, payload, headers=headers)
+
+        return self._run(offer())
+
+    def flush(self, *, timeout: float = 5.0) -> None:
+        """See `iris.Client.flush`."""
+        self._run(self._client.flush(timeout=timeout))
+
+    def survey(
+        self,
+        cluster: str,
+        payload: object,
+        *,
+        timeout: float,
+        headers: Headers | None = None,
+        type: Any = None,
+    ) -> list[Any]:
+        """Return all answers; see `iris.Client.survey`."""
+
+        async def collect() -> list[Any]:
+            return [
+                a
+                async for a in self._client.survey(
+                    cluster, payload, timeout=timeout, headers=headers, type=type
+                )
+            ]
+
+        return self._run(collect())
+
+    @contextlib.contextmanager
+    def subscribe(self, pattern: str, *, group: str = "") -> Iterator[Iterator[Message]]:
+        """Give an iterator of messages: `with client.subscribe("a.>") as messages: for m in messages`."""
+
+        async def start() -> Any:
+            subscription = self._client.subscribe(pattern, group=group)
+            return await subscription.__aenter__()
+
+        subscription = self._run(start())
+        try:
+            yield self._iterate(subscription.__aiter__())
+        finally:
+            self._run(subscription.close())
+
+    @contextlib.contextmanager
+    def tunnel(
+        self, cluster: str, *, timeout: float, headers: Headers | None = None
+    ) -> Iterator[Tunnel]:
+        """See `iris.Client.tunnel`."""
+        tunnel = self._run(self._client.open_tunnel(cluster, timeout=timeout, headers=headers))
+        try:
+            yield Tunnel(tunnel, self._run)
+        except BaseException as err:
+            self._run(tunnel.__aexit__(type(err), err, None))
+            raise
+        else:
+            self._run(tunnel.close())
+
+    @contextlib.contextmanager
+    def serve(self, service: Service) -> Iterator[None]:
+        """See `iris.Client.serve`. Handlers run on the client's thread: a plain function that blocks, blocks them all."""
+        serving = self._client.serve(service)
+        self._run(serving.__aenter__())
+        try:
+            yield
+        finally:
+            self._run(serving.__aexit__(None, None, None))
+
+    def members(self, cluster: str, *, timeout: float = 5.0) -> Members:
+        """See `iris.Client.members`."""
+        return self._run(self._client.members(cluster, timeout=timeout))
+
+    def watch_members(self, cluster: str) -> Iterator[Members]:
+        """See `iris.Client.watch_members`."""
+        return self._iterate(self._client.watch_members(cluster))
+
+    def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
+        """See `iris.Client.wait_for_members`."""
+        return self._run(self._client.wait_for_members(cluster, count, timeout=timeout))
+
+    def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
+        """See `iris.Client.status`."""
+        return self._run(self._client.status(timeout=timeout))
+
+    def reload_keys(self, keyring: Keyring | None = None) -> None:
+        """See `iris.Client.reload_keys`."""
+        self._run(self._client.reload_keys(keyring))
+
+    def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> T:
+            return await anext(items)
+
+        async def close() -> None:
+            if hasattr(items, "aclose"):
+                await items.aclose()
+
+        try:
+            while True:
+                try:
+                    item = self._run(following())
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            self._run(close())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise Closed("this client is closed")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise Closed(
+                "a handler runs on the client's thread and would wait for itself; use a coroutine handler"
+            )
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():  # KeyboardInterrupt: nobody waits for it any more
+                future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._closed = True
+        finished: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(
+            _settle(), self._loop
+        )
+        finished.result(timeout=5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        self._loop.close()
+
+
+class Tunnel:
+    """`iris.Tunnel` for threads."""
+
+    def __init__(
+        self, tunnel: _AsyncTunnel, run: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
+        self._tunnel = tunnel
+        self._run = run
+
+    def send(self, data: bytes | str) -> None:
+        """See `iris.Tunnel.send`."""
+        self._run(self._tunnel.send(data))
+
+    def recv(self, *, limit_bytes: int = 64 << 20) -> bytes:
+        """See `iris.Tunnel.recv`."""
+        received: bytes = self._run(self._tunnel.recv(limit_bytes=limit_bytes))
+        return received
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            try:
+                message = self.recv()
+            except EndOfTunnel:
+                return
+            yield message
+
+    def finish(self) -> None:
+        """See `iris.Tunnel.finish`."""
+        self._run(self._tunnel.finish())
+
+    def close(self) -> None:
+        """See `iris.Tunnel.close`."""
+        self._run(self._tunnel.close())
+
+
+async def _settle() -> None:
+    """Let cancelled tasks end before the loop stops."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        await asyncio.wait(tasks, timeout=2)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,80 @@
+"""What a client can be told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from iris.errors import ConfigError
+from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, MAX_MESSAGE_LIMIT
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0])[:64] if sys.argv and sys.argv[0] else "python"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Everything a client can be told; validated here, once."""
+
+    relay: Path | None = None
+    """Socket of the relay. None: $IRIS_RELAY, else the user's own relay, else the host's."""
+
+    label: str = field(default_factory=_program)
+    """Shown by `iris members` and `iris status`; at most 64 characters."""
+
+    message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT
+    """Largest payload, up to 64 MiB; the relay's limit holds as well. Larger messages go through a tunnel."""
+
+    connect_timeout_s: float = 5.0
+    """Until the relay has answered HELLO, and until it knows every service and subscription."""
+
+    reconnect_min_s: float = 0.05
+    """First pause before another attempt; doubled, with jitter, up to `reconnect_max_s`."""
+
+    reconnect_max_s: float = 2.0
+
+    offline_bytes: int = 8 << 20
+    """Published bytes kept while there is no relay; beyond it `publish` raises ConnectionLost."""
+
+    write_high_bytes: int = 1 << 20
+    """Write buffer above which `publish` waits and `offer` refuses."""
+
+    freshness_s: float = 600.0
+    """Messages whose sender's clock is further from ours than this are refused."""
+
+    relay_user: str = "iris"
+    """A relay is trusted if it runs as us, as root, or as this user."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.message_limit_bytes <= MAX_MESSAGE_LIMIT:
+            raise ConfigError(
+                f"message_limit_bytes: {self.message_limit_bytes} is not from 1 to {MAX_MESSAGE_LIMIT}"
+            )
+        for name in ("connect_timeout_s", "reconnect_min_s", "reconnect_max_s", "freshness_s"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0 and up to a day")
+        if self.offline_bytes < 0 or self.write_high_bytes < 4096:
+            raise ConfigError("offline_bytes is at least 0, write_high_bytes at least 4096")
+        if len(self.label) > 64:
+            raise ConfigError(f"label: {len(self.label)} characters; at most 64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a member takes at once; the relay queues no more than this at it."""
+
+    concurrency: int = field(default_factory=lambda: 4 * (os.cpu_count() or 1))
+    """Handlers that run at once, per kind."""
+
+    queue_bytes: int = 64 << 20
+    """Bytes handed over and not finished, per kind; an empty queue takes one message of any size."""
+
+    tunnels: int = 16_384
+    """Tunnels open at once."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.queue_bytes < 1 or self.tunnels < 1:
+            raise ConfigError("limits are at least 1")

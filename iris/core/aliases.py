@@ -1,0 +1,60 @@
+"""Aliases of one direction: numbers that stand for all that is constant of a sender and an address.
+
+The declarer owns the numbers. When all are in use, the eighth used longest ago is declared anew; whoever cached an
+`Alias` sees its `number` turn to -1 and asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final, Generic, TypeVar
+
+MAX_ALIASES: Final = 65_536
+K = TypeVar("K", bound=Hashable)
+
+
+class Alias:
+    """One declared alias. `number` is -1 once it stands for something else; `used` is set by whoever sends with it."""
+
+    __slots__ = ("number", "used")
+
+    def __init__(self, number: int, used: int) -> None:
+        self.number = number
+        self.used = used
+
+
+class AliasTable(Generic[K]):
+    """The declarer's table: what is declared, and which numbers are free."""
+
+    __slots__ = ("_by_key", "_free", "_limit", "_next")
+
+    def __init__(self, limit: int = MAX_ALIASES) -> None:
+        self._by_key: dict[K, Alias] = {}
+        self._free: list[int] = []
+        self._next = 0
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: K) -> Alias | None:
+        """Return the alias that stands for `key`, if one does."""
+        return self._by_key.get(key)
+
+    def add(self, key: K, tick: int) -> Alias:
+        """Return a fresh alias for `key`, which the caller declares before use; `tick` is any rising number."""
+        if not self._free:
+            if self._next < self._limit:
+                self._free.append(self._next)
+                self._next += 1
+            else:
+                self._evict()
+        alias = self._by_key[key] = Alias(self._free.pop(), tick)
+        return alias
+
+    def _evict(self) -> None:
+        oldest = sorted(self._by_key.items(), key=lambda item: (item[1].used, item[1].number))
+        for key, alias in oldest[: max(1, self._limit // 8)]:
+            self._free.append(alias.number)
+            alias.number = -1
+            del self._by_key[key]

@@ -1,0 +1,97 @@
+"""The receiving half of a session: declared aliases, openers, and what each flow expects next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from iris.core.aliases import MAX_ALIASES
+from iris.core.guard import Guard
+from iris.core.guard import Sequence as Expected
+from iris.crypto.keys import ClusterKey
+from iris.crypto.sframe import Opener
+from iris.errors import PeerProtocolError
+from iris.wire.codec import metadata_prefix
+from iris.wire.frames import DECLARED_KINDS, Declare, Kind
+
+MAX_OPENERS: Final = 16_384
+
+
+class InFlow:
+    """One declared alias: who sends what to which address, and who here wants it."""
+
+    __slots__ = (
+        "expected", "groups", "key", "kind", "member", "name", "opener", "plain", "prefix", "sender_id", "sinks", "version",
+    )  # fmt: skip
+
+    def __init__(self, declared: Declare, key: ClusterKey, opener: Opener | None) -> None:
+        self.kind = declared.kind
+        self.name = declared.name
+        self.key = key
+        self.sender_id = declared.sender_id
+        self.plain = declared.plain
+        self.groups = frozenset(declared.groups)
+        self.member = declared.member
+        self.opener = opener
+        """None for a tunnel's opening: its first message is Noise, not SFrame."""
+        self.prefix = metadata_prefix(self.kind, self.name, key.key_id, self.sender_id)
+        self.expected: Expected | None = None
+        self.sinks: Sequence[Any] = ()
+        self.version = -1
+        """Version of the subscriptions for which `sinks` was found."""
+
+
+class Inbound:
+    """The relay's aliases towards this session, each with what is needed to open its frames."""
+
+    def __init__(self, find_key: Callable[[bytes], ClusterKey | None], guard: Guard) -> None:
+        self._find_key = find_key
+        self.guard = guard
+        self._flows: list[InFlow | None] = []
+        self._openers: dict[tuple[bytes, bytes], Opener] = {}
+
+    def declare(self, declared: Declare) -> None:
+        """Take a declaration; the alias replaces what it stood for.
+
+        Raises:
+            PeerProtocolError: the kind cannot be declared, or the key id is not one of ours.
+        """
+        if declared.kind not in DECLARED_KINDS:
+            raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
+        key = self._find_key(declared.key_id)
+        if key is None:
+            raise PeerProtocolError(
+                f"alias under key {declared.key_id.hex()[:8]}, which we did not prove"
+            )
+        opener = None
+        if declared.kind != Kind.TUNNEL_OPEN:
+            place = (key.key_id, declared.sender_id)
+            opener = self._openers.get(place)
+            if opener is None:
+                if len(self._openers) >= MAX_OPENERS:
+                    self._openers.clear()  # flows keep theirs; the rest is derived again when declared again
+                opener = self._openers[place] = Opener(key, declared.sender_id)
+        flows = self._flows
+        if declared.alias >= len(flows):
+            flows.extend([None] * (min(MAX_ALIASES, max(16, 2 * declared.alias + 1)) - len(flows)))
+        flows[declared.alias] = InFlow(declared, key, opener)
+
+    def flow(self, alias: int, kind: int) -> InFlow:
+        """Return the flow of an alias; raises PeerProtocolError if it was not declared for this kind."""
+        try:
+            flow = self._flows[alias]
+        except IndexError:
+            flow = None
+        if flow is None or flow.kind != kind:
+            raise PeerProtocolError(f"alias {alias} was not declared for {Kind(kind).name}")
+        return flow
+
+    def expected(self, flow: InFlow, now_us: int) -> Expected | None:
+        """Return the flow's sequence entry, made at the first message that opened; None when the table is full."""
+        entry = flow.expected
+        if entry is None:
+            entry = flow.expected = self.guard.sequence(
+                flow.kind, f"{flow.member}:{flow.name}" if flow.member else flow.name,
+                flow.key.key_id, flow.sender_id, now_us,
+            )  # fmt: skip
+        return entry

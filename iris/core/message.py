@@ -1,0 +1,85 @@
+"""Messages as a user meets them, and how values become payloads."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+import msgspec
+
+from iris.core.bundle import Headers
+from iris.errors import DecodeError
+
+MEMBER_HEADER: Final = "iris-member"
+"""Header of a survey's answer: the id of the member that gave it, sealed with it."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
+_MAX_DECODERS: Final = 256
+
+
+class Message(msgspec.Struct, gc=False):
+    """A message as received. Owned by whoever receives it.
+
+    `payload` is as sent; `name` the topic or cluster; `packed` says that the payload is MessagePack because the sender
+    gave an object; `source` is the sender's 16-byte id, drawn anew at each of its connections.
+    """
+
+    payload: bytes
+    name: str
+    headers: Headers | None = None
+    packed: bool = False
+    source: bytes = b""
+
+    @property
+    def value(self) -> Any:
+        """The payload's bytes if it was sent raw, else the object."""
+        return decode_payload(self.payload, self.packed, None)
+
+    def decode(self, type: Any) -> Any:
+        """Return the payload as `type` (bytes, str, or anything msgspec knows); raises DecodeError if it does not fit."""
+        return decode_payload(self.payload, self.packed, type)
+
+
+def encode_payload(value: object) -> tuple[bytes, bool]:
+    """Return (bytes, packed): bytes and str travel raw, anything else as MessagePack.
+
+    Raises:
+        DecodeError: msgspec cannot write an object of this type.
+    """
+    if isinstance(value, bytes):
+        return value, False
+    if isinstance(value, str):
+        return value.encode(), False
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value), False
+    try:
+        return _encode(value), True
+    except (TypeError, ValueError, OverflowError, RecursionError) as err:
+        raise DecodeError(f"a {type(value).__name__} cannot be sent: {err}") from err
+
+
+def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:
+    """Return `payload` as `wanted`; None means bytes if it was sent raw, else the object.
+
+    Raises:
+        DecodeError: it does not fit.
+    """
+    if wanted is bytes or (wanted is None and not packed):
+        return payload
+    try:
+        if wanted is None:
+            return msgpack.unpackb(payload, timestamp=3, strict_map_key=False)
+        if wanted is str and not packed:
+            return payload.decode()
+        decoder = _decoders.get(wanted)
+        if decoder is None:
+            decoder = msgspec.msgpack.Decoder(wanted)
+            if len(_decoders) < _MAX_DECODERS:
+                _decoders[wanted] = decoder
+        return decoder.decode(payload)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as err:
+        shown = getattr(wanted, "__name__", wanted) if wanted is not None else "MessagePack"
+        raise DecodeError(
+            f"a payload of {len(payload)} bytes does not decode as {shown}: {err}"
+        ) from err

@@ -1,0 +1,266 @@
+"""The sending half of a session: sealers, aliases, bundles and the bytes that go out.
+
+Messages for one address collect in an `OutFlow` until `flush` (once per turn of the event loop) or until the next one
+would take it over the cut; then they are sealed and framed as one. Requests and answers are sealed singly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from iris.core.aliases import Alias, AliasTable
+from iris.core.bundle import CUT_BYTES, MAX_COUNT, Headers, encode_bundle
+from iris.crypto.keys import ClusterKey
+from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
+from iris.wire.codec import END, HOP, encode_control, metadata_prefix
+from iris.wire.frames import Control, Declare, Kind, Prove
+
+MAX_FLOWS: Final = 262_144
+"""Addresses remembered per session; past it all sender ids change and the flows are made anew."""
+Place = tuple[int, str, bytes, bytes]
+"""kind, name, key id, sender id."""
+
+
+class OutFlow:
+    """One (kind, name, key) that this session sends to."""
+
+    __slots__ = (
+        "alias",
+        "first",
+        "headers",
+        "key",
+        "kind",
+        "name",
+        "packed",
+        "payloads",
+        "prefix",
+        "sealer",
+        "sender_id",
+        "size",
+    )
+
+    def __init__(
+        self, kind: int, name: str, key: ClusterKey, sealer: Sealer, sender_id: bytes
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.key = key
+        self.payloads: list[bytes] = []
+        self.headers: list[Headers | None] | None = None
+        self.packed = False
+        self.size = 0
+        self.alias: Alias | None = None
+        self.take(sealer, sender_id)
+
+    def take(self, sealer: Sealer, sender_id: bytes) -> None:
+        """Seal with `sealer` from now on; sequences belong to a sender, so they start again."""
+        self.sealer = sealer
+        self.sender_id = sender_id
+        self.first = 0
+        self.prefix = metadata_prefix(self.kind, self.name, self.key.key_id, sender_id)
+        self.alias = None
+
+
+class Outbound:
+    """Everything that one session has to say, as bytes in order.
+
+    `chunks` is what the shell writes next and clears. The session's owner tells it the time: `now_us`, µs since 1970.
+    """
+
+    def __init__(
+        self,
+        *,
+        relay_id: bytes,
+        session_id: bytes,
+        challenge: bytes,
+        entropy: Callable[[int], bytes],
+        on_full: Callable[[], None],
+        full_bytes: int = 256 << 10,
+    ) -> None:
+        self.now_us = 0
+        self.chunks: list[bytes] = []
+        self.chunk_bytes = 0
+        self.sent_messages = 0
+        self._relay_id = relay_id
+        self._session_id = session_id
+        self._challenge = challenge
+        self._entropy = entropy
+        self._on_full = on_full
+        self._full_bytes = full_bytes
+        self._aliases: AliasTable[Place] = AliasTable()
+        self._sealers: dict[bytes, tuple[Sealer, bytes]] = {}
+        self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
+        self.topics: dict[str, OutFlow] = {}
+        """What is published to, by topic: the look-up of the hot path."""
+        self._dirty: list[OutFlow] = []
+        self._proven: set[bytes] = set()
+        self._tick = 0
+
+    def control(self, body: Control) -> None:
+        """Queue a control frame behind what is queued."""
+        data = encode_control(body)
+        self.chunks.append(data)
+        self.chunk_bytes += len(data)
+
+    def raw(self, frame: bytes) -> None:
+        """Queue a whole frame."""
+        self.chunks.append(frame)
+        self.chunk_bytes += len(frame)
+        if self.chunk_bytes > self._full_bytes:
+            self._on_full()
+
+    def prove(self, key: ClusterKey) -> None:
+        """Prove `key` to the relay, once."""
+        if key.key_id not in self._proven:
+            self._proven.add(key.key_id)
+            signature = key.sign_proof(
+                relay_id=self._relay_id, session_id=self._session_id, challenge=self._challenge
+            )
+            self.control(Prove(id=0, public_key=key.public_key, signature=signature))
+
+    def flow(self, kind: int, name: str, key: ClusterKey) -> OutFlow:
+        """Return the flow of an address, made and proven at first use."""
+        place = (kind, name, key.key_id)
+        flow = self._flows.get(place)
+        if flow is None:
+            if len(self._flows) >= MAX_FLOWS:
+                self._start_over()
+            flow = self._flows[place] = OutFlow(kind, name, key, *self._sealer(key))
+        return flow
+
+    def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
+        """Put a message into the flow's bundle."""
+        size = len(payload) + 8
+        payloads = flow.payloads
+        if not payloads:
+            self._dirty.append(flow)
+            flow.packed = packed
+        elif (
+            flow.size + size > CUT_BYTES or packed is not flow.packed or len(payloads) >= MAX_COUNT
+        ):
+            self.cut(flow)  # it stays listed as dirty
+            flow.packed = packed
+            payloads = flow.payloads
+        if headers and flow.headers is None:
+            flow.headers = [None] * len(payloads)
+        payloads.append(payload)
+        if flow.headers is not None:
+            flow.headers.append(headers or None)
+        flow.size += size
+
+    def cut(self, flow: OutFlow) -> None:
+        """Seal and frame what the flow holds."""
+        payloads, headers, packed = flow.payloads, flow.headers, flow.packed
+        if not payloads:
+            return
+        flow.payloads, flow.headers, flow.size = [], None, 0
+        first = flow.first
+        count = len(payloads)
+        flow.first = first + count
+        self._seal(flow, encode_bundle(payloads, headers, packed), 0, 0, 0, count, first, b"")
+
+    def flush(self) -> None:
+        """Cut every bundle begun since the last flush."""
+        dirty, self._dirty = self._dirty, []
+        for flow in dirty:
+            if flow.payloads:
+                self.cut(flow)
+
+    def single(
+        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, deadline_us: int,
+        timeout_ms: int, suffix: bytes = b"",
+    ) -> int:  # fmt: skip
+        """Seal and frame one message at once; return the counter that it was sealed under."""
+        plain = encode_bundle((payload,), (headers,) if headers else None, packed)
+        first = flow.first
+        flow.first = first + 1
+        return self._seal(flow, plain, hop, deadline_us, timeout_ms, 1, first, suffix)
+
+    def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
+        """Frame the first handshake message of a tunnel. Each has an alias of its own: its id is the sender id."""
+        self.prove(key)
+        alias = self._declare(Kind.TUNNEL_OPEN, name, key, tunnel_id)
+        self.sent_messages += 1
+        self.raw(
+            HOP.pack(46 + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
+            + END.pack(self.now_us, timeout_ms, 1, 0)
+            + body
+        )
+
+    def unsent(self) -> list[tuple[int, str, bytes, Headers | None, bool]]:
+        """Return and forget the messages that no bundle took yet: (kind, name, payload, headers, packed)."""
+        held = []
+        for flow in self._dirty:
+            headers = flow.headers or [None] * len(flow.payloads)
+            held += [
+                (flow.kind, flow.name, p, h, flow.packed)
+                for p, h in zip(flow.payloads, headers, strict=True)
+            ]
+            flow.payloads, flow.headers, flow.size = [], None, 0
+        self._dirty = []
+        return held
+
+    def poison(self) -> None:
+        """After a fork the child must never seal with these counters."""
+        for sealer, _ in self._sealers.values():
+            sealer.poison()
+
+    def _sealer(self, key: ClusterKey) -> tuple[Sealer, bytes]:
+        entry = self._sealers.get(key.key_id)
+        if entry is None:
+            self.prove(key)
+            sender_id = self._entropy(16)
+            entry = self._sealers[key.key_id] = Sealer(key, sender_id), sender_id
+        return entry
+
+    def _start_over(self) -> None:
+        """Forget every flow. Sequences would restart under the same senders, so the senders change too."""
+        self.flush()
+        self._flows.clear()
+        self.topics.clear()
+        self._sealers.clear()
+
+    def _renew(self, key: ClusterKey) -> None:
+        """Draw a new sender id: a counter is never used twice."""
+        del self._sealers[key.key_id]
+        entry = self._sealer(key)
+        for flow in self._flows.values():
+            if flow.key.key_id == key.key_id:
+                flow.take(*entry)
+
+    def _declare(self, kind: int, name: str, key: ClusterKey, sender_id: bytes) -> Alias:
+        self._tick += 1
+        alias = self._aliases.add((kind, name, key.key_id, sender_id), self._tick)
+        self.control(
+            Declare(
+                alias=alias.number, kind=kind, name=name, key_id=key.key_id, sender_id=sender_id
+            )
+        )
+        return alias
+
+    def _seal(
+        self, flow: OutFlow, plain: bytes, hop: int, deadline_us: int, timeout_ms: int, count: int, first: int,
+        suffix: bytes,
+    ) -> int:  # fmt: skip
+        sealer = flow.sealer
+        counter = sealer.counter
+        if counter >= SEALS_PER_SENDER:
+            self._renew(flow.key)
+            sealer, counter, first = flow.sealer, 0, 0
+            flow.first = count
+        alias = flow.alias
+        if alias is None or alias.number < 0:
+            alias = flow.alias = self._declare(flow.kind, flow.name, flow.key, flow.sender_id)
+        alias.used = self._tick = self._tick + 1
+        end = END.pack(self.now_us, timeout_ms, count, first)
+        body = sealer.seal(plain, flow.prefix + end + suffix)
+        self.chunks.append(
+            HOP.pack(46 + len(body), flow.kind, 0, alias.number, hop, deadline_us) + end
+        )
+        self.chunks.append(body)
+        self.sent_messages += count
+        self.chunk_bytes += 50 + len(body)
+        if self.chunk_bytes > self._full_bytes:
+            self._on_full()
+        return counter

@@ -1,0 +1,369 @@
+"""One end of a tunnel: chunks in Noise records, byte credit, and three ways to end.
+
+A record's plain text is a run of items, `u8 type | u32 length | bytes`, packed until the record is full or the turn of
+the event loop ends:
+
+    0x01 headers   first record of the initiator; a MessagePack map, may be empty
+    0x02 chunk     part of a message; with 0x10 it is the first, with 0x20 the last
+    0x03 credit    u32: payload bytes that the other side may send in addition
+    0x04 finish    half-close: no message follows
+    0x05 close     nothing follows, and nothing is read any more
+    0x06 abort     the message begun is discarded; the tunnel goes on
+
+Each side may send 64 KiB before the first credit. The receiver grants what it consumed, and grows the window up to
+16 MiB while it is the sender that it waits for: a slow reader throttles its sender to its own pace, and an idle tunnel
+holds 64 KiB at most. After finish from both sides, or close, the tunnel has ended well; any other end is broken.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from iris.core.bundle import Headers
+from iris.crypto.keys import ClusterKey
+from iris.crypto.noise import MAX_PLAINTEXT_BYTES, CipherState, Handshake
+from iris.errors import Closed, IrisError, OpenError, PeerProtocolError, TunnelBroken
+from iris.wire.codec import tunnel_frame
+from iris.wire.frames import Cause, Kind
+
+FIRST_WINDOW: Final = 64 << 10
+MAX_WINDOW: Final = 16 << 20
+
+_HEADERS, _CHUNK, _CREDIT, _FINISH, _CLOSE, _ABORT = 1, 2, 3, 4, 5, 6
+_FIRST, _LAST = 0x10, 0x20
+_ITEM: Final = struct.Struct("<BI")
+_U32: Final = struct.Struct("<I")
+_encode_headers: Final = msgspec.msgpack.Encoder().encode
+_decode_headers: Final = msgspec.msgpack.Decoder(dict[str, str]).decode
+
+
+def prologue(name: str, key_id: bytes, tunnel_id: bytes) -> bytes:
+    """Return what both handshakes must agree on before the first message."""
+    return b"iris-tunnel-1" + bytes((Kind.TUNNEL_OPEN,)) + name.encode() + key_id + tunnel_id
+
+
+class TunnelEnd:
+    """One end. `emit` takes whole frames; `wake` is called when something may have changed for a waiting caller.
+
+    The shell calls `flush` once per turn for an end that `pending` names, and `received` for each record.
+    """
+
+    __slots__ = (
+        "_assembling", "_chunks", "_consumed", "_emit", "_filling", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
+        "_recv", "_send", "_window", "broken", "buffered", "closed", "credit", "error", "finished", "headers", "hop", "initiator",
+        "name", "peer_closed", "peer_finished", "wake",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, key: ClusterKey, tunnel_id: bytes, hop: int, *, initiator: bool, ephemeral: bytes,
+        emit: Callable[[bytes], None], mark_dirty: Callable[[TunnelEnd], None], opening: Headers | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.hop = hop
+        self.initiator = initiator
+        self.wake: Callable[[], None] = _nobody
+        self.headers: Headers | None = None
+        """Opening headers: None until the initiator's first record has opened."""
+        self.credit = FIRST_WINDOW
+        """Payload bytes that may be sent now."""
+        self.buffered = 0
+        """Payload bytes received and not consumed."""
+        self.finished = self.peer_finished = self.closed = self.peer_closed = False
+        self.broken = ""
+        self.error: IrisError | None = None
+        """Why it could not be opened, when the relay said so."""
+        self._opening = opening or {}
+        self._emit = emit
+        self._mark_dirty = mark_dirty
+        self._handshake: Handshake | None = Handshake(
+            initiator, prologue(name, key.key_id, tunnel_id), key.tunnel_psk, ephemeral
+        )
+        self._send: CipherState | None = None
+        self._recv: CipherState | None = None
+        self._plain: list[bytes | memoryview] = []
+        self._plain_bytes = 0
+        self._chunks: deque[tuple[int, bytes]] | None = None
+        self._assembling = False
+        self._filling = False
+        self._window = FIRST_WINDOW
+        self._consumed = 0
+
+    # -- opening ---------------------------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """Return the first handshake message (initiator)."""
+        assert self._handshake is not None
+        return self._handshake.write_message()
+
+    def answer(self, message: memoryview) -> bytes:
+        """Return the second handshake message (responder); raises OpenError if the first is not made with our key."""
+        handshake = self._handshake
+        assert handshake is not None
+        handshake.read_message(message)
+        reply = handshake.write_message()
+        self._split()
+        return reply
+
+    def accepted(self, message: memoryview) -> None:
+        """The responder's message came (initiator): the headers go out as the first record; raises OpenError."""
+        handshake = self._handshake
+        if handshake is None or not self.initiator:
+            raise PeerProtocolError("a second TUNNEL_ACCEPT for one tunnel")
+        handshake.read_message(message)
+        self._split()
+        self.headers = self._opening
+        self._item(_HEADERS, _encode_headers(self.headers))
+        self.wake()
+
+    def _split(self) -> None:
+        assert self._handshake is not None
+        self._send, self._recv = self._handshake.split()
+        self._handshake = None
+
+    @property
+    def open(self) -> bool:
+        """Messages may be exchanged."""
+        return self._send is not None and self.headers is not None and not self.broken
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more passes in either direction."""
+        return (
+            bool(self.broken)
+            or self.closed
+            or self.peer_closed
+            or (self.finished and self.peer_finished)
+        )
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def check_sending(self) -> None:
+        """Raise TunnelBroken or Closed if no message can be sent any more."""
+        if self.broken:
+            raise TunnelBroken(f"tunnel to {self.name}: {self.broken}")
+        if self.finished or self.closed:
+            raise Closed(f"tunnel to {self.name}: this side finished sending")
+        if self.peer_closed:
+            raise Closed(f"tunnel to {self.name}: the other side closed it")
+
+    def write(self, data: memoryview, start: int) -> int:
+        """Put as much of the message `data` from `start` on the way as credit allows; return where it stopped.
+
+        An empty message needs no credit. The view is borrowed until `flush`, or until a record takes it, so the caller
+        leaves it unchanged; what is not sent by the end of the call stays the caller's.
+        """
+        size = len(data)
+        while True:
+            room = MAX_PLAINTEXT_BYTES - self._plain_bytes - 5
+            take = min(size - start, self.credit, room)
+            if take > 0 or start == size:
+                flags = (
+                    _CHUNK
+                    | (0 if self._filling else _FIRST)
+                    | (_LAST if start + take == size else 0)
+                )
+                if not self._plain:
+                    self._mark_dirty(self)
+                self._plain.append(_ITEM.pack(flags, take))
+                self._plain.append(data[start : start + take])
+                self._plain_bytes += 5 + take
+                self.credit -= take
+                start += take
+                self._filling = start < size
+                if start == size:
+                    if self._plain_bytes > MAX_PLAINTEXT_BYTES - 64:
+                        self.flush()
+                    return start
+            if self._plain_bytes >= MAX_PLAINTEXT_BYTES - 5:
+                self.flush()
+            elif self.credit == 0:
+                return start
+
+    @property
+    def filling(self) -> bool:
+        """A message was begun and its last chunk is not on the way."""
+        return self._filling
+
+    def abort(self) -> None:
+        """Give up the message begun; the receiver discards it."""
+        if self._filling and not self.ended:
+            self._filling = False
+            self._item(_ABORT, b"")
+
+    def finish(self) -> None:
+        """Half-close: no message follows from this side."""
+        self.check_sending()
+        self.abort()
+        self._item(_FINISH, b"")
+        self.finished = True
+        self._end_if_done()
+
+    def close(self) -> None:
+        """End the tunnel; what the other side sent and we did not read is discarded. Idempotent."""
+        if self.ended:
+            self.closed = True
+            return
+        if self._send is None:
+            self.broken = "closed before it was open"
+            self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.BROKEN,))))
+            return
+        self._item(_CLOSE, b"")
+        self.flush()
+        self.closed = True
+        self._drop_buffer()
+        self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,))))
+
+    def fail(self, reason: str, *, tell: bool) -> None:
+        """Break the tunnel; with `tell`, the relay ends it on the other side too."""
+        if not self.ended:
+            self.broken = reason
+            self._drop_buffer()
+            if tell:
+                self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.BROKEN,))))
+            self.wake()
+
+    def _item(self, kind: int, body: bytes) -> None:
+        if self._plain_bytes + 5 + len(body) > MAX_PLAINTEXT_BYTES:
+            self.flush()
+        if not self._plain:
+            self._mark_dirty(self)
+        self._plain.append(_ITEM.pack(kind, len(body)) + body)
+        self._plain_bytes += 5 + len(body)
+
+    def flush(self) -> None:
+        """Seal and emit the record begun."""
+        if self._plain and self._send is not None and not self.broken:
+            plain = b"".join(self._plain)
+            self._plain = []
+            self._plain_bytes = 0
+            self._emit(tunnel_frame(Kind.TUNNEL_DATA, self.hop, self._send.encrypt(plain)))
+
+    def _end_if_done(self) -> None:
+        if self.finished and self.peer_finished:
+            self.flush()
+            self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,))))
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    def received(self, record: memoryview) -> None:
+        """Take one record; a record that is not the next one, or breaks the credit, breaks the tunnel."""
+        if self._recv is None or self.ended:
+            return
+        try:
+            self._items(self._recv.decrypt(record))
+        except (OpenError, PeerProtocolError) as err:
+            self.fail(str(err), tell=True)
+        self.wake()
+
+    def poison(self) -> None:
+        """After a fork the child must never encrypt with these nonces."""
+        self._handshake = None
+        if self._send is not None:
+            self._send.poison()
+
+    def ended_by_relay(self, cause: int) -> None:
+        """TUNNEL_END came: well if the other side's close or both finishes came before it, else broken."""
+        if not self.ended:
+            self.fail(_CAUSES.get(cause, "the other side ended it without closing"), tell=False)
+
+    def next_chunk(self) -> tuple[int, bytes] | None:
+        """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes anew; None if none is there."""
+        chunks = self._chunks
+        if not chunks:
+            return None
+        flags, data = chunks.popleft()
+        size = len(data)
+        self.buffered -= size
+        self._consumed += size
+        if not self.peer_finished and not self.ended:
+            grant = self._consumed
+            if not chunks and self._window < MAX_WINDOW and grant >= self._window // 2:
+                # All consumed and the reader wants more: the sender is what it waits for.
+                grant += self._window
+                self._window *= 2
+            if grant >= self._window // 4:
+                self._consumed = 0
+                self._item(_CREDIT, _U32.pack(grant))
+        return flags, data
+
+    def _items(self, plain: bytes) -> None:
+        pos, size = 0, len(plain)
+        while pos < size:
+            if size - pos < 5:
+                raise PeerProtocolError("a tunnel item is cut short")
+            kind, length = _ITEM.unpack_from(plain, pos)
+            pos += 5
+            if length > size - pos:
+                raise PeerProtocolError("a tunnel item is longer than its record")
+            if self.peer_finished and kind != _CREDIT and kind != _CLOSE:
+                raise PeerProtocolError("a tunnel message after finish")
+            if kind & 0x0F == _CHUNK:
+                self._chunk(kind, plain[pos : pos + length])
+            else:
+                self._control(kind, plain[pos : pos + length])
+            pos += length
+
+    def _chunk(self, kind: int, data: bytes) -> None:
+        if (
+            self.headers is None
+            or kind & ~(_FIRST | _LAST | 0x0F)
+            or self._assembling == bool(kind & _FIRST)
+        ):
+            raise PeerProtocolError("a tunnel chunk out of order")
+        self._assembling = not kind & _LAST
+        self.buffered += len(data)
+        if self.buffered + self._consumed > self._window:
+            raise PeerProtocolError("more tunnel bytes than were granted")
+        if self._chunks is None:
+            self._chunks = deque()
+        self._chunks.append((kind >> 4, data))
+
+    def _control(self, kind: int, body: bytes) -> None:
+        if kind == _CREDIT and len(body) == 4:
+            self.credit += int.from_bytes(body, "little")
+            if self.credit > MAX_WINDOW + FIRST_WINDOW:
+                raise PeerProtocolError("tunnel credit over the largest window")
+        elif kind == _HEADERS and self.headers is None and not self.initiator:
+            try:
+                self.headers = _decode_headers(body)
+            except (msgspec.DecodeError, UnicodeDecodeError) as err:
+                raise PeerProtocolError(f"tunnel headers: {err}") from err
+        elif kind == _FINISH and not body and not self._assembling:
+            self.peer_finished = True
+            self._end_if_done()
+        elif kind == _CLOSE and not body:
+            self.peer_finished = self.peer_closed = True
+        elif kind == _ABORT and not body and self._assembling:
+            self._assembling = False
+            if self._chunks is None:
+                self._chunks = deque()
+            self._chunks.append((4, b""))
+        else:
+            raise PeerProtocolError(
+                f"a tunnel item of kind 0x{kind:02x} and {len(body)} bytes here"
+            )
+
+    def _drop_buffer(self) -> None:
+        self._chunks = None
+        self.buffered = 0
+        self._plain = []
+        self._plain_bytes = 0
+
+
+def _nobody() -> None:
+    return None
+
+
+_CAUSES: Final[dict[int, str]] = {
+    Cause.NO_MEMBERS: "nobody serves tunnels there",
+    Cause.OVERLOADED: "every member is full",
+    Cause.EXPIRED: "nobody answered in time",
+    Cause.LOST: "the other side's session was lost",
+    Cause.REFUSED: "the member refused it",
+    Cause.BROKEN: "the other side broke it",
+}

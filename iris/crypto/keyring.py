@@ -1,0 +1,345 @@
+"""Which key for which address, how keys rotate, and the file format.
+
+    [default]                            # for every cluster and topic without an entry of its own
+    keys = ["<43 characters of base64url>"]
+    [clusters."databases"]               # for this cluster alone
+    keys = ["<new>", "<old>"]            # the first key seals, all of them open
+    [topics."orders.eu"]                 # for the topic orders.eu and all below it
+    keys = ["..."]
+
+A topic belongs to the longest prefix, by whole tokens, that has an entry; a cluster to the entry of
+exactly its name. An entry replaces the default, it does not add to it. In calls and errors an entry
+is named "default", by its cluster, or "topic:PREFIX".
+
+Rotation is `add` (opened, not yet sealing), `promote` (seals), `retire` (gone). Nothing here reads or
+writes a file: see `iris.keyfiles`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Self, TypeAlias, TypeVar
+
+from iris.crypto.keys import KEY_ID_BYTES, ClusterKey, NetworkKey
+from iris.errors import InvalidName, KeyringError
+from iris.wire.names import check_cluster, check_filter, check_topic
+
+Keys: TypeAlias = tuple[ClusterKey, ...]
+_AnyKey = TypeVar("_AnyKey", ClusterKey, NetworkKey)
+
+DEFAULT: Final = "default"
+TOPIC: Final = "topic:"
+
+
+class Keyring:
+    """The keys of a process. Immutable: `add`, `promote` and `retire` return another keyring.
+
+    Where an address has several keys, the first seals and all open. An address without an entry,
+    in a keyring without default, has none: the answer is then an empty tuple.
+    """
+
+    __slots__ = ("_by_id", "_entries")
+
+    def __init__(self, entries: Mapping[str, Sequence[ClusterKey]]) -> None:
+        """`entries` maps "default", cluster names and "topic:PREFIX" to their keys.
+
+        Raises:
+            KeyringError: a name is outside the grammar, or an entry is empty or lists a key twice.
+        """
+        checked: dict[str, Keys] = {}
+        for name in sorted(entries, key=_file_order):
+            checked[_check_entry(name)] = _check_keys(name, tuple(entries[name]))
+        self._entries: Final = checked
+        self._by_id: Final = {key.key_id: key for keys in checked.values() for key in keys}
+
+    @classmethod
+    def single(cls, key: ClusterKey) -> Self:
+        """Return a keyring with `key` for everything."""
+        return cls({DEFAULT: (key,)})
+
+    @classmethod
+    def parse(cls, toml_text: str) -> Self:
+        """Return the keyring written in `toml_text`.
+
+        Raises:
+            KeyringError: it is not TOML, or not of the layout above. Names the entry, never a secret.
+        """
+        document = _parse_toml(toml_text)
+        if not document.keys() <= {"default", "clusters", "topics"}:
+            # Not named: whoever forgets a header may have a secret where the name belongs.
+            raise KeyringError("only [default], [clusters.NAME] and [topics.PREFIX] belong here")
+        entries: dict[str, Keys] = {}
+        if "default" in document:
+            entries[DEFAULT] = _parse_entry(ClusterKey, DEFAULT, document["default"])
+        for table, prefix in (("clusters", ""), ("topics", TOPIC)):
+            found = document.get(table, {})
+            if not isinstance(found, dict):
+                raise KeyringError(f"{table} is not a table of entries")
+            for name, body in found.items():
+                if table == "clusters" and _reserved(name):
+                    raise KeyringError(f"clusters: {name!r} cannot have an entry of its own")
+                # Checked before it is named in an error about its keys.
+                entry = _check_entry(prefix + name)
+                entries[entry] = _parse_entry(ClusterKey, entry, body)
+        return cls(entries)
+
+    def dump(self) -> str:
+        """Return the TOML text that `parse` reads. Holds every secret."""
+        lines = [
+            "# Iris keyring. In each entry the first key seals, all of them open. Keep secret."
+        ]
+        for name, keys in self._entries.items():
+            lines += ["", f"[{_header(name)}]", _dump_keys(keys)]
+        return "\n".join(lines) + "\n"
+
+    def for_cluster(self, name: str) -> Keys:
+        """Return the keys of the cluster `name`.
+
+        A cluster called "default" or "topic:..." has no entry of its own: those names mean others.
+        """
+        return (not _reserved(name) and self._entries.get(name)) or self._default()
+
+    def for_topic(self, topic: str) -> Keys:
+        """Return the keys of `topic`: those of its longest prefix that has an entry."""
+        prefix = topic
+        while prefix:
+            if keys := self._entries.get(TOPIC + prefix):
+                return keys
+            prefix = prefix.rpartition(".")[0]
+        return self._default()
+
+    def for_filter(self, filter: str) -> Keys:
+        """Return every key of every topic that `filter` may match, without duplicates.
+
+        Those of all entries that such a topic may belong to, from the most general to the most
+        particular, the default included only if a topic may belong to no other.
+
+        Raises:
+            InvalidName: `filter` is outside the grammar.
+        """
+        parts = check_filter(filter).split(".")
+        found: set[str] = set()
+        _walk(_tree(self._entries), parts, 0, DEFAULT, found)
+        # In the order of the entries, which is sorted: a prefix comes before what it begins.
+        keys = (key for name, held in self._entries.items() if name in found for key in held)
+        return tuple(dict.fromkeys(keys))
+
+    def by_id(self, key_id: bytes) -> ClusterKey | None:
+        """Return the key with this 16-byte id, wherever it is listed; None if we do not hold it."""
+        return self._by_id.get(key_id)
+
+    def entries(self) -> dict[str, Keys]:
+        """Return a copy of the entries: "default" first, then clusters, then topics, each sorted."""
+        return dict(self._entries)
+
+    def add(self, name: str, key: ClusterKey) -> Self:
+        """Return a keyring in which the entry `name` also opens under `key`, listed last.
+
+        A name without an entry gets one that starts from the keys in effect for it, so that the
+        addition changes nothing else: what sealed before still does.
+
+        Raises:
+            KeyringError: the key is already in effect there, or the name is outside the grammar.
+        """
+        keys = self._entries.get(_check_entry(name)) or self._inherited(name)
+        if key in keys:
+            raise KeyringError(f"{name}: key {_short(key)} is already there")
+        return self._with(name, (*keys, key))
+
+    def promote(self, name: str, key_id: bytes | None = None) -> Self:
+        """Return a keyring in which the key `key_id` of the entry `name` is first, so it seals.
+
+        Without `key_id` it is the last one, which is what `add` just added; promoted twice, that
+        goes back to the old key. With `key_id`, a second time changes nothing.
+
+        Raises:
+            KeyringError: no such entry or key, or there is no other key to promote.
+        """
+        keys = self._entry(name)
+        if key_id is None and len(keys) == 1:
+            raise KeyringError(f"{name}: holds one key, {_short(keys[0])}; add another first")
+        key = keys[-1] if key_id is None else _pick(name, keys, key_id)
+        return self._with(name, (key, *(other for other in keys if other != key)))
+
+    def retire(self, name: str, key_id: bytes | None = None) -> Self:
+        """Return a keyring without the key `key_id`, or without the last one, of the entry `name`.
+
+        Raises:
+            KeyringError: no such entry or key; it is the only one; or it is the first, which seals:
+                promote another before.
+        """
+        keys = self._entry(name)
+        key = keys[-1] if key_id is None else _pick(name, keys, key_id)
+        if len(keys) == 1:
+            raise KeyringError(f"{name}: {_short(key)} is its only key; add another first")
+        if key == keys[0]:
+            raise KeyringError(
+                f"{name}: {_short(key)} is the key that seals; promote another first"
+            )
+        return self._with(name, tuple(other for other in keys if other != key))
+
+    def __eq__(self, other: object) -> bool:
+        return self._entries == other._entries if isinstance(other, Keyring) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._entries.items()))
+
+    def __repr__(self) -> str:
+        entries = ", ".join(
+            f"{name}: {' '.join(map(_short, keys))}" for name, keys in self._entries.items()
+        )
+        return f"<Keyring {entries or 'empty'}>"
+
+    def _default(self) -> Keys:
+        return self._entries.get(DEFAULT, ())
+
+    def _inherited(self, name: str) -> Keys:
+        """Return what is in effect for `name` while it has no entry."""
+        return (
+            self.for_topic(name.removeprefix(TOPIC)) if name.startswith(TOPIC) else self._default()
+        )
+
+    def _entry(self, name: str) -> Keys:
+        if not (keys := self._entries.get(_check_entry(name))):
+            raise KeyringError(f"{name}: no entry of this name; add a key to it first")
+        return keys
+
+    def _with(self, name: str, keys: Keys) -> Self:
+        return type(self)({**self._entries, name: keys})
+
+
+def parse_network_keys(toml_text: str) -> tuple[NetworkKey, ...]:
+    """Return the network keys of a file with one table, [network], laid out like an entry above.
+
+    The first key is the one to dial with; all of them are accepted.
+
+    Raises:
+        KeyringError: it is not TOML or not of this layout. Never repeats a secret.
+    """
+    document = _parse_toml(toml_text)
+    if document.keys() != {"network"}:
+        raise KeyringError("one table, [network], belongs here")
+    return _check_keys("network", _parse_entry(NetworkKey, "network", document["network"]))
+
+
+def dump_network_keys(keys: Sequence[NetworkKey]) -> str:
+    """Return the TOML text that `parse_network_keys` reads. Holds every secret."""
+    head = "# Iris network key: admits relays, opens no payload. The first dials. Keep secret."
+    return f"{head}\n\n[network]\n{_dump_keys(_check_keys('network', tuple(keys)))}\n"
+
+
+class _Node:
+    """A token of the tree of topic prefixes; `entry` names the entry that ends here."""
+
+    __slots__ = ("children", "entry")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        self.entry: str | None = None
+
+
+def _tree(names: Iterable[str]) -> _Node:
+    root = _Node()
+    for name in names:
+        node = root
+        if name.startswith(TOPIC):
+            for token in name.removeprefix(TOPIC).split("."):
+                node = node.children.setdefault(token, _Node())
+            node.entry = name
+    return root
+
+
+def _walk(node: _Node, parts: list[str], at: int, entry: str, found: set[str]) -> None:
+    """Add to `found` the entry of every topic that starts with `node` and matches `parts[at:]`.
+
+    `entry` is what such a topic belongs to while no longer prefix has an entry. A wildcard may stand
+    for a token that no entry has, so it always reaches `entry` too.
+    """
+    entry = node.entry or entry
+    part = parts[at] if at < len(parts) else None
+    if part not in node.children:  # a token of no entry, a wildcard, or the end of the filter
+        found.add(entry)
+    if part == ">":
+        for child in node.children.values():
+            _walk(child, parts, at, entry, found)
+    elif part == "*":
+        for child in node.children.values():
+            _walk(child, parts, at + 1, entry, found)
+    elif part in node.children:
+        _walk(node.children[part], parts, at + 1, entry, found)
+
+
+def _reserved(name: str) -> bool:
+    return name == DEFAULT or name.startswith(TOPIC)
+
+
+def _check_entry(name: str) -> str:
+    try:
+        if name.startswith(TOPIC):
+            check_topic(name.removeprefix(TOPIC))
+        else:
+            check_cluster(name)
+    except InvalidName as error:
+        raise KeyringError(str(error)) from None  # the cause says the same
+    return name
+
+
+def _check_keys(name: str, keys: tuple[_AnyKey, ...]) -> tuple[_AnyKey, ...]:
+    if not keys:
+        raise KeyringError(f"{name}: holds no key")
+    if len(set(keys)) != len(keys):
+        raise KeyringError(f"{name}: lists a key twice")
+    return keys
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # The position alone: the rest of the message may quote the text, and so a secret.
+        found = re.search(r"line \d+, column \d+", str(error))
+    raise KeyringError(f"not TOML: {found[0] if found else 'it ends too early'}")
+
+
+def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey, ...]:
+    if not isinstance(body, dict) or body.keys() != {"keys"} or not isinstance(body["keys"], list):
+        raise KeyringError(f'{name}: one line belongs there, keys = ["...", ...]')
+    keys: list[_AnyKey] = []
+    for number, text in enumerate(body["keys"], 1):
+        try:
+            keys.append(kind.parse(text))
+        except KeyringError as error:
+            raise KeyringError(f"{name}: key {number}: {error}") from None
+    return tuple(keys)
+
+
+def _dump_keys(keys: Sequence[ClusterKey] | Sequence[NetworkKey]) -> str:
+    # base64url needs no escapes.
+    return "keys = [\n" + "".join(f'    "{key.reveal()}",\n' for key in keys) + "]"
+
+
+def _header(name: str) -> str:
+    if name == DEFAULT:
+        return name
+    table, name = ("topics", name[len(TOPIC) :]) if name.startswith(TOPIC) else ("clusters", name)
+    # The grammar of names has no control characters, so these two are all there is to escape.
+    escaped = name.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{table}."{escaped}"'
+
+
+def _file_order(name: str) -> tuple[bool, bool, str]:
+    return name != DEFAULT, name.startswith(TOPIC), name
+
+
+def _pick(name: str, keys: Keys, key_id: bytes) -> ClusterKey:
+    for key in keys:
+        if key.key_id == key_id:
+            return key
+    shown = key_id.hex()[:8] if len(key_id) == KEY_ID_BYTES else "of this id"
+    raise KeyringError(f"{name}: holds no key {shown}")
+
+
+def _short(key: ClusterKey) -> str:
+    return key.key_id.hex()[:8]

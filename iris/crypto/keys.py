@@ -1,0 +1,197 @@
+"""What the two kinds of 32-byte secrets yield.
+
+Both are expanded by HKDF-SHA256 (RFC 5869) with an empty salt, 32 bytes of output and one info
+string per purpose, so that no derived key says anything about another:
+
+    cluster key ─┬─ "iris-seal-root-1"   sealing root: the PRK of every sender's base key (`sframe`)
+                 ├─ "iris-sign-1"        seed of the Ed25519 key pair (RFC 8032) that proves the key id
+                 ├─ "iris-tunnel-psk-1"  pre-shared key of tunnels (`noise`)
+                 └─ "iris-key-hash-1"    HMAC key that hides the keys of stream records
+    network key ─── "iris-network-ca-1"  seed of the Ed25519 key of the certificate authority of relays
+
+Key id and network fingerprint are the first 16 bytes of SHA-256 of the Ed25519 public key: they
+name a key in public and tell nothing of its secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import ClassVar, Final, NoReturn, Self, SupportsIndex
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from iris.errors import KeyringError, LocalProtocolError, OpenError
+
+SECRET_BYTES: Final = 32
+KEY_ID_BYTES: Final = 16
+PUBLIC_KEY_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+RELAY_ID_BYTES: Final = 16
+SESSION_ID_BYTES: Final = 8
+CHALLENGE_BYTES: Final = 32
+
+_PROOF: Final = b"iris-proof-1"
+
+
+class _Secret:
+    """32 secret bytes and the public id derived from them.
+
+    Compared and hashed by the public id, so in no secret-dependent time. `repr` shows 8 hex digits
+    of the id. Refuses to be pickled or copied: a secret leaves the process by `reveal` alone.
+    """
+
+    __slots__ = ("_secret",)
+    _kind: ClassVar[str]
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise KeyringError(f"a {self._kind} is {SECRET_BYTES} bytes, not {len(secret)}")
+        self._secret: Final = bytes(secret)
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Return the key written as `reveal` does; one trailing "=" is allowed.
+
+        Raises:
+            KeyringError: anything else; the error never repeats the text.
+        """
+        if isinstance(text, str) and text.isascii():
+            bare = text.removesuffix("=")
+            try:
+                key = cls(base64.b64decode(bare + "=", altchars=b"-_", validate=True))
+            except (binascii.Error, KeyringError):
+                pass
+            else:
+                # Only one text per key: b64decode also takes "+", "/" and stray low bits.
+                if key.reveal() == bare:
+                    return key
+        raise KeyringError(f"a {cls._kind} is written as 43 characters of base64url (32 bytes)")
+
+    def reveal(self) -> str:
+        """Return the secret as 43 characters of base64url, for a key file and nothing else."""
+        return base64.urlsafe_b64encode(self._secret).decode().rstrip("=")
+
+    @property
+    def _public_id(self) -> bytes:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._public_id == other._public_id
+
+    def __hash__(self) -> int:
+        return hash(self._public_id)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._public_id.hex()[:8]}…>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a {self._kind} is not pickled or copied")
+
+
+class ClusterKey(_Secret):
+    """The one key that the members of a cluster share, and all that it yields.
+
+    `key_id` is 16 bytes, `public_key`, `sealing_root`, `tunnel_psk` and `key_hash_key` are 32 each.
+    """
+
+    __slots__ = ("_signer", "key_hash_key", "key_id", "public_key", "sealing_root", "tunnel_psk")
+    _kind = "cluster key"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self.sealing_root: Final = _derive(self._secret, b"iris-seal-root-1")
+        self.tunnel_psk: Final = _derive(self._secret, b"iris-tunnel-psk-1")
+        self.key_hash_key: Final = _derive(self._secret, b"iris-key-hash-1")
+        self._signer: Final = Ed25519PrivateKey.from_private_bytes(
+            _derive(self._secret, b"iris-sign-1")
+        )
+        self.public_key: Final = self._signer.public_key().public_bytes_raw()
+        self.key_id: Final = public_id(self.public_key)
+
+    @property
+    def _public_id(self) -> bytes:
+        return self.key_id
+
+    def sign_proof(self, *, relay_id: bytes, session_id: bytes, challenge: bytes) -> bytes:
+        """Return the 64-byte signature that proves to one relay, in one session, that we hold this key.
+
+        Args:
+            relay_id: 16 bytes; session_id: 8 bytes; challenge: the relay's 32 random bytes.
+
+        Raises:
+            LocalProtocolError: an argument has another length.
+        """
+        return self._signer.sign(_proof(relay_id, session_id, challenge, self.key_id))
+
+
+class NetworkKey(_Secret):
+    """The key that the relays of one network share: it admits relays and opens no payload.
+
+    `fingerprint` (16 bytes) names the network; `ca_key` signs the certificates of its relays.
+    """
+
+    __slots__ = ("ca_key", "fingerprint")
+    _kind = "network key"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self.ca_key: Final = Ed25519PrivateKey.from_private_bytes(
+            _derive(self._secret, b"iris-network-ca-1")
+        )
+        self.fingerprint: Final = public_id(self.ca_key.public_key().public_bytes_raw())
+
+    @property
+    def _public_id(self) -> bytes:
+        return self.fingerprint
+
+
+def public_id(public_key: bytes) -> bytes:
+    """Return the 16-byte name of a 32-byte Ed25519 public key: key id or network fingerprint."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(public_key)
+    return digest.finalize()[:KEY_ID_BYTES]
+
+
+def verify_proof(
+    public_key: bytes, signature: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes
+) -> bytes:
+    """Return the key id (16 bytes) that `signature` proves for this relay, session and challenge.
+
+    Anybody may invent a key pair, and so prove a key id; nobody can do so for the id of a cluster's
+    key without that key, since the id is a hash of the public key.
+
+    Raises:
+        OpenError: the signature is not this key's over this relay id, session id and challenge, or
+            `public_key` (32 bytes) or `signature` (64 bytes) is malformed.
+        LocalProtocolError: relay id, session id or challenge have another length than ours have.
+    """
+    if len(public_key) == PUBLIC_KEY_BYTES and len(signature) == SIGNATURE_BYTES:
+        key_id = public_id(public_key)
+        message = _proof(relay_id, session_id, challenge, key_id)
+        try:
+            Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+        except (InvalidSignature, ValueError):
+            pass
+        else:
+            return key_id
+    raise OpenError("the proof of the key id does not hold")
+
+
+def _proof(relay_id: bytes, session_id: bytes, challenge: bytes, key_id: bytes) -> bytes:
+    # Fixed lengths are what makes the plain concatenation unambiguous.
+    lengths = (len(relay_id), len(session_id), len(challenge))
+    if lengths != (RELAY_ID_BYTES, SESSION_ID_BYTES, CHALLENGE_BYTES):
+        raise LocalProtocolError(
+            f"relay id, session id and challenge are 16, 8 and 32 bytes, not {lengths}"
+        )
+    return _PROOF + relay_id + session_id + challenge + key_id
+
+
+def _derive(secret: bytes, info: bytes) -> bytes:
+    return HKDF(hashes.SHA256(), SECRET_BYTES, salt=None, info=info).derive(secret)

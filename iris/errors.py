@@ -1,0 +1,141 @@
+"""Everything Iris raises.
+
+    IrisError
+    ├── ConfigError            a setting, file or environment variable is wrong; the text names it
+    │   └── KeyringError       a key file is missing, unreadable, too open or malformed
+    ├── InvalidName            a cluster, topic or filter is outside the grammar (also a ValueError)
+    ├── RelayUnavailable       no relay answered at the address; the text says how to start one
+    ├── Closed                 the object was closed by this process; fix the call
+    ├── MessageTooLarge        nothing was sent; use a tunnel (also a ValueError)
+    ├── DecodeError            a payload does not fit the type that was asked for
+    ├── SealError              a message could not be sealed or opened
+    │   ├── OpenError          forged, damaged, spliced or sealed under another key
+    │   ├── Replayed           accepted before; it may have run
+    │   └── Stale              too old to tell apart from a replay; it has not run here
+    ├── RequestError           a request, push or survey failed; says `may_have_run`
+    │   ├── NoMembers          nobody serves it; it has not run
+    │   ├── Overloaded         everybody who serves it is full; it has not run
+    │   ├── RequestTimeout     no reply in time (also a TimeoutError); it may have run
+    │   ├── ConnectionLost     the member, its relay or ours went away on the way
+    │   └── RemoteError        the handler raised, or the body did not decode; the text is the member's
+    ├── TunnelBroken           the tunnel ended without both sides closing it
+    └── ProtocolError          bytes that the protocol does not allow
+        ├── LocalProtocolError we erred
+        └── PeerProtocolError  they erred; ends their connection, never shown to another peer
+
+Siblings differ by what the caller should do: fix a call (`Closed`, `InvalidName`), wait or retry (`NoMembers`,
+`Overloaded`), reconnect (`ConnectionLost`, automatic), read the message (`RemoteError`).
+"""
+
+from __future__ import annotations
+
+
+class IrisError(Exception):
+    """Root of everything Iris raises."""
+
+
+class ConfigError(IrisError):
+    """A setting, file or environment variable is wrong."""
+
+
+class KeyringError(ConfigError):
+    """A key file is missing, unreadable, too open or malformed. Never carries a secret."""
+
+
+class InvalidName(IrisError, ValueError):
+    """A cluster, topic or filter is outside the grammar."""
+
+
+class RelayUnavailable(IrisError):
+    """No relay answered at the address."""
+
+
+class Closed(IrisError):
+    """The object was closed by this process."""
+
+
+class MessageTooLarge(IrisError, ValueError):
+    """A message is over the limit; nothing was sent."""
+
+
+class DecodeError(IrisError, ValueError):
+    """A payload does not fit the type that was asked for."""
+
+
+class SealError(IrisError):
+    """A message could not be sealed or opened."""
+
+
+class OpenError(SealError):
+    """The message is forged, damaged, spliced or sealed under another key. One reason for all."""
+
+
+class Replayed(SealError):
+    """The message was accepted before."""
+
+
+class Stale(SealError):
+    """The message is too old to tell it apart from a replay."""
+
+
+class RequestError(IrisError):
+    """A message to `cluster` failed; `may_have_run` is False when a retry is certainly safe."""
+
+    may_have_run = True
+
+    def __init__(self, cluster: str, detail: str) -> None:
+        super().__init__(f"{cluster}: {detail}")
+        self.cluster = cluster
+        self.detail = detail
+
+
+class NoMembers(RequestError):
+    """Nobody serves the cluster under our key."""
+
+    may_have_run = False
+
+
+class Overloaded(RequestError):
+    """Every member is full, or refused it before running it."""
+
+    may_have_run = False
+
+
+class RequestTimeout(RequestError, TimeoutError):
+    """No reply came in time."""
+
+
+class ConnectionLost(RequestError):
+    """The member, its relay or ours went away before the reply came."""
+
+    def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
+        super().__init__(cluster, detail)
+        self.may_have_run = may_have_run
+
+
+class RemoteError(RequestError):
+    """The member answered with an error; `detail` is its text.
+
+    `may_have_run` is False when the member refused the message before its handler saw it
+    (a body that does not decode, a stale message).
+    """
+
+    def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
+        super().__init__(cluster, detail)
+        self.may_have_run = may_have_run
+
+
+class TunnelBroken(IrisError):
+    """The tunnel ended without both sides closing it; messages in flight are lost."""
+
+
+class ProtocolError(IrisError):
+    """Bytes that the protocol does not allow."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side asked for something the protocol does not allow."""
+
+
+class PeerProtocolError(ProtocolError):
+    """The other side sent something the protocol does not allow; its connection ends."""

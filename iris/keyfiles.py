@@ -1,0 +1,177 @@
+"""Key files on disk: `keyring.toml` and `network.toml`, mode 0600, in the configuration directory.
+
+The layouts are those of `iris.crypto.keyring`; this module only reads and writes. A file is opened
+once and judged by its descriptor, so nobody can swap it between check and read. A file that others
+can read, or that another user owns, is refused rather than repaired: its secret may be known already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from iris.crypto.keyring import Keyring, dump_network_keys, parse_network_keys
+from iris.crypto.keys import SECRET_BYTES, ClusterKey, NetworkKey
+from iris.errors import KeyringError
+
+KEYRING_FILE: Final = "keyring.toml"
+NETWORK_FILE: Final = "network.toml"
+MAX_FILE_BYTES: Final = 1 << 20
+
+_T = TypeVar("_T")
+
+
+def config_directory(environ: Mapping[str, str]) -> Path:
+    """Return the directory of the key files: $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else ~/.config/iris.
+
+    Empty variables count as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory
+    Specification). Nothing is created.
+    """
+    if own := environ.get("IRIS_CONFIG"):
+        return Path(own)
+    xdg = environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(xdg):
+        return Path(xdg) / "iris"
+    return Path(environ.get("HOME") or Path.home()) / ".config" / "iris"
+
+
+def create_keys(
+    directory: Path, entropy: Callable[[int], bytes] = os.urandom
+) -> tuple[Keyring, NetworkKey]:
+    """Write a new keyring (one default key) and a new network key into `directory`, and return them.
+
+    Creates `directory` with mode 0700, its parents with the usual one.
+
+    Raises:
+        KeyringError: one of the two files is there already, others may write to the directory, or
+            the disk refused. No file was overwritten, and none that was new is left behind.
+    """
+    keyring = Keyring.single(ClusterKey(entropy(SECRET_BYTES)))
+    network = NetworkKey(entropy(SECRET_BYTES))
+    texts = {KEYRING_FILE: keyring.dump(), NETWORK_FILE: dump_network_keys([network])}
+    written: list[Path] = []
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise KeyringError(f"others may write to {directory}: chmod 700 {directory}")
+        for name, text in texts.items():
+            path = directory / name
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            written.append(path)
+            _write(descriptor, text)
+        _sync_directory(directory)
+    except BaseException as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise KeyringError(f"{error.filename} is there already; it was left alone") from error
+        if isinstance(error, OSError):
+            raise KeyringError(f"cannot create keys in {directory}: {error.strerror}") from error
+        raise
+    return keyring, network
+
+
+def load_keyring(path: Path) -> Keyring:
+    """Return the keyring in the file `path`.
+
+    Raises:
+        KeyringError: missing, not a plain file, over 1 MiB, open to others, owned by another user,
+            or malformed. The text begins with the path and says what to do.
+    """
+    return _parsed(path, Keyring.parse)
+
+
+def load_network_keys(path: Path) -> tuple[NetworkKey, ...]:
+    """Return the network keys in the file `path`; the first is the one to dial with.
+
+    Raises:
+        KeyringError: as `load_keyring`.
+    """
+    return _parsed(path, parse_network_keys)
+
+
+def save_keyring(path: Path, keyring: Keyring) -> None:
+    """Replace the file `path`, mode 0600: a reader, or a crash, sees the old keyring or the new one.
+
+    A symbolic link stays one; what it points to is replaced.
+
+    Raises:
+        KeyringError: the disk refused; the old file is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        _write(descriptor, keyring.dump())
+        os.replace(temporary, target)
+        temporary = None
+        _sync_directory(target.parent)
+    except OSError as error:
+        raise KeyringError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):  # already failing; the file holds its secret at 0600
+                os.unlink(temporary)
+
+
+def _parsed(path: Path, parse: Callable[[str], _T]) -> _T:
+    text = _read(path)
+    try:
+        return parse(text)
+    except KeyringError as error:
+        raise KeyringError(f"{path}: {error}") from None  # the cause says the same without the path
+
+
+def _read(path: Path) -> str:
+    """Return the text of a secret file, after judging the very file that was opened."""
+    try:
+        # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _judge(path, os.fstat(descriptor))
+            with open(descriptor, "rb", closefd=False) as file:
+                # The size of the moment is no bound: the file may grow while it is read.
+                content = file.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise KeyringError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise KeyringError(f"{path}: over {MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        pass  # raised below: the error holds the whole content, so it is no cause to chain
+    raise KeyringError(f"{path}: not UTF-8")
+
+
+def _judge(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise KeyringError(f"{path}: not a plain file")
+    if status.st_uid not in (0, os.geteuid()):
+        raise KeyringError(f"{path}: owned by uid {status.st_uid}, not by us or root")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise KeyringError(f"{path}: open to others (mode {mode:04o}): chmod 600 {path}")
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Write `text` through to the disk and close `descriptor`."""
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a crash."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Who is in a cluster, now and as it changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from iris.core.session import Session
+from iris.crypto.keys import ClusterKey
+from iris.wire import frames
+from iris.wire.frames import Kind, MemberInfo
+
+
+class Members(Sequence[MemberInfo]):
+    """The members of one cluster at one time, oldest first.
+
+    `others` counts members of the same name under keys that we did not ask for, by the first 8 hex digits of the key id.
+    """
+
+    def __init__(self, cluster: str, members: Sequence[MemberInfo], others: dict[str, int]) -> None:
+        self.cluster = cluster
+        self.others = others
+        self._members = tuple(members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int or slice, as a tuple
+        return self._members[index]
+
+    def serving(self, kind: str) -> int:
+        """Return how many serve `kind`: request, push, survey, broadcast or tunnel."""
+        wanted = Kind.TUNNEL_OPEN if kind == "tunnel" else Kind[kind.upper()]
+        return sum(wanted in member.kinds for member in self._members)
+
+    def __repr__(self) -> str:
+        return f"Members({self.cluster!r}: {[member.member for member in self._members]})"
+
+
+class Watcher:
+    """Follows one cluster over reconnects."""
+
+    def __init__(self, cluster: str, keys: Sequence[ClusterKey], *, stay: bool) -> None:
+        self.cluster = cluster
+        self.ended = False
+        self._keys = keys
+        self._stay = stay
+        self._session: Session | None = None
+        self._number = 0
+        self._members: dict[str, MemberInfo] = {}
+        self._others: dict[str, int] = {}
+        self._heard = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._fresh = True
+
+    def attach(self, session: Session) -> None:
+        """Ask this session's relay from now on."""
+        for key in self._keys:
+            session.out.prove(key)
+        self._session = session
+        self._fresh = True
+        self._number = session.watch(
+            self.cluster, [key.key_id for key in self._keys], self._hear, stay=self._stay
+        )
+
+    def detach(self) -> None:
+        """Stop listening."""
+        if self._session is not None:
+            self._session.unwatch(self._number)
+            self._session = None
+
+    def end(self) -> None:
+        """The client is closed: whoever waits goes on."""
+        self.ended = True
+        self._heard.set()
+        self._changed.set()
+
+    async def first(self) -> None:
+        """Return when the relay has said who is there."""
+        await self._heard.wait()
+
+    async def changed(self) -> None:
+        """Return at the next change after the last return."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def members(self) -> Members:
+        """Return who is there as far as we heard."""
+        return Members(self.cluster, list(self._members.values()), self._others)
+
+    def _hear(self, heard: frames.Membership) -> None:
+        if self._fresh:  # the first answer of a session is the whole list
+            self._fresh = False
+            self._members = {}
+            self._others = heard.others
+        self._members.update({info.member: info for info in heard.joined})
+        for member in heard.left:
+            self._members.pop(member, None)
+        if self._heard.is_set():
+            self._changed.set()
+        self._heard.set()

@@ -1,0 +1,383 @@
+"""A service: decorated handlers that join a cluster and run within count and byte limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from iris.config import Limits
+from iris.core.message import MEMBER_HEADER, Message
+from iris.core.session import Delivery, Lost
+from iris.core.tunnel import TunnelEnd
+from iris.errors import ConfigError, DecodeError
+from iris.handlers import Deferred, Handler, encode_reply
+from iris.tunnel import EndOfTunnel, Tunnel
+from iris.wire.frames import Kind, Refusal, Serving
+from iris.wire.names import check_cluster, check_filter, check_group
+
+if TYPE_CHECKING:
+    from iris.client import Client
+
+log = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Service:
+    """What a member of the cluster `name` does. Serve it with `Client.serve`, or `iris run module:service`.
+
+    A handler takes one argument; its annotation chooses what it gets: `iris.Message` or `iris.Request` the whole message,
+    bytes or str the raw payload, another type the payload decoded into it, none the bytes or the object that was sent. It
+    may be a plain function, called at once on the event loop, or a coroutine function, run `limits.concurrency` at a time.
+    """
+
+    def __init__(self, name: str, *, limits: Limits | None = None) -> None:
+        self.name = check_cluster(name)
+        self.limits = limits or Limits()
+        self.handlers: dict[Kind, Handler] = {}
+        self.topics: list[tuple[str, str, Handler]] = []
+        self.gap_handler: Callable[[Lost], object] | None = None
+
+    def on_request(self, function: F) -> F:
+        """Answer requests with what the function returns; None is an empty reply, an exception a RemoteError."""
+        return self._take(Kind.REQUEST, function)
+
+    def on_push(self, function: F) -> F:
+        """Handle pushes."""
+        return self._take(Kind.PUSH, function)
+
+    def on_survey(self, function: F) -> F:
+        """Answer surveys, as `on_request`."""
+        return self._take(Kind.SURVEY, function)
+
+    def on_broadcast(self, function: F) -> F:
+        """Handle broadcasts, each sender's in its order."""
+        return self._take(Kind.BROADCAST, function)
+
+    def on_tunnel(self, function: F) -> F:
+        """Handle tunnels: a coroutine function that gets an `iris.Tunnel`; when it returns, the tunnel is closed."""
+        if not asyncio.iscoroutinefunction(function):
+            raise ConfigError("a tunnel handler is a coroutine function")
+        return self._take(Kind.TUNNEL_OPEN, function)
+
+    def on_publish(self, pattern: str, *, group: str = "") -> Callable[[F], F]:
+        """Handle what is published to topics that match `pattern`; with a `group`, one of its members gets each bundle."""
+        check_filter(pattern)
+        if group:
+            check_group(group)
+
+        def register(function: F) -> F:
+            self.topics.append((pattern, group, Handler(function)))
+            return function
+
+        return register
+
+    def on_gap(self, function: Callable[[Lost], object]) -> Callable[[Lost], object]:
+        """Hear of broadcasts and publications that were lost on the way."""
+        self.gap_handler = function
+        return function
+
+    def _take(self, kind: Kind, function: F) -> F:
+        if kind in self.handlers:
+            raise ConfigError(f"{self.name} has a handler for that already")
+        self.handlers[kind] = Handler(function)
+        return function
+
+    @property
+    def kinds(self) -> dict[int, Serving]:
+        """What a JOIN says."""
+        limits = self.limits
+        return {
+            int(kind): Serving(
+                limits.tunnels if kind == Kind.TUNNEL_OPEN else limits.concurrency,
+                limits.queue_bytes,
+            )
+            for kind in self.handlers
+        }
+
+
+class _Inbox:
+    """Deliveries of one kind that wait for a handler, and the workers that run them."""
+
+    __slots__ = ("handler", "idle", "queue", "queued_bytes", "workers")
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.queue: deque[Delivery] = deque()
+        self.queued_bytes = 0
+        self.idle: list[asyncio.Future[Delivery]] = []
+        self.workers: set[asyncio.Task[None]] = set()
+
+
+class ServiceBinding:
+    """A service that is being served: its member, its queues, its workers. Outlives reconnects."""
+
+    def __init__(self, client: Client, service: Service) -> None:
+        self.service = service
+        self.member = 0
+        self.member_id = ""
+        self.leaving = False
+        self.running = 0
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._limits = service.limits
+        self._inboxes = {
+            int(k): _Inbox(h)
+            for k, h in service.handlers.items()
+            if k in _ANSWERED or k == Kind.PUSH
+        }
+        self._casts: deque[tuple[list[Message], int]] = deque()
+        self._cast_bytes = 0
+        self._cast_worker: asyncio.Task[None] | None = None
+        self._tunnels: set[asyncio.Task[None]] = set()
+        self._quiet = asyncio.Event()
+        self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
+
+    # -- what the session calls ------------------------------------------------------------------------------
+
+    def admit(self, kind: int, size: int) -> Refusal | None:
+        """Refuse before opening what there is no room for."""
+        if self.leaving:
+            return Refusal.LEAVING
+        if kind == Kind.TUNNEL_OPEN:
+            if kind not in self.service.handlers:
+                return Refusal.UNREADABLE
+            return Refusal.FULL if len(self._tunnels) >= self._limits.tunnels else None
+        inbox = self._inboxes.get(kind)
+        if inbox is None:
+            return Refusal.UNREADABLE
+        if inbox.queued_bytes and inbox.queued_bytes + size > self._limits.queue_bytes:
+            return Refusal.FULL
+        return None
+
+    def take(self, delivery: Delivery) -> None:
+        """Run a request, push or survey: now if its handler is a plain function, else within the concurrency limit."""
+        inbox = self._inboxes[delivery.flow.kind]
+        self.running += 1
+        handler = inbox.handler
+        if not handler.is_coroutine:
+            answer = _Answer(self, delivery)
+            try:
+                value = handler.function(handler.argument(delivery, answer.defer))
+            except Exception as err:
+                answer.failed(err)
+            else:
+                answer.returned(value)
+            return
+        if inbox.idle:
+            inbox.queued_bytes += delivery.size
+            inbox.idle.pop().set_result(delivery)
+        elif len(inbox.workers) < self._limits.concurrency:
+            inbox.queued_bytes += delivery.size
+            task = self._loop.create_task(
+                self._work(inbox, delivery), name=f"iris-{self.service.name}"
+            )
+            inbox.workers.add(task)
+            task.add_done_callback(inbox.workers.discard)
+        else:
+            inbox.queue.append(delivery)
+            inbox.queued_bytes += delivery.size
+
+    def broadcast(self, messages: list[Message], size: int) -> None:
+        """Run broadcasts in order; a coroutine handler has one queue, which drops what comes when it is full."""
+        handler = self._broadcast_handler
+        if handler is None:
+            return
+        if not handler.is_coroutine:
+            for message in messages:
+                self._cast(handler, message)
+        elif self._casts and self._cast_bytes + size > self._limits.queue_bytes:
+            first = messages[0]
+            self._client.count_dropped("slow member", len(messages))
+            self.gap(Lost("broadcast", first.name, first.source, len(messages), "slow member"))
+        else:
+            self._casts.append((messages, size))
+            self._cast_bytes += size
+            self.running += 1
+            if self._cast_worker is None:
+                self._cast_worker = self._loop.create_task(
+                    self._work_casts(handler), name=f"iris-{self.service.name}-casts"
+                )
+
+    def tunnel(self, end: TunnelEnd) -> None:
+        """Run a tunnel handler."""
+        self.running += 1
+        tunnel = Tunnel(end, self._client.touch, self._client.writable)
+        task = self._loop.create_task(
+            self._work_tunnel(tunnel), name=f"iris-{self.service.name}-tunnel"
+        )
+        self._tunnels.add(task)
+        task.add_done_callback(self._tunnels.discard)
+
+    def gap(self, gap: Lost) -> None:
+        """Some broadcasts did not come."""
+        if self.service.gap_handler is not None:
+            self.service.gap_handler(gap)
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def _cast(self, handler: Handler, message: Message) -> None:
+        try:
+            handler.function(handler.convert(message))
+        except Exception:
+            self._client.handler_failed(f"broadcast handler of {self.service.name}")
+
+    async def _work_casts(self, handler: Handler) -> None:
+        try:
+            while self._casts:
+                messages, size = self._casts.popleft()
+                for message in messages:
+                    try:
+                        await handler.function(handler.convert(message))
+                    except Exception:
+                        self._client.handler_failed(f"broadcast handler of {self.service.name}")
+                self._cast_bytes -= size
+                self.done()
+        finally:
+            self._cast_worker = None
+
+    async def _work(self, inbox: _Inbox, delivery: Delivery) -> None:
+        handler = inbox.handler
+        while True:
+            answer = _Answer(self, delivery)
+            try:
+                if delivery.deadline_us and delivery.deadline_us < self._client.monotonic_us():
+                    answer.expired()
+                else:
+                    value = await handler.function(handler.argument(delivery, answer.defer))
+                    answer.returned(value)
+            except asyncio.CancelledError:
+                answer.failed(RuntimeError("the member stopped before it answered"))
+                raise
+            except Exception as err:
+                answer.failed(err)
+            finally:
+                inbox.queued_bytes -= delivery.size
+            if inbox.queue:
+                delivery = inbox.queue.popleft()
+            elif self.leaving:
+                return
+            else:
+                waiter: asyncio.Future[Delivery] = self._loop.create_future()
+                inbox.idle.append(waiter)
+                delivery = await waiter
+
+    async def _work_tunnel(self, tunnel: Tunnel) -> None:
+        handler = self.service.handlers[Kind.TUNNEL_OPEN]
+        try:
+            async with tunnel:
+                try:
+                    await handler.function(tunnel)
+                except EndOfTunnel:
+                    return
+        except Exception:
+            self._client.handler_failed(f"tunnel handler of {self.service.name}")
+        finally:
+            self.done()
+
+    def done(self) -> None:
+        """One thing less is running."""
+        self.running -= 1
+        if self.running == 0:
+            self._quiet.set()
+
+    async def finish(self) -> None:
+        """Return when everything accepted has run. The member has left by now, so nothing new comes."""
+        while self.running:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def stop(self) -> None:
+        """Cancel what still runs, and wait for it to end."""
+        tasks = [
+            *self._tunnels,
+            *(task for inbox in self._inboxes.values() for task in inbox.workers),
+        ]
+        if self._cast_worker is not None:
+            tasks.append(self._cast_worker)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def touch(self) -> None:
+        """An answer was queued."""
+        self._client.touch()
+
+    def failed(self) -> None:
+        """A handler raised: logged once in a while, counted always."""
+        self._client.handler_failed(f"handler of {self.service.name}")
+
+
+class _Answer:
+    """The one answer of one delivery."""
+
+    __slots__ = ("_binding", "_deferred", "_delivery")
+
+    def __init__(self, binding: ServiceBinding, delivery: Delivery) -> None:
+        self._binding = binding
+        self._delivery = delivery
+        self._deferred = False
+
+    def defer(self) -> Deferred:
+        if self._deferred or self._delivery.flow.kind == Kind.PUSH:
+            raise ConfigError("a push takes no answer, and a request only one")
+        self._deferred = True
+        return Deferred(self._finish)
+
+    def returned(self, value: object) -> None:
+        if not self._deferred:
+            self._finish(value, None)
+
+    def failed(self, err: BaseException) -> None:
+        if self._deferred:
+            self._binding.failed()  # the deferred reply still answers
+            return
+        if not isinstance(err, DecodeError):
+            self._binding.failed()
+        self._finish(
+            None, str(err) if isinstance(err, DecodeError) else f"{type(err).__name__}: {err}", err
+        )
+
+    def expired(self) -> None:
+        """Its deadline passed in our queue: it must not start any more."""
+        self._end_with("the deadline had passed in the member's queue", may_have_run=False)
+
+    def _finish(self, value: object, detail: str | None, err: BaseException | None = None) -> None:
+        delivery, binding = self._delivery, self._binding
+        if delivery.flow.kind == Kind.PUSH:
+            delivery.finish()
+            binding.touch()
+            binding.done()
+            return
+        if detail is not None:
+            self._end_with(detail, may_have_run=not isinstance(err, DecodeError))
+            return
+        try:
+            payload, headers, packed = encode_reply(value)
+            if len(payload) > delivery.session.message_limit:
+                raise DecodeError(
+                    f"a reply of {len(payload)} bytes is over {delivery.session.message_limit}"
+                )
+        except Exception as error:
+            self._end_with(str(error), may_have_run=True)
+            return
+        if delivery.flow.kind == Kind.SURVEY:
+            headers = {**(headers or {}), MEMBER_HEADER: binding.member_id}
+        delivery.reply(payload, headers, packed)
+        binding.touch()
+        binding.done()
+
+    def _end_with(self, detail: str, *, may_have_run: bool) -> None:
+        delivery, binding = self._delivery, self._binding
+        if delivery.flow.kind == Kind.PUSH:
+            delivery.finish()
+        else:
+            delivery.fault(detail, may_have_run=may_have_run, member=binding.member_id)
+        binding.touch()
+        binding.done()
+
+
+_ANSWERED = frozenset({Kind.REQUEST, Kind.SURVEY})

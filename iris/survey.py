@@ -1,0 +1,86 @@
+"""A survey on the way: an async iterator of answers that afterwards says who is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from iris.core.message import MEMBER_HEADER, Message, decode_payload
+from iris.errors import IrisError
+
+
+class Survey:
+    """Made by `Client.survey`; sent when it is iterated.
+
+    After the iteration `missing` lists the ids of members that were asked and did not answer, `failed` maps those that
+    answered with an error to its text, and `answered` lists the others.
+    """
+
+    def __init__(
+        self, cluster: str, start: Callable[[Survey], Awaitable[Callable[[], None]]], wanted: Any
+    ) -> None:
+        self.cluster = cluster
+        self.answered: list[str] = []
+        self.failed: dict[str, str] = {}
+        self.missing: list[str] = []
+        self._start = start
+        self._wanted = wanted
+        self._asked: list[str] = []
+        self._queue: deque[Message] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._error: IrisError | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        forget = await self._start(self)
+        try:
+            while True:
+                while self._queue:
+                    message = self._queue.popleft()
+                    wanted = self._wanted
+                    yield (
+                        message
+                        if wanted in (None, Message)
+                        else decode_payload(message.payload, message.packed, wanted)
+                    )
+                if self._ended:
+                    break
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            if self._error is not None:
+                raise self._error
+        finally:
+            forget()
+            heard = {*self.answered, *self.failed}
+            self.missing = [member for member in self._asked if member not in heard]
+
+    # -- the session's side ----------------------------------------------------------------------------------
+
+    def roster(self, members: list[str]) -> None:
+        """The relay handed the survey to these."""
+        self._asked += members
+
+    def answer(self, message: Message) -> None:
+        """A member answered; it says who it is under the seal."""
+        self.answered.append((message.headers or {}).get(MEMBER_HEADER, ""))
+        self._queue.append(message)
+        self._wake()
+
+    def fault(self, member: str, detail: str) -> None:
+        """A member answered with an error."""
+        self.failed[member] = detail
+        self._wake()
+
+    def done(self, lost: list[str], error: IrisError | None) -> None:
+        """No more answers come."""
+        self._asked += [member for member in lost if member not in self._asked]
+        self._ended = True
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,208 @@
+"""The asyncio pump of a client: socket bytes to a sans-IO session and back, water marks, and who is at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Protocol
+
+from iris.core.session import NEVER_US, Session
+from iris.errors import IrisError, RelayUnavailable
+from iris.wire.codec import (
+    FRAME_OVERHEAD,
+    MAX_REPORT_BYTES,
+    FrameReader,
+    ReceiveBuffer,
+    encode_control,
+)
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class PumpOwner(Protocol):
+    """Who hears of the connection's fate."""
+
+    def writing_paused(self, pump: Pump) -> None: ...
+    def writing_resumed(self, pump: Pump) -> None: ...
+    def disconnected(self, pump: Pump, reason: str) -> None: ...
+
+
+class Pump(asyncio.BufferedProtocol):
+    """One connection and the session on it.
+
+    What the session wants sent is written at the end of each batch of frames, or of the turn in which `touch` was called.
+    """
+
+    def __init__(
+        self, owner: PumpOwner, session: Session, buffer: ReceiveBuffer, high_bytes: int
+    ) -> None:
+        self.session = session
+        self._owner = owner
+        self._reader = FrameReader(
+            session.frame, buffer, max(session.message_limit + FRAME_OVERHEAD, MAX_REPORT_BYTES)
+        )
+        self._high_bytes = high_bytes
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._scheduled = False
+        self._in_batch = False
+        self.reason = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_us = NEVER_US
+        self.closed = asyncio.Event()
+        self.connected = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.connected = True
+        transport.set_write_buffer_limits(high=self._high_bytes, low=self._high_bytes // 4)
+        self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
+        transport.write(encode_control(self.session.greeting))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._in_batch = True
+        try:
+            self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
+            self._reader.received(nbytes)
+        except IrisError as err:
+            self.abort(str(err))
+        finally:
+            self._in_batch = False
+        if self.connected:
+            self.flush()
+            if self.session.state == "ended":
+                self.abort("")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(
+            self.reason
+            or (f"the connection broke: {exc}" if exc else "the relay closed the connection")
+        )
+
+    def pause_writing(self) -> None:
+        self._owner.writing_paused(self)
+
+    def resume_writing(self) -> None:
+        self._owner.writing_resumed(self)
+
+    # -- for the client --------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Tell the session the time, before it is used outside a batch."""
+        self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
+
+    def touch(self) -> None:
+        """Write what the session has to say at the end of this turn of the loop."""
+        if not self._scheduled and not self._in_batch:
+            self._scheduled = True
+            self._loop.call_soon(self._turn_ended)
+
+    def _turn_ended(self) -> None:
+        self._scheduled = False
+        if self.connected:
+            self.turn()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what the session has to say now."""
+        session = self.session
+        session.flush()
+        if session.state == "up":
+            self.write()
+        if session.deadline_us < self._timer_us:
+            self._arm()
+
+    def write(self) -> None:
+        """Give the connection what is framed already."""
+        out = self.session.out
+        chunks = out.chunks
+        if chunks and self.connected:
+            out.chunks = []
+            out.chunk_bytes = 0
+            self._transport.writelines(chunks)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes that wait in the connection."""
+        return self._transport.get_write_buffer_size() if self.connected else 0
+
+    def abort(self, reason: str) -> None:
+        """End the connection now. Idempotent."""
+        if self.connected:
+            self.reason = self.reason or reason
+            self._transport.abort()
+            self._finish(self.reason or "closed")
+
+    def _finish(self, reason: str) -> None:
+        if not self.connected:
+            return
+        self.connected = False
+        self.reason = reason
+        if self._timer is not None:
+            self._timer.cancel()
+        self.session.end(reason)
+        self.closed.set()
+        self._owner.disconnected(self, reason)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_us = self.session.deadline_us
+        delay_s = max(0.0, self._timer_us / 1e6 - time.monotonic())
+        self._timer = self._loop.call_later(delay_s + 0.001, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._timer_us = NEVER_US
+        if self.connected:
+            self.turn()
+            self.session.expire(time.monotonic_ns() // 1000)
+            self.flush()
+
+
+async def dial(path: Path, relay_user: str) -> socket.socket:
+    """Return a socket connected to the relay at `path`, after checking who listens there.
+
+    Raises:
+        RelayUnavailable: nobody listens, or somebody whom we do not trust with our metadata.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, os.fspath(path))
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid not in (os.geteuid(), 0) and uid != _uid_of(relay_user):
+            raise RelayUnavailable(
+                f"the relay at {path} runs as uid {uid}: neither us, root nor {relay_user!r}"
+            )
+    except OSError as err:
+        connection.close()
+        raise RelayUnavailable(
+            f"no relay at {path} ({err.strerror}); start one with `iris relay --dev`"
+        ) from err
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _uid_of(user: str) -> int | None:
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return None

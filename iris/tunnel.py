@@ -1,0 +1,238 @@
+"""A tunnel as a user sees it: whole messages in order, or chunks, and three ways to end.
+
+`finish` says that no message follows (the other side's iteration ends); `close` ends both directions; anything else
+breaks it, and both sides hear of it as TunnelBroken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from iris.core.bundle import Headers
+from iris.core.tunnel import TunnelEnd
+from iris.errors import MessageTooLarge, TunnelBroken
+
+DEFAULT_RECV_LIMIT = 64 << 20
+
+
+class EndOfTunnel(Exception):
+    """The other side finished: no message follows."""
+
+
+class Tunnel:
+    """One end of a tunnel. One task may send while another receives; two of a kind take turns."""
+
+    __slots__ = (
+        "_closing", "_end", "_parts", "_parts_bytes", "_receiving", "_sending", "_too_large", "_touch", "_wait_writable",
+        "_waiters",
+    )  # fmt: skip
+
+    def __init__(
+        self, end: TunnelEnd, touch: Callable[[], None], wait_writable: Callable[[], object]
+    ) -> None:
+        self._end = end
+        self._touch = touch
+        self._wait_writable = wait_writable
+        self._waiters: list[asyncio.Future[None]] = []
+        self._sending: asyncio.Lock | None = None
+        self._receiving: asyncio.Lock | None = None
+        self._closing = False
+        # The message that recv is putting together: a cancelled recv leaves it for the next.
+        self._parts: list[bytes] | None = None
+        self._parts_bytes = 0
+        self._too_large = False
+        end.wake = self._wake
+
+    @property
+    def name(self) -> str:
+        """The cluster."""
+        return self._end.name
+
+    @property
+    def headers(self) -> Headers:
+        """What the opener sent along."""
+        return self._end.headers or {}
+
+    async def send(self, data: bytes | bytearray | memoryview | str) -> None:
+        """Send one message of any size; returns when its last byte is on the way.
+
+        Waits for the receiver's credit. If it is cancelled or timed out on the way, the message begun is aborted: the
+        receiver discards it, and the tunnel stays usable.
+
+        Raises:
+            TunnelBroken: the tunnel ended without being closed.
+            Closed: this side finished, or the other side closed it.
+        """
+        if isinstance(data, str):
+            data = data.encode()
+        view = memoryview(data if type(data) is bytes else bytes(data))
+        end = self._end
+        if self._sending is None and not end.filling:
+            # The whole message at once, without a lock, whenever credit allows.
+            end.check_sending()
+            sent = end.write(view, 0)
+            self._touch()
+            if sent == len(view):
+                await self._room()
+                return
+        else:
+            sent = 0
+        if self._sending is None:
+            self._sending = asyncio.Lock()
+        async with self._sending:
+            try:
+                while True:
+                    end.check_sending()
+                    before = sent
+                    sent = end.write(view, sent)
+                    self._touch()
+                    if sent == len(view):
+                        break
+                    if sent == before:
+                        await self._changed()
+                    await self._room()
+            except BaseException:
+                end.abort()
+                self._touch()
+                raise
+        await self._room()
+
+    async def recv(self, *, limit_bytes: int = DEFAULT_RECV_LIMIT) -> bytes:
+        """Return the next whole message.
+
+        Raises:
+            EndOfTunnel: the other side finished or closed; no message follows.
+            MessageTooLarge: it is over `limit_bytes`; the rest of it is discarded, and the next `recv` starts after it.
+            TunnelBroken: the tunnel ended without being closed.
+        """
+        async with self._recv_lock():
+            while True:
+                flags, data = await self._chunk()
+                if flags & 3 == 3 and len(data) <= limit_bytes:
+                    return data
+                if flags == 4:  # the sender gave up the message begun
+                    self._parts, self._parts_bytes, self._too_large = None, 0, False
+                    continue
+                self._parts_bytes += len(data)
+                if self._too_large or self._parts_bytes > limit_bytes:
+                    self._parts, self._too_large = None, True
+                elif self._parts is None:
+                    self._parts = [data]
+                else:
+                    self._parts.append(data)
+                if flags & 2:
+                    parts, too_large = self._parts, self._too_large
+                    self._parts, self._parts_bytes, self._too_large = None, 0, False
+                    if too_large:
+                        raise MessageTooLarge(
+                            f"a tunnel message is over {limit_bytes} bytes; use recv_chunks()"
+                        )
+                    return b"".join(parts or ())
+
+    async def recv_chunks(self) -> AsyncIterator[bytes]:
+        """Iterate over the chunks of the next message, of any size; raises as `recv`.
+
+        Raises TunnelBroken, too, if the sender aborted the message: part of it was handed out.
+        """
+        started = False
+        async with self._recv_lock():
+            while True:
+                flags, data = await self._chunk()
+                if flags == 4:
+                    if started:
+                        raise TunnelBroken(
+                            f"tunnel to {self.name}: the sender gave up this message; the next may follow"
+                        )
+                    continue
+                started = True
+                yield data
+                if flags & 2:
+                    return
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                message = await self.recv()
+            except EndOfTunnel:
+                return
+            yield message
+
+    async def finish(self) -> None:
+        """Half-close: no message follows from this side; the other may still send."""
+        self._end.finish()
+        self._touch()
+        await self._room()
+
+    async def close(self) -> None:
+        """End both directions; unread messages are discarded. Idempotent."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._end.close()
+            self._touch()
+            self._wake()
+
+    def fail(self, reason: str) -> None:
+        """Break it on both sides, e.g. because the handler raised."""
+        self._end.fail(reason, tell=True)
+        self._touch()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, EndOfTunnel):
+            self.fail(
+                f"the {'opener' if self._end.initiator else 'handler'} stopped: {kind.__name__ if kind else ''}"
+            )
+        else:
+            await self.close()
+
+    def _recv_lock(self) -> asyncio.Lock:
+        if self._receiving is None:
+            self._receiving = asyncio.Lock()
+        return self._receiving
+
+    async def _chunk(self) -> tuple[int, bytes]:
+        end = self._end
+        while True:
+            chunk = end.next_chunk()
+            if chunk is not None:
+                self._touch()
+                return chunk
+            if end.broken:
+                raise TunnelBroken(f"tunnel to {end.name}: {end.broken}")
+            if end.peer_finished or end.closed:
+                raise EndOfTunnel(f"tunnel to {end.name}: the other side finished")
+            await self._changed()
+
+    async def _room(self) -> None:
+        waiting = self._wait_writable()
+        if waiting is not None:
+            await waiting  # type: ignore[misc]  # an awaitable, or None when there is room
+
+    async def _changed(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)

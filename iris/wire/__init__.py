@@ -1,0 +1,1 @@
+"""What travels: names, frames and their bytes. Sans-IO."""

@@ -1,0 +1,408 @@
+"""Every frame of the protocol: kinds, flags, and the typed bodies of control frames. No bytes here: see `codec`.
+
+Control frames (kind < 0x40) carry one MessagePack map, decoded into the struct of the same name. Data frames
+(kind >= 0x40) carry fixed binary fields and a sealed body.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION: Final = 1
+"""Major version: both sides must agree on it. It is the first byte of all sealed metadata."""
+PROTOCOL_MINOR: Final = 0
+"""Minor version: unknown map keys are ignored, so different minors work together."""
+
+
+class Kind(IntEnum):
+    """The kind byte of a frame."""
+
+    HELLO = 0x01
+    WELCOME = 0x02
+    ERROR = 0x03
+    BYE = 0x04
+    DRAIN = 0x05
+    ACK = 0x06
+    PROVE = 0x07
+    DECLARE = 0x08
+    JOIN = 0x09
+    LEAVE = 0x0A
+    SUBSCRIBE = 0x0B
+    UNSUBSCRIBE = 0x0C
+    CREDIT = 0x0D
+    GAP = 0x0E
+    FAIL = 0x0F
+    ROSTER = 0x10
+    DONE = 0x11
+    MEMBERS = 0x12
+    MEMBERSHIP = 0x13
+    UNWATCH = 0x14
+    STATUS = 0x15
+    REPORT = 0x16
+    PING = 0x17
+    PONG = 0x18
+
+    REQUEST = 0x40
+    REPLY = 0x41
+    FAULT = 0x42
+    PUSH = 0x43
+    SURVEY = 0x44
+    ANSWER = 0x45
+    BROADCAST = 0x46
+    PUBLISH = 0x47
+    TUNNEL_OPEN = 0x48
+    TUNNEL_ACCEPT = 0x49
+    TUNNEL_DATA = 0x4A
+    TUNNEL_END = 0x4B
+
+
+FIRST_DATA_KIND: Final = 0x40
+TUNNEL_KINDS: Final = (Kind.TUNNEL_ACCEPT, Kind.TUNNEL_DATA, Kind.TUNNEL_END)
+"""Data frames that carry hop fields and a body, but no end fields."""
+DECLARED_KINDS: Final = frozenset(
+    {
+        Kind.REQUEST,
+        Kind.REPLY,
+        Kind.FAULT,
+        Kind.PUSH,
+        Kind.SURVEY,
+        Kind.ANSWER,
+        Kind.BROADCAST,
+        Kind.PUBLISH,
+        Kind.TUNNEL_OPEN,
+    }
+)
+"""Kinds that an alias can stand for."""
+SERVED_KINDS: Final = frozenset(
+    {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN}
+)
+"""Kinds that a member can serve."""
+
+FLAG_MORE: Final = 0x01
+"""The body continues in the next frame of this alias (links only)."""
+FLAG_REFUSED: Final = 0x02
+"""A member sends the frame back, unopened or not accepted; the reason is in the upper four bits."""
+
+
+class Refusal(IntEnum):
+    """Why a member sent a message back; upper four bits of the flags."""
+
+    FULL = 1
+    """Its queue is at a limit: another member may take it."""
+    LEAVING = 2
+    """It is leaving: another member may take it."""
+    EXPIRED = 3
+    """The deadline had passed before the handler started."""
+    STALE = 4
+    """The counter is below the replay window: it has not run here; seal anew."""
+    REPLAYED = 5
+    """The counter was accepted before: it may have run."""
+    UNREADABLE = 6
+    """It does not open under the declared key, or is older than the freshness limit."""
+
+
+class Cause(IntEnum):
+    """Why a relay answers a message itself (FAIL, TUNNEL_END)."""
+
+    CLOSED = 0
+    """A tunnel whose two ends agreed to close."""
+    NO_MEMBERS = 1
+    OVERLOADED = 2
+    EXPIRED = 3
+    LOST = 4
+    """The member's or the caller's session ended."""
+    REFUSED = 5
+    """The member could not open or would not accept it."""
+    BROKEN = 6
+    """The tunnel was broken by an end or by the relay's limits."""
+
+
+Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Name = Annotated[str, Meta(min_length=1, max_length=255)]
+Text = Annotated[str, Meta(max_length=1024)]
+U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
+U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=64)]
+
+
+class Hello(Struct, frozen=True):
+    """First frame of a session. `label` is shown by status and members, e.g. the program's name."""
+
+    version: U16
+    minor: U16
+    label: Annotated[str, Meta(max_length=64)] = ""
+    pid: U32 = 0
+
+
+class Welcome(Struct, frozen=True):
+    """The relay's answer to Hello: what proofs must sign, and the limits that hold here."""
+
+    version: U16
+    minor: U16
+    relay_id: Id16
+    session_id: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    challenge: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    message_limit: U32
+    site: Text = ""
+
+
+class Error(Struct, frozen=True):
+    """Last frame before the connection is cut: the protocol rule that was broken."""
+
+    detail: Text
+
+
+class Bye(Struct, frozen=True):
+    """Nothing follows. Answered with Bye when all that came before it has been routed."""
+
+    reason: Text = ""
+
+
+class Drain(Struct, frozen=True):
+    """The relay is stopping: finish what runs, send nothing new."""
+
+    grace_ms: U32
+
+
+class Ack(Struct, frozen=True):
+    """Answer to the control frame that carried `id`. `error` is empty on success."""
+
+    id: U63
+    error: Text = ""
+    member: U63 = 0
+
+
+class Prove(Struct, frozen=True):
+    """Proof that the session holds a cluster key; the key id is derived from `public_key`."""
+
+    id: U63
+    public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+class Declare(Struct, frozen=True):
+    """`alias` stands from now on, in this direction, for all that is constant of a sender and an address.
+
+    `plain` and `groups` are the delivery set (relay to session only): the subscriptions without a group are
+    meant, and those of the named groups. `member` is the member that is meant (relay to session only).
+    """
+
+    alias: U16
+    kind: int
+    name: Name
+    key_id: Id16
+    sender_id: Id16
+    plain: bool = True
+    groups: Annotated[list[Name], Meta(max_length=256)] = []
+    member: U63 = 0
+    hop_class: U16 = 0
+    site: U16 = 0
+
+
+class Serving(Struct, frozen=True):
+    """What a member takes of one kind: handlers at once, and bytes handed to it and not yet finished."""
+
+    concurrency: Annotated[int, Meta(ge=1, le=1 << 20)]
+    limit_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class Join(Struct, frozen=True):
+    """Become a member of a cluster, for the kinds named, under every key id at once."""
+
+    id: U63
+    name: Name
+    key_ids: KeyIds
+    kinds: Annotated[dict[int, Serving], Meta(min_length=1, max_length=8)]
+
+
+class Leave(Struct, frozen=True):
+    """Stop being a member; nothing is handed to it after the Ack."""
+
+    id: U63
+    member: U63
+
+
+class Subscribe(Struct, frozen=True):
+    """Receive what is published to matching topics under any of the key ids."""
+
+    id: U63
+    filter: Name
+    key_ids: KeyIds
+    group: Annotated[str, Meta(max_length=255)] = ""
+
+
+class Unsubscribe(Struct, frozen=True):
+    """End the subscription of this filter and group."""
+
+    id: U63
+    filter: Name
+    group: Annotated[str, Meta(max_length=255)] = ""
+
+
+class Credit(Struct, frozen=True):
+    """The member finished this much of what it was handed of one kind."""
+
+    member: U63
+    kind: int
+    messages: U32
+    bytes: U63
+
+
+class Gap(Struct, frozen=True):
+    """The relay dropped messages on the way to this session: `count` of them from sequence `first` on."""
+
+    kind: int
+    name: Name
+    key_id: Id16
+    sender_id: Id16
+    first: U63
+    count: U32
+    cause: Text
+    plain: bool = True
+    groups: Annotated[list[Name], Meta(max_length=256)] = []
+    member: U63 = 0
+
+
+class Fail(Struct, frozen=True):
+    """The relay's own answer to the message with this hop id: it gets no other."""
+
+    hop: Annotated[int, Meta(ge=0)]
+    cause: int
+    detail: Text = ""
+    may_have_run: bool = False
+
+
+class Roster(Struct, frozen=True):
+    """The members that were handed a survey. Answers follow, then Done."""
+
+    hop: U63
+    members: list[Annotated[str, Meta(max_length=64)]]
+
+
+class Done(Struct, frozen=True):
+    """No more answers come for a survey: `lost` names members that went away or refused."""
+
+    hop: U63
+    lost: list[Annotated[str, Meta(max_length=64)]] = []
+
+
+class Members(Struct, frozen=True):
+    """Ask who serves a cluster; with `watch`, hear of changes until Unwatch of the same id."""
+
+    id: U63
+    name: Name
+    key_ids: KeyIds
+    watch: bool = False
+
+
+class Unwatch(Struct, frozen=True):
+    """End a watch."""
+
+    id: U63
+
+
+class MemberInfo(Struct, frozen=True):
+    """One member as a relay knows it. `member` is relay id (32 hex digits), '.', serial."""
+
+    member: Annotated[str, Meta(max_length=64)]
+    kinds: list[int]
+    key_ids: list[Id16]
+    relay: Annotated[str, Meta(max_length=32)]
+    site: Text = ""
+    label: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Membership(Struct, frozen=True):
+    """Answer to Members: who is there; later, for a watch, who came and went.
+
+    `others` counts members of the same name under key ids that were not asked for, by the hex of the key id's first 4 bytes.
+    """
+
+    id: U63
+    joined: list[MemberInfo] = []
+    left: list[Annotated[str, Meta(max_length=64)]] = []
+    others: dict[str, int] = {}
+
+
+class Status(Struct, frozen=True):
+    """Ask for the relay's counters and tables."""
+
+    id: U63
+
+
+class Report(Struct, frozen=True):
+    """Answer to Status: a JSON document."""
+
+    id: U63
+    document: str
+
+
+class Ping(Struct, frozen=True):
+    """Answered with Pong of the same id once all that came before it has been routed."""
+
+    id: U63
+
+
+class Pong(Struct, frozen=True):
+    """Answer to Ping."""
+
+    id: U63
+
+
+Control = (
+    Hello
+    | Welcome
+    | Error
+    | Bye
+    | Drain
+    | Ack
+    | Prove
+    | Declare
+    | Join
+    | Leave
+    | Subscribe
+    | Unsubscribe
+    | Credit
+    | Gap
+    | Fail
+    | Roster
+    | Done
+    | Members
+    | Membership
+    | Unwatch
+    | Status
+    | Report
+    | Ping
+    | Pong
+)
+
+CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
+    Hello: Kind.HELLO,
+    Welcome: Kind.WELCOME,
+    Error: Kind.ERROR,
+    Bye: Kind.BYE,
+    Drain: Kind.DRAIN,
+    Ack: Kind.ACK,
+    Prove: Kind.PROVE,
+    Declare: Kind.DECLARE,
+    Join: Kind.JOIN,
+    Leave: Kind.LEAVE,
+    Subscribe: Kind.SUBSCRIBE,
+    Unsubscribe: Kind.UNSUBSCRIBE,
+    Credit: Kind.CREDIT,
+    Gap: Kind.GAP,
+    Fail: Kind.FAIL,
+    Roster: Kind.ROSTER,
+    Done: Kind.DONE,
+    Members: Kind.MEMBERS,
+    Membership: Kind.MEMBERSHIP,
+    Unwatch: Kind.UNWATCH,
+    Status: Kind.STATUS,
+    Report: Kind.REPORT,
+    Ping: Kind.PING,
+    Pong: Kind.PONG,
+}

@@ -1,0 +1,79 @@
+"""`python -m relay`, and `iris relay`: arguments, environment and file become one RelayConfig."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from iris import keyfiles, paths
+from iris.crypto.keys import NetworkKey
+from iris.errors import IrisError
+from relay.config import load_config
+from relay.daemon import run
+
+
+def relay(
+    socket: Annotated[
+        Path | None, typer.Option(help="Where sessions connect. Default: the runtime directory.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings (TOML).", exists=True, dir_okay=False)
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Group whose users may connect, too.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    dev: Annotated[
+        bool, typer.Option("--dev", help="Throw-away keys, which clients on this host find.")
+    ] = False,
+) -> None:
+    """Run this host's relay until SIGTERM or Ctrl-C.
+
+    Example: iris relay --dev
+    """
+    try:
+        overrides: dict[str, object] = {
+            "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "dev": dev or None,
+        }  # fmt: skip
+        chosen = load_config(overrides, os.environ, config)
+        keys = _dev_keys(os.environ) if chosen.dev else _network_keys(os.environ)
+        run(load_config({**overrides, "network_keys": keys}, os.environ, config), os.environ)
+    except IrisError as err:
+        sys.stderr.write(f"iris relay: {err}\n")
+        raise typer.Exit(2) from err
+
+
+def _network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
+    directory = keyfiles.config_directory(environ)
+    path = directory / keyfiles.NETWORK_FILE
+    if not path.exists():
+        raise IrisError(
+            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from another host of your "
+            "network. To try things out on this host alone: iris relay --dev"
+        )
+    return keyfiles.load_network_keys(path)
+
+
+def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
+    """Return throw-away keys of the runtime directory, made at first use; clients without keys of their own find them."""
+    directory = paths.dev_key_directory(environ, os.geteuid())
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    path = directory / keyfiles.NETWORK_FILE
+    if not path.exists():
+        keyfiles.create_keys(directory)
+    sys.stderr.write(
+        f"iris relay: throw-away keys in {directory}; they are for this host, until its next start\n"
+    )
+    return keyfiles.load_network_keys(path)
+
+
+def main() -> None:
+    """Entry point of `python -m relay`."""
+    typer.run(relay)
+
+
+if __name__ == "__main__":
+    main()

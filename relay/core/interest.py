@@ -1,0 +1,238 @@
+"""Who wants what at this relay: members by cluster, subscribers by topic, and who watches.
+
+Addresses are (name, key id) throughout. `version` rises with every change that may alter a route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from iris.wire.frames import Serving
+
+if TYPE_CHECKING:
+    from relay.core.session import Session
+
+Address = tuple[str, bytes]
+
+
+class Load:
+    """What one member was handed of one kind and has not finished."""
+
+    __slots__ = ("bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages")
+
+    def __init__(self, member: Member, kind: int, serving: Serving) -> None:
+        self.member = member
+        self.kind = kind
+        self.concurrency = serving.concurrency
+        self.limit_bytes = serving.limit_bytes
+        self.messages = 0
+        self.bytes = 0
+        self.handed: dict[int, int] = {}
+        """Pushes in the order they were handed over, by hop id: credit for n ends the oldest n."""
+
+
+class Member:
+    """One JOIN of one session."""
+
+    __slots__ = ("key_ids", "left", "loads", "name", "serial", "session")
+
+    def __init__(
+        self,
+        session: Session,
+        serial: int,
+        name: str,
+        key_ids: tuple[bytes, ...],
+        kinds: dict[int, Serving],
+    ) -> None:
+        self.session = session
+        self.serial = serial
+        self.name = name
+        self.key_ids = key_ids
+        self.left = False
+        """It takes nothing new, and stays known until it finished what it was handed."""
+        self.loads = {kind: Load(self, kind, serving) for kind, serving in sorted(kinds.items())}
+
+    def forget_if_done(self) -> None:
+        """Once it has left and finished all, nothing refers to it any more."""
+        if self.left and not any(load.messages for load in self.loads.values()):
+            self.session.members.pop(self.serial, None)
+
+
+class Watch:
+    """A session that hears of changes in a cluster."""
+
+    __slots__ = ("key_ids", "name", "number", "session")
+
+    def __init__(
+        self, session: Session, number: int, name: str, key_ids: tuple[bytes, ...]
+    ) -> None:
+        self.session = session
+        self.number = number
+        self.name = name
+        self.key_ids = key_ids
+
+
+class _Node:
+    """A token of the topic tree. `subscribers`: (session number, group) -> session."""
+
+    __slots__ = ("children", "rest", "subscribers")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        self.subscribers: dict[tuple[int, str], Session] = {}
+        self.rest: dict[tuple[int, str], Session] = {}
+        """Subscribers of a filter that ends in '>' below this token."""
+
+
+class Interest:
+    """Everything that members and subscribers of this relay asked for."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._clusters: dict[Address, dict[int, Member]] = {}
+        self._names: dict[str, dict[bytes, int]] = {}
+        self._topics: dict[bytes, _Node] = {}
+        self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
+
+    # -- clusters --------------------------------------------------------------------------------------------
+
+    def join(self, member: Member) -> None:
+        """A member is there."""
+        self.version += 1
+        for key_id in member.key_ids:
+            self._clusters.setdefault((member.name, key_id), {})[member.serial] = member
+            counts = self._names.setdefault(member.name, {})
+            counts[key_id] = counts.get(key_id, 0) + 1
+
+    def leave(self, member: Member) -> None:
+        """A member is gone."""
+        self.version += 1
+        for key_id in member.key_ids:
+            address = (member.name, key_id)
+            members = self._clusters[address]
+            del members[member.serial]
+            if not members:
+                del self._clusters[address]
+            counts = self._names[member.name]
+            counts[key_id] -= 1
+            if not counts[key_id]:
+                del counts[key_id]
+                if not counts:
+                    del self._names[member.name]
+
+    def loads(self, name: str, key_id: bytes, kind: int) -> list[Load]:
+        """Return the members of an address that serve `kind`, oldest first."""
+        members = self._clusters.get((name, key_id))
+        if not members:
+            return []
+        return [member.loads[kind] for member in members.values() if kind in member.loads]
+
+    def members(self, name: str, key_ids: Iterable[bytes]) -> list[Member]:
+        """Return the members under any of the key ids, each once, oldest first."""
+        found: dict[int, Member] = {}
+        for key_id in key_ids:
+            found.update(self._clusters.get((name, key_id), {}))
+        return [found[serial] for serial in sorted(found)]
+
+    def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+        """Return how many serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
+        known = set(key_ids)
+        counts = self._names.get(name, {})
+        return {key_id[:4].hex(): n for key_id, n in sorted(counts.items()) if key_id not in known}
+
+    def cluster_counts(self) -> dict[str, dict[str, int]]:
+        """Return name -> key id (first 4 bytes in hex) -> members."""
+        return {
+            name: {k[:4].hex(): n for k, n in sorted(c.items())}
+            for name, c in sorted(self._names.items())
+        }
+
+    # -- topics ----------------------------------------------------------------------------------------------
+
+    def subscribe(
+        self, session: Session, pattern: str, group: str, key_ids: Iterable[bytes]
+    ) -> None:
+        """A session wants what matches `pattern`."""
+        self.version += 1
+        for key_id in key_ids:
+            node = self._topics.setdefault(key_id, _Node())
+            tokens = pattern.split(".")
+            rest = tokens[-1] == ">"
+            for token in tokens[:-1] if rest else tokens:
+                node = node.children.setdefault(token, _Node())
+            (node.rest if rest else node.subscribers)[(session.number, group)] = session
+
+    def unsubscribe(
+        self, session: Session, pattern: str, group: str, key_ids: Iterable[bytes]
+    ) -> None:
+        """The session no longer wants it; empty branches are pruned."""
+        self.version += 1
+        for key_id in key_ids:
+            root = self._topics[key_id]
+            tokens = pattern.split(".")
+            rest = tokens[-1] == ">"
+            path = [root]
+            walked = tokens[:-1] if rest else tokens
+            for token in walked:
+                path.append(path[-1].children[token])
+            del (path[-1].rest if rest else path[-1].subscribers)[(session.number, group)]
+            for parent, token in zip(reversed(path[:-1]), reversed(walked), strict=True):
+                node = parent.children[token]
+                if node.children or node.subscribers or node.rest:
+                    break
+                del parent.children[token]
+            if not (root.children or root.rest):
+                del self._topics[key_id]
+
+    def subscribers(
+        self, topic: str, key_id: bytes
+    ) -> tuple[list[Session], dict[str, list[Session]]]:
+        """Return (sessions without a group, group -> sessions) that want `topic`, each session once per group, oldest first."""
+        root = self._topics.get(key_id)
+        if root is None:
+            return [], {}
+        found: dict[tuple[int, str], Session] = dict(root.rest)
+        nodes = [root]
+        tokens = topic.split(".")
+        for depth, token in enumerate(tokens):
+            nodes = [
+                child
+                for node in nodes
+                for child in (node.children.get(token), node.children.get("*"))
+                if child is not None
+            ]
+            if depth + 1 < len(tokens):
+                for node in nodes:
+                    found.update(node.rest)
+        for node in nodes:
+            found.update(node.subscribers)
+        plain: list[Session] = []
+        groups: dict[str, list[Session]] = {}
+        for number, group in sorted(found):
+            session = found[(number, group)]
+            if group:
+                groups.setdefault(group, []).append(session)
+            else:
+                plain.append(session)
+        return plain, dict(sorted(groups.items()))
+
+    # -- watches ---------------------------------------------------------------------------------------------
+
+    def watch(self, watch: Watch) -> None:
+        """A session wants to hear of changes."""
+        self._watches.setdefault(watch.name, {})[(watch.session.number, watch.number)] = watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """It no longer does."""
+        watches = self._watches[watch.name]
+        del watches[(watch.session.number, watch.number)]
+        if not watches:
+            del self._watches[watch.name]
+
+    def watchers(self, member: Member) -> list[Watch]:
+        """Return who hears of `member`."""
+        watches = self._watches.get(member.name)
+        if not watches:
+            return []
+        return [w for w in watches.values() if not set(w.key_ids).isdisjoint(member.key_ids)]

@@ -1,0 +1,140 @@
+"""The relay's log: JSON lines on stderr, and peace from peers that repeat themselves.
+
+Modules log constant events with fields beside them,
+
+    log.warning("link.dropped", extra={"fields": {"peer": peer, "idle_s": idle_s}})
+
+and only the daemon calls `configure`: a relay inside another process leaves that process's logging alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Hashable, Mapping
+from datetime import UTC, datetime
+
+QUIET_LIMIT = 1024
+"""Peer-triggered events that one `Quiet` remembers, about 200 bytes each."""
+
+QUIET_INTERVAL_S = 10.0
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, event, then `record.fields`, then any error.
+
+    A field that has the name of one of ours gets an underscore behind it. Bytes are shown in hex,
+    other values that JSON lacks by their `str`; keys redact themselves there.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        fields: Mapping[str, object] = getattr(record, "fields", {})
+        line.update({name + "_" if name in line else name: fields[name] for name in fields})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(line, default=_plain)
+
+
+def configure(level: str) -> logging.Handler:
+    """Send the process's log at `level` ("INFO") and above to stderr as JSON lines.
+
+    Again is harmless: it replaces the handler that the last call installed. Returns the handler.
+    """
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if handler.name == __name__]:
+        root.removeHandler(handler)
+        handler.close()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.name = __name__
+    handler.setFormatter(JsonLines())
+    root.addHandler(handler)
+    root.setLevel(level)
+    return handler
+
+
+class Quiet:
+    """Lets one warning through per (event, key) and interval, in bounded memory, and counts the rest.
+
+    For warnings that a peer can cause at will. It remembers hashes, so a peer that picks long keys
+    costs nothing more; two keys of one hash would share a line. When `limit` keys spoke within the
+    interval, further keys are silent until the first of them is out of it: a peer that varies its key
+    cannot make more than `limit` lines per interval either.
+    """
+
+    __slots__ = ("_interval_s", "_limit", "_said", "_unsaid", "suppressed")
+
+    suppressed: int
+    """Warnings kept back since the start."""
+
+    def __init__(self, *, limit: int = QUIET_LIMIT, interval_s: float = QUIET_INTERVAL_S) -> None:
+        self._limit = limit
+        self._interval_s = interval_s
+        # hash of (event, key) -> (when it last spoke, kept back since); the oldest line comes first
+        self._said: dict[int, tuple[float, int]] = {}
+        # kept back for keys that are not, or no longer, in the table
+        self._unsaid = 0
+        self.suppressed = 0
+
+    def __len__(self) -> int:
+        """Return how many keys it remembers, at most `limit`."""
+        return len(self._said)
+
+    def warning(
+        self,
+        log: logging.Logger,
+        event: str,
+        key: Hashable,
+        now_s: float,
+        fields: Mapping[str, object],
+    ) -> bool:
+        """Log `event` with `fields`, unless this key did so within the interval; True if it was logged.
+
+        `now_s` is monotonic. A line that follows kept-back ones carries `suppressed`, their number for
+        this key, and `suppressed_others`, that of keys which were forgotten or never had a line.
+        """
+        entry = hash((event, key))
+        last = self._said.get(entry)
+        if last is not None:
+            said_s, kept_back = last
+            if now_s - said_s < self._interval_s:
+                self._said[entry] = (said_s, kept_back + 1)
+                self.suppressed += 1
+                return False
+            del self._said[entry]
+        else:
+            kept_back = 0
+            if not self._make_room(now_s):
+                self._unsaid += 1
+                self.suppressed += 1
+                return False
+        self._said[entry] = (now_s, 0)
+        told = dict(fields)
+        if kept_back:
+            told["suppressed"] = kept_back
+        if self._unsaid:
+            told["suppressed_others"] = self._unsaid
+            self._unsaid = 0
+        log.warning(event, extra={"fields": told})
+        return True
+
+    def _make_room(self, now_s: float) -> bool:
+        if len(self._said) < self._limit:
+            return True
+        oldest = next(iter(self._said), None)
+        if oldest is None or now_s - self._said[oldest][0] < self._interval_s:
+            return False
+        self._unsaid += self._said.pop(oldest)[1]
+        return True
+
+
+def _plain(value: object) -> str:
+    return bytes(value).hex() if isinstance(value, bytes | bytearray | memoryview) else str(value)

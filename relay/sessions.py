@@ -1,0 +1,416 @@
+"""Accepts the sessions of this host: bytes in, frames to the router, and back within each port's bounds.
+
+One `SessionHub` serves all sessions. They share one receive buffer; what a batch of frames put on the way is written when
+the batch ends, runs of frames to one port as one slice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from collections import deque
+
+from iris.errors import PeerProtocolError
+from iris.wire.codec import FRAME_OVERHEAD, FrameReader, ReceiveBuffer, encode_control
+from iris.wire.frames import Error
+from relay.config import RelayConfig
+from relay.core.ports import Held
+from relay.core.router import Router
+from relay.core.session import Session
+from relay.logs import Quiet
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_BYTES = 1 << 20
+"""Write buffer of a connection beyond which a port queues itself, so that it can count and refuse."""
+CONTROL_PAUSE_BYTES = 1 << 20
+CONTROL_LIMIT_BYTES = 64 << 20
+FIRST_LIMIT_BYTES = 64 << 10
+"""Longest frame before a session has proven a key."""
+SWEEP_S = 0.5
+ACCEPT_RETRY_S = 0.2
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class SessionHub:
+    """All sessions of a relay; owns their ports and the deadlines of silent ones."""
+
+    def __init__(self, router: Router, config: RelayConfig) -> None:
+        self.router = router
+        self.config = config
+        self.buffer = ReceiveBuffer()
+        self.ports: set[SessionPort] = set()
+        self.dirty: list[SessionPort] = []
+        self.quiet = Quiet()
+        self.protocol_errors = 0
+        self.turned_away = 0
+        self._listener: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._accepting: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept sessions from `listener`, which stays the caller's to close after `stop_listening`."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._loop.add_reader(listener, self._accept)
+
+    def stop_listening(self) -> None:
+        """Accept no more. Idempotent."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener = None
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    def _accept(self) -> None:
+        for _ in range(64):
+            if self._listener is None:
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as err:
+                if err.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                # Serve those we have; the backlog waits until a descriptor is free.
+                self.quiet.warning(
+                    log, "sessions.no_descriptors", "", time.monotonic(), {"error": str(err)}
+                )
+                self._loop.remove_reader(self._listener)
+                self._retry = self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
+                return
+            connection.setblocking(False)
+            if len(self.ports) + len(self._accepting) >= self.config.max_sessions:
+                self.turned_away += 1
+                self.quiet.warning(
+                    log,
+                    "sessions.full",
+                    "",
+                    time.monotonic(),
+                    {"max_sessions": self.config.max_sessions},
+                )
+                connection.close()
+                continue
+            task = self._loop.create_task(self._attach(connection), name="iris-accept")
+            self._accepting.add(task)
+            task.add_done_callback(self._accepting.discard)
+
+    def _accept_again(self) -> None:
+        self._retry = None
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept)
+            self._accept()
+
+    async def _attach(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self.port, connection)
+        except OSError as err:
+            connection.close()
+            self.quiet.warning(
+                log, "session.not_attached", "", time.monotonic(), {"error": str(err)}
+            )
+
+    def port(self) -> SessionPort:
+        """Return the protocol object of a new connection."""
+        return SessionPort(self)
+
+    def settle(self) -> None:
+        """Write what the last batch put on the way."""
+        while self.dirty:
+            dirty, self.dirty = self.dirty, []
+            for port in dirty:
+                port.flush()
+
+    async def sweep(self) -> None:
+        """Cut connections that never greet, or begin a frame and do not end it. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = time.monotonic()
+            for port in list(self.ports):
+                port.check_deadline(now_s)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs at any member, and nothing waits to be written."""
+        return all(
+            not port.session.handed and not port.session.tunnels and not port.unwritten_bytes
+            for port in self.ports
+        )
+
+    async def close(self) -> None:
+        """End every session now."""
+        self.stop_listening()
+        for task in list(self._accepting):
+            task.cancel()
+        for port in list(self.ports):
+            port.abort("the relay stopped")
+        await asyncio.sleep(0)
+
+
+class SessionPort(asyncio.BufferedProtocol):
+    """One session's connection, both ways. Implements `relay.core.ports.Port`."""
+
+    def __init__(self, hub: SessionHub) -> None:
+        self._hub = hub
+        self._router = hub.router
+        self._transport: asyncio.Transport
+        self._reader = FrameReader(self._frame, hub.buffer, FIRST_LIMIT_BYTES)
+        self.session: Session
+        self._chunks: list[bytes] = []
+        self._run: memoryview | None = None
+        self._run_start = 0
+        self._run_end = 0
+        self._dirty = False
+        self._paused = False
+        self._finishing = False
+        self._closed = False
+        self._queue: deque[tuple[bytes, int, Held | None]] = deque()
+        self._queued_bytes = 0
+        self._tunnel_bytes = 0
+        self._control_bytes = 0
+        self._held = 0
+        self._limit_bytes = hub.config.port_queue_bytes
+        self._tunnel_limit_bytes = hub.config.tunnel_share_bytes
+        self._reading_paused = False
+        self._busy_since_s = time.monotonic()
+        self._proven = False
+
+    # -- asyncio ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=HIGH_WATER_BYTES // 4)
+        self.session = self._router.session_up(self)
+        self._hub.ports.add(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._closed or self._finishing:
+            return
+        now_ns = time.monotonic_ns()
+        self._router.now_us = now_ns // 1000
+        try:
+            self._reader.received(nbytes)
+        except PeerProtocolError as err:
+            self._hub.settle()
+            self._protocol_error(err)
+        self._hub.settle()
+        if self._reader.held_bytes:
+            if not self._busy_since_s:
+                self._busy_since_s = now_ns / 1e9
+        elif self.session.greeted:
+            self._busy_since_s = 0.0
+
+    def _frame(self, buf: memoryview, start: int, end: int) -> None:
+        if self._finishing or self._closed:
+            return
+        self._router.frame_in(self.session, buf, start, end)
+        if not self._proven and self.session.proven:
+            self._proven = True
+            self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._hub.ports.discard(self)
+        self._router.now_us = time.monotonic_ns() // 1000
+        self._router.session_down(self.session)
+        self._hub.settle()
+        self._queue.clear()
+        self._chunks.clear()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._write_queue()
+        if not self._closed and self._queued_bytes <= self._limit_bytes // 2:
+            self._router.writable(self.session)
+            self._hub.settle()
+
+    # -- Port ------------------------------------------------------------------------------------------------
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        if self._paused or self._queue:
+            return self._enqueue(buf[start:end], count, None)
+        if self._run is not None:
+            if self._run is buf and self._run_end == start:
+                self._run_end = end
+                return True
+            self._chunks.append(bytes(self._run[self._run_start : self._run_end]))
+        elif not self._dirty:
+            self._dirty = True
+            self._hub.dirty.append(self)
+        self._run = buf
+        self._run_start = start
+        self._run_end = end
+        return True
+
+    def send(self, frame: bytes, count: int) -> bool:
+        if self._paused or self._queue:
+            return self._enqueue(frame, count, None)
+        self._append(frame)
+        return True
+
+    def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
+        if self._paused or self._queue:
+            return self._enqueue(buf[start:end], 1, held)
+        return self.forward(buf, start, end, 1)
+
+    def control(self, frame: bytes) -> None:
+        if self._closed:
+            return
+        if not self._paused and not self._queue:
+            self._append(frame)
+            return
+        self._queue.append((frame, 0, None))
+        self._queued_bytes += len(frame)
+        self._control_bytes += len(frame)
+        if self._control_bytes > CONTROL_LIMIT_BYTES:
+            self.abort("it does not read its answers")
+        elif self._control_bytes > CONTROL_PAUSE_BYTES and not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def finish(self) -> None:
+        self._finishing = True
+        if not self._dirty:
+            self._dirty = True
+            self._hub.dirty.append(self)
+
+    def abort(self, reason: str) -> None:
+        if not self._closed:
+            log.info(
+                "session.aborted",
+                extra={"fields": {"session": self.session.number, "reason": reason}},
+            )
+            self._closed = True
+            self._transport.abort()
+
+    @property
+    def held_messages(self) -> int:
+        return self._held
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes that this port or its connection holds."""
+        return self._queued_bytes + self._transport.get_write_buffer_size()
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def _append(self, frame: bytes) -> None:
+        if self._run is not None:
+            self._chunks.append(bytes(self._run[self._run_start : self._run_end]))
+            self._run = None
+        self._chunks.append(frame)
+        if not self._dirty:
+            self._dirty = True
+            self._hub.dirty.append(self)
+
+    def flush(self) -> None:
+        """Give the connection what the batch left here."""
+        self._dirty = False
+        if self._run is not None:
+            self._chunks.append(bytes(self._run[self._run_start : self._run_end]))
+            self._run = None
+        if self._closed:
+            return
+        chunks = self._chunks
+        if chunks:
+            self._chunks = []
+            if len(chunks) == 1:
+                self._transport.write(chunks[0])
+            else:
+                self._transport.writelines(chunks)
+        if self._finishing and not self._queue:
+            self._transport.close()
+
+    def _enqueue(self, frame: bytes | memoryview, count: int, held: Held | None) -> bool:
+        size = len(frame)
+        if held is None:
+            if self._queued_bytes - self._tunnel_bytes + size > self._limit_bytes:
+                return False
+        else:
+            if self._tunnel_bytes + size > self._tunnel_limit_bytes:
+                return False
+            held.bytes += size
+            self._tunnel_bytes += size
+        self._queue.append((bytes(frame), count, held))
+        self._queued_bytes += size
+        self._held += count
+        return True
+
+    def _write_queue(self) -> None:
+        queue = self._queue
+        while queue and not self._paused and not self._closed:
+            batch: list[bytes] = []
+            batch_bytes = 0
+            while queue and batch_bytes < HIGH_WATER_BYTES:
+                frame, count, held = queue.popleft()
+                size = len(frame)
+                self._queued_bytes -= size
+                self._held -= count
+                if held is not None:
+                    held.bytes -= size
+                    self._tunnel_bytes -= size
+                    if held.dead:
+                        self._router.accounts.out -= count
+                        self._router.accounts.drop("broken tunnel", count)
+                        continue
+                elif count == 0:
+                    self._control_bytes -= size
+                batch.append(frame)
+                batch_bytes += size
+            self._transport.writelines(batch)
+        if (
+            self._reading_paused
+            and self._control_bytes < CONTROL_PAUSE_BYTES // 2
+            and not self._closed
+        ):
+            self._reading_paused = False
+            self._transport.resume_reading()
+        if self._finishing and not queue and not self._closed:
+            self._transport.close()
+
+    # -- faults ----------------------------------------------------------------------------------------------
+
+    def check_deadline(self, now_s: float) -> None:
+        """Cut the connection if it owes a greeting or the rest of a frame for too long."""
+        if not self._busy_since_s or self._closed:
+            return
+        config = self._hub.config
+        greeted = self.session.greeted
+        limit_s = config.frame_timeout_s if greeted else config.hello_timeout_s
+        if now_s - self._busy_since_s > limit_s and not self._reading_paused:
+            what = "the rest of a frame" if greeted else "HELLO"
+            self._protocol_error(PeerProtocolError(f"{what} did not come within {limit_s:g} s"))
+            self._hub.settle()
+
+    def _protocol_error(self, err: PeerProtocolError) -> None:
+        """Tell the session which rule it broke, and end it; nobody else notices."""
+        self._hub.protocol_errors += 1
+        fields = {
+            "session": self.session.number,
+            "label": self.session.label,
+            "pid": self.session.pid,
+            "error": str(err),
+        }
+        self._hub.quiet.warning(
+            log, "session.protocol_error", self.session.pid, time.monotonic(), fields
+        )
+        if not self._closed:
+            self.control(encode_control(Error(str(err)[:1024])))
+            self.finish()
+            self._router.session_down(self.session)

@@ -1,0 +1,14 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# The same examples in every run: a failure belongs to the change that shows it. Random ones are for
+# `make proof`. No deadline, because tests assert outcomes and a busy machine is slow.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_report_header() -> str:
+    return f"hypothesis: {settings.default!r}"

@@ -1,0 +1,223 @@
+"""A relay's settings come from one place each, and a wrong one is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from iris.errors import ConfigError
+from relay import config
+from relay.config import RelayConfig, dev, lan, load_config
+
+SOCKET = Path("/run/iris/relay.sock")
+
+
+def load(
+    overrides: dict[str, object] | None = None,
+    environ: dict[str, str] | None = None,
+    file: Path | None = None,
+) -> RelayConfig:
+    return load_config(overrides or {}, environ or {}, file, uid=1000)
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_relay_that_is_told_nothing_gets_the_defaults() -> None:
+    assert load() == lan(Path("/tmp/iris-1000/relay.sock"))
+
+
+def test_the_socket_of_a_relay_is_where_its_clients_look() -> None:
+    assert load(environ={"IRIS_RELAY": "/srv/r.sock"}).socket_path == Path("/srv/r.sock")
+    by_name = {"IRIS_RELAY": "/srv/r.sock", "IRIS_RELAY_SOCKET_PATH": "/srv/s.sock"}
+    assert load(environ=by_name).socket_path == Path("/srv/s.sock")
+
+
+def test_the_environment_beats_the_file_and_flags_beat_both(tmp_path: Path) -> None:
+    file = written(
+        tmp_path / "r.toml", "max_sessions = 1\nmax_aliases = 1\nmax_joins_per_session = 1"
+    )
+    environ = {"IRIS_RELAY_MAX_ALIASES": "2", "IRIS_RELAY_MAX_JOINS_PER_SESSION": "2"}
+    read = load({"max_joins_per_session": 3, "max_keys_per_session": None}, environ, file)
+    assert (read.max_sessions, read.max_aliases, read.max_joins_per_session) == (1, 2, 3)
+    assert read.max_keys_per_session == 1024
+    assert read.config_file == file
+
+
+def test_the_environment_can_name_the_file_and_a_flag_another(tmp_path: Path) -> None:
+    one = written(tmp_path / "1.toml", "max_sessions = 1")
+    two = written(tmp_path / "2.toml", "max_sessions = 2")
+    environ = {"IRIS_RELAY_CONFIG_FILE": str(one)}
+    assert load(environ=environ).max_sessions == 1
+    assert load(environ=environ, file=two).max_sessions == 2
+
+
+def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {
+        "socket_path": SOCKET,
+        "socket_group": "staff",
+        "socket_mode": 0o660,
+        "relay_user": "relay",
+        "message_limit_bytes": 2,
+        "port_queue_bytes": 3,
+        "tunnel_share_bytes": 4,
+        "max_sessions": 5,
+        "max_aliases": 6,
+        "max_pending_per_session": 7,
+        "max_subscriptions_per_session": 8,
+        "max_keys_per_session": 9,
+        "max_joins_per_session": 10,
+        "hello_timeout_s": 0.5,
+        "frame_timeout_s": 1.5,
+        "drain_timeout_s": 2.5,
+        "log_level": "DEBUG",
+        "dev": True,
+    }
+    apart = {"config_file", "network_keys"}
+    assert set(wanted) == {found.name for found in fields(RelayConfig)} - apart
+    expected = RelayConfig(**wanted)
+
+    texts = {name: str(value) for name, value in wanted.items()} | {"socket_mode": "0660"}
+    assert load(dict(texts)) == expected
+    assert load(environ={f"IRIS_RELAY_{name.upper()}": texts[name] for name in texts}) == expected
+
+    toml = "".join(
+        f"{name} = {value}\n"
+        if not isinstance(value, str | Path | bool)
+        else f"{name} = {str(value).lower()}\n"
+        if isinstance(value, bool)
+        else f'{name} = "{value}"\n'
+        for name, value in wanted.items()
+    )
+    file = written(tmp_path / "r.toml", toml)
+    assert load(file=file) == replace(expected, config_file=file)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("max_sesions = 1", "max_sesions: is not a setting"),
+        ("[relay]\nmax_sessions = 1", "relay: is not a setting"),
+        ("network_keys = []", "network_keys: is not a setting"),
+        ("max_sessions = true", "max_sessions: True is not a whole number"),
+        ("max_sessions = 1.5", "max_sessions: 1.5 is not a whole number"),
+        ("dev = 'perhaps'", "dev: 'perhaps' is not true or false"),
+        ("hello_timeout_s = []", "hello_timeout_s: [] is not a number of seconds"),
+        ("log_level = 1", "log_level: 1 is not a text"),
+        ("socket_path = ''", "socket_path: '' is not a path"),
+        ("max_sessions = ", "Invalid value"),
+    ],
+)
+def test_a_setting_that_the_file_has_wrong_is_named_with_the_file(
+    tmp_path: Path, text: str, names: str
+) -> None:
+    file = written(tmp_path / "r.toml", text)
+    with pytest.raises(ConfigError) as raised:
+        load(file=file)
+    assert str(file) in str(raised.value)
+    assert names in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.toml"):
+        load(file=tmp_path / "absent.toml")
+    (tmp_path / "latin.toml").write_bytes(b"relay_user = '\xe9'")
+    with pytest.raises(ConfigError, match=r"latin.toml"):
+        load(file=tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("IRIS_RELAY_MAX_SESIONS", "1"),
+        ("IRIS_RELAY_NETWORK_KEYS", "secret"),
+        ("IRIS_RELAY_MAX_SESSIONS", "many"),
+        ("IRIS_RELAY_MAX_SESSIONS", "9" * 5000),
+        ("IRIS_RELAY_SOCKET_MODE", "0680"),
+        ("IRIS_RELAY_HELLO_TIMEOUT_S", "soon"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable}: "):
+        load(environ={variable: value})
+
+
+def test_a_flag_that_is_no_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^max_sesions: is not a setting"):
+        load({"max_sesions": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("socket_path", Path("relay.sock")),
+        ("socket_path", Path("/" + "x" * 106)),
+        ("socket_path", Path("/a\0b")),
+        ("socket_group", ""),
+        ("socket_mode", 0o440),
+        ("socket_mode", 0o700),
+        ("socket_mode", 0o1660),
+        ("relay_user", ""),
+        ("message_limit_bytes", 0),
+        ("message_limit_bytes", (64 << 20) + 1),
+        ("port_queue_bytes", (1 << 20) - 1),
+        ("tunnel_share_bytes", 0),
+        ("max_sessions", 0),
+        ("max_aliases", 65_537),
+        ("max_pending_per_session", 0),
+        ("max_subscriptions_per_session", 0),
+        ("max_keys_per_session", 0),
+        ("max_joins_per_session", -1),
+        ("hello_timeout_s", 0.0),
+        ("frame_timeout_s", float("inf")),
+        ("drain_timeout_s", float("nan")),
+        ("drain_timeout_s", -1.0),
+        ("log_level", "info"),
+    ],
+)
+def test_a_value_out_of_its_range_names_its_field(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        replace(lan(SOCKET), **{name: value})
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    at_the_ends = {
+        "socket_path": Path("/" + "x" * 105),
+        "message_limit_bytes": 64 << 20,
+        "port_queue_bytes": 64 << 20,
+        "socket_mode": 0o666,
+        "drain_timeout_s": 0.0,
+    }
+    changed = replace(lan(SOCKET), **at_the_ends)
+    assert {name: getattr(changed, name) for name in at_the_ends} == at_the_ends
+
+
+def test_a_development_relay_stops_at_once_unless_it_is_told_otherwise() -> None:
+    assert dev(SOCKET).dev
+    assert dev(SOCKET).drain_timeout_s < lan(SOCKET).drain_timeout_s
+    assert load({"dev": True, "socket_path": SOCKET}) == dev(SOCKET)
+    assert load({"dev": True, "drain_timeout_s": 7}).drain_timeout_s == 7.0
+    assert load({"dev": False}, {"IRIS_RELAY_DEV": "1"}) == load()
+
+
+def test_network_keys_come_from_code_and_stay_out_of_the_repr() -> None:
+    class Key:
+        def __repr__(self) -> str:
+            return "SECRET"
+
+    read = load({"network_keys": (Key(),)})
+    assert len(read.network_keys) == 1
+    assert "SECRET" not in repr(read)
+
+
+def test_every_field_says_what_it_is() -> None:
+    source = Path(config.__file__).read_text()
+    for found in fields(RelayConfig):
+        declaration = source.index(f"\n    {found.name}: ")
+        following = source[declaration + 1 :].split("\n", 2)[1]
+        assert following.startswith('    """'), found.name

@@ -1,0 +1,164 @@
+"""The log is one JSON object a line, and a peer cannot fill it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relay.logs import JsonLines, Quiet, configure
+
+
+class Kept(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(json.loads(JsonLines().format(record)))
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler = Kept()
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+log = logging.getLogger("test.logs")
+
+
+def test_a_line_has_the_event_and_its_fields_side_by_side(kept: Kept) -> None:
+    log.warning("link.dropped", extra={"fields": {"peer": b"\x1f\x2e", "idle_s": 3.5}})
+    (line,) = kept.lines
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "WARNING",
+        "logger": "test.logs",
+        "event": "link.dropped",
+        "peer": "1f2e",
+        "idle_s": 3.5,
+    }
+
+
+def test_a_field_cannot_hide_the_event_or_the_level(kept: Kept) -> None:
+    log.warning("odd", extra={"fields": {"event": "even", "level": 1}})
+    (line,) = kept.lines
+    assert (line["event"], line["event_"], line["level"], line["level_"]) == (
+        "odd",
+        "even",
+        "WARNING",
+        1,
+    )
+
+
+@given(st.text(), st.text(alphabet=st.characters()))
+def test_any_text_stays_on_its_one_line(event: str, value: str) -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, event.replace("%", ""), (), None)
+    record.fields = {"value": value}
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    assert json.loads(line)["value"] == value
+
+
+def test_an_error_is_a_field_and_not_further_lines() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    line = JsonLines().format(logging.LogRecord("x", logging.ERROR, "", 0, "e", (), info))
+    assert "\n" not in line
+    assert "ValueError: two\nlines" in json.loads(line)["traceback"]
+
+
+def test_the_configured_log_goes_to_stderr_once_however_often_it_is_configured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = logging.getLogger()
+    level = root.level
+    try:
+        configure("DEBUG")
+        handler = configure("INFO")
+        log.info("session.up", extra={"fields": {"session": 7}})
+        log.debug("unseen")
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [json.loads(line)["event"] for line in err.splitlines()] == ["session.up"]
+
+
+def test_a_warning_is_repeated_only_after_the_interval_and_counts_what_was_kept_back(
+    kept: Kept,
+) -> None:
+    quiet = Quiet()
+    said = [quiet.warning(log, "frame.bad", 1, now_s, {"kind": 9}) for now_s in (0, 1, 9.9, 10, 11)]
+    assert said == [True, False, False, True, False]
+    assert [line.get("suppressed") for line in kept.lines] == [None, 2]
+    assert [line["kind"] for line in kept.lines] == [9, 9]
+    assert quiet.suppressed == 3
+
+
+def test_keys_and_events_are_quieted_apart(kept: Kept) -> None:
+    quiet = Quiet()
+    assert all(
+        quiet.warning(log, event, key, 0.0, {})
+        for event, key in [("a", 1), ("a", 2), ("b", 1), ("b", "1")]
+    )
+    assert len(kept.lines) == 4
+
+
+def test_a_peer_that_varies_its_key_gets_a_bounded_number_of_lines(kept: Kept) -> None:
+    quiet = Quiet(limit=8)
+    for key in range(1000):
+        quiet.warning(log, "hello.bad", key, 1.0, {})
+    assert (len(kept.lines), len(quiet), quiet.suppressed) == (8, 8, 992)
+    assert quiet.warning(log, "hello.bad", "later", 11.0, {})
+    assert kept.lines[-1]["suppressed_others"] == 992
+
+
+def test_what_a_forgotten_key_kept_back_is_still_told(kept: Kept) -> None:
+    quiet = Quiet(limit=1)
+    assert quiet.warning(log, "e", "first", 0.0, {})
+    assert not quiet.warning(log, "e", "first", 5.0, {})
+    assert quiet.warning(log, "e", "second", 10.0, {})
+    assert kept.lines[-1]["suppressed_others"] == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.floats(0, 8)), max_size=60),
+    st.integers(0, 4),
+)
+def test_every_warning_is_either_a_line_or_counted(
+    calls: list[tuple[int, float]], limit: int
+) -> None:
+    quiet = Quiet(limit=limit)
+    handler = Kept()
+    silent = logging.getLogger("test.logs.silent")
+    silent.handlers = [handler]
+    now_s = 0.0
+    lines_s: list[tuple[int, float]] = []
+    for key, wait_s in calls:
+        now_s += wait_s
+        if quiet.warning(silent, "e", key, now_s, {}):
+            lines_s.append((key, now_s))
+        assert len(quiet) <= limit
+    assert len(handler.lines) == len(lines_s)
+    assert len(lines_s) + quiet.suppressed == len(calls)
+    told = sum(
+        line.get("suppressed", 0) + line.get("suppressed_others", 0) for line in handler.lines
+    )
+    assert told <= quiet.suppressed
+    for key in range(7):
+        times_s = [at_s for said, at_s in lines_s if said == key]
+        assert all(b - a >= 10.0 for a, b in pairwise(times_s))
