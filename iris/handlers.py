@@ -90,6 +90,16 @@ class Handler:
             )
         return self.convert(message)
 
+    def as_callback(self) -> Callable[[Message], object]:
+        """Return a subscription's handler that gives the function what its annotation asks for."""
+        if self.is_coroutine:
+
+            async def run(message: Message) -> object:
+                return await self.function(self.convert(message))
+
+            return run
+        return lambda message: self.function(self.convert(message))
+
     def convert(self, message: Message) -> Any:
         """Return a message as the function's parameter asks; raises DecodeError."""
         if self.wanted is Message:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
+from iris import paths
 from iris.crypto.keyring import Keyring, dump_network_keys, parse_network_keys
 from iris.crypto.keys import SECRET_BYTES, ClusterKey, NetworkKey
 from iris.errors import KeyringError
@@ -38,6 +39,31 @@ def config_directory(environ: Mapping[str, str]) -> Path:
     if os.path.isabs(xdg):
         return Path(xdg) / "iris"
     return Path(environ.get("HOME") or Path.home()) / ".config" / "iris"
+
+
+def has_keys(environ: Mapping[str, str]) -> bool:
+    """Whether the configuration directory has a keyring."""
+    return (config_directory(environ) / KEYRING_FILE).exists()
+
+
+def load_keys(environ: Mapping[str, str]) -> Keyring:
+    """Return the keyring of the configuration directory, else that of a relay started with --dev.
+
+    Where IRIS_CONFIG names the directory, no other is looked at.
+
+    Raises:
+        KeyringError: there is neither (the text says how to make one), or it may not be used.
+    """
+    directory = config_directory(environ)
+    if has_keys(environ):
+        return load_keyring(directory / KEYRING_FILE)
+    if not environ.get("IRIS_CONFIG"):
+        dev = paths.dev_key_directory(environ, os.geteuid()) / KEYRING_FILE
+        if dev.exists():
+            return load_keyring(dev)
+    raise KeyringError(
+        f"no keyring in {directory}; make one with `iris key new`, or start `iris relay --dev`"
+    )
 
 
 def create_keys(

@@ -40,11 +40,10 @@ class Members(Sequence[MemberInfo]):
 class Watcher:
     """Follows one cluster over reconnects."""
 
-    def __init__(self, cluster: str, keys: Sequence[ClusterKey], *, stay: bool) -> None:
+    def __init__(self, cluster: str, keys: Sequence[ClusterKey]) -> None:
         self.cluster = cluster
         self.ended = False
         self._keys = keys
-        self._stay = stay
         self._session: Session | None = None
         self._number = 0
         self._members: dict[str, MemberInfo] = {}
@@ -60,7 +59,7 @@ class Watcher:
         self._session = session
         self._fresh = True
         self._number = session.watch(
-            self.cluster, [key.key_id for key in self._keys], self._hear, stay=self._stay
+            self.cluster, [key.key_id for key in self._keys], self._hear, stay=True
         )
 
     def detach(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -116,6 +118,7 @@ class ServiceBinding:
 
     def __init__(self, client: Client, service: Service) -> None:
         self.service = service
+        self.number = next(_numbers)
         self.member = 0
         self.member_id = ""
         self.leaving = False
@@ -134,6 +137,11 @@ class ServiceBinding:
         self._tunnels: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
         self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
+
+    def joined(self, member: int, member_id: str) -> None:
+        """It is this member from now on; a reconnect makes it another."""
+        self.member = member
+        self.member_id = member_id
 
     # -- what the session calls ------------------------------------------------------------------------------
 
@@ -243,7 +251,7 @@ class ServiceBinding:
         while True:
             answer = _Answer(self, delivery)
             try:
-                if delivery.deadline_us and delivery.deadline_us < self._client.monotonic_us():
+                if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
                     answer.expired()
                 else:
                     value = await handler.function(handler.argument(delivery, answer.defer))
@@ -380,4 +388,5 @@ class _Answer:
         binding.done()
 
 
+_numbers = itertools.count(1)
 _ANSWERED = frozenset({Kind.REQUEST, Kind.SURVEY})

@@ -61,7 +61,7 @@ class Subscription:
 
     async def ready(self) -> Self:
         """Return when the relay knows of the subscription; raises what it refused it with."""
-        await self._client._subscription_ready(self)
+        await self._client.subscription_ready(self)
         return self
 
     async def close(self) -> None:
@@ -69,7 +69,7 @@ class Subscription:
         worker, self._worker = self._worker, None
         self.end()
         try:
-            await self._client._unsubscribe(self)
+            await self._client.unsubscribe(self)
         finally:
             if worker is not None and worker is not asyncio.current_task():
                 worker.cancel()

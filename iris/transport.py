@@ -8,9 +8,11 @@ import pwd
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
+from iris import paths
 from iris.core.session import NEVER_US, Session
 from iris.errors import IrisError, RelayUnavailable
 from iris.wire.codec import (
@@ -58,12 +60,11 @@ class Pump(asyncio.BufferedProtocol):
         self.connected = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
         self.connected = True
-        transport.set_write_buffer_limits(high=self._high_bytes, low=self._high_bytes // 4)
+        self._transport.set_write_buffer_limits(high=self._high_bytes, low=self._high_bytes // 4)
         self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
-        transport.write(encode_control(self.session.greeting))
+        self._transport.write(encode_control(self.session.greeting))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer()
@@ -170,6 +171,12 @@ class Pump(asyncio.BufferedProtocol):
             self.turn()
             self.session.expire(time.monotonic_ns() // 1000)
             self.flush()
+
+
+def find_relay(environ: Mapping[str, str]) -> Path:
+    """Return the socket to try: $IRIS_RELAY, else the user's own relay if it is there, else the host's."""
+    candidates = paths.candidate_sockets(environ, os.geteuid())
+    return next((path for path in candidates if path.exists()), candidates[0])
 
 
 async def dial(path: Path, relay_user: str) -> socket.socket:

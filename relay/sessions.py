@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections import deque
+from typing import cast
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, ReceiveBuffer, encode_control
@@ -184,9 +185,8 @@ class SessionPort(asyncio.BufferedProtocol):
     # -- asyncio ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=HIGH_WATER_BYTES // 4)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=HIGH_WATER_BYTES // 4)
         self.session = self._router.session_up(self)
         self._hub.ports.add(self)
 

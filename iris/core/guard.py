@@ -16,6 +16,8 @@ from iris.wire.frames import Kind
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144
 _K = TypeVar("_K")
+Place = tuple[int, int, str, bytes, bytes]
+"""kind, number of the service here (0 for subscriptions), name, key id, sender id."""
 
 
 class Sequence:
@@ -53,7 +55,7 @@ class Guard:
     ) -> None:
         self.freshness_us = freshness_us
         self._senders: dict[tuple[bytes, bytes], Sender] = {}
-        self._sequences: dict[tuple[int, str, bytes, bytes], Sequence] = {}
+        self._sequences: dict[Place, Sequence] = {}
         self._max_senders = max_senders
         self._max_sequences = max_sequences
         self.refused_senders = 0
@@ -72,11 +74,8 @@ class Guard:
             entry.used_us = now_us
         return entry
 
-    def sequence(
-        self, kind: int, name: str, key_id: bytes, sender_id: bytes, now_us: int
-    ) -> Sequence | None:
+    def sequence(self, place: Place, now_us: int) -> Sequence | None:
         """Return the sequence of a sender for an address; None when the table is full of fresh ones."""
-        place = (kind, name, key_id, sender_id)
         entry = self._sequences.get(place)
         if entry is None:
             if len(self._sequences) >= self._max_sequences and not self._make_room(
@@ -90,7 +89,7 @@ class Guard:
 
     def resume_topics(self, is_new: Callable[[str], bool]) -> None:
         """Topics that nobody here followed until now: what was missed of them is no gap, and still never repeated."""
-        for (kind, name, _, _), entry in self._sequences.items():
+        for (kind, _, name, _, _), entry in self._sequences.items():
             if kind == Kind.PUBLISH and entry.known and is_new(name):
                 entry.known = False
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from iris.core.aliases import MAX_ALIASES
-from iris.core.guard import Guard
 from iris.core.guard import Sequence as Expected
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
@@ -44,9 +43,8 @@ class InFlow:
 class Inbound:
     """The relay's aliases towards this session, each with what is needed to open its frames."""
 
-    def __init__(self, find_key: Callable[[bytes], ClusterKey | None], guard: Guard) -> None:
+    def __init__(self, find_key: Callable[[bytes], ClusterKey | None]) -> None:
         self._find_key = find_key
-        self.guard = guard
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
 
@@ -85,13 +83,3 @@ class Inbound:
         if flow is None or flow.kind != kind:
             raise PeerProtocolError(f"alias {alias} was not declared for {Kind(kind).name}")
         return flow
-
-    def expected(self, flow: InFlow, now_us: int) -> Expected | None:
-        """Return the flow's sequence entry, made at the first message that opened; None when the table is full."""
-        entry = flow.expected
-        if entry is None:
-            entry = flow.expected = self.guard.sequence(
-                flow.kind, f"{flow.member}:{flow.name}" if flow.member else flow.name,
-                flow.key.key_id, flow.sender_id, now_us,
-            )  # fmt: skip
-        return entry

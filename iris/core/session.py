@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.guard import Guard
+from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
 from iris.core.message import Message
 from iris.core.outbound import Outbound
@@ -62,7 +63,10 @@ class Waiter(Protocol):
 
 
 class Binding(Protocol):
-    """A service that joined through this session, as the session sees it."""
+    """A service that joined through this session, as the session sees it. `number` is its own for good."""
+
+    @property
+    def number(self) -> int: ...
 
     def admit(self, kind: int, size: int) -> Refusal | None: ...
     def take(self, delivery: Delivery) -> None: ...
@@ -191,11 +195,13 @@ class Session:
         self.relay_id = b""
         self.session_id = b""
         self.tunnels: dict[int, TunnelEnd] = {}
+        self.members: list[int] = []
+        """The members of ours that joined through this session."""
         self.on_welcome: Waiter | None = None
         self.greeting = frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, label[:64], pid)
         self.out: Outbound
         self._entropy = entropy
-        self._inbound = Inbound(owner.find_key, guard)
+        self._inbound = Inbound(owner.find_key)
         self._guard = guard
         self._next_hop = 1
         self._next_id = 1
@@ -504,7 +510,7 @@ class Session:
         except (OpenError, DecodeError) as err:
             self._lose(flow, count, str(err))
             return flow, []
-        expected = flow.expected or self._inbound.expected(flow, self.now_us)
+        expected = flow.expected or self._expected(flow)
         if expected is None:
             self._lose(flow, count, "too many senders to keep apart")
             return flow, []
@@ -523,6 +529,18 @@ class Session:
         return flow, [
             Message(p, name, h, packed, source) for p, h in zip(payloads, headers, strict=True)
         ]
+
+    def _expected(self, flow: InFlow) -> Expected | None:
+        """Return the flow's sequence entry, made at the first message that opened; None when the table is full.
+
+        A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice.
+        """
+        if flow.expected is None:
+            binding = self.owner.binding(flow.member) if flow.member else None
+            receiver = binding.number if binding is not None else 0
+            place = (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
+            flow.expected = self._guard.sequence(place, self.now_us)
+        return flow.expected
 
     def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
         """Tell whoever wanted the messages of a flow that some are lost."""
@@ -764,6 +782,11 @@ class Session:
         self._break(end.hop, "given up before it was open")
 
     @property
+    def started(self) -> bool:
+        """The relay has welcomed us."""
+        return bool(self.relay_id)
+
+    @property
     def busy(self) -> bool:
         """Requests of ours, or tunnels, are still in flight here."""
         return bool(self._pending or self.tunnels)
@@ -849,7 +872,7 @@ class Session:
             0, gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, gap.groups, gap.member
         )
         flow = InFlow(declared, key, None)
-        expected = self._inbound.expected(flow, self.now_us)
+        expected = self._expected(flow)
         if expected is not None and not flow.plain:
             # Members of a group see only their share, so the relay's word is all there is.
             expected.next = max(expected.next, gap.first + gap.count)

@@ -1,0 +1,336 @@
+"""Keeps one session with the relay up: connects, notices its end, finds the relay again, moves to a new session.
+
+    new -> open -> closing -> closed
+
+While there is no relay `session` is None, requests wait for it, and publications are kept within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from iris.config import ClientConfig
+from iris.core.bundle import Headers
+from iris.core.guard import Guard
+from iris.core.outbound import Outbound
+from iris.core.session import Lost, Owner, Session
+from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
+from iris.transport import Pump
+from iris.wire import frames
+from iris.wire.codec import ReceiveBuffer
+
+log = logging.getLogger(__name__)
+
+Connector = Callable[[Callable[[], asyncio.BufferedProtocol]], Awaitable[Any]]
+"""Connects the protocol that the factory makes to a relay; raises RelayUnavailable."""
+
+Cast = tuple[int, str, bytes, Headers | None, bool]
+"""kind, name, payload, headers, packed: a publication or broadcast that no bundle took yet."""
+
+
+class Registrar(Owner, Protocol):
+    """The client: what it has registered at a relay, it registers at the next one, too."""
+
+    def register(self, session: Session) -> list[asyncio.Future[None]]: ...
+    def adopted(self, session: Session) -> None: ...
+    def cast(
+        self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool
+    ) -> None: ...
+    def detached(self, reason: str) -> None: ...
+    def count_dropped(self, cause: str, count: int) -> None: ...
+
+
+class Attachment:
+    """One client's hold on a relay. `session`, `out` and `pump` are of the session in use, None while there is none."""
+
+    def __init__(
+        self, client: Registrar, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes]
+    ) -> None:  # fmt: skip
+        self.session: Session | None = None
+        self.out: Outbound | None = None
+        self.pump: Pump | None = None
+        self.blocked = True
+        """The write buffer is over its high-water mark, or there is no relay."""
+        self.state = "open"
+        self.guard = Guard(int(config.freshness_s * 1e6))
+        self._client = client
+        self._config = config
+        self._connector = connector
+        self._entropy = entropy
+        self._loop = asyncio.get_running_loop()
+        self._buffer = ReceiveBuffer()
+        self._up = asyncio.Event()
+        self._writable: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._replacing = asyncio.Lock()
+        self._offline: deque[Cast] = deque()
+        self._offline_bytes = 0
+        self._ended: dict[str, int] = {"sent": 0, "received": 0}
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Connect, and stay connected until `close`. Raises RelayUnavailable, or what a registration failed with."""
+        self._adopt(await self._attach())
+        self._task = self._loop.create_task(self._run(), name="iris-client")
+
+    async def say_bye(self) -> None:
+        """Flush, and return when the relay has routed all of it and ended the session."""
+        if self.pump is not None:
+            await self._bye(self.pump, "client closed")
+
+    def close(self) -> None:
+        """End now. Idempotent."""
+        self.state = "closed"
+        if self._task is not None:
+            self._task.cancel()
+        if self.pump is not None:
+            self.pump.abort("the client was closed")
+        self._up.set()
+        self._wake_writers()
+
+    async def replace(self) -> None:
+        """Move to a new session, make before break: nothing accepted is lost, no order is broken.
+
+        Raises RelayUnavailable, or what a registration failed with; the old session then goes on.
+        """
+        async with self._replacing:
+            await self.ready("relay", self._config.connect_timeout_s)
+            old = self.pump
+            new = await self._attach()
+            if old is None or not old.connected:
+                self._adopt(new)
+                return
+            self.blocked = (
+                True  # what follows goes to the new session, once the relay has all of the old one
+            )
+            with contextlib.suppress(ConnectionLost, TimeoutError):
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    await self._fence(old)
+            self._adopt(new)
+            with contextlib.suppress(IrisError, TimeoutError):
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    await self._leave_all(old)
+                    while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
+                        await asyncio.sleep(0.005)
+                    await self._bye(old, "moved to another session")
+            old.abort("replaced")
+
+    async def _fence(self, pump: Pump) -> None:
+        """Return when the relay has routed all that was sent on `pump`."""
+        waiter = self._loop.create_future()
+        pump.turn()
+        pump.session.flush()
+        pump.session.ask(frames.Ping, waiter)
+        pump.flush()
+        await waiter
+
+    async def _leave_all(self, pump: Pump) -> None:
+        """Return when no member of this session is handed anything more."""
+        pump.turn()
+        waiters = []
+        for member in pump.session.members:
+            waiter = self._loop.create_future()
+            pump.session.ask(lambda number, member=member: frames.Leave(number, member), waiter)  # type: ignore[misc]  # a bound default
+            waiters.append(waiter)
+        pump.flush()
+        if waiters:
+            await asyncio.gather(*waiters)
+
+    async def _bye(self, pump: Pump, reason: str) -> None:
+        if pump.connected:
+            pump.turn()
+            pump.session.flush()
+            pump.session.out.control(frames.Bye(reason))
+            pump.flush()
+            await pump.closed.wait()
+
+    async def _run(self) -> None:
+        """Find a relay again whenever one is lost."""
+        while self.state == "open":
+            pump = self.pump
+            if pump is not None:
+                await pump.closed.wait()
+                continue
+            pause_s = self._config.reconnect_min_s
+            while self.state == "open" and self.pump is None:
+                try:
+                    self._adopt(await self._attach())
+                except IrisError as err:
+                    log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                    pause_s = min(2 * pause_s, self._config.reconnect_max_s)
+
+    async def _attach(self) -> Pump:
+        """Return a pump whose session is up, with everything registered."""
+        config = self._config
+        session = Session(
+            self._client, self.guard, self._entropy,
+            label=config.label, pid=os.getpid(), message_limit=config.message_limit_bytes,
+        )  # fmt: skip
+        pump = Pump(self, session, self._buffer, config.write_high_bytes)
+        welcomed = session.on_welcome = self._loop.create_future()
+        closed = self._loop.create_task(pump.closed.wait())
+        try:
+            async with asyncio.timeout(config.connect_timeout_s):
+                await self._connector(lambda: pump)
+                await asyncio.wait((closed, welcomed), return_when=asyncio.FIRST_COMPLETED)
+                if not welcomed.done():
+                    raise RelayUnavailable(pump.reason or "the relay closed the connection")
+                pump.turn()
+                registered = self._client.register(session)
+                pump.flush()
+                if registered:
+                    await asyncio.gather(*registered)
+        except TimeoutError:
+            pump.abort("no answer in time")
+            raise RelayUnavailable(
+                f"the relay did not answer within {config.connect_timeout_s:g} s"
+            ) from None
+        except BaseException:
+            pump.abort("could not be set up")
+            raise
+        finally:
+            closed.cancel()
+        return pump
+
+    def _adopt(self, pump: Pump) -> None:
+        """From now on everything goes through this session."""
+        self.pump, self.session, self.out = pump, pump.session, pump.session.out
+        self.blocked = False
+        pump.turn()
+        self._client.adopted(pump.session)
+        offline, self._offline = self._offline, deque()
+        self._offline_bytes = 0
+        for cast in offline:
+            self._client.cast(*cast)
+        pump.touch()
+        self._up.set()
+        self._wake_writers()
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise Closed unless the client may be used."""
+        if self.state != "open":
+            raise Closed(f"this client is {self.state}")
+
+    async def ready(self, name: str, timeout: float) -> tuple[Pump, Session]:
+        """Return the session, waiting at most `timeout` seconds for a lost relay to come back.
+
+        Raises ConnectionLost for `name`, with may_have_run=False, when it did not.
+        """
+        pump = self.pump
+        while pump is None:
+            self.check_open()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._up.wait()
+            except TimeoutError:
+                raise ConnectionLost(
+                    name, f"no relay within {timeout:g} s", may_have_run=False
+                ) from None
+            pump = self.pump
+        if self.state != "open":
+            self.check_open()
+        pump.turn()
+        return pump, pump.session
+
+    def keep(self, cast: Cast) -> None:
+        """Keep a publication until there is a relay; raises ConnectionLost when the bound is reached."""
+        size = len(cast[2]) + 64
+        if self._offline_bytes + size > self._config.offline_bytes:
+            detail = f"no relay, and {self._offline_bytes} bytes wait for one already"
+            raise ConnectionLost(cast[1], detail, may_have_run=False)
+        self._offline.append(cast)
+        self._offline_bytes += size
+
+    def touch(self) -> None:
+        """Something is to be written at the end of this turn."""
+        if self.pump is not None:
+            self.pump.touch()
+
+    def writable(self) -> Awaitable[None] | None:
+        """Return None if there is room to write, else what to await."""
+        return self.wait_writable() if self.blocked and self.pump is not None else None
+
+    async def wait_writable(self) -> None:
+        """Return when there is room to write, or no relay to wait for."""
+        while self.blocked and self.pump is not None and self.state == "open":
+            if self._writable is None:
+                self._writable = self._loop.create_future()
+            await asyncio.shield(self._writable)
+
+    def _wake_writers(self) -> None:
+        writable, self._writable = self._writable, None
+        if writable is not None and not writable.done():
+            writable.set_result(None)
+
+    def messages(self, direction: str) -> int:
+        """Return the data messages "sent" or "received" over all sessions, accepted or not."""
+        live = 0
+        if self.session is not None:
+            live = (
+                self.session.out.sent_messages
+                if direction == "sent"
+                else self.session.received_messages
+            )
+        return self._ended[direction] + live
+
+    def poison(self) -> None:
+        """In the child of a fork: counters, nonces and socket are the parent's."""
+        self.state = "the parent process's: connect anew after a fork"
+        if self.session is not None:
+            self.session.out.poison()
+            for end in self.session.tunnels.values():
+                end.poison()
+        self.session = self.out = self.pump = None
+        self.blocked = True
+
+    # -- what the pump and the session call ------------------------------------------------------------------
+
+    def out_full(self) -> None:
+        """Enough is framed to be worth a write before the turn ends."""
+        if self.pump is not None:
+            self.pump.write()
+
+    def writing_paused(self, pump: Pump) -> None:
+        """The write buffer is over its high-water mark."""
+        if pump is self.pump:
+            self.blocked = True
+
+    def writing_resumed(self, pump: Pump) -> None:
+        """There is room again."""
+        if pump is self.pump:
+            self.blocked = False
+            self._wake_writers()
+
+    def disconnected(self, pump: Pump, reason: str) -> None:
+        """A connection ended. What no bundle took yet is kept for the next."""
+        session = pump.session
+        if session.started:
+            self._ended["sent"] += session.out.sent_messages
+            self._ended["received"] += session.received_messages
+        for cause, count in session.dropped.items():
+            self._client.count_dropped(cause, count)
+        if pump is not self.pump:
+            return
+        self.session = self.out = self.pump = None
+        self.blocked = True
+        self._up.clear()
+        for cast in session.out.unsent():
+            try:
+                self.keep(cast)
+            except ConnectionLost as err:
+                self._client.lost(Lost("publish", cast[1], b"", 1, err.detail))
+        if self.state == "open":
+            log.info("client.disconnected", extra={"fields": {"reason": reason}})
+            self._client.detached(reason)
+        self._wake_writers()

@@ -1,0 +1,269 @@
+"""What a client has registered at its relay, and registers again at the next: services, subscriptions, watches.
+
+Also the client's side of a session: which service a member number stands for, and which subscriptions a flow is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from iris.core.guard import Guard
+from iris.core.inbound import InFlow
+from iris.core.session import Lost, Session, Sink
+from iris.crypto.keyring import Keyring
+from iris.crypto.keys import ClusterKey
+from iris.errors import ConnectionLost, KeyringError, LocalProtocolError
+from iris.membership import Watcher
+from iris.service import ServiceBinding
+from iris.subscription import Subscription
+from iris.wire import frames
+from iris.wire.names import check_cluster, check_topic, matches
+
+MAX_CACHED_KEYS = 65_536
+Place = tuple[str, str]
+"""filter, group"""
+
+
+class Registry:
+    """Services, subscriptions and watches of one client, and the keys they use."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self.keyring: Keyring
+        self.services: list[ServiceBinding] = []
+        self.watchers: list[Watcher] = []
+        self._bindings: dict[int, ServiceBinding] = {}
+        self._subscriptions: dict[Place, list[Subscription]] = {}
+        self._answers: dict[Place, asyncio.Future[None]] = {}
+        """The latest registration of each place: what `ready` waits for."""
+        self._keys: dict[bytes, ClusterKey] = {}
+        self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
+        self.learn(keyring)
+
+    # -- keys ------------------------------------------------------------------------------------------------
+
+    def learn(self, keyring: Keyring) -> None:
+        """Use `keyring` from now on. Keys once known go on opening what is still under way under them."""
+        self.keyring = keyring
+        self._cluster_keys.clear()
+        for keys in keyring.entries().values():
+            self._keys.update({key.key_id: key for key in keys})
+
+    def find_key(self, key_id: bytes) -> ClusterKey | None:
+        """Return the key of an id, if we hold it."""
+        return self._keys.get(key_id)
+
+    def cluster_keys(self, cluster: str) -> tuple[ClusterKey, ...]:
+        """Return the keys of a cluster, the sealing one first; raises InvalidName or KeyringError."""
+        keys = self._cluster_keys.get(cluster)
+        if keys is None:
+            keys = self.keyring.for_cluster(check_cluster(cluster))
+            if not keys:
+                raise KeyringError(
+                    f"no key for cluster {cluster!r}; add one with `iris key add {cluster}`"
+                )
+            if len(self._cluster_keys) >= MAX_CACHED_KEYS:
+                self._cluster_keys.clear()
+            self._cluster_keys[cluster] = keys
+        return keys
+
+    def topic_key(self, topic: str) -> ClusterKey:
+        """Return the key that seals for a topic; raises InvalidName or KeyringError."""
+        keys = self.keyring.for_topic(check_topic(topic))
+        if not keys:
+            raise KeyringError(
+                f"no key for topic {topic!r}; add one with `iris key add topic:{topic.split('.')[0]}`"
+            )
+        return keys[0]
+
+    # -- services --------------------------------------------------------------------------------------------
+
+    def join(self, session: Session, binding: ServiceBinding) -> asyncio.Future[None]:
+        """Make `binding` a member through `session`; resolved when the relay knows."""
+        service = binding.service
+        done = _answer()
+        try:
+            ids = _prove(session, self.cluster_keys(service.name))
+        except KeyringError as err:
+            done.set_exception(err)
+            return done
+
+        def joined(ack: frames.Ack) -> None:
+            # At once: the relay may hand over work right behind its answer.
+            binding.joined(ack.member, f"{session.relay_id.hex()}.{ack.member}")
+            session.members.append(ack.member)
+            self._bindings[ack.member] = binding
+
+        session.ask(
+            lambda number: frames.Join(number, service.name, ids, service.kinds),
+            AckWaiter(done, service.name, joined),
+        )
+        return done
+
+    def binding(self, member: int) -> ServiceBinding | None:
+        """Return the service that a member number of ours stands for."""
+        return self._bindings.get(member)
+
+    def forget(self, binding: ServiceBinding) -> None:
+        """It no longer serves."""
+        self.services.remove(binding)
+        self._bindings = {
+            member: other for member, other in self._bindings.items() if other is not binding
+        }
+
+    # -- subscriptions ---------------------------------------------------------------------------------------
+
+    def add(self, subscription: Subscription, session: Session | None, guard: Guard) -> None:
+        """Register a subscription; one filter and group is registered once, however many ask for it."""
+        place = (subscription.filter, subscription.group)
+        known = self._subscriptions.setdefault(place, [])
+        known.append(subscription)
+        if session is not None:
+            session.subscriptions_version += 1
+            if len(known) == 1:
+                if not subscription.group:
+                    guard.resume_topics(lambda topic: self._is_new(subscription.filter, topic))
+                self.subscribe(session, place)
+
+    def subscribe(self, session: Session, place: Place) -> asyncio.Future[None]:
+        """Tell the relay of `session`; resolved when it knows."""
+        pattern, group = place
+        done = self._answers[place] = _answer()
+        keys = self.keyring.for_filter(pattern)
+        if not keys:
+            done.set_exception(KeyringError(f"no key for any topic of {pattern!r}"))
+            return done
+        ids = _prove(session, keys)
+        session.ask(
+            lambda number: frames.Subscribe(number, pattern, ids, group), AckWaiter(done, pattern)
+        )
+        return done
+
+    async def ready(self, subscription: Subscription) -> None:
+        """Return when the relay knows of it; raises what it refused it with."""
+        place = (subscription.filter, subscription.group)
+        while (done := self._answers.get(place)) is not None:
+            try:
+                await asyncio.shield(done)
+            except ConnectionLost:
+                if self._answers.get(place) is done:
+                    await asyncio.sleep(0.01)  # until the reconnect has registered it anew
+            else:
+                return
+
+    async def remove(
+        self, subscription: Subscription, session: Session | None, touch: Callable[[], None]
+    ) -> None:
+        """Unregister it; returns when the relay knows, if it was the last of its filter and group."""
+        place = (subscription.filter, subscription.group)
+        known = self._subscriptions.get(place, [])
+        if subscription not in known:
+            return
+        known.remove(subscription)
+        if session is not None:
+            session.subscriptions_version += 1
+        if known:
+            return
+        del self._subscriptions[place]
+        self._answers.pop(place, None)
+        if session is not None:
+            waiter = asyncio.get_running_loop().create_future()
+            session.ask(lambda number: frames.Unsubscribe(number, place[0], place[1]), waiter)
+            touch()
+            with contextlib.suppress(ConnectionLost):  # gone with the session
+                await waiter
+
+    def sinks(self, flow: InFlow) -> Sequence[Sink]:
+        """Return the subscriptions that a flow is for."""
+        found: list[Sink] = []
+        for (pattern, group), subscriptions in self._subscriptions.items():
+            if (group in flow.groups if group else flow.plain) and matches(pattern, flow.name):
+                found += subscriptions
+        return found
+
+    def _is_new(self, pattern: str, topic: str) -> bool:
+        """Whether a topic matches `pattern` and no other plain subscription: what was missed of it before is no gap."""
+        return matches(pattern, topic) and not any(
+            matches(other, topic)
+            for other, group in self._subscriptions
+            if not group and other != pattern
+        )
+
+    # -- all of it -------------------------------------------------------------------------------------------
+
+    def register(self, session: Session) -> list[asyncio.Future[None]]:
+        """Register everything at a new session; each future is resolved when the relay knows."""
+        joining = [b for b in self.services if b.service.handlers and not b.leaving]
+        return [
+            *(self.join(session, binding) for binding in joining),
+            *(self.subscribe(session, place) for place in list(self._subscriptions)),
+        ]
+
+    def adopted(self, session: Session) -> None:
+        """`session` is in use: watches move to it, and what was registered meanwhile is registered there, too."""
+        session.subscriptions_version += 1
+        for watcher in self.watchers:
+            watcher.attach(session)
+
+    def detached(self, reason: str) -> None:
+        """There is no relay: nobody can say how much is missed until there is one."""
+        self._bindings.clear()
+        for (pattern, _), subscriptions in self._subscriptions.items():
+            for subscription in subscriptions:
+                subscription.gap(Lost("publish", pattern, b"", None, reason))
+        for binding in self.services:
+            binding.gap(Lost("broadcast", binding.service.name, b"", None, reason))
+
+    def end(self) -> None:
+        """The client is closed: whoever iterates or waits goes on."""
+        for subscriptions in self._subscriptions.values():
+            for subscription in subscriptions:
+                subscription.end()
+        for watcher in self.watchers:
+            watcher.end()
+
+
+class AckWaiter:
+    """Turns an Ack into the result of a future, or its error; `then` runs first, in the same call."""
+
+    __slots__ = ("_future", "_name", "_then")
+
+    def __init__(
+        self, future: asyncio.Future[None], name: str, then: Callable[[frames.Ack], None] | None = None
+    ) -> None:  # fmt: skip
+        self._future = future
+        self._name = name
+        self._then = then
+
+    def done(self) -> bool:
+        """Whether nobody waits any more. The answer is heard nevertheless, if something is to be done then."""
+        return self._then is None and self._future.done()
+
+    def set_result(self, ack: frames.Ack) -> None:
+        """The relay answered."""
+        if ack.error:
+            self.set_exception(LocalProtocolError(f"the relay refused {self._name}: {ack.error}"))
+            return
+        if self._then is not None:
+            self._then(ack)
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def set_exception(self, exception: BaseException) -> None:
+        """It never will."""
+        if not self._future.done():
+            self._future.set_exception(exception)
+
+
+def _answer() -> asyncio.Future[None]:
+    """Return a future whose exception may stay unread: a reconnect registers everything anew."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def _prove(session: Session, keys: Sequence[ClusterKey]) -> list[bytes]:
+    for key in keys:
+        session.out.prove(key)
+    return [key.key_id for key in keys]
