@@ -23,7 +23,7 @@ import msgspec
 
 from iris.attachment import Attachment, Connector
 from iris.config import ClientConfig
-from iris.core.bundle import CUT_BYTES, Headers, check_headers
+from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
 from iris.core.inbound import InFlow
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.core.outbound import OutFlow
@@ -34,6 +34,7 @@ from iris.errors import (
     Closed,
     ConfigError,
     ConnectionLost,
+    DecodeError,
     IrisError,
     MessageTooLarge,
     RequestTimeout,
@@ -336,6 +337,12 @@ class Client:
         out = attachment.out
         assert out is not None  # there is one while it is not blocked
         flow = out.topics.get(topic) or self._topic(topic)
+        payloads = flow.payloads
+        size = flow.size + len(payload) + MESSAGE_BYTES
+        if payloads and flow.plain and size <= CUT_BYTES:  # nothing to decide: the hot path
+            payloads.append(payload)
+            flow.size = size
+            return True
         if len(payload) > CUT_BYTES:
             self._check_size(payload)
         out.add(flow, payload, None, False)
@@ -407,13 +414,19 @@ class Client:
     async def subscription_ready(self, subscription: Subscription) -> None:
         """Return when the relay knows of a subscription (for `Subscription`)."""
         await self._attached().ready(subscription.filter, self.config.connect_timeout_s)
-        await self._registry.ready(subscription)
+        await _within(
+            self._registry.ready(subscription), self.config.connect_timeout_s, "the relay did not answer SUBSCRIBE"
+        )  # fmt: skip
 
     async def unsubscribe(self, subscription: Subscription) -> None:
         """End a subscription (for `Subscription`)."""
         attachment = self._attachment
         if attachment is not None:
-            await self._registry.remove(subscription, attachment.session, attachment.touch)
+            with contextlib.suppress(RequestTimeout):  # it delivers nothing any more, whatever the relay says
+                await _within(
+                    self._registry.remove(subscription, attachment.session, attachment.touch),
+                    self.config.connect_timeout_s, "the relay did not answer UNSUBSCRIBE",
+                )  # fmt: skip
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 
@@ -508,8 +521,10 @@ class Client:
             waiter = self._loop.create_future()
             pump.session.ask(lambda number: frames.Leave(number, binding.member), waiter)
             pump.touch()
-            with contextlib.suppress(ConnectionLost):
-                await waiter
+            with contextlib.suppress(ConnectionLost, RequestTimeout):
+                await _within(
+                    waiter, self.config.connect_timeout_s, "the relay did not answer LEAVE"
+                )
         binding.leaving = True
         await binding.finish()
 
@@ -565,7 +580,10 @@ class Client:
         session.ask(frames.Status, waiter)
         pump.touch()
         report = await _within(waiter, timeout, "the relay did not answer")
-        document: dict[str, Any] = msgspec.json.decode(report.document)
+        try:
+            document: dict[str, Any] = msgspec.json.decode(report.document, type=dict[str, Any])
+        except msgspec.DecodeError as err:
+            raise DecodeError(f"the relay's status: {err}") from err
         return document
 
     # -- what the session, the attachment and our own objects call -------------------------------------------
@@ -579,9 +597,9 @@ class Client:
         """Return the key of an id, if we hold it."""
         return self._registry.find_key(key_id)
 
-    def binding(self, member: int) -> ServiceBinding | None:
-        """Return the service that a member number of ours stands for."""
-        return self._registry.binding(member)
+    def binding(self, flow: InFlow) -> ServiceBinding | None:
+        """Return the service that a flow is for."""
+        return self._registry.binding(flow)
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
         """Return the subscriptions that a flow is for."""
@@ -674,7 +692,7 @@ class Client:
             self._attachment.poison()
 
 
-async def _within(waiter: asyncio.Future[Any], timeout: float, text: str) -> Any:
+async def _within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:
     try:
         async with asyncio.timeout(timeout):
             return await waiter
@@ -685,7 +703,7 @@ async def _within(waiter: asyncio.Future[Any], timeout: float, text: str) -> Any
 def _milliseconds(timeout: float) -> int:
     if not timeout > 0:
         raise ConfigError(f"timeout: {timeout} s is not above 0")
-    return min(max(1, int(timeout * 1000)), 0xFFFFFFFF)
+    return min(max(1, round(timeout * 1000)), 0xFFFFFFFF)
 
 
 def _after_fork() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import typing
 from collections.abc import Callable
@@ -117,6 +118,12 @@ def encode_reply(value: object) -> tuple[bytes, Headers | None, bool]:
         return b"", headers, False
     payload, packed = encode_payload(value)
     return payload, headers, packed
+
+
+def stopping() -> bool:
+    """Whether this task is being cancelled; if not, a CancelledError is the handler's own and ends nothing else."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _annotation(function: Callable[..., Any]) -> Any:

@@ -19,6 +19,7 @@ from iris.membership import Watcher
 from iris.service import ServiceBinding
 from iris.subscription import Subscription
 from iris.wire import frames
+from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.names import check_cluster, check_topic, matches
 
 MAX_CACHED_KEYS = 65_536
@@ -38,6 +39,8 @@ class Registry:
         self._answers: dict[Place, asyncio.Future[None]] = {}
         """The latest registration of each place: what `ready` waits for."""
         self._keys: dict[bytes, ClusterKey] = {}
+        self._rings: list[Keyring] = []
+        """The keyring in use, and those before it."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
         self.learn(keyring)
 
@@ -46,6 +49,7 @@ class Registry:
     def learn(self, keyring: Keyring) -> None:
         """Use `keyring` from now on. Keys once known go on opening what is still under way under them."""
         self.keyring = keyring
+        self._rings = [keyring, *(ring for ring in self._rings if ring != keyring)][:4]
         self._cluster_keys.clear()
         for keys in keyring.entries().values():
             self._keys.update({key.key_id: key for key in keys})
@@ -90,8 +94,11 @@ class Registry:
             return done
 
         def joined(ack: frames.Ack) -> None:
+            if binding.leaving:  # nobody waited for the answer
+                session.ask(lambda number: frames.Leave(number, ack.member), _answer())
+                return
             # At once: the relay may hand over work right behind its answer.
-            binding.joined(ack.member, f"{session.relay_id.hex()}.{ack.member}")
+            binding.joined(ack.member, f"{session.relay_id.hex()}.{ack.member}", ids)
             session.members.append(ack.member)
             self._bindings[ack.member] = binding
 
@@ -101,9 +108,12 @@ class Registry:
         )
         return done
 
-    def binding(self, member: int) -> ServiceBinding | None:
-        """Return the service that a member number of ours stands for."""
-        return self._bindings.get(member)
+    def binding(self, flow: InFlow) -> ServiceBinding | None:
+        """Return the service that a flow is for; None if it did not join the flow's address, whatever the relay says."""
+        binding = self._bindings.get(flow.member)
+        if binding is None or flow.name != binding.service.name:
+            return None
+        return binding if flow.key.key_id in binding.key_ids else None
 
     def forget(self, binding: ServiceBinding) -> None:
         """It no longer serves."""
@@ -133,6 +143,10 @@ class Registry:
         keys = self.keyring.for_filter(pattern)
         if not keys:
             done.set_exception(KeyringError(f"no key for any topic of {pattern!r}"))
+            return done
+        if len(keys) > MAX_KEY_IDS:
+            text = f"{pattern!r} may match topics of {len(keys)} keys; subscribe to less at once"
+            done.set_exception(KeyringError(text))
             return done
         ids = _prove(session, keys)
         session.ask(
@@ -175,7 +189,12 @@ class Registry:
                 await waiter
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
-        """Return the subscriptions that a flow is for."""
+        """Return the subscriptions that a flow is for; none if its key is not one of its topic's.
+
+        A filter may stand for topics of several keys: who holds one of them may not speak for the others.
+        """
+        if not any(flow.key in ring.for_topic(flow.name) for ring in self._rings):
+            return ()
         found: list[Sink] = []
         for (pattern, group), subscriptions in self._subscriptions.items():
             if (group in flow.groups if group else flow.plain) and matches(pattern, flow.name):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.config import Limits
@@ -15,7 +15,7 @@ from iris.core.message import MEMBER_HEADER, Message
 from iris.core.session import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
 from iris.errors import ConfigError, DecodeError
-from iris.handlers import Deferred, Handler, encode_reply
+from iris.handlers import Deferred, Handler, encode_reply, stopping
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import check_cluster, check_filter, check_group
@@ -121,6 +121,8 @@ class ServiceBinding:
         self.number = next(_numbers)
         self.member = 0
         self.member_id = ""
+        self.key_ids: set[bytes] = set()
+        """Under which it joined, at one time or another."""
         self.leaving = False
         self.running = 0
         self._client = client
@@ -138,10 +140,11 @@ class ServiceBinding:
         self._quiet = asyncio.Event()
         self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
 
-    def joined(self, member: int, member_id: str) -> None:
+    def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
         """It is this member from now on; a reconnect makes it another."""
         self.member = member
         self.member_id = member_id
+        self.key_ids.update(key_ids)
 
     # -- what the session calls ------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class ServiceBinding:
             answer = _Answer(self, delivery)
             try:
                 value = handler.function(handler.argument(delivery, answer.defer))
-            except Exception as err:
+            except (Exception, asyncio.CancelledError) as err:
                 answer.failed(err)
             else:
                 answer.returned(value)
@@ -229,7 +232,7 @@ class ServiceBinding:
     def _cast(self, handler: Handler, message: Message) -> None:
         try:
             handler.function(handler.convert(message))
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             self._client.handler_failed(f"broadcast handler of {self.service.name}")
 
     async def _work_casts(self, handler: Handler) -> None:
@@ -239,7 +242,9 @@ class ServiceBinding:
                 for message in messages:
                     try:
                         await handler.function(handler.convert(message))
-                    except Exception:
+                    except (Exception, asyncio.CancelledError):
+                        if stopping():
+                            raise
                         self._client.handler_failed(f"broadcast handler of {self.service.name}")
                 self._cast_bytes -= size
                 self.done()
@@ -256,10 +261,10 @@ class ServiceBinding:
                 else:
                     value = await handler.function(handler.argument(delivery, answer.defer))
                     answer.returned(value)
-            except asyncio.CancelledError:
-                answer.failed(RuntimeError("the member stopped before it answered"))
-                raise
-            except Exception as err:
+            except (Exception, asyncio.CancelledError) as err:
+                if stopping():
+                    answer.failed(RuntimeError("the member stopped before it answered"))
+                    raise
                 answer.failed(err)
             finally:
                 inbox.queued_bytes -= delivery.size
@@ -345,9 +350,11 @@ class _Answer:
             return
         if not isinstance(err, DecodeError):
             self._binding.failed()
-        self._finish(
-            None, str(err) if isinstance(err, DecodeError) else f"{type(err).__name__}: {err}", err
-        )
+        try:
+            detail = str(err) if isinstance(err, DecodeError) else f"{type(err).__name__}: {err}"
+        except Exception as broken:  # whatever the __str__ of a user's exception raises
+            detail = f"{type(err).__name__}, whose text raised {type(broken).__name__}"
+        self._finish(None, detail, err)
 
     def expired(self) -> None:
         """Its deadline passed in our queue: it must not start any more."""

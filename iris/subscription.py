@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from iris.core.message import Message
 from iris.core.session import Lost
 from iris.errors import ConfigError, IrisError, Overloaded
+from iris.handlers import stopping
 
 if TYPE_CHECKING:
     from iris.client import Client
@@ -76,7 +77,11 @@ class Subscription:
 
     async def __aenter__(self) -> Self:
         self._entered = True
-        return await self.ready()
+        try:
+            return await self.ready()
+        except BaseException:
+            await self.close()  # a filter that was refused must not be asked for at every reconnect
+            raise
 
     async def __aexit__(
         self,
@@ -125,17 +130,19 @@ class Subscription:
     def _call(self, messages: list[Message], size: int) -> None:
         handler = self._handler
         assert handler is not None
-        done = 0
-        while done < len(messages):
+        rest = iter(messages)
+        while True:
             try:
-                for message in messages[done:] if done else messages:
-                    done += 1
+                for message in rest:
                     handler(message)
+                return
             except Exception:
                 self._client.handler_failed(f"subscription {self.filter}")
 
     def _enqueue(self, messages: list[Message], size: int) -> None:
-        if self._queued_bytes + size > self._limit_bytes and self._queue:
+        if self._error is not None:
+            self._drop(messages)  # it was cut
+        elif self._queued_bytes + size > self._limit_bytes and self._queue:
             self._full(messages, size)
         else:
             self._put(messages, size)
@@ -187,6 +194,8 @@ class Subscription:
             for message in messages:
                 try:
                     await handler(message)
-                except Exception:
+                except (Exception, asyncio.CancelledError):
+                    if stopping():
+                        raise
                     self._client.handler_failed(f"subscription {self.filter}")
             self._queued_bytes -= size

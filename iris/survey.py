@@ -28,6 +28,7 @@ class Survey:
         self._start = start
         self._wanted = wanted
         self._asked: list[str] = []
+        self._heard: set[str] = set()
         self._queue: deque[Message] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
@@ -64,7 +65,11 @@ class Survey:
 
     def answer(self, message: Message) -> None:
         """A member answered; it says who it is under the seal."""
-        self.answered.append((message.headers or {}).get(MEMBER_HEADER, ""))
+        member = (message.headers or {}).get(MEMBER_HEADER, "")
+        if member in self._heard:
+            return  # a relay may repeat a sealed answer
+        self._heard.add(member)
+        self.answered.append(member)
         self._queue.append(message)
         self._wake()
 

@@ -56,6 +56,11 @@ class Tunnel:
         """What the opener sent along."""
         return self._end.headers or {}
 
+    @property
+    def closed(self) -> bool:
+        """Whether it ended in both directions: by both finishing, by one closing, or broken."""
+        return self._end.ended
+
     async def send(self, data: bytes | bytearray | memoryview | str) -> None:
         """Send one message of any size; returns when its last byte is on the way.
 

@@ -167,9 +167,11 @@ class SessionPort(asyncio.BufferedProtocol):
         self._run: memoryview | None = None
         self._run_start = 0
         self._run_end = 0
+        self._run_count = 0
         self._dirty = False
         self._paused = False
         self._finishing = False
+        self._left_bytes = -1
         self._closed = False
         self._queue: deque[tuple[bytes, int, Held | None]] = deque()
         self._queued_bytes = 0
@@ -180,7 +182,6 @@ class SessionPort(asyncio.BufferedProtocol):
         self._tunnel_limit_bytes = hub.config.tunnel_share_bytes
         self._reading_paused = False
         self._busy_since_s = time.monotonic()
-        self._proven = False
 
     # -- asyncio ---------------------------------------------------------------------------------------------
 
@@ -203,20 +204,25 @@ class SessionPort(asyncio.BufferedProtocol):
         except PeerProtocolError as err:
             self._hub.settle()
             self._protocol_error(err)
-        self._hub.settle()
-        if self._reader.held_bytes:
-            if not self._busy_since_s:
+        finally:
+            self._hub.settle()
+        if self.session.greeted:
+            held_bytes = self._reader.held_bytes
+            if not held_bytes:
+                self._busy_since_s = 0.0
+            elif held_bytes <= nbytes or not self._busy_since_s:
+                # The unfinished frame began in this read; a busy session seldom pauses between two.
                 self._busy_since_s = now_ns / 1e9
-        elif self.session.greeted:
-            self._busy_since_s = 0.0
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
-        if self._finishing or self._closed:
-            return
+        """Route a frame of a session that has not proven a key yet; the first proof ends this."""
         self._router.frame_in(self.session, buf, start, end)
-        if not self._proven and self.session.proven:
-            self._proven = True
+        if self.session.proven and not self._finishing:
             self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
+            self._reader.on_frame = self._router.entry(self.session)
+
+    def _ignore(self, buf: memoryview, start: int, end: int) -> None:
+        """Nothing counts after BYE, or after what broke the protocol."""
 
     def eof_received(self) -> bool:
         return False
@@ -243,40 +249,45 @@ class SessionPort(asyncio.BufferedProtocol):
     # -- Port ------------------------------------------------------------------------------------------------
 
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
-        if self._paused or self._queue:
-            return self._enqueue(buf[start:end], count, None)
-        if self._run is not None:
-            if self._run is buf and self._run_end == start:
-                self._run_end = end
-                return True
-            self._chunks.append(bytes(self._run[self._run_start : self._run_end]))
-        elif not self._dirty:
-            self._dirty = True
-            self._hub.dirty.append(self)
+        if self._queue and not self._has_room(end - start):
+            return False
+        if self._run is buf and self._run_end == start:
+            self._run_end = end
+            self._run_count += count
+            return True
+        self._take_run()
         self._run = buf
         self._run_start = start
         self._run_end = end
+        self._run_count = count
+        if not self._dirty:
+            self._dirty = True
+            self._hub.dirty.append(self)
         return True
 
     def send(self, frame: bytes, count: int) -> bool:
-        if self._paused or self._queue:
-            return self._enqueue(frame, count, None)
-        self._append(frame)
+        if self._queue and not self._has_room(len(frame)):
+            return False
+        self._put(frame, count, None)
         return True
 
     def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
-        if self._paused or self._queue:
-            return self._enqueue(buf[start:end], 1, held)
-        return self.forward(buf, start, end, 1)
+        if not self._paused and not self._queue:
+            return self.forward(buf, start, end, 1)
+        size = end - start
+        if self._tunnel_bytes + size > self._tunnel_limit_bytes:
+            return False
+        held.bytes += size
+        self._tunnel_bytes += size
+        self._put(bytes(buf[start:end]), 1, held)
+        return True
 
     def control(self, frame: bytes) -> None:
         if self._closed:
             return
-        if not self._paused and not self._queue:
-            self._append(frame)
+        self._put(frame, 0, None)
+        if not self._queue:
             return
-        self._queue.append((frame, 0, None))
-        self._queued_bytes += len(frame)
         self._control_bytes += len(frame)
         if self._control_bytes > CONTROL_LIMIT_BYTES:
             self.abort("it does not read its answers")
@@ -286,6 +297,7 @@ class SessionPort(asyncio.BufferedProtocol):
 
     def finish(self) -> None:
         self._finishing = True
+        self._reader.on_frame = self._ignore
         if not self._dirty:
             self._dirty = True
             self._hub.dirty.append(self)
@@ -297,6 +309,7 @@ class SessionPort(asyncio.BufferedProtocol):
                 extra={"fields": {"session": self.session.number, "reason": reason}},
             )
             self._closed = True
+            self._reader.on_frame = self._ignore
             self._transport.abort()
 
     @property
@@ -310,21 +323,43 @@ class SessionPort(asyncio.BufferedProtocol):
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def _append(self, frame: bytes) -> None:
-        if self._run is not None:
-            self._chunks.append(bytes(self._run[self._run_start : self._run_end]))
+    def _has_room(self, size: int) -> bool:
+        waiting = (
+            self._queued_bytes
+            - self._tunnel_bytes
+            + (self._run_end - self._run_start if self._run is not None else 0)
+        )
+        return waiting + size <= self._limit_bytes
+
+    def _take_run(self) -> None:
+        """Copy the run out of the receive buffer."""
+        run = self._run
+        if run is not None:
             self._run = None
-        self._chunks.append(frame)
+            self._store(bytes(run[self._run_start : self._run_end]), self._run_count, None)
+
+    def _put(self, frame: bytes, count: int, held: Held | None) -> None:
+        """Take an owned frame, behind the run."""
+        if self._run is not None:
+            self._take_run()
+        self._store(frame, count, held)
         if not self._dirty:
             self._dirty = True
             self._hub.dirty.append(self)
+
+    def _store(self, data: bytes, count: int, held: Held | None) -> None:
+        if self._paused or self._queue:
+            self._queue.append((data, count, held))
+            self._queued_bytes += len(data)
+            self._held += count
+        else:
+            self._chunks.append(data)
 
     def flush(self) -> None:
         """Give the connection what the batch left here."""
         self._dirty = False
         if self._run is not None:
-            self._chunks.append(bytes(self._run[self._run_start : self._run_end]))
-            self._run = None
+            self._take_run()
         if self._closed:
             return
         chunks = self._chunks
@@ -336,21 +371,6 @@ class SessionPort(asyncio.BufferedProtocol):
                 self._transport.writelines(chunks)
         if self._finishing and not self._queue:
             self._transport.close()
-
-    def _enqueue(self, frame: bytes | memoryview, count: int, held: Held | None) -> bool:
-        size = len(frame)
-        if held is None:
-            if self._queued_bytes - self._tunnel_bytes + size > self._limit_bytes:
-                return False
-        else:
-            if self._tunnel_bytes + size > self._tunnel_limit_bytes:
-                return False
-            held.bytes += size
-            self._tunnel_bytes += size
-        self._queue.append((bytes(frame), count, held))
-        self._queued_bytes += size
-        self._held += count
-        return True
 
     def _write_queue(self) -> None:
         queue = self._queue
@@ -388,9 +408,16 @@ class SessionPort(asyncio.BufferedProtocol):
 
     def check_deadline(self, now_s: float) -> None:
         """Cut the connection if it owes a greeting or the rest of a frame for too long."""
-        if not self._busy_since_s or self._closed:
+        if not (self._busy_since_s or self._finishing) or self._closed:
             return
         config = self._hub.config
+        if self._finishing:
+            left_bytes = self.unwritten_bytes
+            if left_bytes != self._left_bytes:
+                self._left_bytes, self._busy_since_s = left_bytes, now_s
+            elif now_s - self._busy_since_s > config.frame_timeout_s:
+                self.abort("it does not read what it was sent last")
+            return
         greeted = self.session.greeted
         limit_s = config.frame_timeout_s if greeted else config.hello_timeout_s
         if now_s - self._busy_since_s > limit_s and not self._reading_paused:

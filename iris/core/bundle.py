@@ -22,7 +22,8 @@ from iris.errors import DecodeError, LocalProtocolError
 
 CUT_BYTES: Final = 64 << 10
 """A bundle is cut when its payloads would exceed this."""
-MAX_COUNT: Final = 1 << 16
+MESSAGE_BYTES: Final = 8
+"""What each message adds to the size that is held against the cut: it bounds the count, too."""
 HEADERS: Final = 1
 PACKED: Final = 2
 MAX_HEADERS_BYTES: Final = 3072
@@ -74,7 +75,7 @@ def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | Non
     if size < 16:
         raise DecodeError(f"a bundle of {size} bytes")
     count, flags, zero, first = _ONE.unpack_from(plain)
-    if count == 1 and not flags & HEADERS:
+    if count == 1 and not flags & ~PACKED:
         if zero or first != size - 16:
             raise DecodeError("bundle offsets do not fit its bytes")
         return [plain[16:]], None, flags & PACKED != 0
@@ -103,7 +104,7 @@ def _offsets(values: Sequence[bytes]) -> bytes:
 def _column(plain: bytes, start: int, count: int) -> tuple[list[bytes], int]:
     """Return (entries, where the column ends)."""
     base = start + 4 * (count + 1)
-    if not 1 <= count <= MAX_COUNT or base > len(plain):
+    if not count or base > len(plain):
         raise DecodeError(f"a bundle of {count} messages in {len(plain)} bytes")
     offsets = array("i", plain[start:base])
     if _SWAP:

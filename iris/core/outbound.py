@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from iris.core.aliases import Alias, AliasTable
-from iris.core.bundle import CUT_BYTES, MAX_COUNT, Headers, encode_bundle
+from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, encode_bundle
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import END, HOP, encode_control, metadata_prefix
@@ -34,6 +34,7 @@ class OutFlow:
         "name",
         "packed",
         "payloads",
+        "plain",
         "prefix",
         "sealer",
         "sender_id",
@@ -49,6 +50,8 @@ class OutFlow:
         self.payloads: list[bytes] = []
         self.headers: list[Headers | None] | None = None
         self.packed = False
+        self.plain = True
+        """The bundle begun has neither headers nor objects."""
         self.size = 0
         self.alias: Alias | None = None
         self.take(sealer, sender_id)
@@ -130,35 +133,33 @@ class Outbound:
         return flow
 
     def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
-        """Put a message into the flow's bundle."""
-        size = len(payload) + 8
-        payloads = flow.payloads
-        if not payloads:
+        """Put a message into the flow's bundle. `Client.offer` does the same for the plain case."""
+        size = flow.size + len(payload) + MESSAGE_BYTES
+        if not flow.payloads:
             self._dirty.append(flow)
             flow.packed = packed
-        elif (
-            flow.size + size > CUT_BYTES or packed is not flow.packed or len(payloads) >= MAX_COUNT
-        ):
+            flow.plain = not packed
+        elif size > CUT_BYTES or packed is not flow.packed:
             self.cut(flow)  # it stays listed as dirty
+            size = len(payload) + MESSAGE_BYTES
             flow.packed = packed
-            payloads = flow.payloads
+            flow.plain = not packed
         if headers and flow.headers is None:
-            flow.headers = [None] * len(payloads)
-        payloads.append(payload)
+            flow.headers = [None] * len(flow.payloads)
+            flow.plain = False
+        flow.payloads.append(payload)
         if flow.headers is not None:
             flow.headers.append(headers or None)
-        flow.size += size
+        flow.size = size
 
     def cut(self, flow: OutFlow) -> None:
-        """Seal and frame what the flow holds."""
-        payloads, headers, packed = flow.payloads, flow.headers, flow.packed
-        if not payloads:
-            return
+        """Seal and frame what the flow holds, which is at least one message."""
+        payloads, headers = flow.payloads, flow.headers
         flow.payloads, flow.headers, flow.size = [], None, 0
         first = flow.first
         count = len(payloads)
         flow.first = first + count
-        self._seal(flow, encode_bundle(payloads, headers, packed), 0, 0, 0, count, first, b"")
+        self._seal(flow, encode_bundle(payloads, headers, flow.packed), 0, 0, 0, count, first, b"")
 
     def flush(self) -> None:
         """Cut every bundle begun since the last flush."""

@@ -36,6 +36,7 @@ from iris.errors import (
 from iris.wire import frames
 from iris.wire.codec import (
     BODY_AT,
+    BUNDLE,
     END,
     END_AT,
     FLAGS_AT,
@@ -86,7 +87,9 @@ class Owner(Protocol):
     """Who the session works for: the client."""
 
     def find_key(self, key_id: bytes) -> ClusterKey | None: ...
-    def binding(self, member: int) -> Binding | None: ...
+    def binding(self, flow: InFlow) -> Binding | None:
+        """Return the service that a flow is for; None if it did not join the flow's address, whatever the relay says."""
+
     def sinks(self, flow: InFlow) -> Sequence[Sink]: ...
     def draining(self) -> None: ...
     def lost(self, lost: Lost) -> None: ...
@@ -94,16 +97,22 @@ class Owner(Protocol):
 
 
 class Lost:
-    """Messages that did not arrive: `count` of them, None if nobody can know, and why."""
+    """Messages that did not arrive: `count` of them, None if nobody can know, and why.
 
-    __slots__ = ("cause", "count", "kind", "name", "source")
+    `error` is what a request would have raised, for a push that failed.
+    """
 
-    def __init__(self, kind: str, name: str, source: bytes, count: int | None, cause: str) -> None:
+    __slots__ = ("cause", "count", "error", "kind", "name", "source")
+
+    def __init__(
+        self, kind: str, name: str, source: bytes, count: int | None, cause: str, error: IrisError | None = None
+    ) -> None:  # fmt: skip
         self.kind = kind
         self.name = name
         self.source = source
         self.count = count
         self.cause = cause
+        self.error = error
 
     def __repr__(self) -> str:
         return f"Lost({self.kind} {self.name!r}: {'?' if self.count is None else self.count}, {self.cause})"
@@ -170,7 +179,8 @@ class Delivery:
     def fault(self, detail: str, *, may_have_run: bool, member: str = "") -> None:
         """Answer it with an error; `detail` reaches the caller."""
         headers = {"may-have-run": "1" if may_have_run else "0", "member": member}
-        self.session.answer(self, Kind.FAULT, detail[:4096].encode(), headers, False)
+        text = detail[:4096].encode(errors="backslashreplace")  # a file name may hold surrogates
+        self.session.answer(self, Kind.FAULT, text, headers, False)
 
     def finish(self) -> None:
         """It is done with (push): its credit goes back with the turn's."""
@@ -187,6 +197,7 @@ class Session:
         self.state = "connecting"
         self.now_us = 0
         self.mono_us = 0
+        self._oldest_us = self._newest_us = 0
         self.deadline_us = NEVER_US
         self.subscriptions_version = 0
         self.message_limit = message_limit
@@ -208,7 +219,8 @@ class Session:
         self._pending: dict[int, Pending] = {}
         self._pushes: dict[int, str] = {}
         """hop id -> cluster of the latest pushes, so that a failure can be told by name."""
-        self._acks: dict[int, Waiter] = {}
+        self._acks: dict[int, tuple[type, Waiter]] = {}
+        """By id: which frame answers, and who waits."""
         self._watches: dict[int, Callable[[frames.Membership], None]] = {}
         self._credits: dict[tuple[int, int], list[int]] = {}
         self._dirty_tunnels: list[TunnelEnd] = []
@@ -248,6 +260,8 @@ class Session:
         """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
         self.now_us = now_us
         self.mono_us = mono_us
+        self._oldest_us = now_us - self._guard.freshness_us
+        self._newest_us = now_us + self._guard.freshness_us
         if self.state == "up":
             self.out.now_us = now_us
 
@@ -309,7 +323,7 @@ class Session:
         for end in tunnels.values():
             end.fail(reason, tell=False)
         acks, self._acks = self._acks, {}
-        for waiter in acks.values():
+        for _, waiter in acks.values():
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
 
@@ -319,8 +333,9 @@ class Session:
         """Send the control frame that `build` makes of an id; its Ack, Report or Pong resolves `waiter`."""
         number = self._next_id
         self._next_id += 1
-        self._acks[number] = waiter
-        self.out.control(build(number))
+        body = build(number)
+        self._acks[number] = _ANSWERS.get(type(body), frames.Ack), waiter
+        self.out.control(body)
 
     def watch(
         self,
@@ -459,44 +474,46 @@ class Session:
         )  # fmt: skip
 
     def _emit_tunnel(self, frame: bytes) -> None:
+        if frame[KIND_AT] == Kind.TUNNEL_END:  # nothing more comes, not even an answer to it
+            self.tunnels.pop(HOP.unpack_from(frame)[4], None)
         if self.state == "up":
-            if frame[KIND_AT] != Kind.TUNNEL_END:  # no message: relays make it, too
+            if frame[KIND_AT] != Kind.TUNNEL_END:
                 self.out.sent_messages += 1
+            else:  # no message: relays make it, too; and the last word on this hop id
+                self.tunnels.pop(HOP.unpack_from(frame)[4], None)
             self.out.raw(frame)
 
     # -- what comes in: casts --------------------------------------------------------------------------------
 
     def _publish(self, buf: memoryview, start: int, end: int) -> None:
-        flow, messages = self._bundle(buf, start, end, Kind.PUBLISH)
+        flow, messages = self._bundle(buf, start, end)
         if messages:
             if flow.version != self.subscriptions_version:
                 flow.sinks = self.owner.sinks(flow)
                 flow.version = self.subscriptions_version
+            size = end - start
             for sink in flow.sinks:
-                sink.deliver(messages, end - start)
+                sink.deliver(messages, size)
             if not flow.sinks:
                 self._drop("unwanted", len(messages))
 
     def _broadcast(self, buf: memoryview, start: int, end: int) -> None:
-        flow, messages = self._bundle(buf, start, end, Kind.BROADCAST)
+        flow, messages = self._bundle(buf, start, end)
         if messages:
-            binding = self.owner.binding(flow.member)
+            binding = self.owner.binding(flow)
             if binding is None:
                 self._drop("unwanted", len(messages))
             else:
                 binding.broadcast(messages, end - start)
 
-    def _bundle(
-        self, buf: memoryview, start: int, end: int, kind: int
-    ) -> tuple[InFlow, list[Message]]:
+    def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
         """Open a bundle and hold it to its sender's sequence; the list is empty when it was dropped."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
-        _, _, _, alias, _, _ = HOP.unpack_from(buf, start)
+        kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
         flow = self._inbound.flow(alias, kind)
-        sent_us, _, count, first = END.unpack_from(buf, start + END_AT)
         self.received_messages += count
-        if not -self._guard.freshness_us < self.now_us - sent_us < self._guard.freshness_us:
+        if not self._oldest_us < sent_us < self._newest_us:
             self._lose(flow, count, f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock")
             return flow, []
         assert flow.opener is not None
@@ -524,6 +541,9 @@ class Session:
         expected.known = True
         expected.used_us = self.now_us
         name, source = flow.name, flow.sender_id
+        if count == 1:
+            only = headers[0] if headers is not None else None
+            return flow, [Message(payloads[0], name, only, packed, source)]
         if headers is None:
             return flow, [Message(p, name, None, packed, source) for p in payloads]
         return flow, [
@@ -536,7 +556,7 @@ class Session:
         A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice.
         """
         if flow.expected is None:
-            binding = self.owner.binding(flow.member) if flow.member else None
+            binding = self.owner.binding(flow) if flow.member else None
             receiver = binding.number if binding is not None else 0
             place = (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
             flow.expected = self._guard.sequence(place, self.now_us)
@@ -547,7 +567,7 @@ class Session:
         lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
         self._drop("lost", count or 0)
         if flow.kind == Kind.BROADCAST:
-            binding = self.owner.binding(flow.member)
+            binding = self.owner.binding(flow)
             if binding is not None:
                 binding.gap(lost)
         else:
@@ -570,7 +590,7 @@ class Session:
         self.received_messages += 1
         flow = self._inbound.flow(alias, kind)
         size = end - start
-        binding = self.owner.binding(flow.member)
+        binding = self.owner.binding(flow)
         refusal = Refusal.LEAVING if binding is None else binding.admit(kind, size)
         if refusal is None and deadline_us and deadline_us < self.mono_us:
             refusal = Refusal.EXPIRED
@@ -595,12 +615,16 @@ class Session:
         )
         delivery = Delivery(self, flow, hop, deadline_us, counter, message, size)
         age_us = self.now_us - sent_us
-        if not -self._guard.freshness_us < age_us < self._guard.freshness_us:
+        if not self._oldest_us < sent_us < self._newest_us:
             self._drop("too old")
-            self._decline(
-                delivery,
-                f"refused: sent {age_us / 1e6:+.1f} s from the member's clock; set the clocks",
-            )
+            if kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
+                self._refuse(buf, start, end, Refusal.UNREADABLE)
+            else:
+                delivery.fault(
+                    f"refused: sent {age_us / 1e6:+.1f} s from the member's clock; set the clocks",
+                    may_have_run=False,
+                    member=f"{self.relay_id.hex()}.{flow.member}",
+                )
             return
         sender = self._guard.sender(flow.key.key_id, flow.sender_id, self.now_us)
         if sender is None:
@@ -617,12 +641,6 @@ class Session:
         sender.window.mark(counter)
         sender.used_us = self.now_us
         binding.take(delivery)
-
-    def _decline(self, delivery: Delivery, detail: str) -> None:
-        if delivery.flow.kind == Kind.PUSH:
-            delivery.finish()
-        else:
-            delivery.fault(detail, may_have_run=False)
 
     def _refuse(self, buf: memoryview, start: int, end: int, reason: Refusal) -> None:
         """Send the frame itself back, so that the relay can try another member without keeping bodies."""
@@ -645,7 +663,7 @@ class Session:
             return
         assert flow.opener is not None
         try:
-            if flow.name != pending.name or flow.key is not pending.key:
+            if flow.name != pending.name or flow.key != pending.key:
                 raise OpenError("an answer from another address")
             _, plain = flow.opener.open(
                 buf[start + BODY_AT : end],
@@ -698,7 +716,8 @@ class Session:
         if pending is None:
             name = self._pushes.pop(fail.hop, None)
             if name is not None:
-                self.owner.lost(Lost("push", name, b"", 1, fail.detail or "refused"))
+                error = _error(name, fail)
+                self.owner.lost(Lost("push", name, b"", 1, fail.detail or "refused", error))
             end = self.tunnels.pop(fail.hop, None)
             if end is not None:
                 end.error = _error(end.name, fail)
@@ -738,7 +757,9 @@ class Session:
         _, _, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         self.received_messages += 1
         flow = self._inbound.flow(alias, Kind.TUNNEL_OPEN)
-        binding = self.owner.binding(flow.member)
+        if hop in self.tunnels:
+            raise PeerProtocolError(f"tunnel {hop} is open already")
+        binding = self.owner.binding(flow)
         refusal = (
             Refusal.LEAVING if binding is None else binding.admit(Kind.TUNNEL_OPEN, end - start)
         )
@@ -760,16 +781,16 @@ class Session:
         until = self.mono_us + HALF_OPEN_US
         self._half_open[hop] = until
         self.deadline_us = min(self.deadline_us, until)
-        tunnel.wake = lambda: self._opened(hop, tunnel, flow.member)
+        tunnel.wake = lambda: self._opened(hop, tunnel, flow)
         self._emit_tunnel(HOP.pack(22 + len(answer), Kind.TUNNEL_ACCEPT, 0, 0, hop, 0) + answer)
 
-    def _opened(self, hop: int, tunnel: TunnelEnd, member: int) -> None:
+    def _opened(self, hop: int, tunnel: TunnelEnd, flow: InFlow) -> None:
         """The first record of a tunnel to us was read, or failed."""
         if tunnel.headers is None and not tunnel.broken:
             return
         self._half_open.pop(hop, None)
         tunnel.wake = lambda: None
-        binding = self.owner.binding(member)
+        binding = self.owner.binding(flow)
         if tunnel.broken:
             return
         if binding is None:
@@ -804,7 +825,8 @@ class Session:
             self.received_messages += 1
         tunnel = self.tunnels.get(hop)
         if tunnel is None:
-            self._drop("late tunnel frames")
+            if kind != Kind.TUNNEL_END:
+                self._drop("late tunnel frames")
         elif kind == Kind.TUNNEL_DATA:
             tunnel.received(buf[start + TUNNEL_BODY_AT : end])
         elif kind == Kind.TUNNEL_ACCEPT:
@@ -853,7 +875,10 @@ class Session:
         self.end(bye.reason or "the relay said goodbye", routed=True)
 
     def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong) -> None:
-        waiter = self._acks.pop(ack.id, None)
+        wanted, waiter = self._acks.get(ack.id, (type(ack), None))
+        if type(ack) is not wanted:
+            raise PeerProtocolError(f"{type(ack).__name__} came where {wanted.__name__} was due")
+        self._acks.pop(ack.id, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(ack)
 
@@ -877,12 +902,19 @@ class Session:
             # Members of a group see only their share, so the relay's word is all there is.
             expected.next = max(expected.next, gap.first + gap.count)
             self._lose(flow, gap.count, gap.cause)
-        elif expected is not None and gap.first + gap.count > expected.next:
+        elif expected is not None and gap.first + gap.count >= expected.next:
+            # A count of 0 says where a run of losses starts whose length is not known yet.
             if expected.known and gap.first > expected.next:
                 self._lose(flow, gap.first - expected.next, "missing on the way")
+            missing = gap.first + gap.count - max(gap.first, expected.next)
             expected.next = gap.first + gap.count
             expected.known = True
-            self._lose(flow, gap.count, gap.cause)
+            if missing:
+                self._lose(flow, missing, gap.cause)
+
+
+_ANSWERS: Final[dict[type, type]] = {frames.Status: frames.Report, frames.Ping: frames.Pong}
+"""What answers a control frame with an id, where it is not Ack."""
 
 
 def _error(name: str, fail: frames.Fail) -> IrisError:

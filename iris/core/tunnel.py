@@ -282,12 +282,12 @@ class TunnelEnd:
         self._consumed += size
         if not self.peer_finished and not self.ended:
             grant = self._consumed
-            if not chunks and self._window < MAX_WINDOW and grant >= self._window // 2:
-                # All consumed and the reader wants more: the sender is what it waits for.
-                grant += self._window
-                self._window *= 2
             if grant >= self._window // 4:
                 self._consumed = 0
+                if not chunks and self._window < MAX_WINDOW:
+                    # All consumed, and the reader wants more: the sender is what it waits for.
+                    grant += self._window
+                    self._window *= 2
                 self._item(_CREDIT, _U32.pack(grant))
         return flags, data
 

@@ -33,10 +33,10 @@ END: Final = struct.Struct("<qIIQ")
 """sent, timeout, count, first."""
 HOP: Final = struct.Struct("<IBBIQq")
 """length, kind, flags, alias, hop id, deadline."""
-ROUTING: Final = struct.Struct("<IBBIQq12xI")
-"""What a relay reads of a data frame: length, kind, flags, alias, hop id, deadline, count."""
-CAST: Final = struct.Struct("<6xI28xI")
-"""What a relay reads of a bundle: alias, count."""
+CAST: Final = struct.Struct("<4xBxI28xI")
+"""What a relay reads of a bundle: kind, alias, count."""
+BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")
+"""What a receiver reads of a bundle: kind, alias, sent, count, first."""
 REWRITE: Final = struct.Struct("<IQ")
 """alias, hop id; written at `ALIAS_AT`."""
 ALIAS: Final = struct.Struct("<I")
@@ -136,17 +136,18 @@ class FrameReader:
     raises PeerProtocolError out of `received`.
     """
 
-    __slots__ = ("_big", "_filled", "_on_frame", "_shared", "_tail", "limit")
+    __slots__ = ("_big", "_filled", "_shared", "_tail", "limit", "on_frame")
 
     def __init__(
         self, on_frame: Callable[[memoryview, int, int], None], shared: ReceiveBuffer, limit: int
-    ) -> None:
-        self._on_frame = on_frame
+    ) -> None:  # fmt: skip
+        self.on_frame = on_frame
+        """May be changed by a call of it: the next frame goes to the new one."""
+        self.limit = limit
         self._shared = shared.view
         self._tail = b""
         self._big: memoryview | None = None
         self._filled = 0
-        self.limit = limit
 
     @property
     def held_bytes(self) -> int:
@@ -169,31 +170,28 @@ class FrameReader:
             self._filled += nbytes
             if self._filled == len(self._big):
                 whole, self._big = self._big, None
-                self._on_frame(whole, 0, len(whole))
+                self.on_frame(whole, 0, len(whole))
             return
         buf = self._shared
         end = len(self._tail) + nbytes
         self._tail = b""
         pos = 0
         unpack = ALIAS.unpack_from
-        limit = self.limit
-        on_frame = self._on_frame
         while end - pos >= 4:
             (length,) = unpack(buf, pos)
-            if length < 2 or length > limit:
-                raise PeerProtocolError(f"a frame of {length} bytes; the limit here is {limit}")
             stop = pos + 4 + length
+            if length < 2 or length > self.limit:
+                raise PeerProtocolError(
+                    f"a frame of {length} bytes; the limit here is {self.limit}"
+                )
             if stop > end:
-                if (
-                    4 + length > len(buf) - 4096
-                ):  # would not fit the shared buffer: give it one of its own
+                if 4 + length > len(buf) - 4096:  # it would not fit: give it a buffer of its own
                     self._big = memoryview(bytearray(4 + length))
                     self._filled = end - pos
                     self._big[: self._filled] = buf[pos:end]
                     return
                 break
-            on_frame(buf, pos, stop)
-            limit = self.limit
+            self.on_frame(buf, pos, stop)
             pos = stop
         if pos < end:
             self._tail = bytes(buf[pos:end])

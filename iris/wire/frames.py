@@ -126,7 +126,9 @@ Text = Annotated[str, Meta(max_length=1024)]
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
-KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=64)]
+MAX_KEY_IDS: Final = 64
+"""Key ids of one JOIN, SUBSCRIBE or MEMBERS."""
+KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=MAX_KEY_IDS)]
 
 
 class Hello(Struct, frozen=True):
@@ -253,7 +255,10 @@ class Credit(Struct, frozen=True):
 
 
 class Gap(Struct, frozen=True):
-    """The relay dropped messages on the way to this session: `count` of them from sequence `first` on."""
+    """The relay dropped messages on the way to this session: `count` of them from sequence `first` on.
+
+    A `count` of 0 comes before them: a run of losses starts at `first`, of a length that is told when there is room.
+    """
 
     kind: int
     name: Name

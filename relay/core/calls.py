@@ -55,7 +55,6 @@ class Calls:
             raise PeerProtocolError("a data frame is cut short")
         _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         self._now_us = now_us
-        self._accounts.in_ += 1
         if flags & FLAG_REFUSED:
             self._refused(session, buf, start, end, flags >> 4, hop, deadline_us)
             return
@@ -67,6 +66,9 @@ class Calls:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
         if hop & RELAY_HOP:
             raise PeerProtocolError("hop ids with bit 63 are the relay's to choose")
+        if kind == Kind.TUNNEL_OPEN and hop in session.tunnels:
+            raise PeerProtocolError(f"tunnel {hop} is open already")
+        self._accounts.in_ += 1
         if session.pending >= self._limits.pending:
             self._accounts.refused += 1
             session.control(
@@ -89,8 +91,6 @@ class Calls:
             self._survey(session, buf, start, end, route, hop)
             return
         handed = Handed(session, hop, route, end - start)
-        if kind == Kind.TUNNEL_OPEN and hop in session.tunnels:
-            raise PeerProtocolError(f"tunnel {hop} is open already")
         if self._hand(handed, buf, start, end):
             session.pending += 1
         else:
@@ -265,12 +265,17 @@ class Calls:
         deadline_us: int,
     ) -> None:
         """A member sent a message back unopened: another may take it, within the deadline."""
-        handed = session.handed.pop(hop, None)
+        handed = session.handed.get(hop)
         if handed is None:
+            if not session.greeted:
+                raise PeerProtocolError("a data frame before HELLO")
+            self._accounts.in_ += 1
             self._accounts.drop("late answer", 1)
             return
         if handed.load.kind != buf[start + KIND_AT] or handed.size != end - start:
             raise PeerProtocolError("a refused message came back changed")
+        self._accounts.in_ += 1
+        del session.handed[hop]
         load = handed.load
         self._release(load, hop, handed.size)
         if load.kind == Kind.TUNNEL_OPEN:
@@ -352,11 +357,17 @@ class Calls:
         count = (
             0 if kind == Kind.TUNNEL_END else 1
         )  # an end may be the relay's own word, so it is no message
-        accounts.in_ += count
         tunnel = session.tunnels.get(hop)
         if tunnel is None:
+            if not session.greeted:
+                raise PeerProtocolError("a data frame before HELLO")
+            accounts.in_ += count
             accounts.drop("late tunnel frame", count)
             return
+        if not count and end - start > TUNNEL_BODY_AT + 1:
+            # Ends go out whatever the queue of the other side: they stay small.
+            raise PeerProtocolError("a TUNNEL_END carries one byte, its cause")
+        accounts.in_ += count
         if hop & RELAY_HOP:
             other, other_hop, held = tunnel.opener, tunnel.opener_hop, tunnel.opener_held
         else:

@@ -31,11 +31,14 @@ class Target:
 
     def number(self, tick: int) -> int:
         """Return the alias number, declared anew if it was taken for something else."""
-        alias = self.alias
-        if alias.number < 0:
-            alias = self.alias = self.session.out_alias(self.delivery)
+        alias = self.alias if self.alias.number >= 0 else self.declare()
         alias.used = tick
         return alias.number
+
+    def declare(self) -> Alias:
+        """Return the alias anew: its number was taken for something else."""
+        self.alias = self.session.out_alias(self.delivery)
+        return self.alias
 
 
 class Route:
@@ -131,7 +134,7 @@ class Session:
     """The router's side of one session."""
 
     __slots__ = (
-        "aliases", "challenge", "closed", "gaps", "greeted", "handed", "label", "leaving", "members", "number", "pending",
+        "aliases", "challenge", "closed", "gaps", "greeted", "groups", "handed", "label", "leaving", "members", "number", "pending",
         "pid", "port", "proven", "routes", "session_id", "subscriptions", "ticker", "tunnels", "watches",
     )  # fmt: skip
 
@@ -152,6 +155,8 @@ class Session:
         self.members: dict[int, Member] = {}
         self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
         """(filter, group) -> key ids."""
+        self.groups: dict[str, int] = {}
+        """Queue group -> subscriptions in it."""
         self.watches: dict[int, Watch] = {}
         self.handed: dict[int, Handed] = {}
         """By the hop id that we gave: what this session's members run."""
@@ -178,32 +183,33 @@ class Session:
         return alias
 
     def dropped(self, delivery: Delivery, first: int, count: int) -> None:
-        """Remember a loss on the way to this session, to be told when there is room."""
+        """Remember a loss on the way to this session, to be told when there is room.
+
+        The receiver itself sees a loss between what arrives, so of a plain delivery the latest run is remembered. Where
+        a run starts is said at once, in order: a receiver that knew nothing of this sender counts from there.
+        """
         gap = self.gaps.get(delivery)
-        if gap is not None:
-            # Only this delivery's rising sequence comes here, so the two make one gap or enclose what arrived.
+        plain = delivery[4]
+        if gap is not None and (not plain or gap[0] + gap[1] == first):
             gap[1] += count
-        elif len(self.gaps) < MAX_GAPS:
+        elif gap is not None or len(self.gaps) < MAX_GAPS:
             self.gaps[delivery] = [first, count]
+            if plain:
+                self._tell(delivery, first, 0, "slow receiver")
 
     def tell_gaps(self) -> None:
         """Send the losses remembered: there is room again."""
         gaps, self.gaps = self.gaps, {}
-        for (kind, name, key_id, sender_id, plain, groups, member), (first, count) in gaps.items():
-            self.control(
-                Gap(
-                    kind,
-                    name,
-                    key_id,
-                    sender_id,
-                    first,
-                    count,
-                    "slow receiver",
-                    plain,
-                    list(groups),
-                    member,
-                )
-            )
+        for delivery, (first, count) in gaps.items():
+            self._tell(delivery, first, count, "slow receiver")
+
+    def _tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
+        kind, name, key_id, sender_id, plain, groups, member = delivery
+        # `first` is the sender's word, and `count` a sum: they may not fit the fields.
+        first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
+        self.control(
+            Gap(kind, name, key_id, sender_id, first, count, cause, plain, list(groups), member)
+        )
 
 
 def kind_name(kind: int) -> str:

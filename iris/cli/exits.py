@@ -1,0 +1,109 @@
+"""Exit codes, and the one place where a verb's coroutine is run and its errors become one line on stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from enum import IntEnum
+from typing import Any, Final, NoReturn
+
+import typer
+
+from iris.errors import (
+    ConnectionLost,
+    DecodeError,
+    IrisError,
+    NoMembers,
+    Overloaded,
+    RemoteError,
+    RequestTimeout,
+    TunnelBroken,
+)
+
+
+class Exit(IntEnum):
+    """What scripts can tell apart; `iris --help` documents it."""
+
+    OK = 0
+    ANSWER = 1
+    USAGE = 2
+    NO_MEMBERS = 3
+    OVERLOADED = 4
+    TIMEOUT = 5
+    CONNECTION = 6
+    INTERRUPTED = 130
+
+
+_BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
+    (RemoteError, Exit.ANSWER),
+    (DecodeError, Exit.ANSWER),
+    (NoMembers, Exit.NO_MEMBERS),
+    (Overloaded, Exit.OVERLOADED),
+    (RequestTimeout, Exit.TIMEOUT),
+    (ConnectionLost, Exit.CONNECTION),
+    (TunnelBroken, Exit.CONNECTION),
+)
+
+
+def exit_code(error: IrisError) -> Exit:
+    """Return the exit code of an error; USAGE for what is wrong on this side: names, keys, settings, no relay."""
+    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.USAGE)
+
+
+def complain(text: object) -> None:
+    """Write one line on stderr."""
+    typer.echo(f"iris: {text}", err=True)
+
+
+def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+    """Run a verb on uvloop and end it with the exit code that it returns, or that its error stands for."""
+    code: int
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            code = runner.run(work())
+    except IrisError as error:
+        complain(error)
+        code = exit_code(error)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has enough: `iris subscribe … | head -1`. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = Exit.OK
+    raise typer.Exit(int(code))
+
+
+async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends, or SIGINT or SIGTERM cancels it: both are success. A second signal ends the process."""
+    task = asyncio.ensure_future(work)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        if stopped:
+            os._exit(Exit.INTERRUPTED)
+        stopped = True
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    finally:
+        task.cancel()
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's, where it exists."""
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

@@ -1,0 +1,109 @@
+"""`iris members`: who is in a cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import iris
+from iris.cli import options, output
+from iris.cli.exits import Exit, complain, run, until_stopped
+from iris.wire.frames import Kind, MemberInfo
+
+
+def members(
+    cluster: options.Cluster,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Follow who comes (+) and goes (-) until Ctrl-C.")
+    ] = False,
+    timeout: options.Timeout = 5.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """List the members of a cluster: id, what they serve, keys, relay, program.
+
+    Ends with exit code 3 if there is none. With --watch, every member that is
+    there at the start counts as one that comes.
+
+    \b
+    Examples:
+      iris members databases
+      iris members databases --json | jq -r .member
+      iris members databases --watch
+    """
+
+    async def work() -> int:
+        if watch:
+            await until_stopped(_follow(cluster, relay, as_json=json))
+            return Exit.OK
+        async with iris.connect(relay) as client:
+            found = await client.members(cluster, timeout=timeout)
+        if json:
+            for member in found:
+                output.write_json(as_document(member))
+        elif found:
+            _print_table(found)
+        if found:
+            return Exit.OK
+        complain(f"no members of {cluster}" + _elsewhere(found.others))
+        return Exit.NO_MEMBERS
+
+    run(work)
+
+
+def as_document(member: MemberInfo) -> dict[str, Any]:
+    """Return what `--json` shows of a member."""
+    return {
+        "member": member.member,
+        "serves": served(member),
+        "keys": [key_id.hex() for key_id in member.key_ids],
+        "relay": member.relay,
+        "site": member.site,
+        "label": member.label,
+    }
+
+
+def served(member: MemberInfo) -> list[str]:
+    """Return the names of the kinds that a member serves, as `Members.serving` takes them."""
+    return [
+        "tunnel" if kind == Kind.TUNNEL_OPEN else Kind(kind).name.lower() for kind in member.kinds
+    ]
+
+
+async def _follow(cluster: str, relay: Any, *, as_json: bool) -> None:
+    known: dict[str, MemberInfo] = {}
+    async with iris.connect(relay) as client:
+        async for found in client.watch_members(cluster):
+            now = {member.member: member for member in found}
+            for sign, some in (
+                ("-", known.items() - now.items()),
+                ("+", now.items() - known.items()),
+            ):
+                for _, member in sorted(some, key=lambda item: item[0]):
+                    if as_json:
+                        output.write_json({"change": sign, **as_document(member)})
+                    else:
+                        what = ", ".join(served(member))
+                        output.write(f"{sign} {member.member}  {what}  {member.label}\n".encode())
+            known = now
+
+
+def _print_table(found: iris.Members) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("MEMBER", "SERVES", "KEYS", "SITE", "PROGRAM"):
+        table.add_column(title, no_wrap=True)
+    for member in found:
+        keys = " ".join(key_id.hex()[:8] for key_id in member.key_ids)
+        table.add_row(member.member, ", ".join(served(member)), keys, member.site, member.label)
+    output.console().print(table)
+
+
+def _elsewhere(others: dict[str, int]) -> str:
+    """Return what a wrong key looks like."""
+    if not others:
+        return ""
+    there = ", ".join(f"{count} under {key}…" for key, count in sorted(others.items()))
+    return f" under your keys; there are {there} (compare with `iris key show`)"

@@ -1,0 +1,37 @@
+"""`iris push`: work for one member, without a reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import iris
+from iris.cli import options
+from iris.cli.sending import send
+
+
+def push(
+    cluster: options.Cluster,
+    payload: options.Payload = None,
+    lines: options.Lines = False,
+    timeout: options.Timeout = 5.0,
+    header: options.HeaderList = None,
+    pack: options.Pack = False,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Hand a message to one member of a cluster; there is no reply.
+
+    Succeeds once the relay has handed it over. --timeout is how long it may
+    wait for a free member.
+
+    \b
+    Examples:
+      iris push mailer "welcome anna@example.org"
+      find . -name '*.jpg' | iris push thumbnails --lines
+    """
+    headers = options.parse_headers(header)
+
+    async def call(client: iris.Client, body: Any) -> None:
+        await client.push(cluster, body, timeout=timeout, headers=headers)
+
+    send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)

@@ -1,0 +1,56 @@
+"""What push, broadcast and publish share: messages from an argument or from lines, then a flush and an account."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import iris
+from iris.cli import options, output, stdin
+from iris.cli.exits import Exit, complain, exit_code, run
+
+
+def send(
+    call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
+    as_json: bool, relay: Path | None,
+) -> None:  # fmt: skip
+    """Send one message, or one a line, by `call`; return when the relay has routed them.
+
+    The exit code is that of the last loss which was told; each loss is a line on stderr.
+    """
+    if lines and payload not in (None, "-"):
+        raise typer.BadParameter(
+            "--lines reads standard input; leave PAYLOAD out", param_hint="PAYLOAD"
+        )
+    single = None if lines else options.read_payload(payload, pack=pack)
+
+    async def messages() -> AsyncIterator[Any]:
+        if not lines:
+            yield single
+            return
+        async for line in stdin.lines():
+            yield options.unpack(line) if pack else line
+
+    async def work() -> int:
+        code, sent, lost = Exit.OK, 0, 0
+
+        def on_loss(loss: iris.Lost) -> None:
+            nonlocal code, lost
+            lost += loss.count or 1
+            code = Exit.CONNECTION if loss.error is None else exit_code(loss.error)
+            complain(f"{loss.kind} to {loss.name} failed: {loss.cause}")
+
+        async with iris.connect(relay) as client:
+            client.on_loss = on_loss
+            async for message in messages():
+                await call(client, message)
+                sent += 1
+            await client.flush(timeout=timeout)
+        if as_json:
+            output.write_json({"sent": sent, "lost": lost})
+        return code
+
+    run(work)

@@ -1,0 +1,75 @@
+"""Standard input for an event loop, whatever it is: terminal, pipe or file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import Final
+
+from iris.errors import MessageTooLarge
+
+CHUNK_BYTES: Final = 1 << 16
+MAX_LINE_BYTES: Final = 64 << 20
+_AHEAD: Final = 8
+
+
+async def chunks() -> AsyncIterator[bytes]:
+    """Iterate over standard input as it comes, up to 64 KiB at a time, reading at most 512 KiB ahead.
+
+    A thread reads, because an event loop takes no plain files. It reads the descriptor, not `sys.stdin`: a thread that
+    waits inside that object's lock makes the interpreter's exit fail.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes | OSError] = asyncio.Queue()
+    room = threading.Semaphore(_AHEAD)
+
+    def read() -> None:
+        while True:
+            room.acquire()
+            found: bytes | OSError
+            try:
+                found = os.read(0, CHUNK_BYTES)
+            except OSError as error:
+                found = error
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, found)
+            except RuntimeError:  # the loop was closed: nobody wants it any more
+                return
+            if not found or isinstance(found, OSError):
+                return
+
+    threading.Thread(target=read, name="iris-stdin", daemon=True).start()
+    while True:
+        found = await queue.get()
+        if isinstance(found, OSError):
+            raise found
+        if not found:
+            return
+        yield found
+        room.release()
+
+
+async def lines() -> AsyncIterator[bytes]:
+    """Iterate over the lines of standard input, without their ends. The last may lack one.
+
+    Raises:
+        MessageTooLarge: a line is over 64 MiB.
+    """
+    held: list[bytes] = []
+    held_bytes = 0
+    async for chunk in chunks():
+        first, *rest = chunk.split(b"\n")
+        held.append(first)
+        held_bytes += len(first)
+        if held_bytes > MAX_LINE_BYTES:
+            raise MessageTooLarge(f"a line of standard input is over {MAX_LINE_BYTES} bytes")
+        if rest:
+            yield b"".join(held)
+            for line in rest[:-1]:
+                yield line
+            held, held_bytes = [rest[-1]], len(rest[-1])
+    last = b"".join(held)
+    if last:
+        yield last

@@ -1,0 +1,45 @@
+"""`iris survey`: one question to every member."""
+
+from __future__ import annotations
+
+import iris
+from iris.cli import options, output
+from iris.cli.exits import Exit, complain, run
+
+
+def survey(
+    cluster: options.Cluster,
+    payload: options.Payload = None,
+    timeout: options.Timeout = 5.0,
+    header: options.HeaderList = None,
+    pack: options.Pack = False,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Ask all members of a cluster and print their answers, one a line, as they come.
+
+    Members that answer with an error (exit code 1) or not in time (5) are
+    named on stderr.
+
+    \b
+    Examples:
+      iris survey databases "version?"
+      iris survey caches --json --timeout 1 < question.bin
+    """
+    body = options.read_payload(payload, pack=pack)
+    headers = options.parse_headers(header)
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            answers = client.survey(cluster, body, timeout=timeout, headers=headers)
+            async for message in answers:
+                output.show(message, as_json=json)
+        for member, detail in answers.failed.items():
+            complain(f"member {member} answered with an error: {detail}")
+        for member in answers.missing:
+            complain(f"no answer from member {member} within {timeout:g} s")
+        if answers.missing:
+            return Exit.TIMEOUT
+        return Exit.ANSWER if answers.failed else Exit.OK
+
+    run(work)

@@ -1,0 +1,80 @@
+"""`iris tunnel`: standard input to one member, and what it sends back to standard output."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+import iris
+from iris.cli import options, output, stdin
+from iris.cli.exits import Exit, run
+from iris.errors import Closed
+
+
+def tunnel(
+    cluster: options.Cluster,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Bytes in, bytes out: no lines, any size.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", "-t", min=0.001, help="Seconds until a member accepts.")
+    ] = 5.0,
+    header: options.HeaderList = None,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Open a tunnel to one member: lines of standard input go there, what comes back is printed.
+
+    Every line is a message. At the end of standard input this side finishes,
+    and what still comes is printed until the member finishes, too. With --raw
+    input travels as it comes, in messages of up to 64 KiB, and what comes back
+    is written without line ends in between. The slower side sets the pace.
+
+    \b
+    Examples:
+      iris tunnel archive < requests.txt
+      tar c photos | iris tunnel backup --raw --header name=photos.tar
+    """
+    headers = options.parse_headers(header)
+
+    async def work() -> int:
+        async with (
+            iris.connect(relay) as client,
+            client.tunnel(cluster, timeout=timeout, headers=headers) as line,
+        ):
+            sending = asyncio.create_task(_send(line, raw=raw))
+            try:
+                await _receive(line, raw=raw, as_json=json)
+                if line.closed:  # nobody reads what may still come on stdin
+                    sending.cancel()
+                await asyncio.wait((sending,))
+                if not sending.cancelled():
+                    sending.result()
+            finally:
+                sending.cancel()
+        return Exit.OK
+
+    run(work)
+
+
+async def _send(line: iris.Tunnel, *, raw: bool) -> None:
+    try:
+        async for data in stdin.chunks() if raw else stdin.lines():
+            await line.send(data)
+        await line.finish()
+    except Closed:
+        return  # the member has what it wanted
+
+
+async def _receive(line: iris.Tunnel, *, raw: bool, as_json: bool) -> None:
+    if raw and not as_json:
+        try:
+            while True:
+                async for chunk in line.recv_chunks():
+                    output.write(chunk)
+        except iris.EndOfTunnel:
+            return
+    async for message in line:
+        output.show_bytes(message, as_json=as_json)
