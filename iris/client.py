@@ -49,7 +49,7 @@ from iris.transport import Pump, dial, find_relay
 from iris.tunnel import Tunnel
 from iris.wire import frames
 from iris.wire.frames import Kind
-from iris.wire.names import check_cluster, check_filter, check_group, check_topic
+from iris.wire.names import check_cluster, check_filter, check_group
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
@@ -225,12 +225,19 @@ class Client:
             DecodeError: the reply does not fit `type`.
         """
         until_s = time.monotonic() + timeout
-        pump, session = await self._ready(cluster, timeout)
+        attachment = self._attachment
+        pump = attachment.pump if attachment is not None and attachment.state == "open" else None
+        if pump is not None:
+            pump.turn()
+            session, timeout_ms = pump.session, _milliseconds(timeout)
+        else:
+            pump, session = await self._ready(cluster, timeout)
+            timeout_ms = _milliseconds(until_s - time.monotonic())
         data, packed = self._encode(payload, headers)
         waiter: asyncio.Future[Message] = self._loop.create_future()
         pending = session.send_to_one(
             Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
-            timeout_ms=_milliseconds(until_s - time.monotonic()), waiter=waiter, idempotent=idempotent,
+            timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
         )  # fmt: skip
         pump.touch()
         try:
@@ -362,7 +369,10 @@ class Client:
         attachment = self._attached()
         data, packed = self._encode(payload, headers)
         if attachment.out is None:
-            (check_topic if kind == Kind.PUBLISH else check_cluster)(name)
+            # The name and its key are checked now: there is nobody to tell when the relay is back.
+            (self._registry.topic_key if kind == Kind.PUBLISH else self._registry.cluster_keys)(
+                name
+            )
             attachment.keep((kind, name, data, headers, packed))
             return True
         if attachment.blocked and not force:
@@ -422,7 +432,8 @@ class Client:
         """End a subscription (for `Subscription`)."""
         attachment = self._attachment
         if attachment is not None:
-            with contextlib.suppress(RequestTimeout):  # it delivers nothing any more, whatever the relay says
+            # It delivers nothing any more, whatever the relay says.
+            with contextlib.suppress(RequestTimeout):
                 await _within(
                     self._registry.remove(subscription, attachment.session, attachment.touch),
                     self.config.connect_timeout_s, "the relay did not answer UNSUBSCRIBE",

@@ -189,16 +189,19 @@ class Registry:
                 await waiter
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
-        """Return the subscriptions that a flow is for; none if its key is not one of its topic's.
+        """Return every plain subscription and one of each group that a flow is for; none if its key is not its topic's.
 
         A filter may stand for topics of several keys: who holds one of them may not speak for the others.
         """
         if not any(flow.key in ring.for_topic(flow.name) for ring in self._rings):
             return ()
         found: list[Sink] = []
+        grouped: dict[str, list[Subscription]] = {}
         for (pattern, group), subscriptions in self._subscriptions.items():
             if (group in flow.groups if group else flow.plain) and matches(pattern, flow.name):
-                found += subscriptions
+                (grouped.setdefault(group, []) if group else found).extend(subscriptions)
+        # Chosen by sender, so that each sender's order is kept.
+        found += [each[flow.sender_id[0] % len(each)] for each in grouped.values()]
         return found
 
     def _is_new(self, pattern: str, topic: str) -> bool:

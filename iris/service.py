@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.config import Limits
+from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.session import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
 from iris.errors import ConfigError, DecodeError
-from iris.handlers import Deferred, Handler, encode_reply, stopping
+from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import check_cluster, check_filter, check_group
@@ -169,13 +170,20 @@ class ServiceBinding:
         self.running += 1
         handler = inbox.handler
         if not handler.is_coroutine:
-            answer = _Answer(self, delivery)
+            answer = None
             try:
-                value = handler.function(handler.argument(delivery, answer.defer))
+                if handler.wanted is Request:
+                    answer = _Answer(self, delivery)
+                    value = handler.function(handler.argument(delivery, answer.defer))
+                else:
+                    value = handler.function(handler.convert(delivery.message))
             except (Exception, asyncio.CancelledError) as err:
-                answer.failed(err)
+                (answer or _Answer(self, delivery)).failed(err)
             else:
-                answer.returned(value)
+                if answer is None:
+                    self.finish_one(delivery, value)
+                else:
+                    answer.returned(value)
             return
         if inbox.idle:
             inbox.queued_bytes += delivery.size
@@ -315,9 +323,42 @@ class ServiceBinding:
         if tasks:
             await asyncio.wait(tasks)
 
-    def touch(self) -> None:
-        """An answer was queued."""
+    def finish_one(self, delivery: Delivery, value: object) -> None:
+        """A handler returned `value`: answer with it, or give a push's credit back."""
+        kind = delivery.flow.kind
+        if kind == Kind.PUSH:
+            delivery.finish()
+        else:
+            headers: Headers | None = None
+            packed = False
+            if type(value) is bytes:
+                payload = value
+            else:
+                try:
+                    payload, headers, packed = encode_reply(value)
+                except Exception as err:
+                    self.end_with(delivery, str(err), may_have_run=True)
+                    return
+            limit = delivery.session.message_limit
+            if len(payload) > limit:
+                self.end_with(
+                    delivery, f"a reply of {len(payload)} bytes is over {limit}", may_have_run=True
+                )
+                return
+            if kind == Kind.SURVEY:
+                headers = {**(headers or {}), MEMBER_HEADER: self.member_id}
+            delivery.reply(payload, headers, packed)
         self._client.touch()
+        self.done()
+
+    def end_with(self, delivery: Delivery, detail: str, *, may_have_run: bool) -> None:
+        """Answer with an error; a push has no answer."""
+        if delivery.flow.kind == Kind.PUSH:
+            delivery.finish()
+        else:
+            delivery.fault(detail, may_have_run=may_have_run, member=self.member_id)
+        self._client.touch()
+        self.done()
 
     def failed(self) -> None:
         """A handler raised: logged once in a while, counted always."""
@@ -362,37 +403,13 @@ class _Answer:
 
     def _finish(self, value: object, detail: str | None, err: BaseException | None = None) -> None:
         delivery, binding = self._delivery, self._binding
-        if delivery.flow.kind == Kind.PUSH:
-            delivery.finish()
-            binding.touch()
-            binding.done()
-            return
         if detail is not None:
             self._end_with(detail, may_have_run=not isinstance(err, DecodeError))
             return
-        try:
-            payload, headers, packed = encode_reply(value)
-            if len(payload) > delivery.session.message_limit:
-                raise DecodeError(
-                    f"a reply of {len(payload)} bytes is over {delivery.session.message_limit}"
-                )
-        except Exception as error:
-            self._end_with(str(error), may_have_run=True)
-            return
-        if delivery.flow.kind == Kind.SURVEY:
-            headers = {**(headers or {}), MEMBER_HEADER: binding.member_id}
-        delivery.reply(payload, headers, packed)
-        binding.touch()
-        binding.done()
+        binding.finish_one(delivery, value)
 
     def _end_with(self, detail: str, *, may_have_run: bool) -> None:
-        delivery, binding = self._delivery, self._binding
-        if delivery.flow.kind == Kind.PUSH:
-            delivery.finish()
-        else:
-            delivery.fault(detail, may_have_run=may_have_run, member=binding.member_id)
-        binding.touch()
-        binding.done()
+        self._binding.end_with(self._delivery, detail, may_have_run=may_have_run)
 
 
 _numbers = itertools.count(1)

@@ -23,6 +23,7 @@ from iris.wire.codec import (
     encode_control,
 )
 
+SMALL_BYTES = 8192
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -101,7 +102,11 @@ class Pump(asyncio.BufferedProtocol):
     # -- for the client --------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Tell the session the time, before it is used outside a batch."""
+        """Tell the session the time, before it is used outside a batch; once a turn is enough."""
+        if not self._scheduled and not self._in_batch:
+            self._tell_time()
+
+    def _tell_time(self) -> None:
         self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
 
     def touch(self) -> None:
@@ -113,7 +118,7 @@ class Pump(asyncio.BufferedProtocol):
     def _turn_ended(self) -> None:
         self._scheduled = False
         if self.connected:
-            self.turn()
+            self._tell_time()
             self.flush()
 
     def flush(self) -> None:
@@ -130,9 +135,15 @@ class Pump(asyncio.BufferedProtocol):
         out = self.session.out
         chunks = out.chunks
         if chunks and self.connected:
+            size = out.chunk_bytes
             out.chunks = []
             out.chunk_bytes = 0
-            self._transport.writelines(chunks)
+            if size < SMALL_BYTES * len(
+                chunks
+            ):  # copying small pieces is cheaper than listing them
+                self._transport.write(b"".join(chunks))
+            else:
+                self._transport.writelines(chunks)
 
     @property
     def unwritten_bytes(self) -> int:
@@ -168,7 +179,7 @@ class Pump(asyncio.BufferedProtocol):
         self._timer = None
         self._timer_us = NEVER_US
         if self.connected:
-            self.turn()
+            self._tell_time()
             self.session.expire(time.monotonic_ns() // 1000)
             self.flush()
 

@@ -31,6 +31,7 @@ CONTROL_PAUSE_BYTES = 1 << 20
 CONTROL_LIMIT_BYTES = 64 << 20
 FIRST_LIMIT_BYTES = 64 << 10
 """Longest frame before a session has proven a key."""
+SMALL_BYTES = 8192
 SWEEP_S = 0.5
 ACCEPT_RETRY_S = 0.2
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -365,12 +366,19 @@ class SessionPort(asyncio.BufferedProtocol):
         chunks = self._chunks
         if chunks:
             self._chunks = []
-            if len(chunks) == 1:
-                self._transport.write(chunks[0])
-            else:
-                self._transport.writelines(chunks)
+            self._write(chunks)
         if self._finishing and not self._queue:
             self._transport.close()
+
+    def _write(self, chunks: list[bytes]) -> None:
+        if len(chunks) == 1:
+            self._transport.write(chunks[0])
+        elif len(chunks) > 2 and sum(map(len, chunks)) < SMALL_BYTES * len(chunks):
+            self._transport.write(
+                b"".join(chunks)
+            )  # copying small pieces is cheaper than listing them
+        else:
+            self._transport.writelines(chunks)
 
     def _write_queue(self) -> None:
         queue = self._queue
@@ -393,7 +401,7 @@ class SessionPort(asyncio.BufferedProtocol):
                     self._control_bytes -= size
                 batch.append(frame)
                 batch_bytes += size
-            self._transport.writelines(batch)
+            self._write(batch)
         if (
             self._reading_paused
             and self._control_bytes < CONTROL_PAUSE_BYTES // 2

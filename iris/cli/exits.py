@@ -67,7 +67,7 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     except IrisError as error:
         complain(error)
         code = exit_code(error)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         code = Exit.INTERRUPTED
     except BrokenPipeError:
         # Whoever read us has enough: `iris subscribe … | head -1`. Python would complain once more at exit.

@@ -16,6 +16,8 @@ from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import END, HOP, encode_control, metadata_prefix
 from iris.wire.frames import Control, Declare, Kind, Prove
 
+SMALL_BYTES: Final = 8192
+"""A body below this is cheaper to copy behind its header than to write as a piece of its own."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session; past it all sender ids change and the flows are made anew."""
 Place = tuple[int, str, bytes, bytes]
@@ -256,12 +258,15 @@ class Outbound:
         alias.used = self._tick = self._tick + 1
         end = END.pack(self.now_us, timeout_ms, count, first)
         body = sealer.seal(plain, flow.prefix + end + suffix)
-        self.chunks.append(
-            HOP.pack(46 + len(body), flow.kind, 0, alias.number, hop, deadline_us) + end
-        )
-        self.chunks.append(body)
+        size = len(body)
+        header = HOP.pack(46 + size, flow.kind, 0, alias.number, hop, deadline_us) + end
+        if size < SMALL_BYTES:
+            self.chunks.append(header + body)
+        else:
+            self.chunks.append(header)
+            self.chunks.append(body)
         self.sent_messages += count
-        self.chunk_bytes += 50 + len(body)
+        self.chunk_bytes += 50 + size
         if self.chunk_bytes > self._full_bytes:
             self._on_full()
         return counter

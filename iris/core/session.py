@@ -37,7 +37,7 @@ from iris.wire import frames
 from iris.wire.codec import (
     BODY_AT,
     BUNDLE,
-    END,
+    CALL,
     END_AT,
     FLAGS_AT,
     HOP,
@@ -584,7 +584,7 @@ class Session:
         """A request, push or survey for one of our members."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
-        _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
+        kind, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
         if flags & FLAG_REFUSED:
             raise PeerProtocolError("a refused message came to a session")
         self.received_messages += 1
@@ -597,7 +597,6 @@ class Session:
         if refusal is not None or binding is None:
             self._refuse(buf, start, end, refusal or Refusal.LEAVING)
             return
-        sent_us, _, count, _ = END.unpack_from(buf, start + END_AT)
         assert flow.opener is not None
         try:
             counter, plain = flow.opener.open(
@@ -614,14 +613,14 @@ class Session:
             payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
         )
         delivery = Delivery(self, flow, hop, deadline_us, counter, message, size)
-        age_us = self.now_us - sent_us
         if not self._oldest_us < sent_us < self._newest_us:
             self._drop("too old")
             if kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
                 self._refuse(buf, start, end, Refusal.UNREADABLE)
             else:
+                age_s = (self.now_us - sent_us) / 1e6
                 delivery.fault(
-                    f"refused: sent {age_us / 1e6:+.1f} s from the member's clock; set the clocks",
+                    f"refused: sent {age_s:+.1f} s from the member's clock; set the clocks",
                     may_have_run=False,
                     member=f"{self.relay_id.hex()}.{flow.member}",
                 )
@@ -663,7 +662,7 @@ class Session:
             return
         assert flow.opener is not None
         try:
-            if flow.name != pending.name or flow.key != pending.key:
+            if flow.name != pending.name or flow.key.key_id != pending.key.key_id:
                 raise OpenError("an answer from another address")
             _, plain = flow.opener.open(
                 buf[start + BODY_AT : end],

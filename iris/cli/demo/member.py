@@ -12,7 +12,7 @@ import iris
 from iris.cli.demo.data import Tally
 
 CLUSTER: Final = "delays"
-READ_ROWS: Final = 64
+READ_ROWS: Final = 40
 """Rows that the slow reader of tunnels takes before it pauses."""
 READ_PAUSE_S: Final = 0.01
 

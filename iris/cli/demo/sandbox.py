@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -53,18 +54,19 @@ class Sandbox:
         trace: TracebackType | None,
     ) -> None:
         """Stop every process, members first, and delete the directory."""
+        running = [process for process in self.processes.values() if process.poll() is None]
         try:
-            for process in reversed(self.processes.values()):
-                process.send_signal(signal.SIGCONT)
+            for process in reversed(running):
                 process.terminate()
+                process.send_signal(signal.SIGCONT)
             until = time.monotonic() + STOP_S
-            for process in self.processes.values():
-                try:
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-        finally:
+        finally:  # also when Ctrl-C comes once more
+            for process in running:
+                process.kill()
+                process.wait()
             self._directory.cleanup()
 
     def start(self, *arguments: str) -> int:

@@ -1,0 +1,239 @@
+"""What happens in the demo: publish, ask, survey and stream at once, kill a member, ask for the result."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import iris
+from iris.cli.demo import data
+from iris.cli.demo.data import Route
+from iris.cli.demo.display import Screen
+from iris.cli.demo.figures import Figures, MemberFigures
+from iris.cli.demo.member import CLUSTER, Count, Delay, Question
+from iris.cli.demo.sandbox import START_S, Sandbox
+
+MEMBERS: Final = 3
+RATE: Final = 16_000
+"""Flights published per second: a year in 21 seconds."""
+MAX_AHEAD: Final = 50_000
+"""Flights that the dashboard may be behind before the publisher waits for it."""
+ASKERS: Final = 16
+ASK_PAUSE_S: Final = 0.01
+ANSWER_S: Final = 5.0
+CARRIER: Final = "B6"
+KILL_AT: Final = 0.4
+"""Share of the flights after which a member is killed."""
+SETTLE_S: Final = 20.0
+LIMIT_S: Final = 150.0
+
+
+async def tell(source: Path, figures: Figures, screen: Screen) -> None:
+    """Run the whole story. What goes wrong in it is in the figures; what keeps it from running raises IrisError.
+
+    Cancelled, or ended by an error, it leaves no process and no file behind.
+    """
+    with Sandbox() as sandbox:
+        screen.note("starting a relay and three members of the cluster delays")
+        sandbox.start("relay")
+        await sandbox.relay_up()
+        for _ in range(MEMBERS):
+            pid = sandbox.start("iris.cli", "run", f"{__package__}.member")
+            figures.members[pid] = MemberFigures(pid)
+        rows = list(data.rows(source, quick=figures.quick))
+        figures.to_publish = len(rows)
+        async with (
+            sandbox.client("iris demo publisher") as publisher,
+            sandbox.client("iris demo dashboard") as dashboard,
+            sandbox.client("iris demo caller") as caller,
+        ):
+            await _members_up(sandbox, caller)
+            story = Story(figures, sandbox, caller, rows)
+            async with dashboard.subscribe("flights.>", story.received, on_gap=story.missed):
+                try:
+                    async with asyncio.timeout(LIMIT_S):
+                        await story.run(publisher, screen)
+                except TimeoutError:
+                    screen.note(f"not finished after {LIMIT_S:g} s")
+
+
+async def _members_up(sandbox: Sandbox, caller: iris.Client) -> None:
+    for _ in range(int(START_S)):
+        try:
+            await caller.wait_for_members(CLUSTER, MEMBERS, timeout=1.0)
+            return
+        except iris.RequestTimeout:
+            sandbox.check_alive()
+    raise iris.RequestTimeout(CLUSTER, f"{MEMBERS} members did not start within {START_S:g} s")
+
+
+class Story:
+    """The actors, which share figures."""
+
+    def __init__(
+        self, figures: Figures, sandbox: Sandbox, caller: iris.Client, rows: list[bytes]
+    ) -> None:
+        self._figures = figures
+        self._sandbox = sandbox
+        self._caller = caller
+        self._rows = rows
+        self._time_to_kill = asyncio.Event()
+        self._reader_known = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._topics = [data.topic(row) for row in rows]
+        routes = sorted({tuple(topic.split(".")[1:]) for topic in self._topics})
+        self._routes: list[Route] = [(origin, carrier) for origin, carrier in routes]
+
+    def received(self, message: iris.Message) -> None:
+        """Take what the dashboard subscribed to."""
+        self._figures.dashboard.add(message.payload)
+
+    def missed(self, loss: iris.Lost) -> None:
+        """Hear of a gap in it."""
+        self._figures.missed += loss.count or 1
+
+    async def run(self, publisher: iris.Client, screen: Screen) -> None:
+        """Play all parts at once, then see what came of it."""
+        screen.note("publishing, asking, streaming")
+        async with asyncio.TaskGroup() as always:
+            watching = [
+                always.create_task(self._show(screen)),
+                always.create_task(self._survey_often()),
+            ]
+            askers = asyncio.Event()
+            for first in range(ASKERS):
+                always.create_task(self._ask(first, askers))
+            async with asyncio.TaskGroup() as acts:
+                acts.create_task(self._publish(publisher))
+                acts.create_task(self._stream())
+                acts.create_task(self._kill(screen))
+            screen.note("waiting until everybody has heard everything")
+            askers.set()
+            await self._settle()
+            for route in self._routes:
+                answer = await self._answer(route)
+                self._figures.averages[route] = (answer.flights, answer.minutes)
+            report = await self._caller.status()
+            self._figures.dropped = report["accounts"]["dropped"]
+            for task in watching:
+                task.cancel()
+        self._figures.finished = True
+
+    async def _show(self, screen: Screen) -> None:
+        while True:
+            screen.update()
+            await asyncio.sleep(0.25)
+
+    async def _publish(self, publisher: iris.Client) -> None:
+        figures = self._figures
+        begun = self._loop.time()
+        for row, topic in zip(self._rows, self._topics, strict=True):
+            await publisher.publish(topic, row)
+            figures.published += 1
+            if figures.published % 64 == 0:
+                ahead_s = figures.published / RATE - (self._loop.time() - begun)
+                await asyncio.sleep(max(0.0, ahead_s))
+                while figures.published - figures.dashboard.rows - figures.missed > MAX_AHEAD:
+                    await asyncio.sleep(0.002)
+            if figures.published >= KILL_AT * figures.to_publish:
+                self._time_to_kill.set()
+        await publisher.flush()
+
+    async def _ask(self, first: int, stop: asyncio.Event) -> None:
+        """Ask for one route's delay after the other."""
+        for number in itertools.count(first):
+            if stop.is_set():
+                return
+            begun = self._loop.time()
+            await self._answer(self._routes[number % len(self._routes)])
+            self._figures.latencies.append(self._loop.time() - begun)
+            await asyncio.sleep(ASK_PAUSE_S)
+
+    async def _answer(self, route: Route) -> Delay:
+        """Ask until there is an answer. To ask twice does no harm, so a lost member is no reason to give up."""
+        figures = self._figures
+        figures.asked += 1
+        again = False
+        while True:
+            try:
+                answer: Delay = await self._caller.request(
+                    CLUSTER, Question(*route), timeout=ANSWER_S, idempotent=again, type=Delay
+                )
+            except iris.ConnectionLost:
+                figures.told_after.append(self._loop.time() - figures.killed_at)
+            except (iris.NoMembers, iris.Overloaded):
+                figures.refused += 1
+                await asyncio.sleep(ASK_PAUSE_S)
+            except iris.RequestTimeout:
+                figures.timed_out += 1
+            else:
+                figures.answered += 1
+                return answer
+            again = True
+
+    async def _stream(self) -> None:
+        """Send one carrier's flights through a tunnel; its reader sets the pace."""
+        figures = self._figures
+        flights = [row for row in self._rows if data.carrier(row) == CARRIER]
+        figures.carrier, figures.to_stream = CARRIER, len(flights)
+        async with self._caller.tunnel(CLUSTER, timeout=ANSWER_S) as tunnel:
+            reader = msgspec.json.decode(await tunnel.recv(), type=Count)
+            figures.tunnel_pid = reader.pid
+            self._reader_known.set()
+            for row in flights:
+                begun = self._loop.time()
+                await tunnel.send(row)
+                figures.held_back += self._loop.time() - begun
+                figures.streamed += 1
+            await tunnel.finish()
+            figures.read = msgspec.json.decode(await tunnel.recv(), type=tuple[int, int])
+
+    async def _kill(self, screen: Screen) -> None:
+        """Kill a member that holds requests: it is stopped first, so that some are surely in its hands."""
+        figures = self._figures
+        await self._time_to_kill.wait()
+        await self._reader_known.wait()
+        victim = next(member for member in figures.members if member != figures.tunnel_pid)
+        self._sandbox.signal(victim, signal.SIGSTOP)
+        until = self._loop.time() + 0.5
+        while self._loop.time() < until and await self._held_by(victim) < 4:
+            await asyncio.sleep(0.005)
+        figures.members[victim].killed = True
+        figures.killed_at = self._loop.time()
+        self._sandbox.signal(victim, signal.SIGKILL)
+        screen.note(f"killed member {victim}")
+
+    async def _held_by(self, pid: int) -> int:
+        report = await self._caller.status()
+        return sum(session["running"] for session in report["sessions"] if session["pid"] == pid)
+
+    async def _survey_often(self) -> None:
+        while True:
+            await self._survey()
+            await asyncio.sleep(1.0)
+
+    async def _survey(self) -> None:
+        """Ask all members for their counts. One that is killed meanwhile is missing in the answers."""
+        async for count in self._caller.survey(CLUSTER, b"", timeout=ANSWER_S, type=Count):
+            member = self._figures.members[count.pid]
+            member.rows, member.checksum = count.rows, count.checksum
+            member.missed, member.answered = count.missed, count.answered
+
+    async def _settle(self) -> None:
+        """Return when everybody who is left has heard of all flights, or nothing more comes in time."""
+        figures = self._figures
+        until = self._loop.time() + SETTLE_S
+        while self._loop.time() < until:
+            await self._survey()
+            heard = [
+                figures.dashboard.rows + figures.missed,
+                *(member.rows + member.missed for member in figures.survivors),
+            ]
+            if all(rows >= figures.published for rows in heard):
+                return
+            await asyncio.sleep(0.05)

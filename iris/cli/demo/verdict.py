@@ -1,0 +1,80 @@
+"""The summary: every figure beside what the file says."""
+
+from __future__ import annotations
+
+from iris.cli.demo.data import Tally, Truth
+from iris.cli.demo.figures import Figures, percentile
+
+
+def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
+    """Return the lines of the summary, and whether everything agrees and nothing was lost."""
+    checks = [
+        (figures.finished, "the demo ran to its end"),
+        _rows("dashboard", figures.dashboard.rows, figures.dashboard.checksum, truth.all),
+        *(
+            _rows(f"member {member.pid}", member.rows, member.checksum, truth.all)
+            for member in figures.survivors
+        ),
+        _rows(
+            f"tunnel with {figures.carrier}", *figures.read, truth.by_carrier.get(figures.carrier, Tally()),
+            f"; its slow reader held the sender back for {figures.held_back:.1f} s",
+        ),
+        _averages(figures, truth),
+        _requests(figures),
+        *(_kill(figures, member.pid) for member in figures.members.values() if member.killed),
+    ]  # fmt: skip
+    agrees = all(ok for ok, _ in checks) and figures.lost == 0
+    lines = ["", *(f"{'ok  ' if ok else 'FAIL'}  {text}" for ok, text in checks)]
+    if figures.dropped:
+        causes = ", ".join(f"{count:,} {cause}" for cause, count in figures.dropped.items())
+        lines.append(f"      the relay dropped, for the member that was killed: {causes}")
+    lines.append(
+        f"{'ok  ' if agrees else 'FAIL'}  sent {figures.published + figures.asked:,}, refused {figures.refused:,}, "
+        f"received {figures.dashboard.rows + figures.answered:,}, lost {figures.lost:,}"
+    )
+    return lines, agrees
+
+
+def _rows(who: str, rows: int, checksum: int, truth: Tally, more: str = "") -> tuple[bool, str]:
+    agrees = (rows, checksum) == (truth.rows, truth.checksum)
+    there = (
+        "as in the file"
+        if agrees
+        else f"but the file has {truth.rows:,}, checksum {truth.checksum:016x}"
+    )
+    return agrees, f"{who}: {rows:,} flights, checksum {checksum:016x}, {there}{more}"
+
+
+def _averages(figures: Figures, truth: Truth) -> tuple[bool, str]:
+    wanted = truth.all.departures
+    # A route whose flights were all cancelled has no delay, and the members say so.
+    given = {route: answer for route, answer in figures.averages.items() if answer[0]}
+    wrong = [
+        route for route in wanted.keys() | given.keys() if wanted.get(route) != given.get(route)
+    ]
+    if wrong:
+        return False, f"average delays: {len(wrong)} of {len(wanted)} routes differ from the file"
+    busiest = max(wanted, key=lambda route: wanted[route][0])
+    count, minutes = wanted[busiest]
+    return True, (
+        f"average delays of {len(wanted)} routes, as in the file; e.g. {minutes / count:.1f} min for {busiest[1]} from "
+        f"{busiest[0]}"
+    )
+
+
+def _requests(figures: Figures) -> tuple[bool, str]:
+    fine = figures.timed_out == 0 and figures.asked == figures.answered
+    latencies = figures.latencies
+    return fine, (
+        f"requests: {figures.asked:,} asked, {figures.answered:,} answered, {figures.timed_out:,} timeouts; "
+        f"p50 {1e3 * percentile(latencies, 0.5):.2f} ms, p99 {1e3 * percentile(latencies, 0.99):.2f} ms, "
+        f"slowest {1e3 * percentile(latencies, 1.0):.0f} ms"
+    )
+
+
+def _kill(figures: Figures, pid: int) -> tuple[bool, str]:
+    told = figures.told_after
+    return bool(told), (
+        f"member {pid} was killed with {len(told)} requests in its hands: the callers were told within "
+        f"{1e3 * max(told, default=0.0):.1f} ms and asked again"
+    )
