@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 .PHONY: demo test lint types unit bench proof clean
 
 demo: $(STAMP)
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/iris demo
 
 test: lint types unit
 

@@ -111,17 +111,24 @@ class Attachment:
             self.blocked = (
                 True  # what follows goes to the new session, once the relay has all of the old one
             )
-            with contextlib.suppress(ConnectionLost, TimeoutError):
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    await self._fence(old)
-            self._adopt(new)
-            with contextlib.suppress(IrisError, TimeoutError):
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    await self._leave_all(old)
-                    while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
-                        await asyncio.sleep(0.005)
-                    await self._bye(old, "moved to another session")
-            old.abort("replaced")
+            try:
+                with contextlib.suppress(ConnectionLost, TimeoutError):
+                    async with asyncio.timeout(self._config.connect_timeout_s):
+                        await self._fence(old)
+                self._adopt(new)
+            except BaseException:  # cancelled, or the new session has ended already
+                new.abort("not taken into use")
+                self.writing_resumed(old)
+                raise
+            try:
+                with contextlib.suppress(IrisError, TimeoutError):
+                    async with asyncio.timeout(self._config.connect_timeout_s):
+                        await self._leave_all(old)
+                        while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
+                            await asyncio.sleep(0.005)
+                        await self._bye(old, "moved to another session")
+            finally:
+                old.abort("replaced")
 
     async def _fence(self, pump: Pump) -> None:
         """Return when the relay has routed all that was sent on `pump`."""
@@ -202,7 +209,9 @@ class Attachment:
         return pump
 
     def _adopt(self, pump: Pump) -> None:
-        """From now on everything goes through this session."""
+        """From now on everything goes through this session; raises RelayUnavailable if it has ended meanwhile."""
+        if not pump.connected:
+            raise RelayUnavailable(pump.reason or "the relay closed the connection")
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
         self.blocked = False
         pump.turn()

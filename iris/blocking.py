@@ -207,7 +207,8 @@ class Client:
                     return
                 yield item
         finally:
-            self._run(close())
+            if not self._closed:  # a generator may be left to the collector until after that
+                self._run(close())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closed:

@@ -145,18 +145,19 @@ class Client:
         if attachment is None or self._closed:
             return
         self._closed = True
-        forked = attachment.state != "open"
+        if (
+            attachment.state != "open"
+        ):  # after a fork the socket, the loop and its tasks are the parent's
+            return
         try:
-            if not forked:
-                attachment.state = "closing"
-                with contextlib.suppress(IrisError, TimeoutError):
-                    async with asyncio.timeout(self.config.connect_timeout_s):
-                        for binding in list(self._registry.services):
-                            await self._leave(binding)
-                        await attachment.say_bye()
+            attachment.state = "closing"
+            with contextlib.suppress(IrisError, TimeoutError):
+                async with asyncio.timeout(self.config.connect_timeout_s):
+                    for binding in list(self._registry.services):
+                        await self._leave(binding, self._say_leave(binding))
+                    await attachment.say_bye()
         finally:
-            if not forked:
-                attachment.close()
+            attachment.close()
             self._registry.end()
             await asyncio.gather(*(binding.stop() for binding in self._registry.services))
             await self._stop_embedded()
@@ -167,12 +168,13 @@ class Client:
         Raises RelayUnavailable or KeyringError; the client then goes on as before.
         """
         attachment = self._attached()
-        before = self._registry.keyring
+        before, session = self._registry.keyring, attachment.session
         self._registry.learn(keyring or load_keys(os.environ))
         try:
             await attachment.replace()
         except BaseException:
-            self._registry.learn(before)
+            if attachment.session is session:  # else it was cancelled with the new one in use
+                self._registry.learn(before)
             raise
 
     def _default_connector(self) -> Connector:
@@ -428,16 +430,19 @@ class Client:
             self._registry.ready(subscription), self.config.connect_timeout_s, "the relay did not answer SUBSCRIBE"
         )  # fmt: skip
 
-    async def unsubscribe(self, subscription: Subscription) -> None:
-        """End a subscription (for `Subscription`)."""
-        attachment = self._attachment
-        if attachment is not None:
-            # It delivers nothing any more, whatever the relay says.
-            with contextlib.suppress(RequestTimeout):
-                await _within(
-                    self._registry.remove(subscription, attachment.session, attachment.touch),
-                    self.config.connect_timeout_s, "the relay did not answer UNSUBSCRIBE",
-                )  # fmt: skip
+    def unsubscribe(self, subscription: Subscription) -> asyncio.Future[None] | None:
+        """End a subscription at once (for `Subscription`); return what to pass to `told`, if anything."""
+        session = self._attachment.session if self._attachment is not None else None
+        done = self._registry.remove(subscription, session)
+        self.touch()
+        return done
+
+    async def told(self, done: asyncio.Future[Any] | None) -> None:
+        """Return when the relay knows that something has ended here, or has not answered in time: it has, anyway."""
+        if done is not None:
+            with contextlib.suppress(ConnectionLost, TimeoutError):
+                async with asyncio.timeout(self.config.connect_timeout_s):
+                    await done
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 
@@ -515,27 +520,33 @@ class Client:
                 await subscription.ready()
             yield binding
         finally:
+            # All of it is said before the first await: who is cancelled here leaves as well.
+            left = self._say_leave(binding)
+            for subscription in subscriptions:
+                subscription.stop()
             try:
                 for subscription in subscriptions:
                     await subscription.close()
-                await self._leave(binding)
+                await self._leave(binding, left)
             finally:
                 await binding.stop()
                 self._registry.forget(binding)
 
-    async def _leave(self, binding: ServiceBinding) -> None:
-        """Take nothing new, finish what was accepted."""
-        attachment = self._attachment
-        pump = attachment.pump if attachment is not None else None
-        if pump is not None and binding.member and not binding.leaving:
-            pump.turn()
-            waiter = self._loop.create_future()
-            pump.session.ask(lambda number: frames.Leave(number, binding.member), waiter)
-            pump.touch()
-            with contextlib.suppress(ConnectionLost, RequestTimeout):
-                await _within(
-                    waiter, self.config.connect_timeout_s, "the relay did not answer LEAVE"
-                )
+    def _say_leave(self, binding: ServiceBinding) -> asyncio.Future[Any] | None:
+        """Tell the relay that a member takes nothing new; return what is resolved when it knows."""
+        pump = self._attachment.pump if self._attachment is not None else None
+        if pump is None or not binding.member or binding.leaving:
+            binding.leaving = True  # if it is joining still, it leaves as soon as it has joined
+            return None
+        pump.turn()
+        waiter = self._loop.create_future()
+        pump.session.ask(lambda number: frames.Leave(number, binding.member), waiter)
+        pump.touch()
+        return waiter
+
+    async def _leave(self, binding: ServiceBinding, left: asyncio.Future[Any] | None) -> None:
+        """Take what comes until the relay knows that we left, and finish it."""
+        await self.told(left)
         binding.leaving = True
         await binding.finish()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -73,23 +74,12 @@ class Handler:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.is_coroutine = inspect.iscoroutinefunction(function)
+        self.is_coroutine = inspect.iscoroutinefunction(_code(function))
         self.wanted = _annotation(function)
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
         """Return what the function is called with; raises DecodeError when the body does not fit."""
-        message = delivery.message
-        wanted = self.wanted
-        if wanted is Request:
-            return Request(
-                message.payload,
-                message.name,
-                message.headers,
-                message.packed,
-                message.source,
-                defer,
-            )
-        return self.convert(message)
+        return self.convert(delivery.message, defer)
 
     def as_callback(self) -> Callable[[Message], object]:
         """Return a subscription's handler that gives the function what its annotation asks for."""
@@ -101,10 +91,13 @@ class Handler:
             return run
         return lambda message: self.function(self.convert(message))
 
-    def convert(self, message: Message) -> Any:
+    def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
         """Return a message as the function's parameter asks; raises DecodeError."""
         if self.wanted is Message:
             return message
+        if self.wanted is Request:
+            whole = message.payload, message.name, message.headers, message.packed, message.source
+            return Request(*whole, defer)
         return decode_payload(message.payload, message.packed, self.wanted)
 
 
@@ -126,6 +119,13 @@ def stopping() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def _code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function behind a partial or an object with `__call__`: it has the annotations, and is async or not."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function).__call__
+
+
 def _annotation(function: Callable[..., Any]) -> Any:
     """Return the annotation of the function's only parameter; None if it has none or Any."""
     try:
@@ -142,7 +142,7 @@ def _annotation(function: Callable[..., Any]) -> Any:
             f"handler {getattr(function, '__name__', function)!r} takes one argument: the message"
         )
     try:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(_code(function))
     except Exception as err:  # whatever the user's annotations raise when they are evaluated
         raise ConfigError(
             f"handler {getattr(function, '__name__', function)!r}: its annotation: {err}"

@@ -6,7 +6,6 @@ Also the client's side of a session: which service a member number stands for, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 from iris.core.guard import Guard
@@ -166,27 +165,26 @@ class Registry:
             else:
                 return
 
-    async def remove(
-        self, subscription: Subscription, session: Session | None, touch: Callable[[], None]
-    ) -> None:
-        """Unregister it; returns when the relay knows, if it was the last of its filter and group."""
+    def remove(
+        self, subscription: Subscription, session: Session | None
+    ) -> asyncio.Future[None] | None:
+        """Unregister it; if it was the last of its filter and group, return what is resolved when the relay knows."""
         place = (subscription.filter, subscription.group)
         known = self._subscriptions.get(place, [])
         if subscription not in known:
-            return
+            return None
         known.remove(subscription)
         if session is not None:
             session.subscriptions_version += 1
         if known:
-            return
+            return None
         del self._subscriptions[place]
         self._answers.pop(place, None)
-        if session is not None:
-            waiter = asyncio.get_running_loop().create_future()
-            session.ask(lambda number: frames.Unsubscribe(number, place[0], place[1]), waiter)
-            touch()
-            with contextlib.suppress(ConnectionLost):  # gone with the session
-                await waiter
+        if session is None:
+            return None
+        done = _answer()
+        session.ask(lambda number: frames.Unsubscribe(number, place[0], place[1]), done)
+        return done
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
         """Return every plain subscription and one of each group that a flow is for; none if its key is not its topic's.
@@ -227,6 +225,10 @@ class Registry:
         session.subscriptions_version += 1
         for watcher in self.watchers:
             watcher.attach(session)
+        for member in session.members:
+            binding = self._bindings.get(member)
+            if binding is None or binding.leaving:  # it left while this session was not in use yet
+                session.ask(lambda number, member=member: frames.Leave(number, member), _answer())  # type: ignore[misc]  # a bound default
 
     def detached(self, reason: str) -> None:
         """There is no relay: nobody can say how much is missed until there is one."""

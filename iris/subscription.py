@@ -52,6 +52,7 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
         self._worker: asyncio.Task[None] | None = None
         self._entered = False
+        self._stopped: asyncio.Future[None] | None = None
         self._ended = False
         self._error: IrisError | None = None
         self.deliver: Callable[[list[Message], int], None] = (
@@ -67,13 +68,18 @@ class Subscription:
 
     async def close(self) -> None:
         """End it: nothing is delivered after the return. Idempotent."""
+        self.stop()
         worker, self._worker = self._worker, None
-        self.end()
         try:
-            await self._client.unsubscribe(self)
+            await self._client.told(self._stopped)
         finally:
             if worker is not None and worker is not asyncio.current_task():
                 worker.cancel()
+
+    def stop(self) -> None:
+        """End it without waiting for the relay: what is queued is still delivered. Idempotent."""
+        self.end()
+        self._stopped = self._client.unsubscribe(self) or self._stopped
 
     async def __aenter__(self) -> Self:
         self._entered = True

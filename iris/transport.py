@@ -27,6 +27,41 @@ SMALL_BYTES = 8192
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Writer:
+    """Writes to a connection at once while nothing waits in it, and leaves the rest to its transport.
+
+    uvloop keeps what is written until its turn ends; then a peer on another core would wait for our whole batch.
+    For connections without TLS. What is closing is left to the transport: the descriptor may be reused.
+    """
+
+    __slots__ = ("_fd", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        connected = transport.get_extra_info("socket")
+        self._fd = -1 if connected is None else connected.fileno()
+
+    def write(self, chunks: list[bytes], size: int) -> None:
+        """Write `chunks`, `size` bytes together, in order."""
+        if size < SMALL_BYTES * len(chunks) and len(chunks) > 1:
+            chunks = [b"".join(chunks)]  # copying small pieces is cheaper than listing them
+        transport = self._transport
+        if self._fd < 0 or transport.is_closing() or transport.get_write_buffer_size():
+            transport.writelines(chunks)
+            return
+        try:
+            sent = os.writev(self._fd, chunks)
+        except OSError:  # full, or broken: the transport waits, or finds out
+            transport.writelines(chunks)
+            return
+        if sent < size:
+            for index, chunk in enumerate(chunks):
+                if sent < len(chunk):
+                    transport.writelines([memoryview(chunk)[sent:], *chunks[index + 1 :]])
+                    return
+                sent -= len(chunk)
+
+
 class PumpOwner(Protocol):
     """Who hears of the connection's fate."""
 
@@ -52,6 +87,7 @@ class Pump(asyncio.BufferedProtocol):
         self._high_bytes = high_bytes
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
+        self._writer: Writer
         self._scheduled = False
         self._in_batch = False
         self.reason = ""
@@ -63,6 +99,7 @@ class Pump(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
         self.connected = True
+        self._writer = Writer(self._transport)
         self._transport.set_write_buffer_limits(high=self._high_bytes, low=self._high_bytes // 4)
         self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
         self._transport.write(encode_control(self.session.greeting))
@@ -138,12 +175,7 @@ class Pump(asyncio.BufferedProtocol):
             size = out.chunk_bytes
             out.chunks = []
             out.chunk_bytes = 0
-            if size < SMALL_BYTES * len(
-                chunks
-            ):  # copying small pieces is cheaper than listing them
-                self._transport.write(b"".join(chunks))
-            else:
-                self._transport.writelines(chunks)
+            self._writer.write(chunks, size)
 
     @property
     def unwritten_bytes(self) -> int:

@@ -26,8 +26,8 @@ class Tunnel:
     """One end of a tunnel. One task may send while another receives; two of a kind take turns."""
 
     __slots__ = (
-        "_closing", "_end", "_parts", "_parts_bytes", "_receiving", "_sending", "_too_large", "_touch", "_wait_writable",
-        "_waiters",
+        "_closing", "_end", "_parts", "_parts_bytes", "_receiving", "_sending", "_skipping", "_too_large", "_touch",
+        "_wait_writable", "_waiters",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class Tunnel:
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
         self._too_large = False
+        self._skipping = False
+        """The rest of a message that recv_chunks was not asked for any more is discarded."""
         end.wake = self._wake
 
     @property
@@ -138,12 +140,21 @@ class Tunnel:
                     return b"".join(parts or ())
 
     async def recv_chunks(self) -> AsyncIterator[bytes]:
-        """Iterate over the chunks of the next message, of any size; raises as `recv`.
+        """Iterate over the chunks of the next message, of any size; raises as `recv`. Left early, the rest is discarded.
 
         Raises TunnelBroken, too, if the sender aborted the message: part of it was handed out.
         """
-        started = False
         async with self._recv_lock():
+            begun, self._parts, self._parts_bytes = (
+                self._parts,
+                None,
+                0,
+            )  # by a recv that was cancelled
+            started = bool(begun)
+            self._skipping, self._too_large = started or self._skipping or self._too_large, False
+            if begun:
+                yield b"".join(begun)
+                self._skipping = False
             while True:
                 flags, data = await self._chunk()
                 if flags == 4:
@@ -153,7 +164,9 @@ class Tunnel:
                         )
                     continue
                 started = True
+                self._skipping = not flags & 2
                 yield data
+                self._skipping = False
                 if flags & 2:
                     return
 
@@ -214,7 +227,10 @@ class Tunnel:
             chunk = end.next_chunk()
             if chunk is not None:
                 self._touch()
-                return chunk
+                if not self._skipping:
+                    return chunk
+                self._skipping = not chunk[0] & 6  # until the last chunk, or the abort
+                continue
             if end.broken:
                 raise TunnelBroken(f"tunnel to {end.name}: {end.broken}")
             if end.peer_finished or end.closed:

@@ -12,7 +12,7 @@ import typer
 
 from iris import keyfiles, paths
 from iris.crypto.keys import NetworkKey
-from iris.errors import IrisError
+from iris.errors import ConfigError, IrisError
 from relay.config import load_config
 from relay.daemon import run
 
@@ -60,7 +60,10 @@ def _network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
 def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     """Return throw-away keys of the runtime directory, made at first use; clients without keys of their own find them."""
     directory = paths.dev_key_directory(environ, os.geteuid())
-    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as err:
+        raise ConfigError(f"no runtime directory {directory.parent}: {err.strerror}") from err
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():
         keyfiles.create_keys(directory)

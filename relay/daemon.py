@@ -25,6 +25,8 @@ from relay.sessions import SessionHub
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+DRAIN_QUIET_POLLS = 5
+"""A relay has drained when nothing ran and nothing waited so many times in a row."""
 
 
 def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urandom) -> Router:
@@ -77,8 +79,10 @@ class Relay:
             self.router.drain(int(bound_s * 1000))
             self.hub.settle()
             until_s = time.monotonic() + bound_s
-            while time.monotonic() < until_s and (self.hub.ports or not self.hub.idle):  # noqa: ASYNC110 - bounded, at the end
+            quiet = 0
+            while time.monotonic() < until_s and self.hub.ports and quiet < DRAIN_QUIET_POLLS:
                 await asyncio.sleep(DRAIN_POLL_S)
+                quiet = quiet + 1 if self.hub.idle else 0
         finally:
             if self._sweeper is not None:
                 self._sweeper.cancel()

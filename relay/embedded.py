@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from iris.errors import RelayUnavailable
 from relay.config import RelayConfig
 from relay.daemon import make_router
 from relay.sessions import SessionHub
@@ -135,9 +136,12 @@ class EmbeddedRelay:
         self.router = make_router(self.config, entropy)
         self.hub = SessionHub(self.router, self.config)
         self._sweeper: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def connect(self, factory: Callable[[], asyncio.BufferedProtocol]) -> None:
-        """Attach the protocol that `factory` makes, as a session."""
+        """Attach the protocol that `factory` makes, as a session; raises RelayUnavailable after `close`."""
+        if self._closed:
+            raise RelayUnavailable("the embedded relay was closed")
         if self._sweeper is None:
             self._sweeper = asyncio.create_task(self.hub.sweep(), name="iris-sweep")
         theirs, ours = factory(), self.hub.port()
@@ -149,6 +153,7 @@ class EmbeddedRelay:
 
     async def close(self) -> None:
         """End every session. Idempotent."""
+        self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None

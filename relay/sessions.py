@@ -14,7 +14,9 @@ import time
 from collections import deque
 from typing import cast
 
+from iris.core.bundle import CUT_BYTES
 from iris.errors import PeerProtocolError
+from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, ReceiveBuffer, encode_control
 from iris.wire.frames import Error
 from relay.config import RelayConfig
@@ -31,7 +33,6 @@ CONTROL_PAUSE_BYTES = 1 << 20
 CONTROL_LIMIT_BYTES = 64 << 20
 FIRST_LIMIT_BYTES = 64 << 10
 """Longest frame before a session has proven a key."""
-SMALL_BYTES = 8192
 SWEEP_S = 0.5
 ACCEPT_RETRY_S = 0.2
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -162,6 +163,7 @@ class SessionPort(asyncio.BufferedProtocol):
         self._hub = hub
         self._router = hub.router
         self._transport: asyncio.Transport
+        self._writer: Writer
         self._reader = FrameReader(self._frame, hub.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
         self._chunks: list[bytes] = []
@@ -189,6 +191,7 @@ class SessionPort(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=HIGH_WATER_BYTES // 4)
+        self._writer = Writer(self._transport)
         self.session = self._router.session_up(self)
         self._hub.ports.add(self)
 
@@ -219,7 +222,8 @@ class SessionPort(asyncio.BufferedProtocol):
         """Route a frame of a session that has not proven a key yet; the first proof ends this."""
         self._router.frame_in(self.session, buf, start, end)
         if self.session.proven and not self._finishing:
-            self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
+            # A bundle may be larger than the largest message in it.
+            self._reader.limit = max(self._router.message_limit, CUT_BYTES) + FRAME_OVERHEAD
             self._reader.on_frame = self._router.entry(self.session)
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
@@ -371,14 +375,7 @@ class SessionPort(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _write(self, chunks: list[bytes]) -> None:
-        if len(chunks) == 1:
-            self._transport.write(chunks[0])
-        elif len(chunks) > 2 and sum(map(len, chunks)) < SMALL_BYTES * len(chunks):
-            self._transport.write(
-                b"".join(chunks)
-            )  # copying small pieces is cheaper than listing them
-        else:
-            self._transport.writelines(chunks)
+        self._writer.write(chunks, sum(map(len, chunks)))
 
     def _write_queue(self) -> None:
         queue = self._queue

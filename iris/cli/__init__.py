@@ -1,26 +1,29 @@
-"""The `iris` command: one verb a module. The daemon and what draws tables are imported only when they are wanted."""
+"""The `iris` command: one verb a module, imported when it is called; `--help` imports them all."""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import typer
 from typer.core import TyperGroup
 
-from iris.cli import (
-    broadcast,
-    demo,
-    key,
-    members,
-    publish,
-    push,
-    request,
-    run,
-    status,
-    subscribe,
-    survey,
-    tunnel,
-)
+VERBS: Final = {
+    "request": "iris.cli.request",
+    "push": "iris.cli.push",
+    "survey": "iris.cli.survey",
+    "broadcast": "iris.cli.broadcast",
+    "publish": "iris.cli.publish",
+    "subscribe": "iris.cli.subscribe",
+    "tunnel": "iris.cli.tunnel",
+    "members": "iris.cli.members",
+    "status": "iris.cli.status",
+    "run": "iris.cli.run",
+    "relay": "relay.__main__",
+    "key": "iris.cli.key",
+    "demo": "iris.cli.demo",
+}
+"""Verb -> the module with a function of that name, or with an `app` of further verbs."""
 
 HELP = """Talk to clusters by name, from a shell.
 
@@ -49,51 +52,37 @@ HELP = """Talk to clusters by name, from a shell.
 
 
 class Verbs(TyperGroup):
-    """The verbs, and `relay`, which is the daemon's own command: no other verb waits for its import."""
+    """Finds a verb's module by its name, so that one verb does not wait for the imports of all."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs."""
-        return [*super().list_commands(ctx), "relay"]
+        """Return the names of all verbs, in the order of the help."""
+        return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a verb by its name, or None."""
-        if cmd_name != "relay":
-            return super().get_command(ctx, cmd_name)
-        from relay.__main__ import relay
+        if cmd_name not in VERBS:
+            return None
+        module = import_module(VERBS[cmd_name])
+        app = getattr(module, "app", None)
+        if app is None:
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(cmd_name)(getattr(module, cmd_name))
+        return typer.main.get_command(app)
 
-        only = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        only.command("relay")(relay)
-        return typer.main.get_command(only)
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
-def make_app() -> typer.Typer:
-    """Return the command with all its verbs."""
-    app = typer.Typer(
-        name="iris",
-        cls=Verbs,
-        help=HELP,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    for verb in (
-        request.request,
-        push.push,
-        survey.survey,
-        broadcast.broadcast,
-        publish.publish,
-        subscribe.subscribe,
-        tunnel.tunnel,
-        members.members,
-        status.status,
-        run.run,
-        demo.demo,
-    ):
-        app.command()(verb)
-    app.add_typer(key.app)
-    return app
+@app.callback(help=HELP)
+def iris() -> None:
+    """Options of all verbs: none."""
 
 
 def main() -> None:
     """Entry point of `iris`."""
-    make_app()(prog_name="iris")
+    app(prog_name="iris")

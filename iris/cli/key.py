@@ -20,7 +20,7 @@ from iris.crypto.keys import SECRET_BYTES, ClusterKey
 from iris.errors import KeyringError, RelayUnavailable
 
 app = typer.Typer(
-    name="key", no_args_is_help=True, help="""Make, show and rotate keys.
+    name="key", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Make, show and rotate keys.
 
     A rotation is three steps without downtime: add, promote, retire. After
     each, give keyring.toml to the other hosts and send SIGHUP to `iris run`.

@@ -76,17 +76,21 @@ async def _follow(cluster: str, relay: Any, *, as_json: bool) -> None:
     async with iris.connect(relay) as client:
         async for found in client.watch_members(cluster):
             now = {member.member: member for member in found}
-            for sign, some in (
-                ("-", known.items() - now.items()),
-                ("+", now.items() - known.items()),
-            ):
-                for _, member in sorted(some, key=lambda item: item[0]):
-                    if as_json:
-                        output.write_json({"change": sign, **as_document(member)})
-                    else:
-                        what = ", ".join(served(member))
-                        output.write(f"{sign} {member.member}  {what}  {member.label}\n".encode())
+            for number, member in known.items():
+                if number not in now:
+                    _print_change("-", member, as_json=as_json)
+            for number, member in now.items():
+                if number not in known:
+                    _print_change("+", member, as_json=as_json)
             known = now
+
+
+def _print_change(sign: str, member: MemberInfo, *, as_json: bool) -> None:
+    if as_json:
+        output.write_json({"change": sign, **as_document(member)})
+    else:
+        what = ", ".join(served(member))
+        output.write(f"{sign} {member.member}  {what}  {member.label}\n".encode())
 
 
 def _print_table(found: iris.Members) -> None:

@@ -55,12 +55,17 @@ def encode_bundle(
     return b"".join(parts)
 
 
+def headers_bytes(headers: Headers) -> int:
+    """Return what `headers` take in a bundle."""
+    return len(_encode_headers(headers))
+
+
 def check_headers(headers: Headers) -> Headers:
     """Return `headers`; raises LocalProtocolError unless they are str to str and small enough."""
     for text in (*headers, *headers.values()):
         if type(text) is not str:
             raise LocalProtocolError(f"header names and values are str, not {type(text).__name__}")
-    if len(_encode_headers(headers)) > MAX_HEADERS_BYTES:
+    if headers_bytes(headers) > MAX_HEADERS_BYTES:
         raise LocalProtocolError(f"headers are over {MAX_HEADERS_BYTES} bytes")
     return headers
 

@@ -54,15 +54,20 @@ class Guard:
         max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         self.freshness_us = freshness_us
-        self._senders: dict[tuple[bytes, bytes], Sender] = {}
+        self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
         self._sequences: dict[Place, Sequence] = {}
         self._max_senders = max_senders
         self._max_sequences = max_sequences
         self.refused_senders = 0
 
-    def sender(self, key_id: bytes, sender_id: bytes, now_us: int) -> Sender | None:
-        """Return the entry of a sender of whom something just opened; None when the table is full of fresh ones."""
-        place = (key_id, sender_id)
+    def sender(
+        self, key_id: bytes, sender_id: bytes, now_us: int, receiver: int = 0
+    ) -> Sender | None:
+        """Return the entry of a sender of whom something just opened; None when the table is full of fresh ones.
+
+        `receiver` is the number of the service here for surveys, which reach every member of a process once; else 0.
+        """
+        place = (key_id, sender_id, receiver)
         entry = self._senders.get(place)
         if entry is None:
             if len(self._senders) >= self._max_senders and not self._make_room(

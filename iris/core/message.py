@@ -45,16 +45,14 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
     """Return (bytes, packed): bytes and str travel raw, anything else as MessagePack.
 
     Raises:
-        DecodeError: msgspec cannot write an object of this type.
+        DecodeError: msgspec cannot write an object of this type, or the text holds surrogates.
     """
     if isinstance(value, bytes):
         return value, False
-    if isinstance(value, str):
-        return value.encode(), False
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value), False
     try:
-        return _encode(value), True
+        return (value.encode(), False) if isinstance(value, str) else (_encode(value), True)
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
         raise DecodeError(f"a {type(value).__name__} cannot be sent: {err}") from err
 

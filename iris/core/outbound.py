@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Final
 
 from iris.core.aliases import Alias, AliasTable
-from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, encode_bundle
+from iris.core.bundle import (
+    CUT_BYTES,
+    MESSAGE_BYTES,
+    Headers,
+    encode_bundle,
+    headers_bytes,
+)
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import END, HOP, encode_control, metadata_prefix
@@ -18,6 +24,8 @@ from iris.wire.frames import Control, Declare, Kind, Prove
 
 SMALL_BYTES: Final = 8192
 """A body below this is cheaper to copy behind its header than to write as a piece of its own."""
+EAGER_CHUNKS: Final = 16
+"""So many requests or answers are written before the turn ends: others work on them meanwhile."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session; past it all sender ids change and the flows are made anew."""
 Place = tuple[int, str, bytes, bytes]
@@ -136,14 +144,15 @@ class Outbound:
 
     def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
         """Put a message into the flow's bundle. `Client.offer` does the same for the plain case."""
-        size = flow.size + len(payload) + MESSAGE_BYTES
+        own = len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
+        size = flow.size + own
         if not flow.payloads:
             self._dirty.append(flow)
             flow.packed = packed
             flow.plain = not packed
         elif size > CUT_BYTES or packed is not flow.packed:
             self.cut(flow)  # it stays listed as dirty
-            size = len(payload) + MESSAGE_BYTES
+            size = own
             flow.packed = packed
             flow.plain = not packed
         if headers and flow.headers is None:
@@ -178,7 +187,10 @@ class Outbound:
         plain = encode_bundle((payload,), (headers,) if headers else None, packed)
         first = flow.first
         flow.first = first + 1
-        return self._seal(flow, plain, hop, deadline_us, timeout_ms, 1, first, suffix)
+        counter = self._seal(flow, plain, hop, deadline_us, timeout_ms, 1, first, suffix)
+        if len(self.chunks) >= EAGER_CHUNKS:
+            self._on_full()  # the others work on these while we make the next
+        return counter
 
     def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
         """Frame the first handshake message of a tunnel. Each has an alias of its own: its id is the sender id."""

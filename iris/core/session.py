@@ -625,7 +625,8 @@ class Session:
                     member=f"{self.relay_id.hex()}.{flow.member}",
                 )
             return
-        sender = self._guard.sender(flow.key.key_id, flow.sender_id, self.now_us)
+        receiver = binding.number if kind == Kind.SURVEY else 0
+        sender = self._guard.sender(flow.key.key_id, flow.sender_id, self.now_us, receiver)
         if sender is None:
             self._refuse(buf, start, end, Refusal.FULL)
             return

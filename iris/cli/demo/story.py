@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -45,15 +46,16 @@ async def tell(source: Path, figures: Figures, screen: Screen) -> None:
         for _ in range(MEMBERS):
             pid = sandbox.start("iris.cli", "run", f"{__package__}.member")
             figures.members[pid] = MemberFigures(pid)
-        rows = list(data.rows(source, quick=figures.quick))
-        figures.to_publish = len(rows)
+        script = Script(list(data.rows(source, quick=figures.quick)))
+        figures.to_publish, figures.to_stream = len(script.rows), len(script.stream)
+        figures.carrier = CARRIER
         async with (
             sandbox.client("iris demo publisher") as publisher,
             sandbox.client("iris demo dashboard") as dashboard,
             sandbox.client("iris demo caller") as caller,
         ):
             await _members_up(sandbox, caller)
-            story = Story(figures, sandbox, caller, rows)
+            story = Story(figures, sandbox, caller, script)
             async with dashboard.subscribe("flights.>", story.received, on_gap=story.missed):
                 try:
                     async with asyncio.timeout(LIMIT_S):
@@ -72,22 +74,30 @@ async def _members_up(sandbox: Sandbox, caller: iris.Client) -> None:
     raise iris.RequestTimeout(CLUSTER, f"{MEMBERS} members did not start within {START_S:g} s")
 
 
+class Script:
+    """What is going to be sent, worked out before the clock ticks."""
+
+    def __init__(self, rows: list[bytes]) -> None:
+        self.rows = rows
+        self.topics = [data.topic(row) for row in rows]
+        self.stream = [row for row in rows if data.carrier(row) == CARRIER]
+        """The flights that go through the tunnel."""
+        pairs = sorted({tuple(topic.split(".")[1:]) for topic in self.topics})
+        self.routes: list[Route] = [(origin, carrier) for origin, carrier in pairs]
+
+
 class Story:
     """The actors, which share figures."""
 
     def __init__(
-        self, figures: Figures, sandbox: Sandbox, caller: iris.Client, rows: list[bytes]
+        self, figures: Figures, sandbox: Sandbox, caller: iris.Client, script: Script
     ) -> None:
         self._figures = figures
         self._sandbox = sandbox
         self._caller = caller
-        self._rows = rows
+        self._script = script
         self._time_to_kill = asyncio.Event()
         self._reader_known = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._topics = [data.topic(row) for row in rows]
-        routes = sorted({tuple(topic.split(".")[1:]) for topic in self._topics})
-        self._routes: list[Route] = [(origin, carrier) for origin, carrier in routes]
 
     def received(self, message: iris.Message) -> None:
         """Take what the dashboard subscribed to."""
@@ -115,7 +125,7 @@ class Story:
             screen.note("waiting until everybody has heard everything")
             askers.set()
             await self._settle()
-            for route in self._routes:
+            for route in self._script.routes:
                 answer = await self._answer(route)
                 self._figures.averages[route] = (answer.flights, answer.minutes)
             report = await self._caller.status()
@@ -131,14 +141,14 @@ class Story:
 
     async def _publish(self, publisher: iris.Client) -> None:
         figures = self._figures
-        begun = self._loop.time()
-        for row, topic in zip(self._rows, self._topics, strict=True):
+        begun = time.monotonic()
+        for row, topic in zip(self._script.rows, self._script.topics, strict=True):
             await publisher.publish(topic, row)
             figures.published += 1
             if figures.published % 64 == 0:
-                ahead_s = figures.published / RATE - (self._loop.time() - begun)
+                ahead_s = figures.published / RATE - (time.monotonic() - begun)
                 await asyncio.sleep(max(0.0, ahead_s))
-                while figures.published - figures.dashboard.rows - figures.missed > MAX_AHEAD:
+                while figures.published - figures.dashboard.rows - figures.missed > MAX_AHEAD:  # noqa: ASYNC110 - a pace
                     await asyncio.sleep(0.002)
             if figures.published >= KILL_AT * figures.to_publish:
                 self._time_to_kill.set()
@@ -149,9 +159,9 @@ class Story:
         for number in itertools.count(first):
             if stop.is_set():
                 return
-            begun = self._loop.time()
-            await self._answer(self._routes[number % len(self._routes)])
-            self._figures.latencies.append(self._loop.time() - begun)
+            begun = time.monotonic()
+            await self._answer(self._script.routes[number % len(self._script.routes)])
+            self._figures.latencies.append(time.monotonic() - begun)
             await asyncio.sleep(ASK_PAUSE_S)
 
     async def _answer(self, route: Route) -> Delay:
@@ -165,7 +175,7 @@ class Story:
                     CLUSTER, Question(*route), timeout=ANSWER_S, idempotent=again, type=Delay
                 )
             except iris.ConnectionLost:
-                figures.told_after.append(self._loop.time() - figures.killed_at)
+                figures.told_after.append(time.monotonic() - figures.killed_at)
             except (iris.NoMembers, iris.Overloaded):
                 figures.refused += 1
                 await asyncio.sleep(ASK_PAUSE_S)
@@ -179,16 +189,14 @@ class Story:
     async def _stream(self) -> None:
         """Send one carrier's flights through a tunnel; its reader sets the pace."""
         figures = self._figures
-        flights = [row for row in self._rows if data.carrier(row) == CARRIER]
-        figures.carrier, figures.to_stream = CARRIER, len(flights)
         async with self._caller.tunnel(CLUSTER, timeout=ANSWER_S) as tunnel:
             reader = msgspec.json.decode(await tunnel.recv(), type=Count)
             figures.tunnel_pid = reader.pid
             self._reader_known.set()
-            for row in flights:
-                begun = self._loop.time()
+            for row in self._script.stream:
+                begun = time.monotonic()
                 await tunnel.send(row)
-                figures.held_back += self._loop.time() - begun
+                figures.held_back += time.monotonic() - begun
                 figures.streamed += 1
             await tunnel.finish()
             figures.read = msgspec.json.decode(await tunnel.recv(), type=tuple[int, int])
@@ -200,11 +208,13 @@ class Story:
         await self._reader_known.wait()
         victim = next(member for member in figures.members if member != figures.tunnel_pid)
         self._sandbox.signal(victim, signal.SIGSTOP)
-        until = self._loop.time() + 0.5
-        while self._loop.time() < until and await self._held_by(victim) < 4:
+        begun = time.monotonic()
+        held = 0
+        while held < (4 if time.monotonic() < begun + 0.5 else 1):
             await asyncio.sleep(0.005)
+            held = await self._held_by(victim)
         figures.members[victim].killed = True
-        figures.killed_at = self._loop.time()
+        figures.killed_at = time.monotonic()
         self._sandbox.signal(victim, signal.SIGKILL)
         screen.note(f"killed member {victim}")
 
@@ -227,8 +237,8 @@ class Story:
     async def _settle(self) -> None:
         """Return when everybody who is left has heard of all flights, or nothing more comes in time."""
         figures = self._figures
-        until = self._loop.time() + SETTLE_S
-        while self._loop.time() < until:
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
             await self._survey()
             heard = [
                 figures.dashboard.rows + figures.missed,

@@ -1,0 +1,342 @@
+"""A relay as a process, and a session that says whatever it is told to.
+
+with Daemon(tmp_path) as relay:
+    async with Wire(relay.socket) as wire:
+        await wire.greet()
+        await wire.send(frame)
+        assert "alias 7" in await wire.error()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import iris
+from iris.crypto.keys import ClusterKey
+from iris.crypto.sframe import Sealer
+from iris.wire import frames
+from iris.wire.codec import END, HOP, decode_control, encode_control, metadata_prefix
+from iris.wire.frames import Control, Kind
+
+KEY = ClusterKey(bytes(range(32)))
+"""What the well-behaved hold."""
+OTHER_KEY = ClusterKey(bytes(range(1, 33)))
+"""What offenders hold: a key of their own, or none."""
+PATIENCE_S = 15.0
+"""How long anything is waited for before the test fails; nothing is measured by it."""
+C = TypeVar("C", bound=Control)
+
+
+class Daemon:
+    """`python -m relay --dev` with a runtime directory of its own; a context manager that ends it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        settings: dict[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        dev: bool = True,
+    ) -> None:
+        self.runtime = directory
+        self.socket = directory / "iris" / "relay.sock"
+        self.environ = {
+            "PATH": os.environ["PATH"],
+            "XDG_RUNTIME_DIR": str(directory),
+            "XDG_CONFIG_HOME": str(directory / "config"),
+            "HOME": str(directory),
+            **(settings or {}),
+        }
+        self.log = directory / "relay.log"
+        self._arguments = ["--dev"] * dev + list(arguments)
+        self._before = before
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> Self:
+        """Start it, and return when it serves."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "relay", *self._arguments],
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=self._before,
+            )
+        wait_until(lambda: self.said("relay.started") or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+        return self
+
+    def said(self, event: str) -> bool:
+        """Whether the present process has logged `event`."""
+        said = False
+        for line in self.lines():
+            if line["event"] == "relay.started":
+                said = False
+                if line["pid"] != self.process.pid:
+                    continue
+            said = said or line["event"] == event
+        return said
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return its log so far; what is no JSON line raises."""
+        text = self.log.read_text()
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        return [json.loads(line) for line in whole if not line.startswith("iris relay: ")]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    """Return once `true()` is; fails after `PATIENCE_S`."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+async def eventually(true: Callable[[], object]) -> None:
+    """As `wait_until`, on the event loop."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():  # noqa: ASYNC110 - what is waited for is in another process
+            await asyncio.sleep(0.005)
+
+
+class Wire:
+    """A session by hand: whole frames, or any bytes."""
+
+    def __init__(self, path: Path, key: ClusterKey = OTHER_KEY) -> None:
+        self.path = path
+        self.key = key
+        self.sender_id = b"\x5a" * 16
+        self.sealer = Sealer(key, self.sender_id)
+        self.welcome: frames.Welcome
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_unix_connection(self.path)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self.writer.transport.abort()
+        try:
+            await self.writer.wait_closed()
+        except OSError:
+            return  # it may have been cut: that is what it is for
+
+    async def greet(self) -> Self:
+        """Say HELLO; returns after WELCOME."""
+        await self.send(frames.Hello(1, 0, "offender", os.getpid()))
+        self.welcome = await self.expect(frames.Welcome)
+        return self
+
+    async def prove(self, key: ClusterKey | None = None) -> Self:
+        """Greet, and prove a key."""
+        await self.greet()
+        await self.send(self.proof(key or self.key))
+        return self
+
+    def proof(self, key: ClusterKey) -> frames.Prove:
+        """Return a PROVE that holds in this session."""
+        signature = key.sign_proof(
+            relay_id=self.welcome.relay_id,
+            session_id=self.welcome.session_id,
+            challenge=self.welcome.challenge,
+        )
+        return frames.Prove(0, key.public_key, signature)
+
+    async def send(self, *parts: Control | bytes) -> None:
+        """Send control frames and bytes in order; a relay that cut us meanwhile is no error here."""
+        try:
+            for part in parts:
+                self.writer.write(part if isinstance(part, bytes) else encode_control(part))
+            await self.writer.drain()
+        except ConnectionError:
+            return  # what it said before is still to be read
+
+    def stop_reading(self) -> None:
+        """Leave what the relay sends in the socket."""
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
+
+    def read_again(self) -> None:
+        """Take it up again."""
+        self.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a socket's transport
+
+    async def frame(self) -> tuple[int, bytes]:
+        """Return (kind, whole frame) of the next frame; raises EOFError at the end."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                head = await self.reader.readexactly(4)
+                body = await self.reader.readexactly(int.from_bytes(head, "little"))
+            except (asyncio.IncompleteReadError, ConnectionError) as err:
+                raise EOFError("the relay closed the connection") from err
+        return body[0], head + body
+
+    async def expect(self, wanted: type[C]) -> C:
+        """Return the next control frame of this type; others are passed over."""
+        while True:
+            kind, frame = await self.frame()
+            if kind < Kind.REQUEST:
+                body = decode_control(memoryview(frame), 0, len(frame))
+                if isinstance(body, wanted):
+                    return body
+
+    async def data(self, wanted: int) -> bytes:
+        """Return the next data frame of this kind."""
+        while True:
+            kind, frame = await self.frame()
+            if kind == wanted:
+                return frame
+
+    async def error(self) -> str:
+        """Return what the relay's Error says, after checking that nothing follows it."""
+        detail = (await self.expect(frames.Error)).detail
+        await self.gone()
+        return detail
+
+    async def gone(self) -> None:
+        """Return when the relay has closed the connection."""
+        try:
+            while True:
+                await self.frame()
+        except EOFError:
+            return
+
+    async def alive(self) -> None:
+        """Raise EOFError unless the relay still answers, so what came before was no offence."""
+        await self.send(frames.Ping(4242))
+        assert (await self.expect(frames.Pong)).id == 4242
+
+    async def join(self, name: str, kind: int, *, concurrency: int = 8, limit_bytes: int = 1 << 20) -> int:  # fmt: skip
+        """Become a member; returns its number."""
+        serving = {kind: frames.Serving(concurrency, limit_bytes)}
+        await self.send(frames.Join(77, name, [self.key.key_id], serving))
+        ack = await self.expect(frames.Ack)
+        assert not ack.error
+        return ack.member
+
+    def declare(self, alias: int, kind: int, name: str) -> frames.Declare:
+        """Return a DECLARE under our key and sender id."""
+        return frames.Declare(alias, kind, name, self.key.key_id, self.sender_id)
+
+    def sealed(
+        self, kind: int, name: str, payload: bytes = b"x", *, alias: int = 0, hop: int = 0, flags: int = 0,
+        count: int = 1, first: int = 0, deadline: int = 0, sent_us: int | None = None, suffix: bytes = b"",
+    ) -> bytes:  # fmt: skip
+        """Return a data frame that its receiver can open."""
+        plain = (1).to_bytes(4, "little") + bytes(8) + len(payload).to_bytes(4, "little") + payload
+        end = END.pack(time.time_ns() // 1000 if sent_us is None else sent_us, 0, count, first)
+        prefix = metadata_prefix(kind, name, self.key.key_id, self.sender_id)
+        body = self.sealer.seal(plain, prefix + end + suffix)
+        return data_frame(kind, body, alias=alias, hop=hop, flags=flags, deadline=deadline, end=end)
+
+
+def data_frame(
+    kind: int, body: bytes = b"", *, alias: int = 0, hop: int = 0, flags: int = 0, deadline: int = 0,
+    end: bytes = END.pack(0, 0, 1, 0),
+) -> bytes:  # fmt: skip
+    """Return a data frame with end fields."""
+    return HOP.pack(22 + len(end) + len(body), kind, flags, alias, hop, deadline) + end + body
+
+
+def control_frame(kind: int, body: bytes) -> bytes:
+    """Return a control frame around any bytes."""
+    return (2 + len(body)).to_bytes(4, "little") + bytes((kind, 0)) + body
+
+
+def client(relay: Path, key: ClusterKey = KEY) -> iris.Client:
+    """Return a client of the relay at this socket."""
+    return iris.connect(relay, keyring=iris.Keyring.single(key))
+
+
+class Neighbours:
+    """Two well-behaved clients: one serves `echo`, one asks it."""
+
+    def __init__(self, member: iris.Client, caller: iris.Client) -> None:
+        self.member = member
+        self.caller = caller
+        self.asked = 0
+        self.heard: list[bytes] = []
+
+    async def check(self) -> None:
+        """Everything works: a request, a push's absence of failure, a publication, the relay's account."""
+        self.asked += 1
+        number = b"%d" % self.asked
+        assert await self.caller.request("echo", number, timeout=PATIENCE_S) == number
+        await self.caller.publish("news.echo", number)
+        await eventually(lambda: self.heard and self.heard[-1] == number)
+        assert len(self.heard) == self.asked
+        assert not self.caller.losses
+        assert not self.member.losses
+
+    async def status(self) -> dict[str, Any]:
+        """Return the relay's status."""
+        return await self.caller.status(timeout=PATIENCE_S)
+
+    async def settled(self, sessions: int) -> dict[str, Any]:
+        """Return the status once only `sessions` sessions are left, and nothing is held."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                status = await self.status()
+                if len(status["sessions"]) == sessions and not status["accounts"]["held"]:
+                    return status
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def neighbours(relay: Path) -> AsyncIterator[Neighbours]:
+    """Attach the well-behaved to the relay at this socket."""
+    service = iris.Service("echo")
+
+    @service.on_request
+    def echo(payload: bytes) -> bytes:
+        return payload
+
+    async with client(relay) as member, client(relay) as caller:
+        both = Neighbours(member, caller)
+        heard = both.heard
+
+        def hear(message: iris.Message) -> None:
+            heard.append(message.payload)
+
+        async with member.serve(service), member.subscribe("news.>", hear):
+            yield both
+
+
+def unaccounted(status: dict[str, Any]) -> int:
+    """Return the messages that the relay's account does not explain: 0."""
+    account = status["accounts"]
+    leaving = [account[name] for name in ("out", "refused", "expired", "held")]
+    return account["in"] + account["copied"] - sum(leaving) - sum(account["dropped"].values())  # type: ignore[no-any-return]  # JSON
+
+
+def tables(status: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a status must be as it was once an offender is gone."""
+    sessions: Sequence[dict[str, Any]] = status["sessions"]
+    return {"clusters": status["clusters"], "sessions": sessions}

@@ -1,0 +1,388 @@
+"""Everything a session can do wrong, and the rule that the relay names when it ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from adversity.kit import KEY, OTHER_KEY, Wire, control_frame, data_frame
+
+from iris.wire import frames
+from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, FRAME_OVERHEAD, HOP, RELAY_HOP, encode_control
+from iris.wire.frames import FLAG_REFUSED, Kind, Refusal
+
+Offence = Callable[[Wire], Awaitable[None]]
+OFFENCES: Final[dict[str, tuple[Offence, str]]] = {}
+"""Name -> (what is done, what the Error says)."""
+
+FIRST_LIMIT: Final = 65_536
+LIMIT: Final = DEFAULT_MESSAGE_LIMIT + FRAME_OVERHEAD
+CLUSTER: Final = "offended"
+
+
+def offence(rule: str) -> Callable[[Offence], Offence]:
+    """Register a function of a connected session; `rule` is a regular expression for the Error."""
+
+    def register(function: Offence) -> Offence:
+        OFFENCES[function.__name__.replace("_", " ")] = function, rule
+        return function
+
+    return register
+
+
+# -- lengths ---------------------------------------------------------------------------------------------------
+
+
+def _length(size: int, *, proven: bool) -> None:
+    limit = LIMIT if proven else FIRST_LIMIT
+
+    async def send(wire: Wire) -> None:
+        if proven:
+            await wire.prove()
+            await wire.alive()
+        await wire.send(size.to_bytes(4, "little") + b"\x17\x00")
+
+    name = f"a frame of {size} bytes {'after' if proven else 'before'} a proof"
+    OFFENCES[name] = send, f"^a frame of {size} bytes; the limit here is {limit}$"
+
+
+for _size in (0, 1, FIRST_LIMIT + 1, (1 << 32) - 1):
+    _length(_size, proven=False)
+for _size in (0, 1, LIMIT + 1, (1 << 32) - 1):
+    _length(_size, proven=True)
+
+
+@offence("^a PING frame of 65543 bytes is too long$")
+async def a_control_frame_over_64_KiB(wire: Wire) -> None:  # noqa: N802 - a unit
+    await wire.prove()
+    await wire.alive()
+    await wire.send(control_frame(Kind.PING, bytes(65_537)))
+
+
+# -- kinds and types -------------------------------------------------------------------------------------------
+
+
+@offence("^unknown frame kind 0x3f$")
+async def an_unknown_control_kind(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(control_frame(0x3F, b"\x80"))
+
+
+@offence("^unknown frame kind 0x4c$")
+async def an_unknown_data_kind(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(data_frame(0x4C))
+
+
+@offence("^unknown frame kind 0x00$")
+async def a_first_frame_of_an_unknown_kind(wire: Wire) -> None:
+    await wire.send(control_frame(0, b""))
+
+
+@offence("^a session does not send Welcome now$")
+async def a_frame_that_only_relays_send(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1))
+
+
+@offence("^bad PING frame: ")
+async def a_wrong_type(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(control_frame(Kind.PING, msgspec.msgpack.encode({"id": "one"})))
+
+
+@offence("^bad SUBSCRIBE frame: ")
+async def an_array_instead_of_a_map(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(control_frame(Kind.SUBSCRIBE, msgspec.msgpack.encode([1, "a"])))
+
+
+@offence("^bad PING frame: ")
+async def a_number_over_63_bits(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(control_frame(Kind.PING, msgspec.msgpack.encode({"id": 1 << 63})))
+
+
+@offence("^bad JOIN frame: ")
+async def a_missing_field(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(control_frame(Kind.JOIN, msgspec.msgpack.encode({"id": 1})))
+
+
+@offence("^bad PROVE frame: ")
+async def truncated_MessagePack(wire: Wire) -> None:  # noqa: N802 - its name
+    await wire.greet()
+    whole = encode_control(wire.proof(OTHER_KEY))
+    await wire.send(control_frame(Kind.PROVE, whole[6:-1]))
+
+
+@offence("^bad PING frame: ")
+async def bytes_after_the_MessagePack(wire: Wire) -> None:  # noqa: N802 - its name
+    await wire.greet()
+    await wire.send(control_frame(Kind.PING, msgspec.msgpack.encode({"id": 1}) + b"\xc0"))
+
+
+@offence("^bad SUBSCRIBE frame: ")
+async def a_text_that_is_not_UTF8(wire: Wire) -> None:  # noqa: N802 - its name
+    await wire.greet()
+    body = b"\x83\xa2id\x01\xa6filter\xa2\xc3\x28\xa7key_ids\x90"
+    await wire.send(control_frame(Kind.SUBSCRIBE, body))
+
+
+@offence("^bad SUBSCRIBE frame: ")
+async def an_array_of_four_billion(wire: Wire) -> None:
+    await wire.greet()
+    body = b"\x83\xa2id\x01\xa6filter\xa1a\xa7key_ids\xdd\xff\xff\xff\xff"
+    await wire.send(control_frame(Kind.SUBSCRIBE, body))
+
+
+@offence("^bad HELLO frame: ")
+async def a_depth_of_ten_thousand(wire: Wire) -> None:
+    await wire.send(control_frame(Kind.HELLO, b"\x81\xa1x" + b"\x91" * 10_000 + b"\xc0"))
+
+
+# -- order -----------------------------------------------------------------------------------------------------
+
+
+@offence("^Ping before HELLO$")
+async def a_control_frame_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
+    await wire.send(frames.Ping(1))
+
+
+@offence("^alias 0 was not declared for this kind of frame$")
+async def a_publication_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
+    await wire.send(data_frame(Kind.PUBLISH))
+
+
+@offence("^a data frame before HELLO$")
+async def a_tunnel_record_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
+    await wire.send(HOP.pack(22, Kind.TUNNEL_DATA, 0, 0, 1, 0))
+
+
+@offence("^a data frame before HELLO$")
+async def a_refusal_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
+    flags = FLAG_REFUSED | Refusal.FULL << 4
+    await wire.send(data_frame(Kind.REQUEST, flags=flags, hop=RELAY_HOP + 1))
+
+
+@offence("^a session does not send Hello now$")
+async def a_second_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
+    await wire.greet()
+    await wire.send(frames.Hello(1, 0))
+
+
+@offence("^you speak version 2, this relay speaks 1$")
+async def another_version(wire: Wire) -> None:
+    await wire.send(frames.Hello(2, 0))
+
+
+# -- keys ------------------------------------------------------------------------------------------------------
+
+
+@offence("^the proof of a key does not hold$")
+async def a_forged_proof(wire: Wire) -> None:
+    await wire.greet()
+    await wire.send(frames.Prove(0, KEY.public_key, wire.proof(OTHER_KEY).signature))
+
+
+@offence("^the proof of a key does not hold$")
+async def a_proof_of_another_session(wire: Wire) -> None:
+    async with Wire(wire.path) as other:
+        await other.greet()
+        await wire.greet()
+        await wire.send(other.proof(OTHER_KEY))
+
+
+@offence("^more than 1024 keys$")
+async def a_proof_too_many(wire: Wire) -> None:
+    from iris.crypto.keys import ClusterKey
+
+    await wire.greet()
+    keys = (ClusterKey(number.to_bytes(32, "big")) for number in range(1, 1026))
+    await wire.send(*(wire.proof(key) for key in keys))
+
+
+@offence(f"^alias under key {KEY.key_id.hex()[:8]}, which was not proven$")
+async def an_alias_under_an_unproven_key(wire: Wire) -> None:
+    await wire.prove()
+    wire.key = KEY
+    await wire.send(wire.declare(0, Kind.PUBLISH, "a"))
+
+
+@offence("^members asked for under a key that was not proven$")
+async def members_under_an_unproven_key(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(frames.Members(1, "echo", [KEY.key_id]))
+
+
+# -- aliases and names -----------------------------------------------------------------------------------------
+
+
+@offence("^alias 7 was not declared for this kind of frame$")
+async def an_undeclared_alias(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.sealed(Kind.PUBLISH, "a", alias=7))
+
+
+@offence("^alias 4294967295 was not declared for this kind of frame$")
+async def an_alias_over_all_bounds(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.sealed(Kind.REQUEST, "a", alias=(1 << 32) - 1))
+
+
+@offence("^alias 0 was not declared for this kind of frame$")
+async def an_alias_used_for_another_kind(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.PUSH, CLUSTER), wire.sealed(Kind.REQUEST, CLUSTER))
+
+
+@offence("^alias for frames of kind 0x4a$")
+async def an_alias_for_tunnel_records(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.TUNNEL_DATA, CLUSTER))
+
+
+@offence("is not a cluster name")
+async def a_cluster_outside_the_grammar(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.REQUEST, "a..b"))
+
+
+@offence("is not a topic")
+async def a_topic_with_a_wildcard(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.PUBLISH, "a.*"))
+
+
+@offence("is over 255 bytes or 32 tokens")
+async def a_topic_of_33_tokens(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.PUBLISH, ".".join("a" * 33)))
+
+
+@offence("is not a cluster name")
+async def members_of_a_name_outside_the_grammar(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(frames.Members(1, "a b", [OTHER_KEY.key_id]))
+
+
+@offence("^more than 1024 watches, or one id twice$")
+async def two_watches_of_one_id(wire: Wire) -> None:
+    await wire.prove()
+    watch = frames.Members(1, CLUSTER, [OTHER_KEY.key_id], watch=True)
+    await wire.send(watch, watch)
+
+
+# -- data frames -----------------------------------------------------------------------------------------------
+
+
+@offence("^a data frame is cut short$")
+async def a_publication_cut_short(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.PUBLISH, "a"), HOP.pack(22, Kind.PUBLISH, 0, 0, 0, 0))
+
+
+@offence("^a data frame is cut short$")
+async def a_reply_cut_short(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.REPLY, CLUSTER), b"\x02\0\0\0" + bytes((Kind.REPLY, 0)))
+
+
+@offence("^a tunnel frame is cut short$")
+async def a_tunnel_record_cut_short(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(b"\x02\0\0\0" + bytes((Kind.TUNNEL_DATA, 0)))
+
+
+@offence("^hop ids with bit 63 are the relay's to choose$")
+async def a_hop_id_of_the_relays_half(wire: Wire) -> None:
+    await wire.prove()
+    request = wire.sealed(Kind.REQUEST, "echo", hop=RELAY_HOP | 1)
+    await wire.send(wire.declare(0, Kind.REQUEST, "echo"), request)
+
+
+@offence("^4294967295 messages in a frame of 92 bytes$")
+async def a_bundle_of_four_billion_messages(wire: Wire) -> None:
+    await wire.prove()
+    bundle = wire.sealed(Kind.PUBLISH, "a", count=(1 << 32) - 1)
+    await wire.send(wire.declare(0, Kind.PUBLISH, "a"), bundle)
+
+
+@offence("^0 messages in a frame of 92 bytes$")
+async def a_bundle_of_no_messages(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.PUBLISH, "a"), wire.sealed(Kind.PUBLISH, "a", count=0))
+
+
+@offence("^tunnel 5 is open already$")
+async def one_tunnel_twice(wire: Wire) -> None:
+    await wire.prove()
+    await wire.join(CLUSTER, Kind.TUNNEL_OPEN)
+    opening = data_frame(Kind.TUNNEL_OPEN, bytes(48), hop=5)
+    await wire.send(wire.declare(0, Kind.TUNNEL_OPEN, CLUSTER), opening, opening)
+
+
+@offence("^a TUNNEL_END carries one byte, its cause$")
+async def a_long_tunnel_end(wire: Wire) -> None:
+    await wire.prove()
+    await wire.join(CLUSTER, Kind.TUNNEL_OPEN)
+    end = HOP.pack(1022, Kind.TUNNEL_END, 0, 0, 5, 0) + bytes(1000)
+    opening = data_frame(Kind.TUNNEL_OPEN, bytes(48), hop=5)
+    await wire.send(wire.declare(0, Kind.TUNNEL_OPEN, CLUSTER), opening, end)
+
+
+# -- what members owe ------------------------------------------------------------------------------------------
+
+
+@offence("^credit for 1 push messages that were not handed over$")
+async def credit_for_what_was_not_handed_over(wire: Wire) -> None:
+    await wire.prove()
+    member = await wire.join(CLUSTER, Kind.PUSH)
+    await wire.send(frames.Credit(member, Kind.PUSH, 1, 100))
+
+
+@offence("^credit for 2 push messages that were not handed over$")
+async def credit_for_more_than_was_handed_over(wire: Wire) -> None:
+    await wire.prove()
+    member = await wire.join(CLUSTER, Kind.PUSH)
+    await wire.send(wire.declare(0, Kind.PUSH, CLUSTER), wire.sealed(Kind.PUSH, CLUSTER, hop=1))
+    await wire.data(Kind.PUSH)
+    await wire.send(frames.Credit(member, Kind.PUSH, 2, 200))
+
+
+@offence("^credit for 1 request messages that were not handed over$")
+async def credit_for_a_request(wire: Wire) -> None:
+    await wire.prove()
+    member = await wire.join(CLUSTER, Kind.REQUEST)
+    await wire.send(
+        wire.declare(0, Kind.REQUEST, CLUSTER), wire.sealed(Kind.REQUEST, CLUSTER, hop=1)
+    )
+    await wire.data(Kind.REQUEST)
+    await wire.send(frames.Credit(member, Kind.REQUEST, 1, 100))
+
+
+@offence("^a refused message came back changed$")
+async def a_refused_frame_sent_back_longer(wire: Wire) -> None:
+    await wire.prove()
+    await wire.join(CLUSTER, Kind.REQUEST)
+    await wire.send(
+        wire.declare(0, Kind.REQUEST, CLUSTER), wire.sealed(Kind.REQUEST, CLUSTER, hop=1)
+    )
+    frame = bytearray(await wire.data(Kind.REQUEST))
+    frame[:4] = (len(frame) - 3).to_bytes(4, "little")
+    frame[5] = FLAG_REFUSED | Refusal.FULL << 4
+    await wire.send(bytes(frame) + b"\0")
+
+
+@offence("^a refused message came back changed$")
+async def a_refused_frame_sent_back_as_another_kind(wire: Wire) -> None:
+    await wire.prove()
+    await wire.join(CLUSTER, Kind.REQUEST)
+    await wire.send(
+        wire.declare(0, Kind.REQUEST, CLUSTER), wire.sealed(Kind.REQUEST, CLUSTER, hop=1)
+    )
+    frame = bytearray(await wire.data(Kind.REQUEST))
+    frame[4] = Kind.PUSH
+    frame[5] = FLAG_REFUSED | Refusal.FULL << 4
+    await wire.send(bytes(frame))

@@ -1,0 +1,487 @@
+"""A relay can deny service and nothing else: what it forges is never delivered, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adversity.kit import KEY, OTHER_KEY, eventually
+from adversity.liar import SENDER, WELCOME, Liar, Peer, acknowledging, hop_of, silent
+
+import iris
+from iris.core.tunnel import prologue
+from iris.crypto.keys import ClusterKey
+from iris.crypto.noise import Handshake
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import HOP, RELAY_HOP, encode_control
+from iris.wire.frames import FLAG_REFUSED, Cause, Control, Kind, Refusal
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(autouse=True)
+async def nothing_hangs() -> AsyncIterator[None]:
+    async with asyncio.timeout(20):
+        yield
+
+
+# -- greeting --------------------------------------------------------------------------------------------------
+
+GREETINGS: dict[str, tuple[Control | bytes | None, str]] = {
+    "garbage": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "a frame of"),
+    "an endless frame": (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
+    "an empty frame": (b"\0\0\0\0", "a frame of 0 bytes"),
+    "an unknown kind": (b"\x02\0\0\0\x3f\0", "unknown frame kind 0x3f"),
+    "no MessagePack": (b"\x03\0\0\0\x02\0\xc1", "bad WELCOME frame"),
+    "another version": (
+        frames.Welcome(2, 0, bytes(16), bytes(8), bytes(32), 1),
+        "speaks version 2",
+    ),
+    "a short challenge": (
+        encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(31), 1)),
+        "bad WELCOME frame",
+    ),
+    "an Ack before WELCOME": (frames.Ack(1), "a relay does not send Ack now"),
+    "a session's frame": (frames.Hello(1, 0), "a relay does not send Hello now"),
+    "data before WELCOME": (HOP.pack(46, Kind.PUBLISH, 0, 0, 0, 0) + bytes(24), "alias 0"),
+    "two WELCOMEs": (encode_control(WELCOME) * 2, "a second WELCOME"),
+    "an Error": (frames.Error("not today"), "the relay ended the session: not today"),
+    "goodbye": (frames.Bye("no"), "a relay does not send Bye now"),
+}
+
+
+@pytest.mark.parametrize("name", GREETINGS)
+async def test_a_relay_that_greets_wrongly_is_unavailable(name: str, tmp_path: Path) -> None:
+    greeting, reason = GREETINGS[name]
+    async with Liar(tmp_path, acknowledging, greeting=greeting) as liar:
+        with pytest.raises(iris.RelayUnavailable, match=reason):
+            await liar.client().open()
+
+
+async def test_a_relay_that_hangs_up_is_unavailable(tmp_path: Path) -> None:
+    def hang_up(peer: Peer, body: Control | bytes) -> None:
+        peer.hang_up()
+
+    async with Liar(tmp_path, hang_up, greeting=None) as liar:
+        with pytest.raises(iris.RelayUnavailable, match="closed the connection"):
+            await liar.client().open()
+
+
+async def test_a_relay_that_says_nothing_is_unavailable_in_time(tmp_path: Path) -> None:
+    async with Liar(tmp_path, silent, greeting=None) as liar:
+        with pytest.raises(iris.RelayUnavailable, match=r"did not answer within 0.2 s"):
+            await liar.client(connect_timeout_s=0.2).open()
+
+
+async def test_no_relay_at_all_says_what_to_do(tmp_path: Path) -> None:
+    client = iris.connect(tmp_path / "none.sock", keyring=iris.Keyring.single(KEY))
+    with pytest.raises(iris.RelayUnavailable, match=r"no relay at .*none.sock.*iris relay --dev"):
+        await client.open()
+
+
+async def test_a_socket_that_nobody_serves_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "dead.sock"
+    server = await asyncio.start_unix_server(lambda reader, writer: None, path)
+    server.close()
+    if not path.exists():
+        pytest.skip("this Python removes the socket")
+    with pytest.raises(iris.RelayUnavailable, match="iris relay --dev"):
+        await iris.connect(path, keyring=iris.Keyring.single(KEY)).open()
+
+
+# -- silence ---------------------------------------------------------------------------------------------------
+
+
+async def test_every_call_ends_in_time_at_a_relay_that_stopped_answering(tmp_path: Path) -> None:
+    service = iris.Service("db")
+    service.on_request(lambda payload: payload)
+
+    async def survey(client: iris.Client) -> None:
+        survey = client.survey("db", b"", timeout=0.1)
+        assert [answer async for answer in survey] == []
+        raise iris.RequestTimeout("db", "no answer")
+
+    async def subscribe(client: iris.Client) -> None:
+        async with client.subscribe("a.>"):
+            raise AssertionError("nobody acknowledged it")
+
+    async def serve(client: iris.Client) -> None:
+        async with client.serve(service):
+            raise AssertionError("nobody acknowledged it")
+
+    async def tunnel(client: iris.Client) -> None:
+        async with client.tunnel("db", timeout=0.1):
+            raise AssertionError("nobody accepted it")
+
+    async with Liar(tmp_path, silent) as liar:
+        client = liar.client(connect_timeout_s=0.2)
+        await client.open()
+        for call in (
+            client.request("db", b"", timeout=0.1),
+            client.request("db", b"", timeout=0.1, idempotent=True),
+            client.flush(timeout=0.1),
+            client.status(timeout=0.1),
+            client.members("db", timeout=0.1),
+            client.wait_for_members("db", 1, timeout=0.1),
+            survey(client),
+            subscribe(client),
+            serve(client),
+            tunnel(client),
+        ):
+            with pytest.raises(iris.RequestTimeout):
+                await call
+        await client.push("db", b"", timeout=0.1)
+        await client.publish("a.b", b"")
+        await client.broadcast("db", b"")
+        await client.close()
+
+
+async def test_a_member_and_a_subscriber_stop_in_time_at_a_relay_that_stopped_answering(
+    tmp_path: Path,
+) -> None:
+    deaf = False
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if not deaf:
+            acknowledging(peer, body)
+
+    service = iris.Service("db")
+    service.on_request(lambda payload: payload)
+    async with Liar(tmp_path, script) as liar:
+        client = liar.client(connect_timeout_s=0.2)
+        await client.open()
+        async with client.serve(service), client.subscribe("a.>"):
+            deaf = True
+        await client.close()
+
+
+# -- frames that no relay sends --------------------------------------------------------------------------------
+
+WRONG: dict[str, Control | bytes] = {
+    "garbage": b"\x02\0\0\0\x00\0",
+    "an endless frame": b"\xff\xff\xff\xff",
+    "a frame over the limit": ((16 << 20) + 1).to_bytes(4, "little"),
+    "an undeclared alias": HOP.pack(46, Kind.PUBLISH, 0, 9, 0, 0) + bytes(24),
+    "an alias under a key that we do not hold": frames.Declare(
+        0, Kind.PUBLISH, "a", OTHER_KEY.key_id, SENDER
+    ),
+    "an alias for control frames": frames.Declare(0, Kind.PING, "a", KEY.key_id, SENDER),
+    "a data frame cut short": HOP.pack(22, Kind.REPLY, 0, 0, 0, 0),
+    "a publication cut short": HOP.pack(22, Kind.PUBLISH, 0, 0, 0, 0),
+    "a tunnel frame cut short": b"\x02\0\0\0" + bytes((Kind.TUNNEL_DATA, 0)),
+    "a refusal": HOP.pack(46, Kind.REQUEST, FLAG_REFUSED | Refusal.FULL << 4, 0, 1, 0) + bytes(24),
+    "a session's frame": frames.Leave(1, 1),
+    "a gap in requests": frames.Gap(Kind.REQUEST, "a", KEY.key_id, SENDER, 0, 1, "x"),
+    "an Error": frames.Error("you are wrong"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_relay_that_breaks_the_protocol_loses_its_session(name: str, tmp_path: Path) -> None:
+    """What is in flight hears of it at once; the client looks for a relay again, and works."""
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if peer.number == 1 and isinstance(body, bytes):
+            peer.send(WRONG[name])
+        else:
+            acknowledging(peer, body)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client, client.subscribe("a.>"):
+        with pytest.raises(iris.ConnectionLost) as caught:
+            await client.request("db", b"", timeout=10)
+        assert caught.value.may_have_run
+        await client.flush()
+        assert len(liar.peers) == 2
+        assert sum(isinstance(body, frames.Subscribe) for body in liar.last.got) == 1
+
+
+@pytest.mark.parametrize("answer", ["ack", "report", "pong"])
+async def test_an_answer_of_another_type_ends_the_session(answer: str, tmp_path: Path) -> None:
+    def script(peer: Peer, body: Control | bytes) -> None:
+        match body:
+            case frames.Status() | frames.Ping() | frames.Subscribe() if peer.number == 1:
+                answers: dict[str, Control] = {
+                    "ack": frames.Ack(body.id),
+                    "report": frames.Report(body.id, "{}"),
+                    "pong": frames.Pong(body.id),
+                }
+                peer.send(answers[answer])
+            case _:
+                acknowledging(peer, body)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        with pytest.raises(iris.ConnectionLost):
+            await (client.status() if answer == "pong" else client.flush())
+        await client.flush()
+        assert len(liar.peers) == 2
+
+
+@pytest.mark.parametrize("document", ["", "[]", "{", "null"])
+async def test_a_status_that_is_no_document_is_a_decode_error(document: str, tmp_path: Path) -> None:
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, frames.Status):
+            peer.send(frames.Report(body.id, document))
+        else:
+            acknowledging(peer, body)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        with pytest.raises(iris.DecodeError):
+            await client.status()
+
+
+# -- forged data -----------------------------------------------------------------------------------------------
+
+
+def answering(*answers: Any) -> Any:
+    """Return a script that answers each request with what `answers` make of it, in turn."""
+    turn = iter(answers)
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, bytes) and body[4] == Kind.REQUEST:
+            peer.send(peer.declare(3, Kind.REPLY, "db"))
+            peer.send(next(turn)(peer, body))
+        else:
+            acknowledging(peer, body)
+
+    return script
+
+
+def reply(peer: Peer, request: bytes, **changes: Any) -> bytes:
+    """Return the true reply to a request."""
+    said = {"alias": 3, "hop": hop_of(request), "suffix": peer.suffix(request), **changes}
+    return peer.sealed(Kind.REPLY, "db", b"true", **said)
+
+
+async def test_a_forged_or_swapped_reply_is_never_delivered(tmp_path: Path) -> None:
+    first: list[bytes] = []
+
+    def remember(peer: Peer, request: bytes) -> bytes:
+        first.append(peer.suffix(request))
+        return reply(peer, request)
+
+    script = answering(
+        remember,
+        lambda peer, request: reply(peer, request, true=False),
+        lambda peer, request: reply(peer, request, suffix=first[0]),
+        lambda peer, request: reply(peer, request, suffix=b""),
+        reply,
+    )
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        assert await client.request("db", b"", timeout=5) == b"true"
+        for _ in range(3):
+            with pytest.raises(iris.ConnectionLost, match="unreadable"):
+                await client.request("db", b"", timeout=5)
+        assert await client.request("db", b"", timeout=5) == b"true"
+        assert client.counters == {} or "unreadable" in client.counters
+        assert len(liar.peers) == 1
+
+
+async def test_a_reply_of_another_cluster_or_to_nobody_is_never_delivered(tmp_path: Path) -> None:
+    def elsewhere(peer: Peer, request: bytes) -> bytes:
+        suffix = peer.suffix(request)
+        said = peer.sealed(Kind.REPLY, "other", b"false", alias=4, hop=hop_of(request), suffix=suffix)
+        return encode_control(peer.declare(4, Kind.REPLY, "other")) + said
+
+    def to_nobody(peer: Peer, request: bytes) -> bytes:
+        stray = peer.sealed(Kind.REPLY, "db", b"false", alias=3, hop=999, suffix=b"")
+        return stray + reply(peer, request) + reply(peer, request)
+
+    async with Liar(tmp_path, answering(elsewhere, to_nobody, reply)) as liar:
+        async with liar.client() as client:
+            with pytest.raises(iris.ConnectionLost, match="unreadable"):
+                await client.request("db", b"", timeout=5)
+            assert await client.request("db", b"", timeout=5) == b"true"
+            assert await client.request("db", b"", timeout=5) == b"true"
+
+
+async def test_a_forged_failure_is_an_error_and_says_so(tmp_path: Path) -> None:
+    """FAIL is the relay's own word: it may deny, and every cause, known or not, is a documented error."""
+    causes = iter([*Cause, 99])
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, bytes):
+            peer.send(frames.Fail(hop_of(body), next(causes), "because"))
+        else:
+            acknowledging(peer, body)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        for _ in range(len(Cause) + 1):
+            with pytest.raises(iris.RequestError, match="because"):
+                await client.request("db", b"", timeout=5)
+        assert len(liar.peers) == 1
+
+
+async def test_a_relay_that_always_says_stale_is_not_asked_for_ever(tmp_path: Path) -> None:
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, bytes):
+            peer.send(frames.Fail(hop_of(body), Cause.REFUSED, "stale"))
+        else:
+            acknowledging(peer, body)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        with pytest.raises(iris.RemoteError, match="stale"):
+            await client.request("db", b"", timeout=5)
+        assert liar.last.count(Kind.REQUEST) == 3
+
+
+async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
+        async with client.subscribe("a.>", lambda message: heard.append(message.payload)):
+            peer = liar.last
+            true = peer.sealed(Kind.PUBLISH, "a.b", b"one", first=0)
+            peer.send(peer.declare(0, Kind.PUBLISH, "a.b"), true, true)
+            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"forged", first=1, true=False))
+            peer.send(peer.sealed(Kind.PUBLISH, "a.c", b"spliced", first=1))
+            broadcast = peer.sealed(Kind.BROADCAST, "a.b", b"of another kind", first=1)
+            peer.send(broadcast[:4] + bytes((Kind.PUBLISH,)) + broadcast[5:])
+            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"two", first=1), true)
+            await eventually(lambda: len(heard) == 2)
+            await client.flush()
+            assert heard == [b"one", b"two"]
+            assert sum(lost.count or 0 for lost in client.losses) >= 3
+
+
+async def test_who_holds_one_key_does_not_speak_for_topics_of_another(tmp_path: Path) -> None:
+    """A filter for everything is registered under both keys; a topic belongs to its own."""
+    keyring = iris.Keyring({"default": (OTHER_KEY,), "topic:orders": (KEY,)})
+    heard: list[tuple[str, bytes]] = []
+    async with Liar(tmp_path, acknowledging) as liar:
+        async with (
+            iris.connect(liar.path, keyring=keyring) as client,
+            client.subscribe(">", lambda message: heard.append((message.name, message.payload))),
+        ):
+            peer = liar.last
+            for alias, (topic, key) in enumerate(
+                [("orders.eu", OTHER_KEY), ("orders.eu", KEY), ("news", KEY), ("news", OTHER_KEY)]
+            ):
+                peer.send(peer.declare(alias, Kind.PUBLISH, topic, key=key))
+                said = b"true" if (topic == "news") == (key is OTHER_KEY) else b"false"
+                peer.send(peer.sealed(Kind.PUBLISH, topic, said, alias=alias, key=key))
+            await client.flush()
+            assert heard == [("orders.eu", b"true"), ("news", b"true")]
+
+
+@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST])
+async def test_a_message_reaches_only_the_service_that_it_is_addressed_to(
+    kind: Kind, tmp_path: Path
+) -> None:
+    """The relay names the member; the seal names the cluster and the key. They have to agree."""
+    ran: list[bytes] = []
+    service = iris.Service("db")
+    for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
+        register(lambda payload: ran.append(payload))
+    keyring = iris.Keyring({"default": (OTHER_KEY,), "db": (KEY,)})
+
+    async with Liar(tmp_path, acknowledging) as liar:
+        async with iris.connect(liar.path, keyring=keyring) as client, client.serve(service):
+            peer = liar.last
+            addresses: list[tuple[str, ClusterKey]] = [("payroll", OTHER_KEY), ("db", OTHER_KEY), ("payroll", KEY), ("db", KEY)]  # fmt: skip
+            for alias, (name, key) in enumerate(addresses):
+                said = b"true" if (name, key) == ("db", KEY) else b"false"
+                frame = peer.sealed(kind, name, said, alias=alias, hop=RELAY_HOP + alias, key=key)
+                peer.send(peer.declare(alias, kind, name, key=key, member=7), frame)
+            await client.flush()
+            assert ran == [b"true"]
+            await client.flush()
+            refused = [
+                body for body in peer.got if isinstance(body, bytes) and body[5] & FLAG_REFUSED
+            ]
+            assert len(refused) == (0 if kind == Kind.BROADCAST else 3)
+
+
+@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST])
+async def test_a_repeated_or_forged_message_to_a_member_runs_nothing(
+    kind: Kind, tmp_path: Path
+) -> None:
+    ran: list[bytes] = []
+    service = iris.Service("db")
+    for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
+        register(lambda payload: ran.append(payload))
+    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
+        async with client.serve(service):
+            peer = liar.last
+            true = peer.sealed(kind, "db", b"once", hop=RELAY_HOP + 1)
+            forged = peer.sealed(kind, "db", b"forged", hop=RELAY_HOP + 2, first=1, true=False)
+            peer.send(peer.declare(0, kind, "db", member=7), true, true, forged, true)
+            await client.flush()
+            await client.flush()
+            assert ran == [b"once"]
+            reasons = [
+                body[5] >> 4 for body in peer.got if isinstance(body, bytes) and body[5] & FLAG_REFUSED
+            ]
+            if kind != Kind.BROADCAST:
+                assert reasons == [Refusal.REPLAYED, Refusal.UNREADABLE, Refusal.REPLAYED]
+
+
+async def test_a_repeated_answer_of_a_survey_counts_once(tmp_path: Path) -> None:
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, bytes):
+            hop = hop_of(body)
+            answer = peer.sealed(
+                Kind.ANSWER, "db", b"one", alias=3, hop=hop, suffix=peer.suffix(body)
+            )
+            forged = peer.sealed(Kind.ANSWER, "db", b"two", alias=3, hop=hop, suffix=bytes(24))
+            peer.send(
+                frames.Roster(hop, ["a.1", "a.2"]), peer.declare(3, Kind.ANSWER, "db"),
+                answer, answer, forged, frames.Done(hop), answer,
+            )  # fmt: skip
+        else:
+            acknowledging(peer, body)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        survey = client.survey("db", b"?", timeout=5, type=bytes)
+        assert [answer async for answer in survey] == [b"one"]
+        assert set(survey.missing) == {"a.1", "a.2"}
+
+
+# -- tunnels ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"", bytes(48), bytes(70_000)])
+async def test_a_forged_acceptance_opens_no_tunnel(body: bytes, tmp_path: Path) -> None:
+    def script(peer: Peer, frame: Control | bytes) -> None:
+        if isinstance(frame, bytes) and frame[4] == Kind.TUNNEL_OPEN:
+            head = HOP.pack(22 + len(body), Kind.TUNNEL_ACCEPT, 0, 0, hop_of(frame), 0)
+            peer.send(head + body)
+        elif not isinstance(frame, bytes):
+            acknowledging(peer, frame)
+
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        with pytest.raises(iris.ConnectionLost) as caught:
+            await client.open_tunnel("db", timeout=5)
+        assert not caught.value.may_have_run
+        await client.flush()
+        assert liar.last.count(Kind.TUNNEL_END) == 1
+        assert len(liar.peers) == 1
+
+
+async def test_one_tunnel_opened_twice_at_a_member_ends_the_session(tmp_path: Path) -> None:
+    service = iris.Service("db")
+
+    @service.on_tunnel
+    async def never(tunnel: iris.Tunnel) -> None:
+        raise AssertionError("its opening headers never came")
+
+    opening = Handshake(
+        True, prologue("db", KEY.key_id, SENDER), KEY.tunnel_psk, bytes(range(32))
+    ).write_message()
+    frame = HOP.pack(46 + len(opening), Kind.TUNNEL_OPEN, 0, 0, RELAY_HOP + 1, 0) + bytes(24)
+    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
+        async with client.serve(service):
+            peer = liar.last
+            peer.send(peer.declare(0, Kind.TUNNEL_OPEN, "db", member=7), frame + opening)
+            await eventually(lambda: peer.count(Kind.TUNNEL_ACCEPT) == 1)
+            assert len(liar.peers) == 1
+            peer.send(frame + opening)
+            await eventually(lambda: len(liar.peers) == 2)
+            await client.flush()
+
+
+def test_what_a_relay_gets_wrong_is_never_blamed_on_the_user() -> None:
+    assert issubclass(PeerProtocolError, iris.IrisError)
+    assert "PeerProtocolError" not in iris.__all__

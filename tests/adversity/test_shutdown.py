@@ -1,0 +1,249 @@
+"""However a relay ends, what runs gets its chance, the next one starts, and clients find it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from adversity.kit import KEY, PATIENCE_S, Daemon, client, neighbours, wait_until
+
+import iris
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path) as daemon:
+        yield daemon
+
+
+def left_behind(daemon: Daemon) -> list[str]:
+    """Return the names in the relay's directory. The lock stays: a deleted lock could be held twice."""
+    return sorted(path.name for path in daemon.socket.parent.iterdir() if path.name != "dev")
+
+
+def again(daemon: Daemon) -> subprocess.CompletedProcess[str]:
+    """Start a second relay at the same socket, which must end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "relay", "--dev"],
+        env=daemon.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Daemon) -> None:
+    running = asyncio.Event()
+    finish = asyncio.Event()
+    service = iris.Service("slow")
+
+    @service.on_request
+    async def slow(payload: bytes) -> bytes:
+        running.set()
+        await finish.wait()
+        return payload
+
+    async with client(daemon.socket) as member, client(daemon.socket) as caller:
+        async with member.serve(service):
+            waiting = asyncio.create_task(caller.request("slow", b"done", timeout=PATIENCE_S))
+            await running.wait()
+            daemon.process.send_signal(number)
+            while daemon.socket.parent.exists() and not daemon.said("relay.stopped"):
+                with contextlib.suppress(iris.RelayUnavailable):
+                    async with client(daemon.socket):
+                        await asyncio.sleep(0.01)
+                        continue
+                break  # it takes no new session, and the request still runs
+            assert not waiting.done()
+            finish.set()
+            assert await waiting == b"done"
+            assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+    assert daemon.said("relay.stopped")
+    assert left_behind(daemon) == ["relay.sock.lock"]
+
+
+def test_a_relay_without_work_does_not_wait_for_its_drain_timeout(tmp_path: Path) -> None:
+    async def idle(daemon: Daemon) -> None:
+        async with neighbours(daemon.socket) as others:
+            await others.check()
+            code = await asyncio.to_thread(daemon.stop)
+            assert code == 0
+
+    with Daemon(tmp_path, settings={"IRIS_RELAY_DRAIN_TIMEOUT_S": "3600"}) as daemon:
+        asyncio.run(idle(daemon))
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    service = iris.Service("never")
+
+    @service.on_tunnel
+    async def hold(tunnel: iris.Tunnel) -> None:
+        with contextlib.suppress(iris.TunnelBroken):
+            await tunnel.recv()
+
+    settings = {"IRIS_RELAY_DRAIN_TIMEOUT_S": "3600"}
+    with Daemon(tmp_path, settings=settings) as daemon:
+        async with client(daemon.socket) as member, member.serve(service):
+            tunnel = await member.open_tunnel("never", timeout=PATIENCE_S)
+            daemon.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            assert daemon.process.poll() is None  # an open tunnel is work
+            assert await asyncio.to_thread(daemon.stop) == 1
+            with pytest.raises(iris.TunnelBroken):
+                await tunnel.recv()
+
+
+def test_a_live_relay_is_left_alone_and_the_second_says_who_has_it(daemon: Daemon) -> None:
+    second = again(daemon)
+    assert second.returncode == 2
+    assert f"a relay already serves {daemon.socket}: process {daemon.process.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert daemon.stop() == 0
+
+
+async def test_after_a_kill_the_next_relay_replaces_the_stale_socket_and_clients_find_it(
+    daemon: Daemon,
+) -> None:
+    async with neighbours(daemon.socket) as others:
+        await others.check()
+        daemon.process.kill()
+        await asyncio.to_thread(daemon.process.wait)
+        assert left_behind(daemon) == ["relay.sock", "relay.sock.lock"]
+        with pytest.raises(iris.RequestError) as caught:
+            await others.caller.request("echo", b"", timeout=0.2)
+        assert isinstance(caught.value, iris.ConnectionLost)
+        daemon.start()
+        await others.caller.wait_for_members("echo", 1, timeout=PATIENCE_S)
+        assert await others.caller.request("echo", b"again", timeout=PATIENCE_S) == b"again"
+    assert daemon.stop() == 0
+    assert left_behind(daemon) == ["relay.sock.lock"]
+
+
+async def test_what_is_in_flight_when_a_relay_is_killed_ends_at_once(daemon: Daemon) -> None:
+    service = iris.Service("never")
+
+    @service.on_request
+    async def never(payload: bytes) -> None:
+        await asyncio.Event().wait()
+
+    @service.on_tunnel
+    async def hold(tunnel: iris.Tunnel) -> None:
+        with contextlib.suppress(iris.TunnelBroken):
+            await tunnel.recv()
+
+    async with client(daemon.socket) as member, client(daemon.socket) as caller:
+        serving = member.serve(service)
+        binding = await serving.__aenter__()
+        waiting = asyncio.create_task(caller.request("never", b"", timeout=3600))
+        tunnel = await caller.open_tunnel("never", timeout=PATIENCE_S)
+        while not binding.running:
+            await asyncio.sleep(0.005)
+        daemon.process.kill()
+        with pytest.raises(iris.ConnectionLost) as caught:
+            await waiting
+        assert caught.value.may_have_run
+        with pytest.raises(iris.TunnelBroken):
+            await tunnel.recv()
+        await binding.stop()
+        binding.running = 0
+        await serving.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("obstacle", ["file", "directory", "socket of another program"])
+def test_a_name_that_is_taken_is_named_and_left_alone(obstacle: str, tmp_path: Path) -> None:
+    import socket
+
+    daemon = Daemon(tmp_path)
+    daemon.socket.parent.mkdir(0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    with listener:
+        if obstacle == "file":
+            daemon.socket.write_text("mine")
+        elif obstacle == "directory":
+            daemon.socket.mkdir()
+        else:
+            listener.bind(str(daemon.socket))
+            listener.listen()
+        second = again(daemon)
+        assert second.returncode == 2
+        assert str(daemon.socket) in second.stderr
+        assert "Traceback" not in second.stderr
+        assert daemon.socket.exists()
+        if obstacle == "socket of another program":
+            assert f"process {os.getpid()}" in second.stderr
+
+
+def test_a_runtime_directory_that_is_missing_or_forbidden_is_named(tmp_path: Path) -> None:
+    missing = Daemon(tmp_path / "not" / "there")
+    missing.environ["XDG_CONFIG_HOME"] = str(tmp_path)
+    second = again(missing)
+    assert second.returncode == 2
+    assert "Traceback" not in second.stderr
+    assert str(tmp_path / "not" / "there") in second.stderr
+
+
+async def test_a_relay_stops_while_its_clients_come_and_go(daemon: Daemon) -> None:
+    stop = asyncio.Event()
+
+    async def come_and_go() -> int:
+        turns = 0
+        while not stop.is_set():
+            try:
+                async with client(daemon.socket) as one:
+                    await one.publish("a", bytes(1000))
+                    turns += 1
+            except iris.RelayUnavailable:
+                await asyncio.sleep(0.01)
+        return turns
+
+    crowd = [asyncio.create_task(come_and_go()) for _ in range(8)]
+    await asyncio.sleep(0.3)
+    assert await asyncio.to_thread(daemon.stop) == 0
+    stop.set()
+    assert all(await asyncio.gather(*crowd))
+    assert left_behind(daemon) == ["relay.sock.lock"]
+    stopped = next(line for line in daemon.lines() if line["event"] == "relay.stopped")
+    account = stopped["account"]
+    leaving = account["out"] + account["refused"] + account["expired"] + account["held"]
+    assert account["in"] + account["copied"] == leaving + sum(account["dropped"].values())
+    assert not [line for line in daemon.lines() if "traceback" in line]
+
+
+def test_connect_without_a_relay_says_how_to_start_one(tmp_path: Path) -> None:
+    program = "import asyncio, iris\nasyncio.run(iris.connect(keyring=iris.Keyring.single(iris.ClusterKey(bytes(32)))).open())"
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"iris.errors.RelayUnavailable: no relay at {tmp_path}/iris/relay.sock")
+    assert last.endswith("start one with `iris relay --dev`")
+
+
+def test_the_log_of_a_whole_life_is_json_lines(daemon: Daemon) -> None:
+    async def life() -> None:
+        async with neighbours(daemon.socket) as others:
+            await others.check()
+
+    asyncio.run(life())
+    began_s = time.monotonic()
+    assert daemon.stop() == 0
+    assert time.monotonic() - began_s < PATIENCE_S
+    wait_until(lambda: daemon.said("relay.stopped"))
+    events = [line["event"] for line in daemon.lines()]
+    assert events[0] == "relay.started"
+    assert events[-1] == "relay.stopped"
+    assert all({"time", "level", "logger", "event"} <= line.keys() for line in daemon.lines())
+    assert KEY.reveal() not in daemon.log.read_text()

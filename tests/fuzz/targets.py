@@ -1,0 +1,351 @@
+"""What faces bytes that others chose. Each target takes any bytes: they are accepted, or raise the one documented error.
+
+`TARGETS` maps a name to a function of bytes, so that a fuzzer of another make can drive the same code, and so that the
+inputs kept in `corpus/<name>/` are run again by every test run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from iris.core.bundle import decode_bundle, encode_bundle
+from iris.core.guard import Guard
+from iris.core.inbound import InFlow
+from iris.core.session import Lost, Session
+from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
+from iris.crypto.keyring import Keyring, parse_network_keys
+from iris.crypto.keys import ClusterKey
+from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import (
+    FrameReader,
+    ReceiveBuffer,
+    decode_control,
+    encode_control,
+)
+from iris.wire.frames import Cause, Kind, Serving
+from relay.core.ports import Held
+from relay.core.router import Router
+
+KEY: Final = ClusterKey(bytes(range(32)))
+NOW_US: Final = 1_700_000_000_000_000
+CLUSTER: Final = "db"
+SERVED: Final = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN)
+DECLARED: Final = (*SERVED, Kind.PUBLISH, Kind.REPLY, Kind.FAULT, Kind.ANSWER)
+"""The kinds that the fuzzed session has declared aliases 0 to 8 for."""
+
+
+def split(data: bytes) -> Iterator[bytes]:
+    """Cut `data` into frames where it says so, and what is left into one more: lengths are made true."""
+    pos = 0
+    while len(data) - pos > 4:
+        size = max(2, int.from_bytes(data[pos : pos + 2], "little"))
+        body = data[pos + 4 : pos + 4 + size]
+        pos += 4 + size
+        if len(body) >= 2:
+            yield len(body).to_bytes(4, "little") + body
+
+
+def control(data: bytes) -> None:
+    """A control frame: whatever is accepted, is written and read as the same again."""
+    frame = memoryview(len(data).to_bytes(4, "little") + data.ljust(2, b"\0"))
+    try:
+        body = decode_control(frame, 0, len(frame))
+    except PeerProtocolError:
+        return
+    again = memoryview(encode_control(body))
+    assert decode_control(again, 0, len(again)) == body
+
+
+def reader(data: bytes) -> None:
+    """A stream, in reads whose sizes the first bytes choose: frames come out as they went in, until one is wrong."""
+    sizes, stream = data[:8] or b"\1", data[8:]
+    got: list[bytes] = []
+    limit = 100_000
+    shared = ReceiveBuffer(8192)
+    under_test = FrameReader(lambda buf, start, end: got.append(bytes(buf[start:end])), shared, limit)
+    pos = turn = 0
+    wrong = False
+    try:
+        while pos < len(stream):
+            buffer = under_test.get_buffer()
+            size = min(len(buffer), 1 + 16 * sizes[turn % len(sizes)], len(stream) - pos)
+            assert size > 0
+            buffer[:size] = stream[pos : pos + size]
+            pos += size
+            turn += 1
+            under_test.received(size)
+    except PeerProtocolError:
+        wrong = True
+    whole = b"".join(got)
+    assert stream.startswith(whole)
+    assert all(int.from_bytes(frame[:4], "little") == len(frame) - 4 for frame in got)
+    left = stream[len(whole) :]
+    if wrong:
+        assert not 2 <= int.from_bytes(left[:4], "little") <= limit
+    else:
+        assert under_test.held_bytes == len(left)
+        assert len(left) < 4 or int.from_bytes(left[:4], "little") > len(left) - 4
+
+
+def bundle(data: bytes) -> None:
+    """The plain text of a bundle, from a holder of the key."""
+    try:
+        payloads, headers, packed = decode_bundle(data)
+    except DecodeError:
+        return
+    assert payloads
+    assert headers is None or len(headers) == len(payloads)
+    again = decode_bundle(encode_bundle(payloads, headers, packed))
+    assert again[0] == payloads
+    assert [h or None for h in again[1] or [None] * len(payloads)] == [
+        h or None for h in headers or [None] * len(payloads)
+    ]
+    assert again[2] == packed
+
+
+def keyring(data: bytes) -> None:
+    """A key file's text."""
+    text = data.decode(errors="replace")
+    for parse in (Keyring.parse, parse_network_keys):
+        try:
+            found: Any = parse(text)
+        except KeyringError as err:
+            assert not any(len(word) >= 43 and word in text for word in str(err).split()), "a secret"
+        else:
+            if isinstance(found, Keyring):
+                assert Keyring.parse(found.dump()) == found
+
+
+def tunnel(data: bytes) -> None:
+    """Records of a tunnel whose other end holds the key: first its items as they are, then single ones."""
+    sent: list[bytes] = []
+    ends = [
+        TunnelEnd(
+            CLUSTER, KEY, bytes(16), 1, initiator=initiator, ephemeral=bytes([7 + initiator] * 32),
+            emit=sent.append, mark_dirty=lambda end: None,
+        )
+        for initiator in (True, False)
+    ]  # fmt: skip
+    opener, member = ends
+    opener.accepted(memoryview(member.answer(memoryview(opener.hello()))))
+    opener.flush()
+    member.received(memoryview(sent[-1][26:]))
+    assert member.open
+    assert opener._send is not None
+    read = 0
+    for number, plain in enumerate((data[:60_000], *split(data[:60_000]))):
+        member.received(memoryview(opener._send.encrypt(plain if number == 0 else plain[4:])))
+        assert member.buffered <= MAX_WINDOW
+        assert member.broken or member.credit <= MAX_WINDOW + FIRST_WINDOW
+        if number % 3 == 0:
+            while (chunk := member.next_chunk()) is not None:
+                read += len(chunk[1])
+        if member.broken:
+            assert not member.buffered
+            break
+    member.received(memoryview(data[:60_000]))  # no record at all
+    assert member.broken or member.ended
+    assert read <= len(data) * 2
+
+
+class _Port:
+    """Takes all it is given, and refuses every `full`th frame."""
+
+    def __init__(self, full: int) -> None:
+        self.full = full
+        self.taken = 0
+        self.frames: list[bytes] = []
+        self.held_messages = 0
+
+    def _take(self, frame: bytes) -> bool:
+        self.taken += 1
+        if self.full and self.taken % self.full == 0:
+            return False
+        self.frames.append(frame)
+        return True
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        return self._take(bytes(buf[start:end]))
+
+    def send(self, frame: bytes, count: int) -> bool:
+        return self._take(frame)
+
+    def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
+        return self._take(bytes(buf[start:end]))
+
+    def control(self, frame: bytes) -> None:
+        if frame[4] != Kind.TUNNEL_END:
+            decode_control(memoryview(frame), 0, len(frame))  # what we send, a session can read
+        self.frames.append(frame)
+
+    def finish(self) -> None:
+        self.frames.clear()
+
+    def abort(self, reason: str) -> None:
+        self.frames.clear()
+
+
+def router(data: bytes) -> None:
+    """Frames of a session that has proven a key, beside two that are well-behaved: it is ended, or all goes on."""
+    full, data = (data[0] % 7, data[1:]) if data else (0, b"")
+    relay = Router(bytes(16), entropy=bytes, message_limit=1 << 20)
+    relay.now_us = NOW_US
+
+    def take(session: Any, frame: bytes) -> None:
+        buf = memoryview(bytearray(frame))
+        relay.frame_in(session, buf, 0, len(buf))
+
+    def attach(port: _Port) -> Any:
+        session = relay.session_up(port)
+        take(session, encode_control(frames.Hello(1, 0)))
+        signature = KEY.sign_proof(
+            relay_id=bytes(16), session_id=session.session_id, challenge=session.challenge
+        )
+        take(session, encode_control(frames.Prove(0, KEY.public_key, signature)))
+        return session
+
+    ids = [KEY.key_id]
+    serving = {int(kind): Serving(2, 1000) for kind in SERVED}
+    member = attach(_Port(full))
+    take(member, encode_control(frames.Join(1, CLUSTER, ids, serving)))
+    take(member, encode_control(frames.Subscribe(2, ">", ids)))
+    take(member, encode_control(frames.Subscribe(2, "*", ids, "g")))
+    take(member, encode_control(frames.Members(3, CLUSTER, ids, watch=True)))
+    fuzzed = attach(_Port(full))
+    take(fuzzed, encode_control(frames.Join(1, CLUSTER, ids, serving)))
+    for alias, kind in enumerate(DECLARED):
+        declared = frames.Declare(alias, kind, CLUSTER, KEY.key_id, bytes([alias] * 16))
+        take(fuzzed, encode_control(declared))
+    for frame in split(data):
+        try:
+            take(fuzzed, frame)
+        except PeerProtocolError:
+            break
+        finally:
+            assert relay.accounts.balance() == 0, relay.accounts.report(0)
+        relay.writable(fuzzed)
+        relay.writable(member)
+    relay.session_down(fuzzed)
+    assert relay.accounts.balance() == 0
+    assert not member.pending
+    assert not any(handed.origin is fuzzed for handed in member.handed.values()) or fuzzed.closed
+    assert all(load.messages >= 0 for m in member.members.values() for load in m.loads.values())
+    relay.session_down(member)
+    assert not relay.sessions
+    assert not relay.interest.cluster_counts()
+    assert not relay.interest._clusters
+    assert not relay.interest._topics
+    assert not relay.interest._watches
+    assert relay.accounts.balance() == 0
+
+
+class _Owner:
+    """A client with everything in it, that only looks at what it is given."""
+
+    number = 1
+
+    def __init__(self) -> None:
+        self.delivered: list[Any] = []
+
+    def find_key(self, key_id: bytes) -> ClusterKey | None:
+        return KEY if key_id == KEY.key_id else None
+
+    def binding(self, flow: InFlow) -> Any:
+        return self if flow.member == 7 else None
+
+    def sinks(self, flow: InFlow) -> list[Any]:
+        return [self]
+
+    def draining(self) -> None: ...
+    def lost(self, lost: Lost) -> None: ...
+    def out_full(self) -> None: ...
+    def gap(self, gap: Lost) -> None: ...
+
+    def admit(self, kind: int, size: int) -> None:
+        return None
+
+    def take(self, delivery: Any) -> None:
+        self.delivered.append(delivery)
+
+    def broadcast(self, messages: list[Any], size: int) -> None:
+        self.delivered += messages
+
+    deliver = broadcast
+
+    def tunnel(self, end: TunnelEnd) -> None:
+        self.delivered.append(end)
+
+    # a survey's sink, and a waiter
+    def roster(self, members: list[str]) -> None: ...
+    def answer(self, message: Any) -> None:
+        self.delivered.append(message)
+
+    def fault(self, member: str, detail: str) -> None:
+        self.delivered.append(detail)
+
+    def done(self, *lost: Any) -> bool:
+        return False
+
+    def set_result(self, result: Any) -> None:
+        if not isinstance(result, frames.Ack | frames.Report | frames.Pong | frames.Welcome):
+            self.delivered.append(result)
+
+    def set_exception(self, exception: BaseException) -> None:
+        assert isinstance(exception, IrisError)
+
+
+def session(data: bytes) -> None:
+    """Frames of a relay that holds no key: its client raises nothing but IrisError, and hands nothing on."""
+    owner = _Owner()
+    under_test = Session(
+        owner, Guard(600_000_000), lambda size: bytes(size), label="", pid=0, message_limit=1 << 20
+    )
+    under_test.on_welcome = owner
+    under_test.turn(NOW_US, NOW_US)
+
+    def take(frame: bytes) -> None:
+        buf = memoryview(bytearray(frame))
+        under_test.frame(buf, 0, len(buf))
+        under_test.flush()
+
+    early, data = (data[0] & 1, data[1:]) if data else (0, b"")
+    if not early:
+        take(encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20)))
+        under_test.turn(NOW_US, NOW_US)
+        for kind, survey in ((Kind.REQUEST, None), (Kind.SURVEY, owner)):
+            under_test.send_to_one(
+                kind, CLUSTER, KEY, b"x", None, False,
+                timeout_ms=1000, waiter=None if survey else owner, survey=survey,
+            )  # fmt: skip
+        under_test.push(CLUSTER, KEY, b"x", None, False, 1000)
+        under_test.open_tunnel(CLUSTER, KEY, None, 1000)
+        under_test.ask(frames.Ping, owner)
+        under_test.ask(frames.Status, owner)
+        under_test.watch(CLUSTER, [KEY.key_id], lambda heard: None, stay=True)
+        for alias, kind in enumerate(DECLARED):
+            member = 7 if kind in SERVED else 0
+            declared = frames.Declare(
+                alias, kind, CLUSTER, KEY.key_id, bytes([alias] * 16), member=member
+            )
+            take(encode_control(declared))
+    try:
+        for frame in split(data):
+            take(frame)
+        under_test.expire(NOW_US + 10_000_000)
+    except IrisError as err:
+        under_test.end(str(err))
+    assert not owner.delivered
+    assert Cause.CLOSED == 0
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    "control": control,
+    "reader": reader,
+    "bundle": bundle,
+    "keyring": keyring,
+    "tunnel": tunnel,
+    "router": router,
+    "session": session,
+}

@@ -1,0 +1,159 @@
+"""Bytes that others chose: accepted, or refused with the one documented error. Small counts, the same in every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fuzz.targets import CLUSTER, DECLARED, KEY, TARGETS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from iris.wire.codec import HOP, RELAY_HOP
+from iris.wire.frames import CONTROL_TYPES, FLAG_REFUSED, SERVED_KINDS, Kind
+
+CORPUS = Path(__file__).parent / "corpus"
+pytestmark = pytest.mark.timeout(120)
+few = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+
+# -- frames that are nearly right ------------------------------------------------------------------------------
+
+ids = st.one_of(st.integers(0, 4), st.integers(0, (1 << 63) - 1))
+names = st.sampled_from([CLUSTER, "a", "a.b", "*", ">", "", "a..b", "x" * 256])
+key_ids = st.sampled_from([KEY.key_id, bytes(16), b""])
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "id": ids,
+    "name": names,
+    "filter": names,
+    "group": st.sampled_from(["", "g", "h.i", "*"]),
+    "key_id": key_ids,
+    "key_ids": st.lists(key_ids, max_size=3),
+    "sender_id": st.binary(min_size=15, max_size=16),
+    "member": st.integers(0, 8),
+    "hop": st.one_of(st.integers(0, 8), st.integers(RELAY_HOP, RELAY_HOP + 8)),
+    "alias": st.one_of(st.integers(0, 12), st.integers(0, 1 << 17)),
+    "kind": st.one_of(st.sampled_from(list(Kind)), st.integers(-1, 300)),
+    "kinds": st.dictionaries(
+        st.one_of(st.sampled_from(sorted(SERVED_KINDS)), st.integers(0, 255)),
+        st.fixed_dictionaries(
+            {"concurrency": st.integers(0, 3), "limit_bytes": st.integers(0, 1 << 41)}
+        ),
+        max_size=3,
+    ),
+    "messages": st.integers(0, 3),
+    "bytes": ids,
+    "members": st.lists(st.text(max_size=3), max_size=3),
+    "lost": st.lists(st.text(max_size=3), max_size=3),
+    "watch": st.booleans(),
+    "plain": st.booleans(),
+    "groups": st.lists(st.sampled_from(["", "g", "h"]), max_size=3),
+    "count": ids,
+    "first": ids,
+    "cause": st.one_of(st.integers(0, 8), st.text(max_size=3)),
+    "detail": st.sampled_from(["", "stale", "x"]),
+    "others": st.dictionaries(st.text(max_size=2), st.integers(0, 3), max_size=2),
+}
+anything = st.one_of(st.none(), st.booleans(), ids, st.floats(), st.binary(max_size=4), st.text(max_size=4))  # fmt: skip
+
+
+@st.composite
+def control_frames(draw: st.DrawFn) -> bytes:
+    """A control frame whose fields mostly have the right types."""
+    struct = draw(st.sampled_from(list(CONTROL_TYPES)))
+    body: dict[str, Any] = {}
+    for field in msgspec.structs.fields(struct):
+        if draw(st.integers(0, 9)):
+            body[field.encode_name] = draw(VALUES.get(field.name, anything))
+    data = msgspec.msgpack.encode(body)
+    return _frame(bytes((CONTROL_TYPES[struct], 0)) + data)
+
+
+@st.composite
+def data_frames(draw: st.DrawFn) -> bytes:
+    """A data frame with fields that may mean something."""
+    index = draw(st.integers(0, len(DECLARED) + 1))
+    kind = DECLARED[index] if index < len(DECLARED) else draw(st.sampled_from(list(Kind)))
+    alias = index if draw(st.integers(0, 9)) else draw(VALUES["alias"])
+    flags = draw(st.sampled_from([0, 0, 0, 1, *(FLAG_REFUSED | reason << 4 for reason in range(8))]))
+    deadline = draw(st.sampled_from([0, 0, 0, 1, 1 << 62, -1]))
+    count = draw(st.sampled_from([1, 1, 1, 2, 0, (1 << 32) - 1])).to_bytes(4, "little")
+    end = draw(st.binary(min_size=12, max_size=12)) + count + draw(st.binary(min_size=8, max_size=8))
+    body = draw(st.one_of(st.binary(max_size=8), st.binary(min_size=48, max_size=60)))
+    hop = draw(VALUES["hop"])
+    whole = HOP.pack(0, kind, flags, alias & 0xFFFFFFFF, hop, deadline) + end + body
+    cut = draw(st.sampled_from([None, None, None, None, 3, 26, 40]))
+    return _frame(whole[4:cut])
+
+
+def _frame(body: bytes) -> bytes:
+    """As `targets.split` takes it: true length, which is cut to 16 bits there."""
+    return len(body).to_bytes(4, "little") + body
+
+
+nearly_right = st.lists(st.one_of(control_frames(), data_frames()), max_size=25).map(b"".join)
+byte = st.integers(0, 255).map(lambda value: bytes((value,)))
+
+
+@st.composite
+def tunnel_items(draw: st.DrawFn) -> bytes:
+    """Items of a tunnel record with true lengths, most of the time."""
+    parts = []
+    for _ in range(draw(st.integers(1, 12))):
+        kind = draw(st.one_of(st.sampled_from([1, 2, 3, 4, 5, 6, 0x12, 0x22, 0x32]), st.integers(0, 255)))  # fmt: skip
+        body = draw(st.sampled_from([b"", b"\x80", b"\1\0\0\0", b"\xff" * 4, bytes(5000)]))
+        size = len(body) if draw(st.integers(0, 9)) else draw(st.integers(0, 1 << 32 - 1))
+        parts.append(bytes((kind,)) + size.to_bytes(4, "little") + body)
+    return b"".join(parts)
+
+
+@st.composite
+def key_files(draw: st.DrawFn) -> bytes:
+    """Text that is nearly a key file."""
+    header = st.sampled_from(
+        ["[default]", '[clusters."db"]', '[topics."a.b"]', "[network]", '[topics."a b"]', "[clusters]", "x = 1"]
+    )  # fmt: skip
+    secret = st.sampled_from([KEY.reveal(), KEY.reveal()[:-1], "é" * 43, "A" * 43, "A" * 42 + "B"])
+    lines = []
+    for _ in range(draw(st.integers(1, 4))):
+        lines += [draw(header), f"keys = {draw(st.lists(secret, max_size=2))}"]
+    return "\n".join(lines).encode()
+
+
+INPUTS: dict[str, st.SearchStrategy[bytes]] = {
+    "control": st.one_of(
+        st.binary(max_size=200), st.tuples(byte, st.binary(max_size=60)).map(lambda p: p[0] + b"\0" + p[1]),
+        control_frames().map(lambda frame: frame[4:]),
+    ),
+    "reader": st.tuples(st.binary(min_size=8, max_size=8), st.one_of(st.binary(max_size=500), nearly_right, st.lists(st.integers(0, 20_000).map(lambda n: _frame(bytes(n))), max_size=6).map(b"".join))).map(b"".join),
+    "bundle": st.one_of(
+        st.binary(max_size=200),
+        st.tuples(st.sampled_from([b"\1", b"\2", b"\3"]), st.just(b"\0\0\0"), st.sampled_from([b"\0", b"\1", b"\2", b"\3", b"\4"]), st.just(b"\0\0\0"), st.lists(st.integers(0, 12).map(lambda n: n.to_bytes(4, "little")), max_size=12).map(b"".join), st.binary(max_size=30)).map(b"".join),
+    ),
+    "keyring": st.one_of(st.text(max_size=100).map(str.encode), key_files()),
+    "tunnel": st.one_of(st.binary(max_size=400), tunnel_items(), st.lists(tunnel_items().map(_frame), max_size=4).map(b"".join)),
+    "router": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
+    "session": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_any_input_is_accepted_or_refused_as_documented(name: str) -> None:
+    @few
+    @given(INPUTS[name])
+    def run(data: bytes) -> None:
+        TARGETS[name](data)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CORPUS.glob("*/*")), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_a_kept_input_is_accepted_or_refused_as_documented(path: Path) -> None:
+    TARGETS[path.parent.name](path.read_bytes())
+
+
+def test_every_target_has_kept_inputs() -> None:
+    assert {path.parent.name for path in CORPUS.glob("*/*")} == set(TARGETS)

@@ -1,0 +1,164 @@
+"""The same calls for threads: every verb once, through a relay in the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import iris
+from iris import blocking
+
+
+@pytest.fixture
+def client() -> Iterator[blocking.Client]:
+    with blocking.connect(
+        embedded=True, keyring=iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+    ) as it:
+        yield it
+
+
+@pytest.fixture
+def got() -> list[object]:
+    return []
+
+
+@pytest.fixture
+def served(client: blocking.Client, got: list[object]) -> Iterator[blocking.Client]:
+    service = iris.Service("db")
+
+    @service.on_request
+    def request(payload: bytes) -> bytes:
+        if payload == b"fail":
+            raise ValueError("no")
+        return payload.upper()
+
+    @service.on_push
+    def push(payload: bytes) -> None:
+        got.append(("push", payload))
+
+    @service.on_broadcast
+    def broadcast(payload: bytes) -> None:
+        got.append(("broadcast", payload))
+
+    @service.on_survey
+    def survey(payload: bytes) -> str:
+        return "here"
+
+    @service.on_tunnel
+    async def tunnel(tunnel: iris.Tunnel) -> None:
+        async for message in tunnel:
+            await tunnel.send(message + b"!")
+
+    with client.serve(service):
+        yield client
+
+
+def test_request_and_its_errors(served: blocking.Client) -> None:
+    assert served.request("db", b"x", timeout=5) == b"X"
+    with pytest.raises(iris.RemoteError, match="ValueError: no"):
+        served.request("db", b"fail", timeout=5)
+    with pytest.raises(iris.NoMembers):
+        served.request("nobody", b"", timeout=5)
+
+
+def test_push_broadcast_and_flush(served: blocking.Client, got: list[object]) -> None:
+    served.push("db", b"p")
+    served.broadcast("db", b"b")
+    served.flush()
+    served.request("db", b"", timeout=5)
+    assert sorted(map(str, got)) == sorted(map(str, [("push", b"p"), ("broadcast", b"b")]))
+
+
+def test_survey_collects_the_answers(served: blocking.Client) -> None:
+    assert served.survey("db", b"", timeout=5, type=str) == ["here"]
+
+
+def test_publish_offer_and_subscribe(client: blocking.Client) -> None:
+    with client.subscribe("t.*") as messages:
+        client.publish("t.a", b"1")
+        assert client.offer("t.b", b"2")
+        first, second = next(messages), next(messages)
+        assert (first.payload, second.payload) == (b"1", b"2")
+    with pytest.raises(StopIteration):
+        next(messages)
+
+
+def test_an_iterator_kept_beyond_its_client_ends_quietly() -> None:
+    with blocking.connect(
+        embedded=True, keyring=iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+    ) as it:
+        with it.subscribe("t") as messages:
+            it.publish("t", b"1")
+            assert next(messages).payload == b"1"
+        watch = it.watch_members("db")
+        next(watch)
+    del messages, watch
+
+
+def test_tunnel(served: blocking.Client) -> None:
+    with served.tunnel("db", timeout=5) as tunnel:
+        tunnel.send(b"x" * 100_000)
+        assert tunnel.recv() == b"x" * 100_000 + b"!"
+        tunnel.send("y")
+        tunnel.finish()
+        assert list(tunnel) == [b"y!"]
+        tunnel.close()
+
+
+def test_members_wait_watch_and_status(served: blocking.Client) -> None:
+    assert len(served.members("db")) == 1
+    assert len(served.wait_for_members("db", 1, timeout=5)) == 1
+    assert len(next(served.watch_members("db"))) == 1
+    assert list(served.status()["clusters"]) == ["db"]
+
+
+def test_reload_keys(served: blocking.Client) -> None:
+    served.reload_keys(iris.Keyring.single(iris.ClusterKey(b"l" * 32)))
+    assert served.request("db", b"x", timeout=5) == b"X"
+
+
+def test_any_thread_may_call(served: blocking.Client) -> None:
+    replies: list[bytes] = []
+    threads = [
+        threading.Thread(
+            target=lambda n=n: replies.extend(
+                served.request("db", b"%d" % n, timeout=5) for _ in range(50)
+            )
+        )
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(replies) == sorted(b"%d" % n for n in range(4) for _ in range(50))
+
+
+def test_a_handler_that_calls_its_own_client_is_told_so_instead_of_waiting_for_itself(
+    client: blocking.Client,
+) -> None:
+    service = iris.Service("self")
+    service.on_request(lambda payload: client.request("self", payload, timeout=5))
+    with client.serve(service), pytest.raises(iris.RemoteError, match="coroutine handler"):
+        client.request("self", b"", timeout=5)
+
+
+def test_a_closed_client_says_so() -> None:
+    client = blocking.connect(
+        embedded=True, keyring=iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+    )
+    client.close()
+    client.close()
+    with pytest.raises(iris.Closed):
+        client.request("db", b"", timeout=1)
+
+
+def test_a_client_that_cannot_connect_leaves_no_thread_behind() -> None:
+    before = threading.active_count()
+    with pytest.raises(iris.RelayUnavailable):
+        blocking.connect(
+            "/nonexistent/relay.sock", keyring=iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+        )
+    assert threading.active_count() == before

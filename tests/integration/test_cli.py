@@ -1,0 +1,648 @@
+"""The `iris` command as scripts use it: processes, pipes and exit codes, against a real relay."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import iris.blocking
+from iris import cli, keyfiles
+from iris.cli.exits import Exit
+
+pytestmark = pytest.mark.timeout(60)
+
+WAIT_S = 20.0
+VERBS = [
+    "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "status", "run", "relay",
+    "key new", "key show", "key add", "key promote", "key retire", "demo",
+]  # fmt: skip
+
+SERVICES = """
+import asyncio, os
+import iris
+
+echo = iris.Service("echo")
+noted = []
+
+@echo.on_request
+def answer(message: iris.Message):
+    if message.payload == b"noted":
+        return b" ".join(noted)
+    if message.payload == b"fail":
+        raise ValueError("no such thing")
+    return message.value if message.packed else iris.Reply(message.payload, message.headers)
+
+@echo.on_push
+def push(message: bytes):
+    noted.append(b"push:" + message)
+
+@echo.on_broadcast
+def hear(message: bytes):
+    noted.append(b"cast:" + message)
+
+@echo.on_survey
+async def survey(message: str):
+    if message == "fail":
+        raise ValueError("not me")
+    if message == "hang":
+        await asyncio.sleep(1)
+    return {"heard": message}
+
+@echo.on_tunnel
+async def tunnel(tunnel):
+    async for message in tunnel:
+        if message == b"break":
+            raise ValueError("broken on purpose")
+        if message == b"enough":
+            await tunnel.send(b"bye")
+            return
+        await tunnel.send(message.upper() if "upper" in tunnel.headers else message)
+
+narrow = iris.Service("narrow", limits=iris.Limits(concurrency=1, queue_bytes=1))
+gate = asyncio.Event()
+
+@narrow.on_request
+async def wait(message: str):
+    if message == "die":
+        os._exit(9)
+    if message == "block":
+        await gate.wait()
+    return "done after " + message
+
+@narrow.on_push
+def go(message: bytes):
+    gate.set()
+"""
+
+
+class Shell:
+    """Runs `iris …` in an environment of its own."""
+
+    def __init__(self, root: Path, **environ: str) -> None:
+        self.root = root
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("IRIS_", "PYTHONASYNCIO"))}
+        self.environ = {
+            **kept,
+            "XDG_RUNTIME_DIR": str(root),
+            "XDG_CONFIG_HOME": str(root / "config"),
+            **environ,
+        }
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
+        """Run it inside this process, which saves half a second of imports; otherwise as `process`."""
+        done = CliRunner().invoke(cli.app, arguments, input=stdin, env=self.environ)
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return self._checked(arguments, code, done.exit_code, done.stdout_bytes, done.stderr_bytes)
+
+    def process(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
+        """Run it to its end and return what it printed; asserts the exit code, and silence on stderr if that is 0."""
+        done = subprocess.run(
+            self.command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=WAIT_S,
+            check=False,
+        )  # fmt: skip
+        return self._checked(arguments, code, done.returncode, done.stdout, done.stderr)
+
+    def _checked(
+        self, arguments: tuple[str, ...], wanted: int, code: int, out: bytes, err: bytes
+    ) -> bytes:
+        assert code == wanted, (arguments, out, err)
+        assert b"Traceback" not in err
+        if code == 0:
+            assert err == b""
+        return out + err
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start it with pipes; the fixture sees that it has ended."""
+        process = subprocess.Popen(
+            self.command(*arguments), env=self.environ, cwd=self.root,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "iris.cli", *arguments]
+
+    def finish(self) -> None:
+        """Reap what is left, and fail if a test left it running."""
+        running = [process.args for process in self.started if process.poll() is None]
+        for process in self.started:
+            process.kill()
+            process.communicate()
+        assert running == []
+
+
+def end(process: subprocess.Popen[bytes], code: int = 0) -> tuple[bytes, bytes]:
+    """Return (stdout, stderr) of a process that ends by itself with this exit code."""
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == code, (out, err)
+    return out, err
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return when `condition` holds; asks the relay, so it paces itself."""
+    limit = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < limit, "not so within the time that is given"
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A directory with a short path, as sockets need, that is empty of sockets and processes at the end."""
+    root = Path(tempfile.mkdtemp(prefix="iris-cli-"))
+    try:
+        yield root
+        assert not list(root.rglob("*.sock"))
+    finally:
+        shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def relay(place: Path) -> Iterator[Path]:
+    """A relay with throw-away keys; gives its socket."""
+    shell = Shell(place)
+    process = shell.start("relay", "--dev")
+    socket = place / "iris" / "relay.sock"
+    until(lambda: socket.exists() or process.poll() is not None)
+    yield socket
+    process.terminate()
+    _, err = end(process)
+    account = json.loads(err.splitlines()[-1])["account"]
+    assert account["held"] == 0
+    dropped = sum(account["dropped"].values())
+    assert (
+        account["in"] + account["copied"]
+        == account["out"] + account["refused"] + account["expired"] + dropped
+    )
+
+
+@pytest.fixture
+def shell(place: Path, relay: Path) -> Iterator[Shell]:
+    """A shell in which clients find the relay and its keys."""
+    shell = Shell(place)
+    yield shell
+    shell.finish()
+
+
+@pytest.fixture(scope="module")
+def observer(place: Path, relay: Path) -> Iterator[iris.blocking.Client]:
+    """A client that sees what the relay sees."""
+    keyring = keyfiles.load_keyring(place / "iris" / "dev" / "keyring.toml")
+    with iris.blocking.connect(relay, keyring=keyring) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def member(place: Path, observer: iris.blocking.Client) -> Iterator[str]:
+    """A member of the cluster echo, by `iris run`; gives its id."""
+    (place / "services.py").write_text(SERVICES)
+    process = Shell(place).start("run", "services:echo")
+    (info,) = observer.wait_for_members("echo", 1, timeout=WAIT_S)
+    yield info.member
+    process.terminate()
+    end(process)
+
+
+@pytest.fixture
+def narrow(shell: Shell, member: str, observer: iris.blocking.Client) -> subprocess.Popen[bytes]:
+    """A member of the cluster narrow, which takes one request at a time; the test ends it."""
+    process = shell.start("run", "services:narrow")
+    observer.wait_for_members("narrow", 1, timeout=WAIT_S)
+    return process
+
+
+def running(observer: iris.blocking.Client, process: subprocess.Popen[bytes]) -> int:
+    """Return how many requests a member process has in its hands."""
+    sessions = observer.status()["sessions"]
+    return sum(s["running"] for s in sessions if s["pid"] == process.pid)
+
+
+def subscribed(observer: iris.blocking.Client, process: subprocess.Popen[bytes]) -> bool:
+    sessions = observer.status()["sessions"]
+    return any(s["subscriptions"] for s in sessions if s["pid"] == process.pid)
+
+
+# -- help ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb: str) -> None:
+    result = CliRunner().invoke(cli.app, [*verb.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Example" in result.output
+    assert f"iris {verb}" in result.output
+
+
+def test_the_installed_command_lists_its_verbs_and_exit_codes() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("iris"), "--help"], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    for verb in VERBS:
+        assert re.search(rf"^\W*{verb.split()[0]} ", done.stdout, re.MULTILINE), verb
+    for code in Exit:
+        assert re.search(rf"^\W*{code.value} ", done.stdout, re.MULTILINE), code
+    assert "completion" in done.stdout
+
+
+# -- nothing runs ----------------------------------------------------------------------------------------------
+
+
+def test_without_a_relay_the_error_says_how_to_start_one(tmp_path: Path) -> None:
+    keyfiles.create_keys(tmp_path / "keys")
+    shell = Shell(tmp_path, IRIS_CONFIG=str(tmp_path / "keys"))
+    for verb in (["request", "echo", "x"], ["status"], ["subscribe", "t"], ["members", "echo"]):
+        said = shell(*verb, code=2).decode()
+        assert f"no relay at {tmp_path}/iris/relay.sock" in said
+        assert "start one with `iris relay --dev`" in said
+
+
+def test_without_keys_the_error_says_how_to_make_some(tmp_path: Path) -> None:
+    said = Shell(tmp_path)("request", "echo", "x", code=2)
+    assert b"iris key new" in said
+    assert b"iris relay --dev" in said
+
+
+def test_a_relay_without_a_network_key_names_the_two_ways_to_get_one(tmp_path: Path) -> None:
+    said = Shell(tmp_path).process("relay", code=2)
+    assert b"iris key new" in said
+    assert b"copy network.toml" in said
+
+
+def test_a_second_relay_is_refused_with_the_pid_of_the_first(shell: Shell, relay: Path) -> None:
+    pid = (relay.parent / "relay.sock.lock").read_text().strip()
+    assert f"process {pid}".encode() in shell.process("relay", "--dev", code=2)
+
+
+# -- request ---------------------------------------------------------------------------------------------------
+
+
+def test_a_request_gives_back_exactly_the_bytes_of_the_reply(shell: Shell, member: str) -> None:
+    every_byte = bytes(range(256)) * 10
+    assert shell.process("request", "echo", stdin=every_byte) == every_byte
+    assert shell("request", "echo", "-", stdin=b"") == b""
+    assert shell("request", "echo", "héllo") == "héllo".encode()
+
+
+def test_json_says_how_the_payload_is_written(shell: Shell, member: str) -> None:
+    text = json.loads(shell("request", "echo", "hi", "--json", "-H", "a=b", "--header", "c=d=e"))
+    assert text == {
+        "name": "echo", "payload": "hi", "encoding": "utf-8", "headers": {"a": "b", "c": "d=e"},
+    }  # fmt: skip
+    binary = json.loads(shell("request", "echo", "--json", stdin=b"\xff\0"))
+    assert (binary["payload"], binary["encoding"]) == ("/wA=", "base64")
+    packed = json.loads(shell("request", "echo", "--json", "--pack", '{"n": [1, null]}'))
+    assert (packed["payload"], packed["encoding"]) == ({"n": [1, None]}, "object")
+    assert shell("request", "echo", "--pack", "[1, 2]") == b"[1,2]"
+
+
+def test_exit_codes_tell_failures_apart(shell: Shell, member: str) -> None:
+    assert b"ValueError: no such thing" in shell.process("request", "echo", "fail", code=1)
+    assert b"not a cluster name" in shell("request", "no such name", "x", code=2)
+    assert b"NAME=VALUE" in shell("request", "echo", "x", "--header", "oops", code=2)
+    assert b"not JSON" in shell("request", "echo", "{", "--pack", code=2)
+    assert b"over the limit" in shell("request", "echo", stdin=bytes(2 << 20), code=2)
+    assert b"no members of nobody" in shell.process("request", "nobody", "x", code=3)
+
+
+def test_overload_timeout_and_a_lost_member_have_codes_of_their_own(
+    shell: Shell, observer: iris.blocking.Client, narrow: subprocess.Popen[bytes]
+) -> None:
+    blocked = shell.start("request", "narrow", "block")
+    assert blocked.stdin is not None
+    until(lambda: running(observer, narrow) == 1)
+    shell("request", "narrow", "more", code=4)
+    shell("push", "narrow", "go")
+    assert end(blocked)[0] == b"done after block"
+    until(lambda: running(observer, narrow) == 0)
+    assert b"narrow" in shell("request", "narrow", "die", code=6)
+    end(narrow, 9)
+
+
+def test_a_request_that_takes_too_long_ends_with_code_5(
+    shell: Shell, observer: iris.blocking.Client, narrow: subprocess.Popen[bytes]
+) -> None:
+    shell("request", "narrow", "block", "--timeout", "0.1", code=5)
+    narrow.kill()
+    end(narrow, -signal.SIGKILL)
+
+
+# -- push, broadcast, survey -----------------------------------------------------------------------------------
+
+
+def test_push_and_broadcast_arrive_whole_or_line_by_line(shell: Shell, member: str) -> None:
+    shell("push", "echo", "1")
+    assert json.loads(shell.process("push", "echo", "--lines", "--json", stdin=b"2\n3\n\n4")) == {
+        "sent": 4,
+        "lost": 0,
+    }
+    shell("broadcast", "echo", stdin=b"5\n6")
+    shell.process("broadcast", "echo", "--lines", stdin=b"7\n8\n")
+    noted = shell("request", "echo", "noted")
+    assert noted == b"push:1 push:2 push:3 push: push:4 cast:5\n6 cast:7 cast:8"
+
+
+def test_a_push_that_fails_is_told(shell: Shell, relay: Path) -> None:
+    said = shell.process("push", "nobody", "--lines", "--json", stdin=b"1\n2\n", code=3)
+    assert b'{"sent":2,"lost":2}' in said
+    assert said.count(b"push to nobody failed") == 2
+    assert b"leave PAYLOAD out" in shell("push", "nobody", "x", "--lines", code=2)
+
+
+def test_a_survey_prints_answers_and_names_who_failed_or_is_missing(
+    shell: Shell, member: str
+) -> None:
+    assert shell.process("survey", "echo", "q") == b'{"heard":"q"}\n'
+    answer = json.loads(shell("survey", "echo", "q", "--json"))
+    assert (answer["member"], answer["payload"]) == (member, {"heard": "q"})
+    assert (
+        f"{member} answered with an error: ValueError: not me"
+        in shell("survey", "echo", "fail", code=1).decode()
+    )
+    assert (
+        f"no answer from member {member}"
+        in shell("survey", "echo", "hang", "--timeout", "0.2", code=5).decode()
+    )
+    shell("survey", "nobody", "q", code=3)
+
+
+# -- publish and subscribe -------------------------------------------------------------------------------------
+
+
+def test_subscribe_prints_count_messages_and_ends(
+    shell: Shell, observer: iris.blocking.Client
+) -> None:
+    raw = shell.start("subscribe", "news.>", "--count", "3")
+    as_json = shell.start("subscribe", "news.*", "-n", "3", "--json")
+    until(lambda: subscribed(observer, raw) and subscribed(observer, as_json))
+    shell.process("publish", "news.a", "one", "--header", "k=v")
+    shell.process("publish", "news.b", "--lines", stdin=b"two\n\xff\n")
+    assert end(raw)[0] == b"one\ntwo\n\xff\n"
+    documents = [json.loads(line) for line in end(as_json)[0].splitlines()]
+    assert documents[0] == {
+        "name": "news.a", "payload": "one", "encoding": "utf-8", "headers": {"k": "v"},
+    }  # fmt: skip
+    assert [d["payload"] for d in documents[1:]] == ["two", "/w=="]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_subscribe_ends_well_when_it_is_told_to(
+    shell: Shell, observer: iris.blocking.Client, number: signal.Signals
+) -> None:
+    process = shell.start("subscribe", "news.>")
+    until(lambda: subscribed(observer, process))
+    process.send_signal(number)
+    assert end(process) == (b"", b"")
+
+
+def test_subscribe_ends_quietly_when_its_reader_has_enough(
+    shell: Shell, observer: iris.blocking.Client
+) -> None:
+    process = shell.start("subscribe", "news.>")
+    until(lambda: subscribed(observer, process))
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    shell("publish", "news.a", "one")
+    assert end(process)[1] == b""
+
+
+def test_subscribe_that_waits_in_vain_ends_with_code_5(shell: Shell, relay: Path) -> None:
+    assert b"0 of 1 messages" in shell("subscribe", "t", "-n", "1", "--timeout", "0.1", code=5)
+    assert shell("subscribe", "t", "--timeout", "0.1") == b""
+
+
+# -- tunnel ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tunnel_carries_lines_both_ways(shell: Shell, member: str) -> None:
+    assert (
+        shell.process("tunnel", "echo", "-H", "upper=1", stdin=b"one\ntwo\nthree")
+        == b"ONE\nTWO\nTHREE\n"
+    )
+    documents = shell.process("tunnel", "echo", "--json", stdin=b"a\n\xff\n").splitlines()
+    assert [json.loads(d)["encoding"] for d in documents] == ["utf-8", "base64"]
+
+
+def test_a_raw_tunnel_carries_bytes_of_any_size(shell: Shell, member: str) -> None:
+    data = os.urandom(1 << 20) * 3 + b"odd"
+    assert shell.process("tunnel", "echo", "--raw", stdin=data) == data
+
+
+def test_a_tunnel_ends_when_the_member_has_enough_though_stdin_stays_open(
+    shell: Shell, member: str
+) -> None:
+    process = shell.start("tunnel", "echo")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"hello\n"  # while stdin is open
+    process.stdin.write(b"enough\n")
+    process.stdin.flush()
+    assert process.wait(WAIT_S) == 0
+    assert process.stdout.read() == b"bye\n"
+
+
+def test_a_tunnel_that_breaks_ends_with_code_6(shell: Shell, member: str) -> None:
+    shell.process("tunnel", "echo", stdin=b"break\n", code=6)
+    shell.process("tunnel", "nobody", stdin=b"", code=3)
+
+
+# -- members and status ----------------------------------------------------------------------------------------
+
+
+def test_members_lists_who_is_there(shell: Shell, member: str) -> None:
+    assert member.encode() in shell.process("members", "echo")
+    document = json.loads(shell("members", "echo", "--json"))
+    assert document["member"] == member
+    assert document["serves"] == ["request", "push", "survey", "broadcast", "tunnel"]
+    assert document["label"] == "iris run echo"
+    assert b"no members of nobody" in shell("members", "nobody", code=3)
+
+
+def test_members_under_another_key_are_pointed_out(
+    shell: Shell, member: str, relay: Path, tmp_path: Path
+) -> None:
+    keyfiles.create_keys(tmp_path / "other")
+    stranger = Shell(shell.root, IRIS_CONFIG=str(tmp_path / "other"))
+    said = stranger("members", "echo", code=3).decode()
+    assert re.search(r"there are 1 under [0-9a-f]{8}…", said)
+    stranger("request", "echo", "x", code=3)
+
+
+def test_members_watch_tells_who_comes_and_goes(
+    shell: Shell, observer: iris.blocking.Client, member: str
+) -> None:
+    watching = shell.start("members", "narrow", "--watch", "--json")
+    assert watching.stdout is not None
+    until(lambda: any(s["pid"] == watching.pid for s in observer.status()["sessions"]))
+    process = shell.start("run", "services:narrow")
+    came = json.loads(watching.stdout.readline())
+    process.terminate()
+    end(process)
+    left = json.loads(watching.stdout.readline())
+    assert (came["change"], left["change"]) == ("+", "-")
+    assert came["member"] == left["member"]
+    watching.send_signal(signal.SIGINT)
+    end(watching)
+
+
+def test_status_shows_sessions_clusters_and_the_account(shell: Shell, member: str) -> None:
+    table = shell.process("status").decode()
+    assert "iris run echo" in table
+    assert re.search(r"echo +[0-9a-f]{8}… +1", table)
+    report = json.loads(shell("status", "--json"))
+    assert {"relay", "sessions", "clusters", "accounts", "pid", "socket"} <= report.keys()
+    assert shell("status", "--json", "--relay", report["socket"])
+
+
+# -- run -------------------------------------------------------------------------------------------------------
+
+
+def test_run_finishes_what_it_accepted_before_it_ends(
+    shell: Shell, observer: iris.blocking.Client, narrow: subprocess.Popen[bytes]
+) -> None:
+    request = shell.start("request", "narrow", "block", "--timeout", "20")
+    until(lambda: running(observer, narrow) == 1)
+    narrow.terminate()
+    until(lambda: len(observer.members("narrow")) == 0)
+    assert narrow.poll() is None, "it waits for the request"
+    assert request.poll() is None
+    narrow.terminate()  # a second signal ends it at once: what it had accepted is lost
+    end(narrow, 130)
+    end(request, 6)
+
+
+def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
+    shell: Shell, observer: iris.blocking.Client, place: Path, member: str
+) -> None:
+    (place / "patient.py").write_text(
+        "import asyncio, os, iris\n"
+        "service = iris.Service('patient')\n"
+        "@service.on_request\n"
+        "async def answer(path: str):\n"
+        "    while not os.path.exists(path):\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    return 'done'\n"
+    )
+    process = shell.start("run", "patient")
+    observer.wait_for_members("patient", 1, timeout=WAIT_S)
+    request = shell.start("request", "patient", str(place / "go"), "--timeout", "20")
+    until(lambda: running(observer, process) == 1)
+    process.send_signal(signal.SIGINT)
+    until(lambda: len(observer.members("patient")) == 0)
+    (place / "go").touch()
+    assert end(request)[0] == b"done"
+    end(process)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("nowhere", "no module 'nowhere'"), ("services:nothing", "no iris.Service called 'nothing'"),
+        ("services", "no iris.Service called 'service'"), ("services:noted", "no iris.Service called 'noted'"),
+    ],
+)  # fmt: skip
+def test_run_says_what_is_wrong_with_a_place(
+    shell: Shell, member: str, where: str, said: str
+) -> None:
+    assert said.encode() in shell.process("run", where, code=2)
+
+
+# -- keys ------------------------------------------------------------------------------------------------------
+
+
+def secrets(path: Path) -> list[str]:
+    return re.findall(r'"([\w-]{43})"', path.read_text())
+
+
+def test_new_keys_are_private_shown_by_id_only_and_never_overwritten(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    keyring, network = (tmp_path / "config" / "iris" / n for n in ("keyring.toml", "network.toml"))
+    said = shell.process("key", "new")
+    assert {path.stat().st_mode & 0o777 for path in (keyring, network)} == {0o600}
+    before = keyring.read_bytes()
+    said += shell("key", "new", code=2)
+    assert b"is there already" in said
+    assert keyring.read_bytes() == before
+    said += shell("key", "add", "databases") + shell("key", "add", "topic:orders.eu")
+    said += shell("key", "show") + shell("key", "show", "--json")
+    found = secrets(keyring) + secrets(network)
+    assert len(found) == 6
+    assert not any(secret.encode() in said for secret in found)
+    rows = [json.loads(line) for line in shell("key", "show", "--json").splitlines()]
+    assert [(row["name"], row["role"]) for row in rows] == [
+        ("default", "seals"), ("databases", "seals"), ("databases", "opens"), ("topic:orders.eu", "seals"),
+        ("topic:orders.eu", "opens"), ("(network)", "dials"),
+    ]  # fmt: skip
+    keyring.chmod(0o644)
+    assert b"chmod 600" in shell("key", "show", code=2)
+
+
+def test_promote_wants_force_when_nobody_can_say_who_holds_the_new_key(
+    tmp_path: Path, shell: Shell
+) -> None:
+    alone = Shell(tmp_path)
+    alone("key", "new")
+    alone("key", "add", "databases")
+    said = alone("key", "promote", "databases", code=2)
+    assert b"no relay at" in said
+    assert b"--force" in said
+    alone("key", "promote", "databases", "--force")
+    alone("key", "add", "topic:orders")
+    assert b"--force" in alone("key", "promote", "topic:orders", code=2)
+    alone("key", "promote", "topic:orders", "--force")
+    alone("key", "retire", "databases")
+    assert b"its only key" in alone("key", "retire", "databases", code=2)
+
+
+def test_keys_rotate_under_a_member_that_keeps_serving(
+    shell: Shell, observer: iris.blocking.Client, place: Path, member: str
+) -> None:
+    process = shell.start("run", "services:narrow")
+    (info,) = observer.wait_for_members("narrow", 1, timeout=WAIT_S)
+    said = shell("key", "add", "narrow")
+    new = re.search(r"added ([0-9a-f]{32})", said.decode())
+    assert new is not None
+    refused = shell("key", "promote", "narrow", code=2)
+    assert b"hold only old keys" in refused
+    assert info.member.encode() in refused
+    process.send_signal(signal.SIGHUP)
+    until(
+        lambda: any(
+            bytes.fromhex(new[1]) in m.key_ids and m.member != info.member
+            for m in observer.members("narrow")
+        )
+    )
+    shell.process("key", "promote", "narrow", "--key", new[1][:8])
+    assert shell("request", "narrow", "x") == b"done after x"
+    assert info.key_ids[0].hex().encode() in shell("key", "retire", "narrow")
+    process.send_signal(signal.SIGHUP)
+    until(lambda: len(observer.members("narrow")) == 0)  # the observer has the old key only
+    assert shell("request", "narrow", "y") == b"done after y"
+    process.terminate()
+    end(process)
+
+
+def test_keys_that_are_added_at_once_are_all_kept(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    shell("key", "new")
+    added = [shell.start("key", "add", f"cluster-{n}") for n in range(4)]
+    for process in added:
+        end(process)
+    keyring = keyfiles.load_keyring(tmp_path / "config" / "iris" / "keyring.toml")
+    assert {f"cluster-{n}" for n in range(4)} < keyring.entries().keys()

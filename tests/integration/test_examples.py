@@ -1,0 +1,99 @@
+"""Every example runs alone, ends by itself and prints what it promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+EXPECTED = {
+    "blocking_threads": ["328350", "threads can listen, too"],
+    "broadcast": [f"{who} forgets user:{n}" for who in ("first", "second", "third") for n in (17, 42)],
+    "deferred_reply": ["a batch of 3", "9", "16", "squares: negative numbers are not for squaring"],
+    "errors": [
+        "nobody is there   NoMembers, may have run: False",
+        "fine              done",
+        "the handler fails RemoteError, may have run: True",
+        "not a number      RemoteError, may have run: False",
+        "three at once     Overloaded, may have run: False",
+        "three at once     Overloaded, may have run: False",
+        "three at once     done",
+        "too slow          RequestTimeout, may have run: True",
+    ],
+    "headers": ["report for acme {'content-type': 'text/plain'}"],
+    "hello": ["Hello, world!"],
+    "members": [
+        "there are 1", "there are 2", "2 of 2 take requests", "there are 1", "there are 0", "left: 0",
+    ],
+    "publish_subscribe": [
+        "B6 only: flights.JFK.B6 news of flights.JFK.B6",
+        "B6 only: flights.EWR.B6 news of flights.EWR.B6",
+        "all flights: ['flights.JFK.B6', 'flights.LGA.UA', 'flights.EWR.B6']",
+    ],
+    "push_workers": ["20 thumbnails", "told: push to thumbnails failed"],
+    "queue_group": ["{'anna': 15, 'audit': 30, 'bert': 15}"],
+    "request_reply": ["Oslo 4 °C", "Cairo 31 °C", "100 requests at once: {'4 °C'}"],
+    "survey": [
+        "{'name': 'a', 'entries': 120}", "{'name': 'b', 'entries': 45}", "165 entries in 2 caches",
+        "failed: ['OSError: disk on fire']", "missing: 1 (the slow one)",
+    ],
+    "tunnel": [
+        *(f"block {n}: {'x' * 20}" for n in range(3)), "then 5,000,000 bytes in one message", "and that was all",
+    ],
+    "typed_payloads": [
+        "[Row(flight='B60', delay_minutes=0), Row(flight='B61', delay_minutes=3)]",
+        "[{'flight': 'UA0', 'delay_minutes': 0}, {'flight': 'UA1', 'delay_minutes': 3}]",
+        "refused: a payload of 9 bytes does not decode as Query: Expected `str`, got `int` - at `$.origin`",
+    ],
+}  # fmt: skip
+
+ANY_ORDER = {"errors", "survey", "members"}
+"""Where several tasks print."""
+
+
+def test_every_example_is_known_here() -> None:
+    """An example without an expectation would be an example that nobody runs."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_an_example_runs_alone_and_prints_what_it_promises(name: str, tmp_path: Path) -> None:
+    path = EXAMPLES / f"{name}.py"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
+    environ |= {"XDG_CONFIG_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", path],
+        cwd=tmp_path,
+        env=environ | {"PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    if name in ANY_ORDER:
+        assert sorted(lines) == sorted(EXPECTED[name])
+    else:
+        assert lines == EXPECTED[name]
+    assert "Exception ignored" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_an_example_is_short_and_has_one_idea_on_top(name: str) -> None:
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+    assert len(lines) < 60
+    assert lines[0].startswith('"""')
+
+
+def test_hello_world_has_at_most_twelve_lines_of_code() -> None:
+    lines = (EXAMPLES / "hello.py").read_text().splitlines()[1:]
+    assert sum(bool(line.strip()) for line in lines) <= 12

@@ -1,0 +1,148 @@
+"""Typed payloads: a handler's annotation chooses what it gets, and what does not fit never runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+import iris
+from iris.testing import LocalCluster
+
+
+class Point(msgspec.Struct):
+    x: int
+    y: int = 0
+
+
+@dataclasses.dataclass
+class Order:
+    number: int
+    tags: list[str]
+
+
+async def asked(service: iris.Service, *payloads: object, **kwargs: Any) -> list[Any]:
+    async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
+        return [await client.request(service.name, p, timeout=5, **kwargs) for p in payloads]
+
+
+async def test_structs_and_dataclasses_come_and_go_as_messagepack() -> None:
+    service = iris.Service("typed")
+
+    @service.on_request
+    def run(point: Point) -> Order:
+        assert type(point) is Point
+        return Order(point.x, [str(point.y)])
+
+    assert await asked(service, Point(1, 2)) == [{"number": 1, "tags": ["2"]}]
+    assert await asked(service, Point(3), type=Order) == [Order(3, ["0"])]
+
+
+async def test_a_coroutine_handler_takes_a_dataclass() -> None:
+    service = iris.Service("typed")
+
+    @service.on_request
+    async def run(order: Order) -> int:
+        return order.number + len(order.tags)
+
+    assert await asked(service, Order(40, ["a", "b"])) == [42]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent", "got"),
+    [
+        (bytes, b"raw", b"raw"), (str, "text", "text"), (str, b"text", "text"), (int, 7, 7), (float, 1.5, 1.5),
+        (bool, True, True), (list[int], [1, 2], [1, 2]), (dict[str, int], {"a": 1}, {"a": 1}),
+        (int | None, None, None), (tuple[int, str], [1, "x"], (1, "x")), (bytes, [1], b"\x91\x01"),
+        (object, {"any": [1]}, {"any": [1]}),
+    ],
+)  # fmt: skip
+async def test_builtin_annotations_decode_into_their_type(
+    wanted: Any, sent: object, got: object
+) -> None:
+    service = iris.Service("typed")
+    seen: list[object] = []
+
+    def run(value: Any) -> None:
+        seen.append(value)
+
+    run.__annotations__["value"] = wanted
+    service.on_request(run)
+    await asked(service, sent)
+    assert seen == [got]
+    assert type(seen[0]) is type(got)
+
+
+async def test_a_handler_without_annotation_gets_bytes_if_raw_else_the_object() -> None:
+    service = iris.Service("any")
+    seen: list[object] = []
+    service.on_request(lambda value: seen.append(value))
+    await asked(service, b"raw", "text", {"a": [1, None, b"b"]}, 7, None, [])
+    assert seen == [b"raw", b"text", {"a": [1, None, b"b"]}, 7, None, []]
+
+
+@pytest.mark.parametrize("coroutine", [False, True])
+async def test_a_body_that_does_not_decode_is_an_error_that_says_so_and_did_not_run(
+    coroutine: bool,
+) -> None:
+    service = iris.Service("typed")
+    ran: list[Point] = []
+
+    async def later(point: Point) -> None:
+        ran.append(point)
+
+    def now(point: Point) -> None:
+        ran.append(point)
+
+    service.on_request(later if coroutine else now)
+    async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
+        for payload in (b"\xff\xff", {"y": 1}, "text", b""):
+            with pytest.raises(iris.RemoteError, match="does not decode as Point") as caught:
+                await client.request("typed", payload, timeout=5)
+            assert not caught.value.may_have_run
+        await client.request("typed", Point(1), timeout=5)
+        assert ran == [Point(1)]
+        assert "failed handlers" not in client.counters
+
+
+async def test_an_object_that_cannot_be_sent_is_refused_at_the_caller() -> None:
+    async with LocalCluster() as cluster, cluster.client() as client:
+        with pytest.raises(iris.DecodeError, match="cannot be sent"):
+            await client.request("typed", object(), timeout=5)
+        with pytest.raises(iris.DecodeError):
+            await client.publish("t", {1j: 2})
+
+
+async def test_a_reply_that_cannot_be_sent_is_a_remote_error() -> None:
+    service = iris.Service("typed")
+    service.on_request(lambda value: object())
+    with pytest.raises(iris.RemoteError, match="cannot be sent"):
+        await asked(service, b"")
+
+
+async def test_headers_that_are_too_long_or_no_text_are_refused_at_the_caller() -> None:
+    async with LocalCluster() as cluster, cluster.client() as client:
+        for headers in ({"a": "x" * 4000}, {"a": 1}):
+            with pytest.raises(iris.IrisError):
+                await client.publish("t", b"", headers=headers)  # type: ignore[arg-type]  # the mistake under test
+            with pytest.raises(iris.IrisError):
+                await client.request("t", b"", timeout=1, headers=headers)  # type: ignore[arg-type]  # as above
+
+
+async def test_the_whole_message_is_there_for_who_asks() -> None:
+    service = iris.Service("whole")
+    seen: list[iris.Message] = []
+
+    @service.on_request
+    def run(message: iris.Message) -> None:
+        seen.append(message)
+
+    await asked(service, {"a": 1}, headers={"h": "v"})
+    (message,) = seen
+    assert (message.name, message.packed, message.headers) == ("whole", True, {"h": "v"})
+    assert message.value == {"a": 1}
+    assert message.decode(dict[str, int]) == {"a": 1}
+    with pytest.raises(iris.DecodeError):
+        message.decode(int)

@@ -1,0 +1,431 @@
+"""Machines back to back: `iris.core.session.Session` and `relay.core.router.Router` joined by memory, in virtual time.
+
+    net = Network()
+    alice, bob = net.host("alice"), net.host("bob")
+    bob.serve("db", lambda delivery: delivery.reply(b"pong", None, False))
+    answer = alice.request("db", b"ping")
+    net.run()
+    answer.value == b"pong"
+
+Nothing waits and nothing is random: `run` moves bytes until nobody has anything to say. `net.tamper` sees each frame that
+the relay sends, as a hostile relay would, and gives back what to send instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from iris.core.bundle import Headers
+from iris.core.guard import Guard
+from iris.core.inbound import InFlow
+from iris.core.message import Message
+from iris.core.session import Delivery, Lost, Pending, Session
+from iris.core.tunnel import TunnelEnd
+from iris.crypto.keys import ClusterKey
+from iris.errors import IrisError, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import (
+    KIND_AT,
+    FrameReader,
+    ReceiveBuffer,
+    decode_control,
+    encode_control,
+)
+from iris.wire.frames import Kind, Refusal, Serving
+from iris.wire.names import matches
+from relay.core.ports import Held
+from relay.core.router import Limits, Router
+
+KEY = ClusterKey(bytes(range(32)))
+OTHER_KEY = ClusterKey(bytes(range(1, 33)))
+START_US = 1_700_000_000_000_000
+FRESHNESS_US = 600_000_000
+LIMIT = 1 << 20
+
+
+class Result:
+    """A waiter: what a request or an Ack resolves."""
+
+    def __init__(self) -> None:
+        self.message: Any = None
+        self.error: BaseException | None = None
+
+    @property
+    def value(self) -> Any:
+        """The payload of the reply; raises what the request failed with."""
+        if self.error is not None:
+            raise self.error
+        assert self.message is not None, "not resolved yet"
+        return self.message.payload
+
+    def done(self) -> bool:
+        return self.message is not None or self.error is not None
+
+    def set_result(self, result: Any, /) -> None:
+        assert not self.done()
+        self.message = result
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        assert not self.done()
+        self.error = exception
+
+
+class Answers:
+    """A survey's sink: what was heard, in order."""
+
+    def __init__(self) -> None:
+        self.roster_ids: list[str] = []
+        self.payloads: list[bytes] = []
+        self.faults: dict[str, str] = {}
+        self.end: tuple[list[str], IrisError | None] | None = None
+
+    def roster(self, members: list[str]) -> None:
+        self.roster_ids += members
+
+    def answer(self, message: Message) -> None:
+        self.payloads.append(message.payload)
+
+    def fault(self, member: str, detail: str) -> None:
+        self.faults[member] = detail
+
+    def done(self, lost: list[str], error: IrisError | None) -> None:
+        assert self.end is None
+        self.end = (lost, error)
+
+
+class Inbox:
+    """A subscription."""
+
+    def __init__(self, pattern: str, group: str) -> None:
+        self.pattern = pattern
+        self.group = group
+        self.messages: list[Message] = []
+        self.gaps: list[Lost] = []
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [message.payload for message in self.messages]
+
+    def deliver(self, messages: list[Message], size: int) -> None:
+        self.messages += messages
+
+    def gap(self, gap: Lost) -> None:
+        self.gaps.append(gap)
+
+
+class Service:
+    """A binding: takes everything unless `refusal` is set, and gives deliveries to `handler`."""
+
+    def __init__(self, number: int, handler: Callable[[Delivery], None] | None) -> None:
+        self.number = number
+        self.handler = handler
+        self.refusal: Refusal | None = None
+        self.deliveries: list[Delivery] = []
+        self.casts: list[Message] = []
+        self.tunnels: list[TunnelEnd] = []
+        self.gaps: list[Lost] = []
+        self.member = 0
+
+    def admit(self, kind: int, size: int) -> Refusal | None:
+        return self.refusal
+
+    def take(self, delivery: Delivery) -> None:
+        self.deliveries.append(delivery)
+        if self.handler is not None:
+            self.handler(delivery)
+
+    def broadcast(self, messages: list[Message], size: int) -> None:
+        self.casts += messages
+
+    def tunnel(self, end: TunnelEnd) -> None:
+        self.tunnels.append(end)
+
+    def gap(self, gap: Lost) -> None:
+        self.gaps.append(gap)
+
+
+class Port:
+    """The relay's side of one host's connection. `room` messages fit before it refuses; None is no limit."""
+
+    def __init__(self) -> None:
+        self.out: deque[bytes] = deque()
+        self.room: int | None = None
+        self.finished = False
+        self.held_messages = 0
+
+    def _take(self, frame: bytes, count: int) -> bool:
+        if self.room is not None:
+            if count > self.room:
+                return False
+            self.room -= count
+        self.out.append(frame)
+        return True
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        return self._take(bytes(buf[start:end]), count)
+
+    def send(self, frame: bytes, count: int) -> bool:
+        return self._take(frame, count)
+
+    def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
+        return self._take(bytes(buf[start:end]), 1)
+
+    def control(self, frame: bytes) -> None:
+        self.out.append(frame)
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def abort(self, reason: str) -> None:
+        self.finished = True
+
+
+class Host:
+    """One process: a session, its owner, and its connection."""
+
+    def __init__(self, net: Network, label: str, keys: Sequence[ClusterKey], guard: Guard) -> None:
+        self.net = net
+        self.label = label
+        self.keys = {key.key_id: key for key in keys}
+        self.key = keys[0]
+        self.guard = guard
+        self.services: dict[int, Service] = {}
+        self.inboxes: list[Inbox] = []
+        self.losses: list[Lost] = []
+        self.ended_because = ""
+        """The rule that either side says the other broke."""
+        self.port = Port()
+        self.peer = net.router.session_up(self.port)
+        self.clock_us = 0
+        """How far this host's wall clock is ahead."""
+        self.session = Session(self, guard, net.entropy, label=label, pid=7, message_limit=LIMIT)
+        self._to_relay = FrameReader(self._at_relay, net.buffer, LIMIT + 4096)
+        self._to_session = FrameReader(self.session.frame, net.own_buffer, LIMIT + 4096)
+        self.say(encode_control(self.session.greeting))
+
+    # -- Owner ---------------------------------------------------------------------------------------------
+
+    def find_key(self, key_id: bytes) -> ClusterKey | None:
+        return self.keys.get(key_id)
+
+    def binding(self, flow: InFlow) -> Service | None:
+        return self.services.get(flow.member)
+
+    def sinks(self, flow: InFlow) -> Sequence[Inbox]:
+        return [
+            inbox
+            for inbox in self.inboxes
+            if (inbox.group in flow.groups if inbox.group else flow.plain)
+            and matches(inbox.pattern, flow.name)
+        ]
+
+    def draining(self) -> None: ...
+
+    def lost(self, lost: Lost) -> None:
+        self.losses.append(lost)
+
+    def out_full(self) -> None: ...
+
+    # -- using it ------------------------------------------------------------------------------------------
+
+    def serve(
+        self, name: str, handler: Callable[[Delivery], None] | None = None, *, concurrency: int = 16,
+        limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (),
+    ) -> Service:  # fmt: skip
+        """Join a cluster for every kind; returns when the relay has answered."""
+        service = Service(len(self.services) + 1, handler)
+        ack = Result()
+        ids = [key.key_id for key in keys or (self.key,)]
+        for key in keys or (self.key,):
+            self.session.out.prove(key)
+        kinds = {int(kind): Serving(concurrency, limit_bytes) for kind in frames.SERVED_KINDS}
+        self.session.ask(lambda number: frames.Join(number, name, ids, kinds), ack)
+        self.net.run()
+        assert ack.error is None
+        assert not ack.message.error, ack.message.error
+        service.member = ack.message.member
+        self.services[service.member] = service
+        return service
+
+    def subscribe(self, pattern: str, *, group: str = "", key: ClusterKey | None = None) -> Inbox:
+        inbox = Inbox(pattern, group)
+        self.inboxes.append(inbox)
+        self.session.subscriptions_version += 1
+        key = key or self.key
+        self.session.out.prove(key)
+        ack = Result()
+        self.session.ask(lambda number: frames.Subscribe(number, pattern, [key.key_id], group), ack)
+        self.net.run()
+        assert not ack.message.error, ack.message.error
+        return inbox
+
+    def publish(self, topic: str, *payloads: bytes, kind: Kind = Kind.PUBLISH) -> None:
+        """One bundle."""
+        out = self.session.out
+        flow = out.flow(kind, topic, self.key)
+        for payload in payloads:
+            out.add(flow, payload, None, False)
+        out.cut(flow)
+
+    def request(
+        self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, idempotent: bool = False,
+        headers: Headers | None = None, kind: Kind = Kind.REQUEST,
+    ) -> Result:  # fmt: skip
+        result = Result()
+        self.send(
+            name, payload, result, timeout_ms=timeout_ms, idempotent=idempotent, headers=headers
+        )
+        return result
+
+    def send(
+        self, name: str, payload: bytes, waiter: Result | None = None, *, survey: Answers | None = None,
+        timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None,
+    ) -> Pending:  # fmt: skip
+        self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        return self.session.send_to_one(
+            Kind.REQUEST if survey is None else Kind.SURVEY, name, self.key, payload, headers, False,
+            timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent,
+        )  # fmt: skip
+
+    def survey(self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000) -> Answers:
+        answers = Answers()
+        self.send(name, payload, survey=answers, timeout_ms=timeout_ms)
+        return answers
+
+    def push(self, name: str, payload: bytes = b"") -> None:
+        self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        self.session.push(name, self.key, payload, None, False, 1000)
+
+    def open_tunnel(self, name: str, headers: Headers | None = None) -> TunnelEnd:
+        return self.session.open_tunnel(name, self.key, headers, 1000)
+
+    def say(self, data: bytes) -> None:
+        """Put raw bytes on the way to the relay."""
+        feed(self._to_relay, data)
+
+    def hear(self, data: bytes) -> None:
+        """Give the session raw bytes, as from the relay."""
+        feed(self._to_session, data)
+
+    # -- moving bytes --------------------------------------------------------------------------------------
+
+    def speak(self) -> bool:
+        """Give the relay what the session has to say."""
+        session = self.session
+        session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        session.flush()
+        if session.state != "up" or not session.out.chunks or self.peer.closed:
+            return False
+        data, session.out.chunks = b"".join(session.out.chunks), []
+        self.say(data)
+        return True
+
+    def listen(self) -> bool:
+        """Give the session what the relay has to say."""
+        if not self.port.out or self.session.state == "ended":
+            self.port.out.clear()
+            return False
+        self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        frame = self.port.out.popleft()
+        for each in self.net.tamper(self, frame):
+            try:
+                self.hear(each)
+            except IrisError as err:
+                self.ended_because = str(err)
+                self.lose("protocol error")
+                break
+        return True
+
+    def lose(self, reason: str = "the connection broke") -> None:
+        """Both sides notice that the connection is gone."""
+        self.net.router.session_down(self.peer)
+        self.port.out.clear()
+        self.session.end(reason)
+
+    def _at_relay(self, buf: memoryview, start: int, end: int) -> None:
+        if self.peer.closed:
+            return
+        try:
+            self.net.router.frame_in(self.peer, buf, start, end)
+        except PeerProtocolError as err:
+            self.ended_because = str(err)
+            self.net.router.session_down(self.peer)
+            self.port.control(encode_control(frames.Error(str(err)[:1024])))
+
+
+class Network:
+    """One relay and its hosts."""
+
+    def __init__(self, *, limits: Limits | None = None, relay_seed: int = 0) -> None:
+        self.entropy = random.Random(relay_seed).randbytes
+        self.router = Router(
+            self.entropy(16), entropy=self.entropy, message_limit=LIMIT, limits=limits
+        )
+        self.now_us = START_US
+        self.mono_us = self.router.now_us = 1_000_000
+        self.hosts: list[Host] = []
+        self.buffer = ReceiveBuffer()
+        self.own_buffer = ReceiveBuffer()
+        self.tamper: Callable[[Host, bytes], Sequence[bytes]] = lambda host, frame: (frame,)
+
+    def host(
+        self, label: str = "host", *, keys: Sequence[ClusterKey] = (KEY,), guard: Guard | None = None
+    ) -> Host:  # fmt: skip
+        """Return a host whose session is up."""
+        host = Host(self, label, keys, guard or Guard(FRESHNESS_US))
+        self.hosts.append(host)
+        self.run()
+        assert host.session.state == "up"
+        return host
+
+    def run(self) -> None:
+        """Move bytes until nobody has anything to say."""
+        busy = True
+        while busy:
+            busy = False
+            for host in self.hosts:
+                busy |= host.speak()
+            for host in self.hosts:
+                while host.listen():
+                    busy = True
+
+    def pass_time(self, seconds: float) -> None:
+        """Let virtual time pass, and what is due by then happen."""
+        self.now_us += int(seconds * 1e6)
+        self.mono_us += int(seconds * 1e6)
+        self.router.now_us = self.mono_us
+        for host in self.hosts:
+            if host.session.deadline_us <= self.mono_us:
+                host.session.turn(self.now_us + host.clock_us, self.mono_us)
+                host.session.expire(self.mono_us)
+        self.run()
+
+    def check(self) -> None:
+        """The relay's account balances, and nothing is held for anybody."""
+        assert self.router.accounts.balance() == 0, self.router.accounts.report(0)
+        for session in self.router.sessions.values():
+            assert not session.handed
+            assert session.pending == 0
+            assert not session.tunnels
+
+
+def kind_of(frame: bytes) -> int:
+    return frame[KIND_AT]
+
+
+def control_of(frame: bytes) -> Any:
+    """Return the body of a control frame."""
+    return decode_control(memoryview(bytearray(frame)), 0, len(frame))
+
+
+def feed(reader: FrameReader, data: bytes) -> None:
+    pos = 0
+    while pos < len(data):
+        buffer = reader.get_buffer()
+        size = min(len(buffer), len(data) - pos)
+        buffer[:size] = data[pos : pos + size]
+        pos += size
+        reader.received(size)

@@ -1,0 +1,555 @@
+"""What a hostile relay can do with honest frames: nothing that goes unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, control_of, kind_of
+
+from iris.core.session import Delivery
+from iris.crypto.sframe import WINDOW_COUNTERS
+from iris.errors import ConnectionLost, LocalProtocolError, RemoteError
+from iris.wire import frames
+from iris.wire.codec import (
+    ALIAS_AT,
+    BODY_AT,
+    END_AT,
+    FLAGS_AT,
+    HOP,
+    RELAY_HOP,
+    REWRITE,
+    encode_control,
+)
+from iris.wire.frames import Kind
+
+
+def echo(delivery: Delivery) -> None:
+    delivery.reply(delivery.message.payload, None, False)
+
+
+class Recorder:
+    """A relay that keeps a copy of the frames of some kinds, and goes on honestly."""
+
+    def __init__(self, net: Network, *kinds: Kind) -> None:
+        self.frames: list[bytes] = []
+        self.kinds = kinds
+        net.tamper = self.see
+
+    def see(self, host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) in self.kinds:
+            self.frames.append(frame)
+        return [frame]
+
+
+def with_hop(frame: bytes, hop: int) -> bytes:
+    """The same frame as the relay would hand it over anew."""
+    changed = bytearray(frame)
+    REWRITE.pack_into(changed, ALIAS_AT, HOP.unpack_from(frame)[3], hop)
+    return bytes(changed)
+
+
+# -- replay ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.PUSH])
+def test_a_replayed_message_runs_once(net: Network, kind: Kind) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", lambda d: echo(d) if kind == Kind.REQUEST else d.finish())
+    seen = Recorder(net, kind)
+    if kind == Kind.REQUEST:
+        caller.request("db", b"x")
+    else:
+        caller.push("db", b"x")
+    net.run()
+    for n in range(3):
+        member.hear(with_hop(seen.frames[0], RELAY_HOP | 5000 + n))
+    assert len(service.deliveries) == 1
+    assert member.session.dropped == {"replayed": 3, "refused: replayed": 3}
+    member.session.out.chunks.clear()
+
+
+def test_a_replay_after_a_reconnect_is_refused_too(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", echo)
+    seen = Recorder(net, Kind.REQUEST, Kind.DECLARE)
+    caller.request("db", b"x")
+    net.run()
+    member.lose()
+    again = net.host(guard=member.guard)
+    service = again.serve("db", echo)
+    declared, request = seen.frames[0], next(f for f in seen.frames if kind_of(f) == Kind.REQUEST)
+    body = control_of(declared)
+    again.hear(encode_control(frames.Declare(0, body.kind, body.name, body.key_id, body.sender_id, member=service.member)))  # fmt: skip
+    changed = bytearray(request)
+    REWRITE.pack_into(changed, ALIAS_AT, 0, RELAY_HOP | 1)
+    again.hear(bytes(changed))
+    assert service.deliveries == []
+    assert again.session.dropped["replayed"] == 1
+    again.session.out.chunks.clear()
+
+
+def test_a_message_refused_before_it_ran_may_come_again(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", echo)
+    service.refusal = frames.Refusal.FULL
+    seen = Recorder(net, Kind.REQUEST)
+    caller.request("db", b"x")
+    net.run()
+    service.refusal = None
+    member.hear(with_hop(seen.frames[0], RELAY_HOP | 9))
+    assert [d.message.payload for d in service.deliveries] == [b"x"]
+    member.session.out.chunks.clear()
+
+
+def test_a_counter_below_the_window_is_stale_and_the_caller_seals_anew(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", echo)
+    held: list[bytes] = []
+
+    def hold(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) == Kind.REQUEST and not held:
+            held.append(frame)
+            return []
+        return [frame]
+
+    net.tamper = hold
+    answer = caller.request("db", b"late")
+    net.run()
+    caller.session.out._sealers[KEY.key_id][0]._counter += WINDOW_COUNTERS
+    caller.request("db", b"early")
+    net.run()
+    net.tamper = lambda host, frame: [frame]
+    member.hear(held[0])
+    net.run()
+    assert [d.message.payload for d in service.deliveries] == [b"early", b"late"]
+    assert member.session.dropped["stale"] == 1
+    assert answer.value == b"late"
+
+
+def test_publications_and_broadcasts_late_or_repeated_are_dropped(net: Network) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox, service = receiver.subscribe("a"), receiver.serve("a")
+    seen = Recorder(net, Kind.PUBLISH, Kind.BROADCAST)
+    for n in range(3):
+        sender.publish("a", b"p%d" % n)
+        sender.publish("a", b"b%d" % n, kind=Kind.BROADCAST)
+    net.run()
+    assert len(seen.frames) == 6
+    for frame in seen.frames:
+        receiver.hear(frame)
+    assert inbox.payloads == [b"p0", b"p1", b"p2"]
+    assert [m.payload for m in service.casts] == [b"b0", b"b1", b"b2"]
+    assert receiver.session.dropped == {"late or repeated": 6}
+    assert not inbox.gaps
+
+
+def test_what_a_relay_leaves_out_is_told_when_the_next_arrives(net: Network) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    sender.publish("a", b"0")
+    net.run()
+    net.tamper = lambda host, frame: [] if kind_of(frame) == Kind.PUBLISH else [frame]
+    sender.publish("a", b"1", b"2", b"3")
+    net.run()
+    net.tamper = lambda host, frame: [frame]
+    sender.publish("a", b"4")
+    net.run()
+    assert inbox.payloads == [b"0", b"4"]
+    assert [(gap.count, gap.cause) for gap in inbox.gaps] == [(3, "missing on the way")]
+
+
+def test_bundles_in_another_order_are_a_gap_and_never_out_of_order(net: Network) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    sender.publish("a", b"0")
+    net.run()
+    held: list[bytes] = []
+
+    def swap(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.PUBLISH:
+            return [frame]
+        if not held:
+            held.append(frame)
+            return []
+        return [frame, held[0]]
+
+    net.tamper = swap
+    sender.publish("a", b"1")
+    sender.publish("a", b"2")
+    net.run()
+    assert inbox.payloads == [b"0", b"2"]
+    assert [gap.count for gap in inbox.gaps] == [1]
+
+
+# -- freshness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_s", [-601, 601])
+def test_a_request_from_a_clock_too_far_off_is_refused_by_an_error_that_says_how_far(
+    net: Network, ahead_s: int
+) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", echo)
+    caller.clock_us = ahead_s * 1_000_000
+    answer = caller.request("db")
+    net.run()
+    assert service.deliveries == []
+    assert isinstance(answer.error, RemoteError)
+    assert not answer.error.may_have_run
+    assert f"{-ahead_s:+.1f} s from the member's clock" in str(answer.error)
+    assert member.session.dropped == {"too old": 1}
+
+
+def test_a_clock_just_within_the_limit_is_accepted(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    member.serve("db", echo)
+    caller.clock_us = FRESHNESS_US - 1
+    answer = caller.request("db", b"x")
+    net.run()
+    assert answer.value == b"x"
+
+
+def test_publications_from_a_clock_too_far_off_are_told_as_lost_with_the_difference(
+    net: Network,
+) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    sender.clock_us = -700 * 1_000_000
+    sender.session.turn(net.now_us + sender.clock_us, net.mono_us)
+    sender.publish("a", b"x", b"y")
+    net.run()
+    assert inbox.payloads == []
+    assert [(gap.count, gap.cause) for gap in inbox.gaps] == [(2, "sent +700 s from our clock")]
+
+
+def test_a_push_from_a_clock_too_far_off_is_told_to_its_sender(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", lambda delivery: delivery.finish())
+    caller.clock_us = 700 * 1_000_000
+    caller.push("db")
+    net.run()
+    assert service.deliveries == []
+    assert [loss.count for loss in caller.losses] == [1]
+
+
+# -- forgery -----------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_swapped_with_another_is_refused(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db")
+    answers = [caller.request("db", b"%d" % n) for n in range(2)]
+    net.run()
+    held: list[bytes] = []
+
+    def swap(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.REPLY:
+            return [frame]
+        held.append(frame)
+        if len(held) < 2:
+            return []
+        first, second = (bytearray(f) for f in held)
+        first[END_AT:], second[END_AT:] = held[1][END_AT:], held[0][END_AT:]
+        return [bytes(first), bytes(second)]
+
+    net.tamper = swap
+    for delivery in service.deliveries:
+        delivery.reply(b"reply to " + delivery.message.payload, None, False)
+    net.run()
+    for answer in answers:
+        assert isinstance(answer.error, ConnectionLost)
+        assert answer.error.may_have_run
+        assert "unreadable" in str(answer.error)
+    assert caller.session.dropped == {"unreadable": 2}
+
+
+def test_a_reply_that_a_relay_repeats_is_late(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    member.serve("db", echo)
+    seen = Recorder(net, Kind.REPLY)
+    answer = caller.request("db", b"x")
+    net.run()
+    caller.hear(seen.frames[0])
+    assert answer.value == b"x"
+    assert caller.session.dropped == {"late answers": 1}
+
+
+def test_an_error_turned_into_a_reply_is_refused(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    member.serve("db", lambda d: d.fault("no", may_have_run=True))
+    fault_alias: list[frames.Declare] = []
+
+    def disguise(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) == Kind.DECLARE and (body := control_of(frame)).kind == Kind.FAULT:
+            fault_alias.append(body)
+            return [encode_control(frames.Declare(body.alias, Kind.REPLY, body.name, body.key_id, body.sender_id))]  # fmt: skip
+        if kind_of(frame) == Kind.FAULT:
+            changed = bytearray(frame)
+            changed[4] = Kind.REPLY
+            return [bytes(changed)]
+        return [frame]
+
+    net.tamper = disguise
+    answer = caller.request("db")
+    net.run()
+    assert fault_alias
+    assert isinstance(answer.error, ConnectionLost)
+
+
+@pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.REQUEST])
+def test_a_message_spliced_to_another_address_does_not_open(net: Network, kind: Kind) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox, service = receiver.subscribe(">"), receiver.serve("admin", echo)
+    receiver.serve("guest", echo)
+    answers: list[Result] = []
+
+    def splice(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) == Kind.DECLARE and host is receiver:
+            body = control_of(frame)
+            name = {"guest": "admin", "guest.topic": "admin.topic"}.get(body.name, body.name)
+            member = service.member if body.name == "guest" else 0
+            return [
+                encode_control(
+                    frames.Declare(
+                        body.alias, body.kind, name, body.key_id, body.sender_id, member=member
+                    )
+                )
+            ]
+        return [frame]
+
+    net.tamper = splice
+    if kind == Kind.PUBLISH:
+        sender.publish("guest.topic", b"x")
+    else:
+        answers.append(sender.request("guest", b"x"))
+    net.run()
+    assert inbox.payloads == []
+    assert service.deliveries == []
+    if kind == Kind.PUBLISH:
+        assert [gap.count for gap in inbox.gaps] == [1]
+    else:
+        assert isinstance(answers[0].error, RemoteError)
+        assert not answers[0].error.may_have_run
+
+
+@pytest.mark.parametrize(
+    "at", [END_AT, END_AT + 8, END_AT + 12, END_AT + 16, BODY_AT, BODY_AT + 12, -1]
+)
+def test_a_changed_byte_of_what_is_authenticated_is_noticed(net: Network, at: int) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+
+    def damage(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.PUBLISH:
+            return [frame]
+        changed = bytearray(frame)
+        changed[at] ^= 1
+        return [bytes(changed)]
+
+    net.tamper = damage
+    sender.publish("a", b"x")
+    net.run()
+    assert inbox.payloads == []
+    assert len(inbox.gaps) == 1
+
+
+def test_hop_fields_are_the_relays_and_change_nothing_that_is_sealed(net: Network) -> None:
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+
+    def rewrite(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.PUBLISH:
+            return [frame]
+        return [with_hop(frame, 12345)]
+
+    net.tamper = rewrite
+    sender.publish("a", b"x")
+    net.run()
+    assert inbox.payloads == [b"x"]
+
+
+def test_a_refused_message_sent_to_a_caller_ends_the_session_as_the_relays_error(
+    net: Network,
+) -> None:
+    caller, member = net.host(), net.host()
+    member.serve("db", echo)
+
+    def flag(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.REQUEST:
+            return [frame]
+        changed = bytearray(frame)
+        changed[FLAGS_AT] = frames.FLAG_REFUSED
+        return [bytes(changed)]
+
+    net.tamper = flag
+    answer = caller.request("db")
+    net.run()
+    assert "refused" in member.ended_because
+    assert isinstance(answer.error, ConnectionLost)
+
+
+# -- proofs ------------------------------------------------------------------------------------------------------
+
+
+def proof_of(host: Host) -> bytes:
+    """The PROVE frame that this host would send."""
+    return encode_control(
+        frames.Prove(
+            0,
+            KEY.public_key,
+            KEY.sign_proof(
+                relay_id=host.session.relay_id,
+                session_id=host.peer.session_id,
+                challenge=host.peer.challenge,
+            ),
+        )
+    )
+
+
+def test_a_proof_holds_in_its_own_session(net: Network) -> None:
+    host = net.host()
+    host.say(proof_of(host))
+    assert host.peer.proven == {KEY.key_id}
+
+
+def test_a_proof_relayed_from_another_session_is_refused(net: Network) -> None:
+    honest, thief = net.host(), net.host()
+    thief.say(proof_of(honest))
+    assert "proof" in thief.ended_because
+    assert thief.peer.closed
+    assert not thief.peer.proven
+
+
+def test_a_proof_relayed_from_another_relay_is_refused(net: Network) -> None:
+    elsewhere = Network(relay_seed=1)
+    honest, thief = elsewhere.host(), net.host()
+    thief.peer.challenge = honest.peer.challenge  # even if the challenges were made equal
+    thief.say(proof_of(honest))
+    assert "proof" in thief.ended_because
+
+
+def test_a_proof_under_another_public_key_is_refused(net: Network) -> None:
+    host = net.host()
+    body = control_of(proof_of(host))
+    host.say(encode_control(frames.Prove(0, OTHER_KEY.public_key, body.signature)))
+    assert "proof" in host.ended_because
+
+
+def test_an_alias_under_a_key_that_was_not_proven_is_refused(net: Network) -> None:
+    host = net.host()
+    host.say(encode_control(frames.Declare(0, Kind.PUBLISH, "a", KEY.key_id, bytes(16))))
+    assert f"{KEY.key_id.hex()[:8]}, which was not proven" in host.ended_because
+
+
+@pytest.mark.parametrize("what", ["join", "subscribe"])
+def test_joining_or_subscribing_under_a_key_that_was_not_proven_is_refused(
+    net: Network, what: str
+) -> None:
+    host = net.host()
+    host.session.out.prove(KEY)
+    ack = Result()
+    ids = [KEY.key_id, OTHER_KEY.key_id]
+    kinds = {int(Kind.REQUEST): frames.Serving(1, 1)}
+    host.session.ask(
+        lambda number: (
+            frames.Join(number, "db", ids, kinds)
+            if what == "join"
+            else frames.Subscribe(number, "a.>", ids)
+        ),
+        ack,
+    )
+    net.run()
+    assert f"{OTHER_KEY.key_id.hex()[:8]} was not proven" in ack.message.error
+    assert not host.peer.members
+    assert not host.peer.subscriptions
+
+
+def test_asking_for_members_under_a_key_that_was_not_proven_ends_the_session(net: Network) -> None:
+    host = net.host()
+    host.say(encode_control(frames.Members(1, "db", [KEY.key_id])))
+    assert "not proven" in host.ended_because
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode_control(frames.Ping(1)),
+        HOP.pack(46, Kind.PUBLISH, 0, 0, 0, 0) + bytes(24),
+        b"\x03\0\0\0\xff\0\x80",
+    ],
+    ids=["control", "data", "unknown kind"],
+)
+def test_before_hello_nothing_is_accepted(net: Network, data: bytes) -> None:
+    host = net.host()
+    fresh = net.router.session_up(host.port)
+    host.peer, old = fresh, host.peer
+    host.say(data)
+    assert host.ended_because
+    assert fresh.closed
+    host.peer = old
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.REQUEST, Kind.PUBLISH, Kind.REPLY, Kind.SURVEY, Kind.TUNNEL_OPEN]
+)
+def test_a_frame_of_an_undeclared_alias_is_the_senders_error(net: Network, kind: Kind) -> None:
+    host = net.host()
+    host.say(HOP.pack(46, kind, 0, 77, 1, 0) + bytes(24))
+    assert "alias 77 was not declared" in host.ended_because
+
+
+@pytest.mark.parametrize("kind", [k for k in Kind if k >= 0x40])
+def test_a_data_frame_cut_short_is_the_senders_error(net: Network, kind: Kind) -> None:
+    host = net.host()
+    host.say(b"\x08\0\0\0" + bytes((kind, 0)) + bytes(6))
+    assert "cut short" in host.ended_because
+
+
+def test_an_answer_to_what_a_session_was_not_handed_is_dropped(net: Network) -> None:
+    caller, member, thief = net.host(), net.host(), net.host()
+    service = member.serve("db")
+    answer = caller.request("db")
+    net.run()
+    hop = service.deliveries[0].hop
+    thief.session.out.single(
+        thief.session.out.flow(Kind.REPLY, "db", KEY), b"forged", None, False, hop, 0, 0
+    )
+    net.run()
+    assert not answer.done()
+    assert net.router.accounts.dropped == {"late answer": 1}
+    service.deliveries[0].reply(b"real", None, False)
+    net.run()
+    assert answer.value == b"real"
+
+
+# -- senders -----------------------------------------------------------------------------------------------------
+
+
+def test_every_session_draws_new_sender_ids(net: Network) -> None:
+    receiver = net.host()
+    inbox = receiver.subscribe("a")
+    first = net.host()
+    first.publish("a", b"1")
+    net.run()
+    first.lose()
+    second = net.host(guard=first.guard)
+    second.publish("a", b"2")
+    net.run()
+    assert inbox.payloads == [b"1", b"2"]
+    assert len({message.source for message in inbox.messages}) == 2
+    assert not inbox.gaps
+
+
+def test_a_poisoned_session_seals_no_more(net: Network) -> None:
+    sender, member = net.host(), net.host()
+    member.serve("db")
+    sender.publish("a", b"1")
+    tunnel = sender.open_tunnel("db")
+    net.run()
+    sender.session.out.poison()
+    tunnel.poison()
+    with pytest.raises(LocalProtocolError, match="forked"):
+        sender.publish("a", b"2")
+    tunnel.write(memoryview(b"x"), 0)
+    with pytest.raises(LocalProtocolError):
+        tunnel.flush()
+    sender.lose()
