@@ -106,7 +106,7 @@ class Attachment:
             old = self.pump
             new = await self._attach()
             if old is None or not old.connected:
-                self._adopt(new)
+                self._take(new)
                 return
             self.blocked = (
                 True  # what follows goes to the new session, once the relay has all of the old one
@@ -115,6 +115,9 @@ class Attachment:
                 with contextlib.suppress(ConnectionLost, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await self._fence(old)
+                if self.pump is not old:
+                    self._take(new)
+                    return
                 self._adopt(new)
             except BaseException:  # cancelled, or the new session has ended already
                 new.abort("not taken into use")
@@ -123,6 +126,8 @@ class Attachment:
             try:
                 with contextlib.suppress(IrisError, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
+                        await self._fence(new)  # what was registered meanwhile is there before the old one goes
+                        await self._fence(old)  # every JOIN on it is answered
                         await self._leave_all(old)
                         while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
                             await asyncio.sleep(0.005)
@@ -169,7 +174,7 @@ class Attachment:
             pause_s = self._config.reconnect_min_s
             while self.state == "open" and self.pump is None:
                 try:
-                    self._adopt(await self._attach())
+                    self._take(await self._attach())
                 except IrisError as err:
                     log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
@@ -207,6 +212,13 @@ class Attachment:
         finally:
             closed.cancel()
         return pump
+
+    def _take(self, pump: Pump) -> None:
+        """Adopt `pump` unless another was found meanwhile: there is one session at a time."""
+        if self.pump is None:
+            self._adopt(pump)
+        else:
+            pump.abort("another session is in use")
 
     def _adopt(self, pump: Pump) -> None:
         """From now on everything goes through this session; raises RelayUnavailable if it has ended meanwhile."""

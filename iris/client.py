@@ -532,21 +532,17 @@ class Client:
                 await binding.stop()
                 self._registry.forget(binding)
 
-    def _say_leave(self, binding: ServiceBinding) -> asyncio.Future[Any] | None:
+    def _say_leave(self, binding: ServiceBinding) -> list[asyncio.Future[None]]:
         """Tell the relay that a member takes nothing new; return what is resolved when it knows."""
-        pump = self._attachment.pump if self._attachment is not None else None
-        if pump is None or not binding.member or binding.leaving:
-            binding.leaving = True  # if it is joining still, it leaves as soon as it has joined
-            return None
-        pump.turn()
-        waiter = self._loop.create_future()
-        pump.session.ask(lambda number: frames.Leave(number, binding.member), waiter)
-        pump.touch()
-        return waiter
+        session = self._attachment.session if self._attachment is not None else None
+        left = self._registry.leave(session, binding)
+        self.touch()
+        return left
 
-    async def _leave(self, binding: ServiceBinding, left: asyncio.Future[Any] | None) -> None:
+    async def _leave(self, binding: ServiceBinding, left: list[asyncio.Future[None]]) -> None:
         """Take what comes until the relay knows that we left, and finish it."""
-        await self.told(left)
+        for done in left:
+            await self.told(done)
         binding.leaving = True
         await binding.finish()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from iris.errors import ConfigError
-from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, MAX_MESSAGE_LIMIT
+from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, MAX_MESSAGE_LIMIT, MIN_MESSAGE_LIMIT
 
 
 def _program() -> str:
@@ -26,7 +26,7 @@ class ClientConfig:
     """Shown by `iris members` and `iris status`; at most 64 characters."""
 
     message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT
-    """Largest payload, up to 64 MiB; the relay's limit holds as well. Larger messages go through a tunnel."""
+    """Largest payload, 64 KiB to 64 MiB; the relay's limit holds as well. Larger messages go through a tunnel."""
 
     connect_timeout_s: float = 5.0
     """Until the relay has answered HELLO, and until it knows every service and subscription."""
@@ -49,9 +49,10 @@ class ClientConfig:
     """A relay is trusted if it runs as us, as root, or as this user."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.message_limit_bytes <= MAX_MESSAGE_LIMIT:
+        if not MIN_MESSAGE_LIMIT <= self.message_limit_bytes <= MAX_MESSAGE_LIMIT:
             raise ConfigError(
-                f"message_limit_bytes: {self.message_limit_bytes} is not from 1 to {MAX_MESSAGE_LIMIT}"
+                f"message_limit_bytes: {self.message_limit_bytes} is not from "
+                f"{MIN_MESSAGE_LIMIT} to {MAX_MESSAGE_LIMIT}"
             )
         for name in ("connect_timeout_s", "reconnect_min_s", "reconnect_max_s", "freshness_s"):
             if not 0 < getattr(self, name) <= 86_400:

@@ -91,10 +91,11 @@ class Registry:
         except KeyringError as err:
             done.set_exception(err)
             return done
+        session.registered.add(binding.number)
 
         def joined(ack: frames.Ack) -> None:
-            if binding.leaving:  # nobody waited for the answer
-                session.ask(lambda number: frames.Leave(number, ack.member), _answer())
+            if binding.going:  # nobody waited for the answer
+                _leave(session, ack.member)
                 return
             # At once: the relay may hand over work right behind its answer.
             binding.joined(ack.member, f"{session.relay_id.hex()}.{ack.member}", ids)
@@ -114,6 +115,18 @@ class Registry:
             return None
         return binding if flow.key.key_id in binding.key_ids else None
 
+    def leave(self, session: Session | None, binding: ServiceBinding) -> list[asyncio.Future[None]]:
+        """Tell the relay that `binding` takes nothing new; each future is resolved when it knows.
+
+        Where it is joining still, or is a member through a session that is not in use yet, it leaves as soon as it can.
+        """
+        if binding.going or session is None:
+            binding.going = True
+            return []
+        binding.going = True
+        members = [m for m in session.members if self._bindings.get(m) is binding]
+        return [_leave(session, member) for member in members]
+
     def forget(self, binding: ServiceBinding) -> None:
         """It no longer serves."""
         self.services.remove(binding)
@@ -124,7 +137,11 @@ class Registry:
     # -- subscriptions ---------------------------------------------------------------------------------------
 
     def add(self, subscription: Subscription, session: Session | None, guard: Guard) -> None:
-        """Register a subscription; one filter and group is registered once, however many ask for it."""
+        """Register a subscription; one filter and group is registered once, however many ask for it.
+
+        Raises KeyringError if there is no key for it.
+        """
+        self._filter_keys(subscription.filter)
         place = (subscription.filter, subscription.group)
         known = self._subscriptions.setdefault(place, [])
         known.append(subscription)
@@ -139,19 +156,25 @@ class Registry:
         """Tell the relay of `session`; resolved when it knows."""
         pattern, group = place
         done = self._answers[place] = _answer()
-        keys = self.keyring.for_filter(pattern)
-        if not keys:
-            done.set_exception(KeyringError(f"no key for any topic of {pattern!r}"))
+        try:
+            ids = _prove(session, self._filter_keys(pattern))
+        except KeyringError as err:
+            done.set_exception(err)
             return done
-        if len(keys) > MAX_KEY_IDS:
-            text = f"{pattern!r} may match topics of {len(keys)} keys; subscribe to less at once"
-            done.set_exception(KeyringError(text))
-            return done
-        ids = _prove(session, keys)
+        session.registered.add(place)
         session.ask(
             lambda number: frames.Subscribe(number, pattern, ids, group), AckWaiter(done, pattern)
         )
         return done
+
+    def _filter_keys(self, pattern: str) -> tuple[ClusterKey, ...]:
+        keys = self.keyring.for_filter(pattern)
+        if not keys:
+            raise KeyringError(f"no key for any topic of {pattern!r}")
+        if len(keys) > MAX_KEY_IDS:
+            text = f"{pattern!r} may match topics of {len(keys)} keys; subscribe to less at once"
+            raise KeyringError(text)
+        return keys
 
     async def ready(self, subscription: Subscription) -> None:
         """Return when the relay knows of it; raises what it refused it with."""
@@ -180,11 +203,7 @@ class Registry:
             return None
         del self._subscriptions[place]
         self._answers.pop(place, None)
-        if session is None:
-            return None
-        done = _answer()
-        session.ask(lambda number: frames.Unsubscribe(number, place[0], place[1]), done)
-        return done
+        return _unsubscribe(session, place) if session is not None else None
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
         """Return every plain subscription and one of each group that a flow is for; none if its key is not its topic's.
@@ -214,21 +233,25 @@ class Registry:
 
     def register(self, session: Session) -> list[asyncio.Future[None]]:
         """Register everything at a new session; each future is resolved when the relay knows."""
-        joining = [b for b in self.services if b.service.handlers and not b.leaving]
+        joining = [b for b in self.services if b.service.handlers and not b.going]
         return [
-            *(self.join(session, binding) for binding in joining),
-            *(self.subscribe(session, place) for place in list(self._subscriptions)),
+            *(self.join(session, b) for b in joining if b.number not in session.registered),
+            *(self.subscribe(session, p) for p in self._subscriptions if p not in session.registered),
         ]
 
     def adopted(self, session: Session) -> None:
-        """`session` is in use: watches move to it, and what was registered meanwhile is registered there, too."""
+        """`session` is in use: watches move to it, and what came or went since `register` comes or goes there, too."""
         session.subscriptions_version += 1
         for watcher in self.watchers:
             watcher.attach(session)
+        self.register(session)
         for member in session.members:
             binding = self._bindings.get(member)
-            if binding is None or binding.leaving:  # it left while this session was not in use yet
-                session.ask(lambda number, member=member: frames.Leave(number, member), _answer())  # type: ignore[misc]  # a bound default
+            if binding is None or binding.going:
+                _leave(session, member)
+        for place in session.registered.copy():
+            if isinstance(place, tuple) and place not in self._subscriptions:
+                _unsubscribe(session, place)
 
     def detached(self, reason: str) -> None:
         """There is no relay: nobody can say how much is missed until there is one."""
@@ -285,6 +308,19 @@ def _answer() -> asyncio.Future[None]:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
+
+
+def _leave(session: Session, member: int) -> asyncio.Future[None]:
+    done = _answer()
+    session.ask(lambda number: frames.Leave(number, member), done)
+    return done
+
+
+def _unsubscribe(session: Session, place: Place) -> asyncio.Future[None]:
+    done = _answer()
+    session.registered.discard(place)
+    session.ask(lambda number: frames.Unsubscribe(number, place[0], place[1]), done)
+    return done
 
 
 def _prove(session: Session, keys: Sequence[ClusterKey]) -> list[bytes]:

@@ -124,7 +124,10 @@ class ServiceBinding:
         self.member_id = ""
         self.key_ids: set[bytes] = set()
         """Under which it joined, at one time or another."""
+        self.going = False
+        """It takes nothing new as soon as the relay knows."""
         self.leaving = False
+        """It takes nothing any more."""
         self.running = 0
         self._client = client
         self._loop = asyncio.get_running_loop()

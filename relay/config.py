@@ -21,6 +21,7 @@ ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
 
 _MIB = 1 << 20
+_MIN_MESSAGE_BYTES = 64 << 10  # a bundle has to fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
 _MAX_ALIASES = 65_536
 _MIN_TIMEOUT_S = 0.001
@@ -53,7 +54,7 @@ class RelayConfig:
     this user, of root and of their own user."""
 
     message_limit_bytes: int = _MIB
-    """Largest body that is routed, up to 64 MiB. Larger messages go through a tunnel."""
+    """Largest body that is routed, 64 KiB to 64 MiB. Larger messages go through a tunnel."""
 
     port_queue_bytes: int = 64 * _MIB
     """Most that waits to be written to one session or link, at least `message_limit_bytes`. Above it
@@ -116,7 +117,7 @@ class RelayConfig:
             raise ConfigError(f"socket_mode: {self.socket_mode:#o} is not within 0o600 to 0o666")
         if not self.relay_user:
             raise ConfigError("relay_user: is empty")
-        self._check_range("message_limit_bytes", 1, _MAX_MESSAGE_BYTES)
+        self._check_range("message_limit_bytes", _MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES)
         self._check_range("port_queue_bytes", self.message_limit_bytes, math.inf)
         self._check_range("max_aliases", 1, _MAX_ALIASES)
         for name in (

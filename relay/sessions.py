@@ -14,7 +14,6 @@ import time
 from collections import deque
 from typing import cast
 
-from iris.core.bundle import CUT_BYTES
 from iris.errors import PeerProtocolError
 from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, ReceiveBuffer, encode_control
@@ -50,6 +49,8 @@ class SessionHub:
         self.quiet = Quiet()
         self.protocol_errors = 0
         self.turned_away = 0
+        self.attaching = 0
+        """Connections accepted whose ports are not made yet."""
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop
         self._accepting: set[asyncio.Task[None]] = set()
@@ -89,7 +90,7 @@ class SessionHub:
                 self._retry = self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
                 return
             connection.setblocking(False)
-            if len(self.ports) + len(self._accepting) >= self.config.max_sessions:
+            if len(self.ports) + self.attaching >= self.config.max_sessions:
                 self.turned_away += 1
                 self.quiet.warning(
                     log,
@@ -100,6 +101,7 @@ class SessionHub:
                 )
                 connection.close()
                 continue
+            self.attaching += 1
             task = self._loop.create_task(self._attach(connection), name="iris-accept")
             self._accepting.add(task)
             task.add_done_callback(self._accepting.discard)
@@ -112,8 +114,9 @@ class SessionHub:
 
     async def _attach(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self.port, connection)
+            await self._loop.connect_accepted_socket(self.accepted, connection)
         except OSError as err:
+            self.attaching -= 1
             connection.close()
             self.quiet.warning(
                 log, "session.not_attached", "", time.monotonic(), {"error": str(err)}
@@ -122,6 +125,10 @@ class SessionHub:
     def port(self) -> SessionPort:
         """Return the protocol object of a new connection."""
         return SessionPort(self)
+
+    def accepted(self) -> SessionPort:
+        """As `port`, for a connection that was counted when it was accepted."""
+        return SessionPort(self, accepted=True)
 
     def settle(self) -> None:
         """Write what the last batch put on the way."""
@@ -159,7 +166,7 @@ class SessionHub:
 class SessionPort(asyncio.BufferedProtocol):
     """One session's connection, both ways. Implements `relay.core.ports.Port`."""
 
-    def __init__(self, hub: SessionHub) -> None:
+    def __init__(self, hub: SessionHub, *, accepted: bool = False) -> None:
         self._hub = hub
         self._router = hub.router
         self._transport: asyncio.Transport
@@ -173,6 +180,7 @@ class SessionPort(asyncio.BufferedProtocol):
         self._run_count = 0
         self._dirty = False
         self._paused = False
+        self._accepted = accepted
         self._finishing = False
         self._left_bytes = -1
         self._closed = False
@@ -194,6 +202,7 @@ class SessionPort(asyncio.BufferedProtocol):
         self._writer = Writer(self._transport)
         self.session = self._router.session_up(self)
         self._hub.ports.add(self)
+        self._hub.attaching -= self._accepted
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer()
@@ -222,8 +231,7 @@ class SessionPort(asyncio.BufferedProtocol):
         """Route a frame of a session that has not proven a key yet; the first proof ends this."""
         self._router.frame_in(self.session, buf, start, end)
         if self.session.proven and not self._finishing:
-            # A bundle may be larger than the largest message in it.
-            self._reader.limit = max(self._router.message_limit, CUT_BYTES) + FRAME_OVERHEAD
+            self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
             self._reader.on_frame = self._router.entry(self.session)
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:

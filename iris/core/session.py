@@ -208,6 +208,8 @@ class Session:
         self.tunnels: dict[int, TunnelEnd] = {}
         self.members: list[int] = []
         """The members of ours that joined through this session."""
+        self.registered: set[object] = set()
+        """What our owner registered through this session, by whatever it tells registrations apart."""
         self.on_welcome: Waiter | None = None
         self.greeting = frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, label[:64], pid)
         self.out: Outbound

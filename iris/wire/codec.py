@@ -55,6 +55,8 @@ RELAY_HOP: Final = 1 << 63
 """Set in hop ids that a relay chose, so that both sides of a session number their own."""
 
 DEFAULT_MESSAGE_LIMIT: Final = 1 << 20
+MIN_MESSAGE_LIMIT: Final = 64 << 10
+"""A bundle has to fit."""
 MAX_MESSAGE_LIMIT: Final = 64 << 20
 FRAME_OVERHEAD: Final = 4096
 """Frame limit = message limit + this: header fields, SFrame header and tag, bundle columns of one message."""

@@ -148,7 +148,7 @@ class Welcome(Struct, frozen=True):
     relay_id: Id16
     session_id: Annotated[bytes, Meta(min_length=8, max_length=8)]
     challenge: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    message_limit: U32
+    message_limit: Annotated[int, Meta(ge=64 << 10, le=0xFFFFFFFF)]
     site: Text = ""
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import iris
 from adversity.kit import KEY, data_frame
+
+import iris
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Sealer
 from iris.wire import frames

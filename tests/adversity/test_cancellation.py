@@ -92,10 +92,14 @@ async def world() -> AsyncIterator[World]:
             async for message in tunnel:
                 await tunnel.send(message)
 
-    async with LocalCluster() as cluster, cluster.client() as member, cluster.client() as caller:
-        async with member.serve(service):
-            yield World(cluster, member, caller)
-            await cluster.settle()
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as member,
+        cluster.client() as caller,
+        member.serve(service),
+    ):
+        yield World(cluster, member, caller)
+        await cluster.settle()
 
 
 async def request(client: iris.Client) -> None:
@@ -240,7 +244,9 @@ async def test_a_publish_cancelled_while_it_waits_for_room_sends_nothing(world: 
         assert heard == [b"sent"]
 
 
-async def test_a_send_cancelled_at_any_await_is_aborted_and_the_tunnel_goes_on(world: World) -> None:
+async def test_a_send_cancelled_at_any_await_is_aborted_and_the_tunnel_goes_on(
+    world: World,
+) -> None:
     """A message is received whole, or not at all, and the next one follows."""
     steps, cancelled, big = 0, True, bytes(300_000)
     while cancelled:

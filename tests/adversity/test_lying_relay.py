@@ -181,7 +181,9 @@ WRONG: dict[str, Control | bytes] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_relay_that_breaks_the_protocol_loses_its_session(name: str, tmp_path: Path) -> None:
+async def test_a_relay_that_breaks_the_protocol_loses_its_session(
+    name: str, tmp_path: Path
+) -> None:
     """What is in flight hears of it at once; the client looks for a relay again, and works."""
 
     def script(peer: Peer, body: Control | bytes) -> None:
@@ -221,7 +223,9 @@ async def test_an_answer_of_another_type_ends_the_session(answer: str, tmp_path:
 
 
 @pytest.mark.parametrize("document", ["", "[]", "{", "null"])
-async def test_a_status_that_is_no_document_is_a_decode_error(document: str, tmp_path: Path) -> None:
+async def test_a_status_that_is_no_document_is_a_decode_error(
+    document: str, tmp_path: Path
+) -> None:
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, frames.Status):
             peer.send(frames.Report(body.id, document))
@@ -283,19 +287,23 @@ async def test_a_forged_or_swapped_reply_is_never_delivered(tmp_path: Path) -> N
 async def test_a_reply_of_another_cluster_or_to_nobody_is_never_delivered(tmp_path: Path) -> None:
     def elsewhere(peer: Peer, request: bytes) -> bytes:
         suffix = peer.suffix(request)
-        said = peer.sealed(Kind.REPLY, "other", b"false", alias=4, hop=hop_of(request), suffix=suffix)
+        said = peer.sealed(
+            Kind.REPLY, "other", b"false", alias=4, hop=hop_of(request), suffix=suffix
+        )
         return encode_control(peer.declare(4, Kind.REPLY, "other")) + said
 
     def to_nobody(peer: Peer, request: bytes) -> bytes:
         stray = peer.sealed(Kind.REPLY, "db", b"false", alias=3, hop=999, suffix=b"")
         return stray + reply(peer, request) + reply(peer, request)
 
-    async with Liar(tmp_path, answering(elsewhere, to_nobody, reply)) as liar:
-        async with liar.client() as client:
-            with pytest.raises(iris.ConnectionLost, match="unreadable"):
-                await client.request("db", b"", timeout=5)
-            assert await client.request("db", b"", timeout=5) == b"true"
-            assert await client.request("db", b"", timeout=5) == b"true"
+    async with (
+        Liar(tmp_path, answering(elsewhere, to_nobody, reply)) as liar,
+        liar.client() as client,
+    ):
+        with pytest.raises(iris.ConnectionLost, match="unreadable"):
+            await client.request("db", b"", timeout=5)
+        assert await client.request("db", b"", timeout=5) == b"true"
+        assert await client.request("db", b"", timeout=5) == b"true"
 
 
 async def test_a_forged_failure_is_an_error_and_says_so(tmp_path: Path) -> None:
@@ -330,40 +338,43 @@ async def test_a_relay_that_always_says_stale_is_not_asked_for_ever(tmp_path: Pa
 
 async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Path) -> None:
     heard: list[bytes] = []
-    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
-        async with client.subscribe("a.>", lambda message: heard.append(message.payload)):
-            peer = liar.last
-            true = peer.sealed(Kind.PUBLISH, "a.b", b"one", first=0)
-            peer.send(peer.declare(0, Kind.PUBLISH, "a.b"), true, true)
-            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"forged", first=1, true=False))
-            peer.send(peer.sealed(Kind.PUBLISH, "a.c", b"spliced", first=1))
-            broadcast = peer.sealed(Kind.BROADCAST, "a.b", b"of another kind", first=1)
-            peer.send(broadcast[:4] + bytes((Kind.PUBLISH,)) + broadcast[5:])
-            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"two", first=1), true)
-            await eventually(lambda: len(heard) == 2)
-            await client.flush()
-            assert heard == [b"one", b"two"]
-            assert sum(lost.count or 0 for lost in client.losses) >= 3
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        liar.client() as client,
+        client.subscribe("a.>", lambda message: heard.append(message.payload)),
+    ):
+        peer = liar.last
+        true = peer.sealed(Kind.PUBLISH, "a.b", b"one", first=0)
+        peer.send(peer.declare(0, Kind.PUBLISH, "a.b"), true, true)
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"forged", first=1, true=False))
+        peer.send(peer.sealed(Kind.PUBLISH, "a.c", b"spliced", first=1))
+        broadcast = peer.sealed(Kind.BROADCAST, "a.b", b"of another kind", first=1)
+        peer.send(broadcast[:4] + bytes((Kind.PUBLISH,)) + broadcast[5:])
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"two", first=1), true)
+        await eventually(lambda: len(heard) == 2)
+        await client.flush()
+        assert heard == [b"one", b"two"]
+        assert sum(lost.count or 0 for lost in client.losses) >= 3
 
 
 async def test_who_holds_one_key_does_not_speak_for_topics_of_another(tmp_path: Path) -> None:
     """A filter for everything is registered under both keys; a topic belongs to its own."""
     keyring = iris.Keyring({"default": (OTHER_KEY,), "topic:orders": (KEY,)})
     heard: list[tuple[str, bytes]] = []
-    async with Liar(tmp_path, acknowledging) as liar:
-        async with (
-            iris.connect(liar.path, keyring=keyring) as client,
-            client.subscribe(">", lambda message: heard.append((message.name, message.payload))),
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        iris.connect(liar.path, keyring=keyring) as client,
+        client.subscribe(">", lambda message: heard.append((message.name, message.payload))),
+    ):
+        peer = liar.last
+        for alias, (topic, key) in enumerate(
+            [("orders.eu", OTHER_KEY), ("orders.eu", KEY), ("news", KEY), ("news", OTHER_KEY)]
         ):
-            peer = liar.last
-            for alias, (topic, key) in enumerate(
-                [("orders.eu", OTHER_KEY), ("orders.eu", KEY), ("news", KEY), ("news", OTHER_KEY)]
-            ):
-                peer.send(peer.declare(alias, Kind.PUBLISH, topic, key=key))
-                said = b"true" if (topic == "news") == (key is OTHER_KEY) else b"false"
-                peer.send(peer.sealed(Kind.PUBLISH, topic, said, alias=alias, key=key))
-            await client.flush()
-            assert heard == [("orders.eu", b"true"), ("news", b"true")]
+            peer.send(peer.declare(alias, Kind.PUBLISH, topic, key=key))
+            said = b"true" if (topic == "news") == (key is OTHER_KEY) else b"false"
+            peer.send(peer.sealed(Kind.PUBLISH, topic, said, alias=alias, key=key))
+        await client.flush()
+        assert heard == [("orders.eu", b"true"), ("news", b"true")]
 
 
 @pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST])
@@ -377,21 +388,22 @@ async def test_a_message_reaches_only_the_service_that_it_is_addressed_to(
         register(lambda payload: ran.append(payload))
     keyring = iris.Keyring({"default": (OTHER_KEY,), "db": (KEY,)})
 
-    async with Liar(tmp_path, acknowledging) as liar:
-        async with iris.connect(liar.path, keyring=keyring) as client, client.serve(service):
-            peer = liar.last
-            addresses: list[tuple[str, ClusterKey]] = [("payroll", OTHER_KEY), ("db", OTHER_KEY), ("payroll", KEY), ("db", KEY)]  # fmt: skip
-            for alias, (name, key) in enumerate(addresses):
-                said = b"true" if (name, key) == ("db", KEY) else b"false"
-                frame = peer.sealed(kind, name, said, alias=alias, hop=RELAY_HOP + alias, key=key)
-                peer.send(peer.declare(alias, kind, name, key=key, member=7), frame)
-            await client.flush()
-            assert ran == [b"true"]
-            await client.flush()
-            refused = [
-                body for body in peer.got if isinstance(body, bytes) and body[5] & FLAG_REFUSED
-            ]
-            assert len(refused) == (0 if kind == Kind.BROADCAST else 3)
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        iris.connect(liar.path, keyring=keyring) as client,
+        client.serve(service),
+    ):
+        peer = liar.last
+        addresses: list[tuple[str, ClusterKey]] = [("payroll", OTHER_KEY), ("db", OTHER_KEY), ("payroll", KEY), ("db", KEY)]  # fmt: skip
+        for alias, (name, key) in enumerate(addresses):
+            said = b"true" if (name, key) == ("db", KEY) else b"false"
+            frame = peer.sealed(kind, name, said, alias=alias, hop=RELAY_HOP + alias, key=key)
+            peer.send(peer.declare(alias, kind, name, key=key, member=7), frame)
+        await client.flush()
+        assert ran == [b"true"]
+        await client.flush()
+        refused = [body for body in peer.got if isinstance(body, bytes) and body[5] & FLAG_REFUSED]
+        assert len(refused) == (0 if kind == Kind.BROADCAST else 3)
 
 
 @pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST])
@@ -402,20 +414,23 @@ async def test_a_repeated_or_forged_message_to_a_member_runs_nothing(
     service = iris.Service("db")
     for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
         register(lambda payload: ran.append(payload))
-    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
-        async with client.serve(service):
-            peer = liar.last
-            true = peer.sealed(kind, "db", b"once", hop=RELAY_HOP + 1)
-            forged = peer.sealed(kind, "db", b"forged", hop=RELAY_HOP + 2, first=1, true=False)
-            peer.send(peer.declare(0, kind, "db", member=7), true, true, forged, true)
-            await client.flush()
-            await client.flush()
-            assert ran == [b"once"]
-            reasons = [
-                body[5] >> 4 for body in peer.got if isinstance(body, bytes) and body[5] & FLAG_REFUSED
-            ]
-            if kind != Kind.BROADCAST:
-                assert reasons == [Refusal.REPLAYED, Refusal.UNREADABLE, Refusal.REPLAYED]
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        liar.client() as client,
+        client.serve(service),
+    ):
+        peer = liar.last
+        true = peer.sealed(kind, "db", b"once", hop=RELAY_HOP + 1)
+        forged = peer.sealed(kind, "db", b"forged", hop=RELAY_HOP + 2, first=1, true=False)
+        peer.send(peer.declare(0, kind, "db", member=7), true, true, forged, true)
+        await client.flush()
+        await client.flush()
+        assert ran == [b"once"]
+        reasons = [
+            body[5] >> 4 for body in peer.got if isinstance(body, bytes) and body[5] & FLAG_REFUSED
+        ]
+        if kind != Kind.BROADCAST:
+            assert reasons == [Refusal.REPLAYED, Refusal.UNREADABLE, Refusal.REPLAYED]
 
 
 async def test_a_repeated_answer_of_a_survey_counts_once(tmp_path: Path) -> None:
@@ -471,15 +486,18 @@ async def test_one_tunnel_opened_twice_at_a_member_ends_the_session(tmp_path: Pa
         True, prologue("db", KEY.key_id, SENDER), KEY.tunnel_psk, bytes(range(32))
     ).write_message()
     frame = HOP.pack(46 + len(opening), Kind.TUNNEL_OPEN, 0, 0, RELAY_HOP + 1, 0) + bytes(24)
-    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
-        async with client.serve(service):
-            peer = liar.last
-            peer.send(peer.declare(0, Kind.TUNNEL_OPEN, "db", member=7), frame + opening)
-            await eventually(lambda: peer.count(Kind.TUNNEL_ACCEPT) == 1)
-            assert len(liar.peers) == 1
-            peer.send(frame + opening)
-            await eventually(lambda: len(liar.peers) == 2)
-            await client.flush()
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        liar.client() as client,
+        client.serve(service),
+    ):
+        peer = liar.last
+        peer.send(peer.declare(0, Kind.TUNNEL_OPEN, "db", member=7), frame + opening)
+        await eventually(lambda: peer.count(Kind.TUNNEL_ACCEPT) == 1)
+        assert len(liar.peers) == 1
+        peer.send(frame + opening)
+        await eventually(lambda: len(liar.peers) == 2)
+        await client.flush()
 
 
 def test_what_a_relay_gets_wrong_is_never_blamed_on_the_user() -> None:

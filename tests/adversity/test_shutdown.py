@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, PATIENCE_S, Daemon, client, neighbours, wait_until
+from adversity.kit import KEY, PATIENCE_S, Daemon, client, eventually, neighbours, wait_until
 
 import iris
 
@@ -42,6 +43,12 @@ def again(daemon: Daemon) -> subprocess.CompletedProcess[str]:
     )
 
 
+def accepts(path: Path) -> bool:
+    """Return whether somebody listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as session:
+        return session.connect_ex(str(path)) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Daemon) -> None:
     running = asyncio.Event()
@@ -54,21 +61,24 @@ async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Da
         await finish.wait()
         return payload
 
-    async with client(daemon.socket) as member, client(daemon.socket) as caller:
-        async with member.serve(service):
-            waiting = asyncio.create_task(caller.request("slow", b"done", timeout=PATIENCE_S))
-            await running.wait()
-            daemon.process.send_signal(number)
-            while daemon.socket.parent.exists() and not daemon.said("relay.stopped"):
-                with contextlib.suppress(iris.RelayUnavailable):
-                    async with client(daemon.socket):
-                        await asyncio.sleep(0.01)
-                        continue
-                break  # it takes no new session, and the request still runs
-            assert not waiting.done()
-            finish.set()
-            assert await waiting == b"done"
-            assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+    async with (
+        client(daemon.socket) as member,
+        client(daemon.socket) as caller,
+        member.serve(service),
+    ):
+        waiting = asyncio.create_task(caller.request("slow", b"done", timeout=PATIENCE_S))
+        await running.wait()
+        daemon.process.send_signal(number)
+        while daemon.socket.parent.exists() and not daemon.said("relay.stopped"):
+            with contextlib.suppress(iris.RelayUnavailable):
+                async with client(daemon.socket):
+                    await asyncio.sleep(0.01)
+                    continue
+            break  # it takes no new session, and the request still runs
+        assert not waiting.done()
+        finish.set()
+        assert await waiting == b"done"
+        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
     assert daemon.said("relay.stopped")
     assert left_behind(daemon) == ["relay.sock.lock"]
 
@@ -147,8 +157,7 @@ async def test_what_is_in_flight_when_a_relay_is_killed_ends_at_once(daemon: Dae
         binding = await serving.__aenter__()
         waiting = asyncio.create_task(caller.request("never", b"", timeout=3600))
         tunnel = await caller.open_tunnel("never", timeout=PATIENCE_S)
-        while not binding.running:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: binding.running == 2)
         daemon.process.kill()
         with pytest.raises(iris.ConnectionLost) as caught:
             await waiting
@@ -162,8 +171,6 @@ async def test_what_is_in_flight_when_a_relay_is_killed_ends_at_once(daemon: Dae
 
 @pytest.mark.parametrize("obstacle", ["file", "directory", "socket of another program"])
 def test_a_name_that_is_taken_is_named_and_left_alone(obstacle: str, tmp_path: Path) -> None:
-    import socket
-
     daemon = Daemon(tmp_path)
     daemon.socket.parent.mkdir(0o700)
     listener = socket.socket(socket.AF_UNIX)

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A relay that is patient for half a second."""
-    settings = {"IRIS_RELAY_HELLO_TIMEOUT_S": "0.5", "IRIS_RELAY_FRAME_TIMEOUT_S": "0.5"}
+    """A relay that is patient for a second."""
+    settings = {"IRIS_RELAY_HELLO_TIMEOUT_S": "1", "IRIS_RELAY_FRAME_TIMEOUT_S": "1"}
     with Daemon(tmp_path_factory.mktemp("relay"), settings=settings) as daemon:
         yield daemon
 
@@ -49,10 +49,15 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def descriptors(pid: int) -> int:
+    """Return how many descriptors a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
 async def test_a_client_that_connects_and_says_nothing_is_told_and_cut(relay: Path) -> None:
     async with neighbours(relay) as others, Wire(relay) as wire:
         await others.check()
-        assert await wire.error() == "HELLO did not come within 0.5 s"
+        assert await wire.error() == "HELLO did not come within 1 s"
         await others.check()
         assert unaccounted(await others.settled(2)) == 0
 
@@ -80,7 +85,7 @@ async def test_half_a_frame_and_silence_is_cut(relay: Path) -> None:
             told = asyncio.create_task(wire.error())
             for index in range(len(hello)):
                 await wire.send(hello[index : index + 1])
-                await asyncio.wait((told,), timeout=0.1)
+                await asyncio.wait((told,), timeout=0.2)
                 if told.done():
                     break
             return await told
@@ -91,8 +96,8 @@ async def test_half_a_frame_and_silence_is_cut(relay: Path) -> None:
             *map(greeting, (1, 4, 9)), *map(publishing, (3, 60, 100_000)), dripping()
         )
         await others.check()
-        greeted = ["the rest of a frame did not come within 0.5 s"] * 4
-        assert await errors == ["HELLO did not come within 0.5 s"] * 3 + greeted
+        greeted = ["the rest of a frame did not come within 1 s"] * 4
+        assert await errors == ["HELLO did not come within 1 s"] * 3 + greeted
         await others.check()
         after = await others.settled(2)
         assert tables(after) == tables(before)
@@ -107,7 +112,7 @@ async def test_a_session_that_never_pauses_between_frames_is_not_taken_for_half_
     async with Wire(relay) as wire:
         await wire.greet()
         await wire.send(ping[:5])
-        until_s = time.monotonic() + 1.2
+        until_s = time.monotonic() + 2.2
         while time.monotonic() < until_s:
             await wire.send(ping[5:] + ping[:5])
             await wire.expect(frames.Pong)
@@ -119,7 +124,7 @@ async def test_a_session_that_never_pauses_between_frames_is_not_taken_for_half_
 async def test_silence_between_frames_is_nobodys_business(relay: Path) -> None:
     async with Wire(relay) as wire:
         await wire.greet()
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(2)
         await wire.alive()
 
 
@@ -164,9 +169,8 @@ async def test_who_breaks_a_rule_and_never_reads_why_is_forgotten_all_the_same(
         await wire.send(b"\0\0\0\0")
         await others.settled(2)
         assert await others.caller.status()
-        open_fds = Path(f"/proc/{daemon.process.pid}/fd")
-        count = len(list(open_fds.iterdir()))
-        await eventually(lambda: len(list(open_fds.iterdir())) < count)
+        count = descriptors(daemon.process.pid)
+        await eventually(lambda: descriptors(daemon.process.pid) < count)
         await others.check()
 
 
@@ -204,34 +208,39 @@ async def test_a_reader_that_stalls_loses_its_own_messages_and_hears_of_it(relay
         assert tables(after) == tables(before)
 
 
-async def test_a_thousand_connections_at_once_are_all_served(relay: Path) -> None:
+async def test_a_thousand_connections_at_once_are_all_served(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip(f"this process may open {hard} descriptors only")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    async with neighbours(relay) as others, contextlib.AsyncExitStack() as stack:
-        before = await others.status()
+    daemon = Daemon(tmp_path)
+    relay = daemon.socket
+    with daemon:
+        async with neighbours(relay) as others, contextlib.AsyncExitStack() as stack:
+            before = await others.status()
 
-        async def one(number: int) -> Wire:
-            wire = await stack.enter_async_context(Wire(relay))
-            await wire.prove()
-            topic = f"t.{number}"
-            await wire.send(frames.Subscribe(1, topic, [OTHER_KEY.key_id]))
-            assert (await wire.expect(frames.Ack)).error == ""
-            await wire.send(wire.declare(0, Kind.PUBLISH, topic), wire.sealed(Kind.PUBLISH, topic))
-            await wire.data(Kind.PUBLISH)
-            return wire
+            async def one(number: int) -> Wire:
+                wire = await stack.enter_async_context(Wire(relay))
+                await wire.prove()
+                topic = f"t.{number}"
+                await wire.send(frames.Subscribe(1, topic, [OTHER_KEY.key_id]))
+                assert (await wire.expect(frames.Ack)).error == ""
+                await wire.send(
+                    wire.declare(0, Kind.PUBLISH, topic), wire.sealed(Kind.PUBLISH, topic)
+                )
+                await wire.data(Kind.PUBLISH)
+                return wire
 
-        wires = await asyncio.gather(*map(one, range(1000)))
-        status = await others.status()
-        assert len(status["sessions"]) == 1002
-        assert status["turned_away"] == before["turned_away"]
-        await others.check()
-        for wire in wires:
-            wire.writer.close()
-        after = await others.settled(2)
-        assert tables(after) == tables(before)
-        assert unaccounted(after) == 0
+            wires = await asyncio.gather(*map(one, range(1000)))
+            status = await others.status()
+            assert len(status["sessions"]) == 1002
+            assert status["turned_away"] == before["turned_away"]
+            await others.check()
+            for wire in wires:
+                wire.writer.close()
+            after = await others.settled(2)
+            assert tables(after) == tables(before)
+            assert unaccounted(after) == 0
 
 
 async def test_sessions_over_the_bound_are_turned_away_and_places_come_back(tmp_path: Path) -> None:

@@ -76,10 +76,14 @@ def data_frames(draw: st.DrawFn) -> bytes:
     index = draw(st.integers(0, len(DECLARED) + 1))
     kind = DECLARED[index] if index < len(DECLARED) else draw(st.sampled_from(list(Kind)))
     alias = index if draw(st.integers(0, 9)) else draw(VALUES["alias"])
-    flags = draw(st.sampled_from([0, 0, 0, 1, *(FLAG_REFUSED | reason << 4 for reason in range(8))]))
+    flags = draw(
+        st.sampled_from([0, 0, 0, 1, *(FLAG_REFUSED | reason << 4 for reason in range(8))])
+    )
     deadline = draw(st.sampled_from([0, 0, 0, 1, 1 << 62, -1]))
     count = draw(st.sampled_from([1, 1, 1, 2, 0, (1 << 32) - 1])).to_bytes(4, "little")
-    end = draw(st.binary(min_size=12, max_size=12)) + count + draw(st.binary(min_size=8, max_size=8))
+    end = (
+        draw(st.binary(min_size=12, max_size=12)) + count + draw(st.binary(min_size=8, max_size=8))
+    )
     body = draw(st.one_of(st.binary(max_size=8), st.binary(min_size=48, max_size=60)))
     hop = draw(VALUES["hop"])
     whole = HOP.pack(0, kind, flags, alias & 0xFFFFFFFF, hop, deadline) + end + body

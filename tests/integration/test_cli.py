@@ -148,7 +148,11 @@ class Shell:
 
 def end(process: subprocess.Popen[bytes], code: int = 0) -> tuple[bytes, bytes]:
     """Return (stdout, stderr) of a process that ends by itself with this exit code."""
-    out, err = process.communicate(timeout=WAIT_S)
+    try:
+        out, err = process.communicate(timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"still running: {process.args!r} {process.communicate()}")
     assert process.returncode == code, (out, err)
     return out, err
 
@@ -177,10 +181,13 @@ def relay(place: Path) -> Iterator[Path]:
     shell = Shell(place)
     process = shell.start("relay", "--dev")
     socket = place / "iris" / "relay.sock"
-    until(lambda: socket.exists() or process.poll() is not None)
-    yield socket
-    process.terminate()
-    _, err = end(process)
+    try:
+        until(lambda: socket.exists() or process.poll() is not None)
+        yield socket
+        process.terminate()
+        _, err = end(process)
+    finally:
+        shell.finish()
     account = json.loads(err.splitlines()[-1])["account"]
     assert account["held"] == 0
     dropped = sum(account["dropped"].values())
@@ -210,11 +217,15 @@ def observer(place: Path, relay: Path) -> Iterator[iris.blocking.Client]:
 def member(place: Path, observer: iris.blocking.Client) -> Iterator[str]:
     """A member of the cluster echo, by `iris run`; gives its id."""
     (place / "services.py").write_text(SERVICES)
-    process = Shell(place).start("run", "services:echo")
-    (info,) = observer.wait_for_members("echo", 1, timeout=WAIT_S)
-    yield info.member
-    process.terminate()
-    end(process)
+    shell = Shell(place)
+    process = shell.start("run", "services:echo")
+    try:
+        (info,) = observer.wait_for_members("echo", 1, timeout=WAIT_S)
+        yield info.member
+        process.terminate()
+        end(process)
+    finally:
+        shell.finish()
 
 
 @pytest.fixture

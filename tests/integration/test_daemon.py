@@ -24,9 +24,7 @@ from iris import keyfiles, paths
 pytestmark = pytest.mark.timeout(60)
 
 
-def run(
-    tmp_path: Path, *arguments: str, **environ: str
-) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a relay that is expected to end by itself."""
     return subprocess.run(
         [sys.executable, "-m", "relay", *arguments],
@@ -127,7 +125,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     file = tmp_path / "relay.toml"
     file.write_text(
         f'socket_path = "{tmp_path}/from-file.sock"\nmax_sessions = 3\nlog_level = "DEBUG"\n'
-        "message_limit_bytes = 4096\n"
+        "message_limit_bytes = 65536\n"
     )
     chosen = tmp_path / "run" / "chosen.sock"
     chosen.parent.mkdir(0o700)
@@ -140,8 +138,8 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
             async with client(chosen) as one, client(chosen):
                 with pytest.raises(iris.RelayUnavailable):
                     await client(chosen).open()  # the third of two
-                with pytest.raises(iris.MessageTooLarge, match="4096"):
-                    await one.request("a", bytes(4097), timeout=PATIENCE_S)
+                with pytest.raises(iris.MessageTooLarge, match="65536"):
+                    await one.request("a", bytes(65537), timeout=PATIENCE_S)
                 assert (await one.status())["socket"] == str(chosen)
 
         asyncio.run(use())
@@ -204,7 +202,9 @@ def test_the_socket_is_for_its_user_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other groups")
 def test_a_socket_group_may_connect(tmp_path: Path) -> None:
     group = next(found for found in grp.getgrall() if found.gr_gid not in (0, os.getegid()))
-    with Daemon(tmp_path, "--group", group.gr_name, "--socket", str(tmp_path / "shared" / "relay.sock")):
+    with Daemon(
+        tmp_path, "--group", group.gr_name, "--socket", str(tmp_path / "shared" / "relay.sock")
+    ):
         found = (tmp_path / "shared" / "relay.sock").stat()
         assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (group.gr_gid, 0o660)
         directory = (tmp_path / "shared").stat()

@@ -82,6 +82,20 @@ def test_an_interrupted_demo_takes_its_processes_and_files_along(
     assert "Traceback" not in errors
 
 
+def test_a_demo_whose_reader_has_enough_ends_quietly(place: dict[str, str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "iris.cli", "demo", "--quick"],
+        env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as demo:  # fmt: skip
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        while "published" not in demo.stdout.readline():
+            pass
+        demo.stdout.close()
+        assert demo.stderr.read() == ""
+    assert demo.returncode == 0
+
+
 def test_without_the_data_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)

@@ -62,6 +62,8 @@ async def tell(source: Path, figures: Figures, screen: Screen) -> None:
                         await story.run(publisher, screen)
                 except TimeoutError:
                     screen.note(f"not finished after {LIMIT_S:g} s")
+                except ExceptionGroup as group:
+                    raise _first(group) from group
 
 
 async def _members_up(sandbox: Sandbox, caller: iris.Client) -> None:
@@ -72,6 +74,13 @@ async def _members_up(sandbox: Sandbox, caller: iris.Client) -> None:
         except iris.RequestTimeout:
             sandbox.check_alive()
     raise iris.RequestTimeout(CLUSTER, f"{MEMBERS} members did not start within {START_S:g} s")
+
+
+def _first(error: Exception) -> Exception:
+    """Return the error that ended a task group: the others only heard of it."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class Script:
