@@ -19,7 +19,7 @@
 from iris.client import Client, connect
 from iris.config import ClientConfig, Limits
 from iris.core.message import Message
-from iris.core.session import Lost
+from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import (

@@ -20,7 +20,8 @@ from iris.config import ClientConfig
 from iris.core.bundle import Headers
 from iris.core.guard import Guard
 from iris.core.outbound import Outbound
-from iris.core.session import Lost, Owner, Session
+from iris.core.parties import Lost, Owner
+from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire import frames
@@ -43,6 +44,7 @@ class Registrar(Owner, Protocol):
     def cast(
         self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool
     ) -> None: ...
+    def ended(self, session: Session) -> None: ...
     def detached(self, reason: str) -> None: ...
     def count_dropped(self, cause: str, count: int) -> None: ...
 
@@ -126,7 +128,9 @@ class Attachment:
             try:
                 with contextlib.suppress(IrisError, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
-                        await self._fence(new)  # what was registered meanwhile is there before the old one goes
+                        await self._fence(
+                            new
+                        )  # what was registered meanwhile is there before the old one goes
                         await self._fence(old)  # every JOIN on it is answered
                         await self._leave_all(old)
                         while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
@@ -310,7 +314,7 @@ class Attachment:
         self.state = "the parent process's: connect anew after a fork"
         if self.session is not None:
             self.session.out.poison()
-            for end in self.session.tunnels.values():
+            for end in self.session.tunneling.ends.values():
                 end.poison()
         self.session = self.out = self.pump = None
         self.blocked = True
@@ -341,6 +345,7 @@ class Attachment:
             self._ended["received"] += session.received_messages
         for cause, count in session.dropped.items():
             self._client.count_dropped(cause, count)
+        self._client.ended(session)
         if pump is not self.pump:
             return
         self.session = self.out = self.pump = None

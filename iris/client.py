@@ -27,7 +27,8 @@ from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
 from iris.core.inbound import InFlow
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.core.outbound import OutFlow
-from iris.core.session import Lost, Session, Sink
+from iris.core.parties import Lost, Sink
+from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
@@ -237,7 +238,7 @@ class Client:
             timeout_ms = _milliseconds(until_s - time.monotonic())
         data, packed = self._encode(payload, headers)
         waiter: asyncio.Future[Message] = self._loop.create_future()
-        pending = session.send_to_one(
+        pending = session.asks.send(
             Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
             timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
         )  # fmt: skip
@@ -253,7 +254,7 @@ class Client:
             )
         finally:
             if not waiter.done() or waiter.cancelled():
-                session.forget(pending)
+                session.asks.forget(pending)
         if type is Message:
             return message
         return decode_payload(message.payload, message.packed, type)
@@ -268,7 +269,7 @@ class Client:
         """
         pump, session = await self._ready(cluster, timeout)
         data, packed = self._encode(payload, headers)
-        session.push(
+        session.asks.push(
             cluster,
             self._registry.cluster_keys(cluster)[0],
             data,
@@ -292,12 +293,12 @@ class Client:
 
         async def start(survey: Survey) -> Callable[[], None]:
             pump, session = await self._ready(cluster, timeout)
-            pending = session.send_to_one(
+            pending = session.asks.send(
                 Kind.SURVEY, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
                 timeout_ms=_milliseconds(timeout), survey=survey,
             )  # fmt: skip
             pump.touch()
-            return lambda: session.forget(pending)
+            return lambda: session.asks.forget(pending)
 
         return Survey(cluster, start, type)
 
@@ -470,7 +471,7 @@ class Client:
         if headers:
             check_headers(headers)
         key = self._registry.cluster_keys(cluster)[0]
-        end = session.open_tunnel(cluster, key, headers, _milliseconds(timeout))
+        end = session.tunneling.open(cluster, key, headers, _milliseconds(timeout))
         changed = asyncio.Event()
         end.wake = changed.set
         pump.touch()
@@ -480,7 +481,7 @@ class Client:
                     changed.clear()
                     await changed.wait()
         except BaseException as err:
-            session.drop_tunnel(end)
+            session.tunneling.drop(end)
             pump.touch()
             if isinstance(err, TimeoutError):
                 raise RequestTimeout(
@@ -630,6 +631,10 @@ class Client:
     def adopted(self, session: Session) -> None:
         """A new session is in use."""
         self._registry.adopted(session)
+
+    def ended(self, session: Session) -> None:
+        """A session is over (for the attachment)."""
+        self._registry.ended(session)
 
     def detached(self, reason: str) -> None:
         """There is no relay."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from iris.core.bundle import Headers, check_headers
 from iris.core.message import Message, decode_payload, encode_payload
-from iris.core.session import Delivery
+from iris.core.parties import Delivery
 from iris.errors import ConfigError, DecodeError
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.session import Lost, Session, Sink
+from iris.core.parties import Lost, Sink
+from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConnectionLost, KeyringError, LocalProtocolError
@@ -236,7 +237,11 @@ class Registry:
         joining = [b for b in self.services if b.service.handlers and not b.going]
         return [
             *(self.join(session, b) for b in joining if b.number not in session.registered),
-            *(self.subscribe(session, p) for p in self._subscriptions if p not in session.registered),
+            *(
+                self.subscribe(session, p)
+                for p in self._subscriptions
+                if p not in session.registered
+            ),
         ]
 
     def adopted(self, session: Session) -> None:
@@ -253,9 +258,13 @@ class Registry:
             if isinstance(place, tuple) and place not in self._subscriptions:
                 _unsubscribe(session, place)
 
+    def ended(self, session: Session) -> None:
+        """A session, in use or not, is over: so are its members."""
+        for member in session.members:
+            self._bindings.pop(member, None)
+
     def detached(self, reason: str) -> None:
         """There is no relay: nobody can say how much is missed until there is one."""
-        self._bindings.clear()
         for (pattern, _), subscriptions in self._subscriptions.items():
             for subscription in subscriptions:
                 subscription.gap(Lost("publish", pattern, b"", None, reason))

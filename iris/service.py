@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from iris.config import Limits
 from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message
-from iris.core.session import Delivery, Lost
+from iris.core.parties import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
 from iris.errors import ConfigError, DecodeError
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from iris.core.message import Message
-from iris.core.session import Lost
+from iris.core.parties import Lost
 from iris.errors import ConfigError, IrisError, Overloaded
 from iris.handlers import stopping
 

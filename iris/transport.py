@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from iris import paths
-from iris.core.session import NEVER_US, Session
+from iris.core.asks import NEVER_US
+from iris.core.session import Session
 from iris.errors import IrisError, RelayUnavailable
 from iris.wire.codec import (
     FRAME_OVERHEAD,

@@ -83,7 +83,7 @@ async def a_first_frame_of_an_unknown_kind(wire: Wire) -> None:
 @offence("^a session does not send Welcome now$")
 async def a_frame_that_only_relays_send(wire: Wire) -> None:
     await wire.greet()
-    await wire.send(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1))
+    await wire.send(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20))
 
 
 @offence("^bad PING frame: ")

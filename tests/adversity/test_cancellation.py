@@ -33,11 +33,11 @@ class World:
         assert session is not None
         router = self.cluster.relay.router
         return {
-            "pending": dict(session._pending),
+            "pending": dict(session.asks._pending),
             "asked": dict(session._acks),
             "watches": dict(session._watches),
-            "tunnels": dict(session.tunnels),
-            "half open": dict(session._half_open),
+            "tunnels": dict(session.tunneling.ends),
+            "half open": dict(session.tunneling._half_open),
             "services": list(registry.services),
             "bindings": dict(registry._bindings),
             "watchers": list(registry.watchers),

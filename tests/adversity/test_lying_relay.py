@@ -38,11 +38,11 @@ GREETINGS: dict[str, tuple[Control | bytes | None, str]] = {
     "an unknown kind": (b"\x02\0\0\0\x3f\0", "unknown frame kind 0x3f"),
     "no MessagePack": (b"\x03\0\0\0\x02\0\xc1", "bad WELCOME frame"),
     "another version": (
-        frames.Welcome(2, 0, bytes(16), bytes(8), bytes(32), 1),
+        frames.Welcome(2, 0, bytes(16), bytes(8), bytes(32), 1 << 20),
         "speaks version 2",
     ),
     "a short challenge": (
-        encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(31), 1)),
+        encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(31), 1 << 20)),
         "bad WELCOME frame",
     ),
     "an Ack before WELCOME": (frames.Ack(1), "a relay does not send Ack now"),

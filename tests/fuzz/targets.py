@@ -12,7 +12,8 @@ from typing import Any, Final
 from iris.core.bundle import decode_bundle, encode_bundle
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.session import Lost, Session
+from iris.core.parties import Lost
+from iris.core.session import Session
 from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
 from iris.crypto.keyring import Keyring, parse_network_keys
 from iris.crypto.keys import ClusterKey
@@ -319,12 +320,12 @@ def session(data: bytes) -> None:
         take(encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20)))
         under_test.turn(NOW_US, NOW_US)
         for kind, survey in ((Kind.REQUEST, None), (Kind.SURVEY, owner)):
-            under_test.send_to_one(
+            under_test.asks.send(
                 kind, CLUSTER, KEY, b"x", None, False,
                 timeout_ms=1000, waiter=None if survey else owner, survey=survey,
             )  # fmt: skip
-        under_test.push(CLUSTER, KEY, b"x", None, False, 1000)
-        under_test.open_tunnel(CLUSTER, KEY, None, 1000)
+        under_test.asks.push(CLUSTER, KEY, b"x", None, False, 1000)
+        under_test.tunneling.open(CLUSTER, KEY, None, 1000)
         under_test.ask(frames.Ping, owner)
         under_test.ask(frames.Status, owner)
         under_test.watch(CLUSTER, [KEY.key_id], lambda heard: None, stay=True)

@@ -461,6 +461,8 @@ async def test_a_filter_without_a_key_is_refused_and_does_not_stand_in_the_way_o
                     raise AssertionError("not subscribed")
             with pytest.raises(iris.KeyringError):
                 await fill([], sub.subscribe("another.*"))
+            with pytest.raises(iris.KeyringError):
+                sub.subscribe("nobody.waits.for.its.answer", got)
             await cluster.stop_relay()
             await cluster.start_relay()
             await sub.flush(timeout=5)

@@ -191,3 +191,26 @@ async def test_a_relay_lost_at_any_turn_of_a_reload_is_found_again_with_one_sess
             await cluster.settle()
             assert got.payloads == [b"y"]
             assert len(await mover.members("db")) == 1
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+async def test_a_session_lost_at_any_turn_of_its_reload_leaves_one_that_works(turn: int) -> None:
+    got = Collector()
+    async with LocalCluster() as cluster, named(cluster, "mover") as mover:
+        async with mover.serve(echo_service("db")), mover.subscribe("t", got):
+            old = port_of(cluster, "mover")
+            task = asyncio.create_task(mover.reload_keys(cluster.keyring))
+            await turns(turn)
+            old.abort("cut by the test")
+            with contextlib.suppress(iris.IrisError):
+                await asyncio.wait_for(task, 10)
+            await until(lambda: old not in cluster.relay.hub.ports)
+            await mover.wait_for_members("db", 1, timeout=5)
+            await cluster.settle()
+            await until(lambda: len(cluster.relay.hub.ports) == 1)
+            assert await mover.request("db", b"x", timeout=5) == b"x"
+            await mover.publish("t", b"y")
+            await until(lambda: got.messages)
+            await cluster.settle()
+            assert got.payloads == [b"y"]
+            assert len(await mover.members("db")) == 1

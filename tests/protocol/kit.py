@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from iris.core.asks import Pending
 from iris.core.bundle import Headers
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.message import Message
-from iris.core.session import Delivery, Lost, Pending, Session
+from iris.core.parties import Delivery, Lost
+from iris.core.session import Session
 from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError, PeerProtocolError
@@ -285,7 +287,7 @@ class Host:
         timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None,
     ) -> Pending:  # fmt: skip
         self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
-        return self.session.send_to_one(
+        return self.session.asks.send(
             Kind.REQUEST if survey is None else Kind.SURVEY, name, self.key, payload, headers, False,
             timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent,
         )  # fmt: skip
@@ -297,10 +299,10 @@ class Host:
 
     def push(self, name: str, payload: bytes = b"") -> None:
         self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
-        self.session.push(name, self.key, payload, None, False, 1000)
+        self.session.asks.push(name, self.key, payload, None, False, 1000)
 
     def open_tunnel(self, name: str, headers: Headers | None = None) -> TunnelEnd:
-        return self.session.open_tunnel(name, self.key, headers, 1000)
+        return self.session.tunneling.open(name, self.key, headers, 1000)
 
     def say(self, data: bytes) -> None:
         """Put raw bytes on the way to the relay."""

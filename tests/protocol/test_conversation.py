@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import KEY, LIMIT, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
-from iris.core.session import Delivery
+from iris.core.parties import Delivery
 from iris.errors import (
     ConnectionLost,
     NoMembers,
@@ -162,7 +162,7 @@ def test_a_forgotten_request_leaves_nothing_behind(net: Network) -> None:
     waiter = Result()
     pending = caller.send("db", b"", waiter)
     net.run()
-    caller.session.forget(pending)
+    caller.session.asks.forget(pending)
     assert not caller.session.busy
     service.deliveries[0].reply(b"", None, False)
     net.run()

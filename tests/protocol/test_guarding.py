@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
-from iris.core.session import Delivery
+from iris.core.parties import Delivery
 from iris.crypto.sframe import WINDOW_COUNTERS
 from iris.errors import ConnectionLost, LocalProtocolError, RemoteError
 from iris.wire import frames

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from protocol.kit import Host, Network, kind_of
 
-from iris.core.session import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
+from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
 from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, tunnel_frame
@@ -52,8 +52,8 @@ def test_headers_reach_the_handler_and_messages_pass_both_ways(net: Network) -> 
     assert right.headers == {"a": "b"}
     left.write(memoryview(b"question"), 0)
     right.write(memoryview(b"answer"), 0)
-    opener.session._dirty_tunnels.append(left)
-    member.session._dirty_tunnels.append(right)
+    opener.session.tunneling._dirty.append(left)
+    member.session.tunneling._dirty.append(right)
     net.run()
     assert drain(right) == [b"question"]
     assert drain(left) == [b"answer"]
@@ -135,8 +135,8 @@ def test_finish_is_one_way_and_both_finishes_end_it_well(net: Network) -> None:
     assert right.ended
     assert not left.broken
     assert not right.broken
-    assert not opener.session.tunnels, "both sides have forgotten it"
-    assert not member.session.tunnels
+    assert not opener.session.tunneling.ends, "both sides have forgotten it"
+    assert not member.session.tunneling.ends
 
 
 @pytest.mark.parametrize("side", ["opener", "member"])
@@ -154,8 +154,8 @@ def test_close_by_either_side_delivers_what_came_before_and_leaves_nothing_behin
     assert not other.broken
     with pytest.raises(Closed, match="the other side closed it"):
         other.check_sending()
-    assert not opener.session.tunnels
-    assert not member.session.tunnels
+    assert not opener.session.tunneling.ends
+    assert not member.session.tunneling.ends
 
 
 @pytest.mark.parametrize("lost", ["opener", "member"])
@@ -221,9 +221,9 @@ def test_a_replayed_first_message_starts_no_handler_and_expires(net: Network) ->
         member.hear(bytes(changed))
     net.run()
     assert service.tunnels == [right]
-    assert len(member.session.tunnels) == 4
+    assert len(member.session.tunneling.ends) == 4
     net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
-    assert len(member.session.tunnels) == 1
+    assert len(member.session.tunneling.ends) == 1
     assert service.tunnels == [right]
     close(net, left)
 
@@ -239,7 +239,7 @@ def test_half_open_tunnels_are_bounded(net: Network) -> None:
     assert len(refused) == 5
     assert all(isinstance(end.error, Overloaded) for end in refused)
     net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
-    assert not member.session.tunnels
+    assert not member.session.tunneling.ends
     assert all(end.broken for end in ends)
 
 
@@ -250,7 +250,7 @@ def test_the_second_handshake_message_cannot_be_sent_twice(net: Network) -> None
     left = opener.open_tunnel("db")
     net.run()
     assert left.broken
-    assert not opener.session.tunnels
+    assert not opener.session.tunneling.ends
 
 
 def test_a_tunnel_to_nobody_says_why(net: Network) -> None:
@@ -289,16 +289,16 @@ def test_giving_up_before_it_is_open_tells_the_member(net: Network) -> None:
     service = member.serve("db")
     left = opener.open_tunnel("db")
     opener.speak()
-    opener.session.drop_tunnel(left)
+    opener.session.tunneling.drop(left)
     net.run()
     assert service.tunnels == []
-    assert not member.session.tunnels
-    assert not opener.session.tunnels
+    assert not member.session.tunneling.ends
+    assert not opener.session.tunneling.ends
 
 
 def test_the_relay_bounds_what_one_session_may_declare_as_one_tunnel_twice(net: Network) -> None:
     opener, _, left, _ = opened(net)
-    opener.session._next_hop = left.hop
+    opener.session._hops = left.hop - 1
     opener.open_tunnel("db")
     net.run()
     assert f"tunnel {left.hop} is open already" in opener.ended_because

@@ -1,0 +1,116 @@
+"""Prove a promise at the count that somebody names, and write the figures down.
+
+    python bench/proof.py tunnels 10000         # N idle tunnels, one relay, one member
+    python bench/proof.py connections 1000      # N sessions at once at one relay
+    python bench/proof.py order 200000          # N publications: order, duplicates, losses told
+    python bench/proof.py rotation 2000         # N requests and broadcasts while the key changes
+    python bench/proof.py idle 10               # a relay that nobody uses, for N seconds
+
+Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
+and count, in the place of the former one. All runs in real processes with a relay, keys and sockets of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness
+import uvloop
+from harness import BENCH, BenchError
+from proofs.common import Proof, deadline_s
+
+AREAS = ("tunnels", "connections", "order", "rotation", "idle")
+RECORD = BENCH.parent / "docs" / "proof.md"
+SEED = 20_241
+HEAD = """# What was proved, and when
+
+Written by `make proof AREA=… N=…`: one section per area and count, replaced by the next run of the same. `make test` runs
+the same code at small counts. `bench/README.md` says what each area does. MB are 10^6 bytes.
+"""
+
+
+def commit() -> str:
+    """Return the commit, and whether anything but this record differs from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(BENCH.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!docs/proof.md")
+    return (git("rev-parse", "--short", "HEAD") or "none") + (", modified" if changed else "")
+
+
+def section(area: str, count: int, seed: int, proof: Proof) -> str:
+    """Return what is written down of one run."""
+    facts = harness.facts()
+    machine = f"{facts['cpu']}, {facts['cpus']} cores, Python {facts['python']}, Linux {facts['kernel']}"
+    verdict = "**Did not hold:** " + "; ".join(proof.broken) if proof.broken else "Held"
+    rows = "".join(f"| {name} | {value} |\n" for name, value in proof.figures.items())
+    return (
+        f"## {area} {count:,}\n\n{facts['utc']}, commit {commit()}, seed {seed}; {machine}.\n"
+        f"{verdict}.\n\n| | |\n|---|---|\n{rows}"
+    )
+
+
+def record(path: Path, text: str) -> None:
+    """Put a section into the file, in the place of the one with the same heading."""
+    before = path.read_text() if path.exists() else ""
+    found = {part.split("\n", 1)[0]: part for part in re.split(r"^(?=## )", before, flags=re.M)[1:]}
+    found[text.split("\n", 1)[0]] = text
+
+    def rank(heading: str) -> tuple[int, int]:
+        _, area, count = heading.split()
+        return AREAS.index(area), int(count.replace(",", ""))
+
+    parts = [found[heading].rstrip() + "\n" for heading in sorted(found, key=rank)]
+    path.write_text("\n".join([HEAD, *parts]))
+
+
+def play(name: str, options: str) -> None:
+    """Be a role: "area.function"."""
+    area, _, function = name.partition(".")
+    given = json.loads(options)
+    # Whatever becomes of the proof, no role outlives this.
+    signal.alarm(int(deadline_s(max([0, *(v for v in given.values() if isinstance(v, int))]))))
+    role = getattr(importlib.import_module(f"proofs.{area}"), function)
+    harness.report(name, uvloop.run(role(given)))
+
+
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("area", choices=AREAS)
+    parser.add_argument("count", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--record", type=Path, default=RECORD, metavar="FILE")
+    args = parser.parse_args()
+    if args.count < 1:
+        parser.error("N is at least 1")
+    # As Ctrl-C: the processes end, and their directory goes.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    begin_s = time.monotonic()
+    try:
+        proof = importlib.import_module(f"proofs.{args.area}").run(args.count, args.seed)
+    except BenchError as err:
+        sys.exit(f"{args.area} {args.count}: {err}")
+    text = section(args.area, args.count, args.seed, proof)
+    record(args.record, text)
+    print(text)
+    print(f"took {time.monotonic() - begin_s:.1f} s; written to {args.record}", file=sys.stderr)
+    if proof.broken:
+        sys.exit(f"{args.area} {args.count}: did not hold: {'; '.join(proof.broken)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--role"]:
+        play(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,103 @@
+"""What the areas share: an outcome, cues from the proof to its roles, memory, the deadline of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import BENCH, Result, Role, Roles
+
+TIMEOUT_S = 60.0
+"""Longest that a role waits for anything: it fails a proof, and never slows one."""
+
+
+@dataclass(slots=True)
+class Proof:
+    """The outcome of one run: figures as they are written down, and each promise that did not hold."""
+
+    figures: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def promise(self, text: str, holds: bool) -> None:
+        """Note that `text` was promised."""
+        if not holds:
+            self.broken.append(text)
+
+
+def deadline_s(count: int) -> float:
+    """Return the seconds after which a run of this size is given up, and all its processes are killed."""
+    return 60.0 + count / 100
+
+
+def start(
+    roles: Roles, name: str, env: dict[str, str], options: dict[str, Any], *, ready: bool = True
+) -> Role:
+    """Start the role `name` ("area.function") with `options`; with `ready`, return when it has said so."""
+    command = [str(BENCH / "proof.py"), "--role", name, json.dumps(options)]
+    return roles.start(name, command, env=env, ready=ready)
+
+
+def settings(roles: Roles, **values: int | float) -> list[str]:
+    """Write the settings of a relay; return the arguments that it reads them with."""
+    path = roles.directory / "relay.toml"
+    path.write_text("".join(f"{name} = {value}\n" for name, value in values.items()))
+    return ["--config", str(path)]
+
+
+class Cues:
+    """In a role: the proof sends SIGUSR1 for the next step, SIGTERM for the end."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._next = asyncio.Semaphore(0)
+        self.stop = asyncio.Event()
+        loop.add_signal_handler(signal.SIGUSR1, self._next.release)
+        loop.add_signal_handler(signal.SIGTERM, self.stop.set)
+
+    async def next(self) -> None:
+        """Return at the next cue."""
+        await self._next.acquire()
+
+
+def cue(*roles: Role) -> None:
+    """Let each of `roles` take its next step."""
+    for role in roles:
+        role.process.send_signal(signal.SIGUSR1)
+
+
+def cue_and_wait(*roles: Role) -> None:
+    """As `cue`; return when all have done it."""
+    cue(*roles)
+    for role in roles:
+        role.wait_ready()
+
+
+def memory_mb(*roles: Role) -> tuple[float, float]:
+    """Return resident and proportional memory of running processes together, in MB (10^6 bytes)."""
+    resident = proportional = 0
+    for role in roles:
+        lines = Path(f"/proc/{role.process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        resident += sizes["Rss"] * 1024
+        proportional += sizes["Pss"] * 1024
+    return resident / 1e6, proportional / 1e6
+
+
+def show_mb(memory: tuple[float, float]) -> str:
+    """Return memory as it is written down."""
+    return f"{memory[0]:.1f} MB resident, {memory[1]:.1f} MB proportional"
+
+
+def total(results: list[Result], key: str) -> int:
+    """Return the sum of one figure over several roles."""
+    return sum(int(result[key]) for result in results)
+
+
+def shares(count: int, parts: int) -> list[int]:
+    """Return `count` split into at most `parts` whole numbers above 0 that differ by 1 at most."""
+    parts = min(parts, count)
+    return [count // parts + (number < count % parts) for number in range(parts)]

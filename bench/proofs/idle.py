@@ -1,0 +1,42 @@
+"""A relay that nobody uses, for N seconds: its memory and its processor time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from harness import IrisRelay, Role, Roles
+from proofs.common import Proof, memory_mb, show_mb
+
+SETTLE_S = 1.0
+LIMIT_MB = 60.0
+LIMIT_SHARE = 0.001
+"""Of one processor: what counts as no measurable use."""
+START_S = 30.0
+
+
+def cpu_s(role: Role) -> float:
+    """Return the processor seconds of all threads of a running process, to the nanosecond."""
+    threads = Path(f"/proc/{role.process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it over `count` seconds."""
+    proof = Proof()
+    with Roles(count + START_S) as roles:
+        relay = IrisRelay(roles)
+        time.sleep(SETTLE_S)
+        before_s = cpu_s(relay.role)
+        time.sleep(count)
+        used_s = cpu_s(relay.role) - before_s
+        memory = memory_mb(relay.role)
+        relay.stop()
+    proof.figures = {
+        "seconds": f"{count}",
+        "processor time": f"{used_s * 1000:.2f} ms, {used_s / count:.4%} of one processor",
+        "memory": f"{show_mb(memory)} (limit {LIMIT_MB:.0f} MB resident)",
+    }
+    proof.promise(f"under {LIMIT_MB:.0f} MB", memory[0] < LIMIT_MB)
+    proof.promise(f"under {LIMIT_SHARE:.1%} of a processor", used_s / count < LIMIT_SHARE)
+    return proof

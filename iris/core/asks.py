@@ -1,0 +1,285 @@
+"""What a session sent and waits for: requests, surveys and pushes, from their seal to the one way in which each ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from iris.core.bundle import Headers, decode_bundle
+from iris.core.message import Message
+from iris.core.parties import Lost, SurveySink, Waiter
+from iris.crypto.keys import ClusterKey
+from iris.errors import (
+    ConnectionLost,
+    DecodeError,
+    IrisError,
+    NoMembers,
+    OpenError,
+    Overloaded,
+    PeerProtocolError,
+    RemoteError,
+    RequestTimeout,
+)  # fmt: skip
+from iris.wire import frames
+from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
+from iris.wire.frames import Cause, Kind
+
+if TYPE_CHECKING:
+    from iris.core.session import Session
+
+MAX_PENDING: Final = 65_536
+ATTEMPTS: Final = 3
+NEVER_US: Final = 1 << 62
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request or survey on the way."""
+
+    kind: int
+    name: str
+    key: ClusterKey
+    payload: bytes
+    headers: Headers | None
+    packed: bool
+    timeout_ms: int
+    deadline_us: int
+    waiter: Waiter | None
+    survey: SurveySink | None
+    idempotent: bool
+    attempts: int = 1
+    hop: int = 0
+    counter: int = 0
+    sender_id: bytes = b""
+
+
+class Asks:
+    """The requests and surveys of one session that have not ended, and the latest pushes."""
+
+    __slots__ = ("_pending", "_pushes", "_session")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pending: dict[int, Pending] = {}
+        self._pushes: dict[int, str] = {}
+        """hop id -> cluster of the latest pushes, so that a failure can be told by name."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def send(
+        self, kind: int, name: str, key: ClusterKey, payload: bytes, headers: Headers | None, packed: bool, *,
+        timeout_ms: int, waiter: Waiter | None = None, survey: SurveySink | None = None, idempotent: bool = False,
+    ) -> Pending:  # fmt: skip
+        """Send a request or a survey. Raises Overloaded when too many are in flight."""
+        if len(self._pending) >= MAX_PENDING:
+            raise Overloaded(name, f"{MAX_PENDING} requests of this client are in flight")
+        deadline = self._session.mono_us + 1000 * timeout_ms
+        pending = Pending(
+            kind,
+            name,
+            key,
+            payload,
+            headers,
+            packed,
+            timeout_ms,
+            deadline,
+            waiter,
+            survey,
+            idempotent,
+        )
+        if deadline < self._session.deadline_us:
+            self._session.deadline_us = deadline
+        self._send(pending)
+        return pending
+
+    def _send(self, pending: Pending) -> None:
+        pending.hop = hop = self._session.next_hop()
+
+        out = self._session.out
+        flow = out.flow(pending.kind, pending.name, pending.key)
+        pending.counter = out.single(
+            flow,
+            pending.payload,
+            pending.headers,
+            pending.packed,
+            hop,
+            pending.deadline_us,
+            pending.timeout_ms,
+        )
+        pending.sender_id = flow.sender_id
+        self._pending[hop] = pending
+
+    def push(
+        self,
+        name: str,
+        key: ClusterKey,
+        payload: bytes,
+        headers: Headers | None,
+        packed: bool,
+        timeout_ms: int,
+    ) -> None:
+        """Send a push: nothing comes back but a failure, which the owner hears as lost."""
+        hop = self._session.next_hop()
+
+        out = self._session.out
+        deadline_us = self._session.mono_us + 1000 * timeout_ms
+        out.single(
+            out.flow(Kind.PUSH, name, key), payload, headers, packed, hop, deadline_us, timeout_ms
+        )
+        self._pushes[hop] = name
+        if len(self._pushes) > MAX_PENDING:
+            del self._pushes[next(iter(self._pushes))]
+
+    def forget(self, pending: Pending) -> None:
+        """The caller no longer waits; an answer that comes is dropped and counted."""
+        self._pending.pop(pending.hop, None)
+
+    def answered(self, buf: memoryview, start: int, end: int) -> None:
+        """A reply, fault or answer to one of our requests or surveys."""
+        if end - start < BODY_AT:
+            raise PeerProtocolError("a data frame is cut short")
+        _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
+        self._session.received_messages += 1
+        flow = self._session.flow(alias, kind)
+        pending = self._pending.get(hop)
+        if pending is None:
+            self._session.drop("late answers")
+            return
+        assert flow.opener is not None
+        try:
+            if flow.name != pending.name or flow.key.key_id != pending.key.key_id:
+                raise OpenError("an answer from another address")
+            _, plain = flow.opener.open(
+                buf[start + BODY_AT : end],
+                flow.prefix
+                + buf[start + END_AT : start + BODY_AT]
+                + answer_suffix(pending.sender_id, pending.counter),
+            )
+            payloads, headers, packed = decode_bundle(plain)
+            if len(payloads) != 1:
+                raise DecodeError("one answer at a time")
+        except (OpenError, DecodeError) as err:
+            self._session.drop("unreadable")
+            if pending.survey is None:
+                self._resolve(
+                    hop,
+                    pending,
+                    error=ConnectionLost(pending.name, f"the reply is unreadable: {err}"),
+                )
+            return
+        message = Message(
+            payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
+        )
+        if pending.survey is not None:
+            if kind == Kind.FAULT:
+                pending.survey.fault(
+                    (message.headers or {}).get("member", ""),
+                    message.payload.decode(errors="replace"),
+                )
+            else:
+                pending.survey.answer(message)
+        elif kind == Kind.FAULT:
+            ran = (message.headers or {}).get("may-have-run") != "0"
+            detail = message.payload.decode(errors="replace")
+            self._resolve(hop, pending, error=RemoteError(pending.name, detail, may_have_run=ran))
+        else:
+            del self._pending[hop]
+            waiter = pending.waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_result(message)
+
+    def _resolve(self, hop: int, pending: Pending, *, error: IrisError) -> None:
+        del self._pending[hop]
+        if pending.survey is not None:
+            pending.survey.done([], error)
+        elif pending.waiter is not None and not pending.waiter.done():
+            pending.waiter.set_exception(error)
+
+    def failed(self, fail: frames.Fail) -> None:
+        """The relay answered itself: there is no other answer. Stale messages, and idempotent ones, go out once more."""
+        pending = self._pending.get(fail.hop)
+        if pending is None:
+            name = self._pushes.pop(fail.hop, None)
+            if name is not None:
+                error = error_of(name, fail)
+                self._session.owner.lost(
+                    Lost("push", name, b"", 1, fail.detail or "refused", error)
+                )
+            return
+        again = (
+            pending.attempts < ATTEMPTS
+            and pending.deadline_us > self._session.mono_us
+            and pending.survey is None
+        )
+        if again and (
+            (fail.cause == Cause.REFUSED and fail.detail == "stale")
+            or (fail.cause == Cause.LOST and pending.idempotent)
+        ):
+            # Sealed anew: a counter is never used for two sends.
+            del self._pending[fail.hop]
+            pending.attempts += 1
+            self._send(pending)
+            return
+        self._resolve(fail.hop, pending, error=error_of(pending.name, fail))
+
+    def roster(self, roster: frames.Roster) -> None:
+        """A survey was handed to these members."""
+        pending = self._pending.get(roster.hop)
+        if pending is not None and pending.survey is not None:
+            pending.survey.roster(roster.members)
+
+    def done(self, done: frames.Done) -> None:
+        """No more answers come for a survey."""
+        pending = self._pending.pop(done.hop, None)
+        if pending is not None and pending.survey is not None:
+            pending.survey.done(done.lost, None)
+
+    def expire(self, mono_us: int) -> int:
+        """End what is past its deadline; return the next deadline."""
+        soonest = NEVER_US
+        late = []
+        for hop, pending in self._pending.items():
+            if pending.deadline_us <= mono_us:
+                late.append(hop)
+            elif pending.deadline_us < soonest:
+                soonest = pending.deadline_us
+        for hop in late:
+            pending = self._pending[hop]
+            if pending.survey is not None:
+                del self._pending[hop]
+                pending.survey.done([], None)
+            else:
+                detail = f"no reply within {pending.timeout_ms / 1000:g} s"
+                self._resolve(hop, pending, error=RequestTimeout(pending.name, detail))
+        return soonest
+
+    def end(self, reason: str, *, routed: bool) -> None:
+        """The connection is gone; `routed`: the relay took all that was sent."""
+        pending, self._pending = self._pending, {}
+        for item in pending.values():
+            lost = ConnectionLost(item.name, reason)
+            if item.survey is not None:
+                item.survey.done([], lost)
+            elif item.waiter is not None and not item.waiter.done():
+                item.waiter.set_exception(lost)
+        pushes, self._pushes = self._pushes, {}
+        for name in () if routed else sorted(set(pushes.values())):
+            self._session.owner.lost(Lost("push", name, b"", None, reason))
+
+
+def error_of(name: str, fail: frames.Fail) -> IrisError:
+    """Return what a relay's own answer means for the caller."""
+    if fail.cause == Cause.NO_MEMBERS:
+        return NoMembers(name, fail.detail or "nobody serves it")
+    if fail.cause == Cause.OVERLOADED:
+        return Overloaded(name, fail.detail or "every member is full")
+    if fail.cause == Cause.EXPIRED:
+        late = RequestTimeout(name, fail.detail or "not started in time")
+        late.may_have_run = fail.may_have_run
+        return late
+    if fail.cause == Cause.LOST:
+        return ConnectionLost(
+            name, fail.detail or "the member went away", may_have_run=fail.may_have_run
+        )
+    return RemoteError(name, fail.detail or "refused", may_have_run=fail.may_have_run)

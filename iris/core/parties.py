@@ -1,0 +1,128 @@
+"""Who a session works for and with: the client behind it, its services and subscriptions, and whoever waits for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from iris.core.bundle import Headers
+from iris.core.inbound import InFlow
+from iris.core.message import Message
+from iris.core.tunnel import TunnelEnd
+from iris.crypto.keys import ClusterKey
+from iris.errors import IrisError
+from iris.wire.frames import Kind, Refusal
+
+if TYPE_CHECKING:
+    from iris.core.session import Session
+
+
+class Waiter(Protocol):
+    """What a request resolves; asyncio.Future is one."""
+
+    def done(self) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+class Binding(Protocol):
+    """A service that joined through this session, as the session sees it. `number` is its own for good."""
+
+    @property
+    def number(self) -> int: ...
+
+    def admit(self, kind: int, size: int) -> Refusal | None: ...
+    def take(self, delivery: Delivery) -> None: ...
+    def broadcast(self, messages: list[Message], size: int) -> None: ...
+    def tunnel(self, end: TunnelEnd) -> None: ...
+    def gap(self, gap: Lost) -> None: ...
+
+
+class Sink(Protocol):
+    """A subscription as the session sees it."""
+
+    def deliver(self, messages: list[Message], size: int) -> None: ...
+    def gap(self, gap: Lost) -> None: ...
+
+
+class Owner(Protocol):
+    """Who the session works for: the client."""
+
+    def find_key(self, key_id: bytes) -> ClusterKey | None: ...
+    def binding(self, flow: InFlow) -> Binding | None:
+        """Return the service that a flow is for; None if it did not join the flow's address, whatever the relay says."""
+
+    def sinks(self, flow: InFlow) -> Sequence[Sink]: ...
+    def draining(self) -> None: ...
+    def lost(self, lost: Lost) -> None: ...
+    def out_full(self) -> None: ...
+
+
+class Lost:
+    """Messages that did not arrive: `count` of them, None if nobody can know, and why.
+
+    `error` is what a request would have raised, for a push that failed.
+    """
+
+    __slots__ = ("cause", "count", "error", "kind", "name", "source")
+
+    def __init__(
+        self, kind: str, name: str, source: bytes, count: int | None, cause: str, error: IrisError | None = None
+    ) -> None:  # fmt: skip
+        self.kind = kind
+        self.name = name
+        self.source = source
+        self.count = count
+        self.cause = cause
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"Lost({self.kind} {self.name!r}: {'?' if self.count is None else self.count}, {self.cause})"
+
+
+class SurveySink(Protocol):
+    """Who hears the answers of one survey."""
+
+    def roster(self, members: list[str]) -> None: ...
+    def answer(self, message: Message) -> None: ...
+    def fault(self, member: str, detail: str) -> None: ...
+    def done(self, lost: list[str], error: IrisError | None) -> None: ...
+
+
+class Delivery:
+    """A request, push or survey that was accepted for running; ends by exactly one of its methods."""
+
+    __slots__ = ("counter", "deadline_us", "flow", "hop", "message", "session", "size")
+
+    def __init__(
+        self,
+        session: Session,
+        flow: InFlow,
+        hop: int,
+        deadline_us: int,
+        counter: int,
+        message: Message,
+        size: int,
+    ) -> None:
+        self.session = session
+        self.flow = flow
+        self.hop = hop
+        self.deadline_us = deadline_us
+        self.counter = counter
+        self.message = message
+        self.size = size
+
+    def reply(self, payload: bytes, headers: Headers | None, packed: bool) -> None:
+        """Answer it (request, survey)."""
+        kind = Kind.ANSWER if self.flow.kind == Kind.SURVEY else Kind.REPLY
+        self.session.answer(self, kind, payload, headers, packed)
+
+    def fault(self, detail: str, *, may_have_run: bool, member: str = "") -> None:
+        """Answer it with an error; `detail` reaches the caller."""
+        headers = {"may-have-run": "1" if may_have_run else "0", "member": member}
+        text = detail[:4096].encode(errors="backslashreplace")  # a file name may hold surrogates
+        self.session.answer(self, Kind.FAULT, text, headers, False)
+
+    def finish(self) -> None:
+        """It is done with (push): its credit goes back with the turn's."""
+        self.session.credit(self.flow.member, self.flow.kind, 1, self.size)

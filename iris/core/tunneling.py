@@ -1,0 +1,187 @@
+"""The tunnels of a session: opened by us, or to one of our members."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from iris.core.asks import NEVER_US, error_of
+from iris.core.bundle import Headers
+from iris.core.inbound import InFlow
+from iris.core.tunnel import TunnelEnd
+from iris.crypto.keys import ClusterKey
+from iris.errors import OpenError, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT
+from iris.wire.frames import Cause, Kind, Refusal
+
+if TYPE_CHECKING:
+    from iris.core.session import Session
+
+MAX_HALF_OPEN: Final = 1024
+HALF_OPEN_US: Final = 5_000_000
+
+
+class Tunneling:
+    """Every tunnel end of one session by hop id; those to us that are half open expire."""
+
+    __slots__ = ("_dirty", "_half_open", "_session", "ends")
+
+    def __init__(self, session: Session) -> None:
+        self.ends: dict[int, TunnelEnd] = {}
+        self._session = session
+        self._dirty: list[TunnelEnd] = []
+        self._half_open: dict[int, int] = {}
+
+    def open(
+        self, name: str, key: ClusterKey, headers: Headers | None, timeout_ms: int
+    ) -> TunnelEnd:
+        """Start a tunnel; the end is `open` once the member accepted."""
+        hop = self._session.next_hop()
+        tunnel_id = self._session.entropy(16)
+        end = self._end(name, key, tunnel_id, hop, initiator=True, opening=headers)
+        self.ends[hop] = end
+        self._session.out.opening(
+            name,
+            key,
+            tunnel_id,
+            end.hello(),
+            hop,
+            self._session.mono_us + 1000 * timeout_ms,
+            timeout_ms,
+        )
+        return end
+
+    def _end(
+        self,
+        name: str,
+        key: ClusterKey,
+        tunnel_id: bytes,
+        hop: int,
+        *,
+        initiator: bool,
+        opening: Headers | None = None,
+    ) -> TunnelEnd:
+        return TunnelEnd(
+            name, key, tunnel_id, hop, initiator=initiator, ephemeral=self._session.entropy(32),
+            emit=self._emit, mark_dirty=self._dirty.append, opening=opening,
+        )  # fmt: skip
+
+    def _emit(self, frame: bytes) -> None:
+        if (
+            frame[KIND_AT] == Kind.TUNNEL_END
+        ):  # no message: relays make it, too; and the last word on this hop id
+            self.ends.pop(HOP.unpack_from(frame)[4], None)
+        elif self._session.state == "up":
+            self._session.out.sent_messages += 1
+        if self._session.state == "up":
+            self._session.out.raw(frame)
+
+    def opening(self, buf: memoryview, start: int, end: int) -> None:
+        """Somebody opens a tunnel to one of our members; its handler starts when the first record has opened."""
+        if end - start < BODY_AT:
+            raise PeerProtocolError("a data frame is cut short")
+        _, _, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
+        self._session.received_messages += 1
+        flow = self._session.flow(alias, Kind.TUNNEL_OPEN)
+        if hop in self.ends:
+            raise PeerProtocolError(f"tunnel {hop} is open already")
+        binding = self._session.owner.binding(flow)
+        refusal = (
+            Refusal.LEAVING if binding is None else binding.admit(Kind.TUNNEL_OPEN, end - start)
+        )
+        if refusal is None and len(self._half_open) >= MAX_HALF_OPEN:
+            refusal = Refusal.FULL
+        if refusal is None and deadline_us and deadline_us < self._session.mono_us:
+            refusal = Refusal.EXPIRED
+        if refusal is not None:
+            self._session.refuse(buf, start, end, refusal)
+            return
+        tunnel = self._end(flow.name, flow.key, flow.sender_id, hop, initiator=False)
+        try:
+            answer = tunnel.answer(buf[start + BODY_AT : end])
+        except OpenError:
+            self._session.drop("unreadable")
+            self._session.refuse(buf, start, end, Refusal.UNREADABLE)
+            return
+        self.ends[hop] = tunnel
+        until = self._session.mono_us + HALF_OPEN_US
+        self._half_open[hop] = until
+        self._session.deadline_us = min(self._session.deadline_us, until)
+        tunnel.wake = lambda: self._opened(hop, tunnel, flow)
+        self._emit(HOP.pack(22 + len(answer), Kind.TUNNEL_ACCEPT, 0, 0, hop, 0) + answer)
+
+    def _opened(self, hop: int, tunnel: TunnelEnd, flow: InFlow) -> None:
+        """The first record of a tunnel to us was read, or failed."""
+        if tunnel.headers is None and not tunnel.broken:
+            return
+        self._half_open.pop(hop, None)
+        tunnel.wake = lambda: None
+        binding = self._session.owner.binding(flow)
+        if tunnel.broken:
+            return
+        if binding is None:
+            self._break(hop, "the service has left")
+        else:
+            binding.tunnel(tunnel)
+
+    def drop(self, end: TunnelEnd) -> None:
+        """Give up a tunnel that was not opened in time."""
+        self._break(end.hop, "given up before it was open")
+
+    def _break(self, hop: int, reason: str) -> None:
+        end = self.ends.pop(hop, None)
+        if end is not None:
+            end.fail(reason, tell=True)
+
+    def frame(self, buf: memoryview, start: int, end: int) -> None:
+        """A frame of a tunnel that is open, or opening."""
+        if end - start < TUNNEL_BODY_AT:
+            raise PeerProtocolError("a tunnel frame is cut short")
+        _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
+        if kind != Kind.TUNNEL_END:
+            self._session.received_messages += 1
+        tunnel = self.ends.get(hop)
+        if tunnel is None:
+            if kind != Kind.TUNNEL_END:
+                self._session.drop("late tunnel frames")
+        elif kind == Kind.TUNNEL_DATA:
+            tunnel.received(buf[start + TUNNEL_BODY_AT : end])
+        elif kind == Kind.TUNNEL_ACCEPT:
+            try:
+                tunnel.accepted(buf[start + TUNNEL_BODY_AT : end])
+            except (OpenError, PeerProtocolError) as err:
+                self._break(hop, str(err))
+        else:
+            del self.ends[hop]
+            cause = buf[start + TUNNEL_BODY_AT] if end - start > TUNNEL_BODY_AT else Cause.BROKEN
+            tunnel.ended_by_relay(cause)
+
+    def failed(self, fail: frames.Fail) -> None:
+        """The relay found nobody for an opening."""
+        end = self.ends.pop(fail.hop, None)
+        if end is not None:
+            end.error = error_of(end.name, fail)
+            end.ended_by_relay(fail.cause)
+
+    def flush(self) -> None:
+        """Seal the records begun in this turn."""
+        for end in self._dirty:
+            end.flush()
+        self._dirty.clear()
+
+    def expire(self, mono_us: int) -> int:
+        """Break what is half open for too long; return the next deadline."""
+        soonest = NEVER_US
+        for hop, until in list(self._half_open.items()):
+            if until <= mono_us:
+                del self._half_open[hop]
+                self._break(hop, "the other side did not finish the handshake")
+            elif until < soonest:
+                soonest = until
+        return soonest
+
+    def end(self, reason: str) -> None:
+        """The connection is gone."""
+        ends, self.ends = self.ends, {}
+        for end in ends.values():
+            end.fail(reason, tell=False)
