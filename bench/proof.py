@@ -25,7 +25,7 @@ from pathlib import Path
 import harness
 import uvloop
 from harness import BENCH, BenchError
-from proofs.common import Proof, deadline_s
+from proofs.common import Proof
 
 AREAS = ("tunnels", "connections", "order", "rotation", "idle")
 RECORD = BENCH.parent / "docs" / "proof.md"
@@ -51,7 +51,7 @@ def commit() -> str:
 def section(area: str, count: int, seed: int, proof: Proof) -> str:
     """Return what is written down of one run."""
     facts = harness.facts()
-    machine = f"{facts['cpu']}, {facts['cpus']} cores, Python {facts['python']}, Linux {facts['kernel']}"
+    machine = f"{facts['cpu']}, {facts['cpus']} cores, Python {facts['python']}"
     verdict = "**Did not hold:** " + "; ".join(proof.broken) if proof.broken else "Held"
     rows = "".join(f"| {name} | {value} |\n" for name, value in proof.figures.items())
     return (
@@ -74,14 +74,12 @@ def record(path: Path, text: str) -> None:
     path.write_text("\n".join([HEAD, *parts]))
 
 
-def play(name: str, options: str) -> None:
+def play(name: str, deadline_s: str, options: str) -> None:
     """Be a role: "area.function"."""
+    signal.alarm(int(deadline_s))
     area, _, function = name.partition(".")
-    given = json.loads(options)
-    # Whatever becomes of the proof, no role outlives this.
-    signal.alarm(int(deadline_s(max([0, *(v for v in given.values() if isinstance(v, int))]))))
     role = getattr(importlib.import_module(f"proofs.{area}"), function)
-    harness.report(name, uvloop.run(role(given)))
+    harness.report(name, uvloop.run(role(json.loads(options))))
 
 
 def main() -> None:

@@ -33,11 +33,25 @@ def deadline_s(count: int) -> float:
     return 60.0 + count / 100
 
 
+class Run(Roles):
+    """The processes of one proof. Each role knows the deadline, and ends with it even if the proof was killed."""
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(deadline_s)
+        self.deadline_s = deadline_s
+
+
 def start(
-    roles: Roles, name: str, env: dict[str, str], options: dict[str, Any], *, ready: bool = True
+    roles: Run, name: str, env: dict[str, str], options: dict[str, Any], *, ready: bool = True
 ) -> Role:
     """Start the role `name` ("area.function") with `options`; with `ready`, return when it has said so."""
-    command = [str(BENCH / "proof.py"), "--role", name, json.dumps(options)]
+    command = [
+        str(BENCH / "proof.py"),
+        "--role",
+        name,
+        str(int(roles.deadline_s) + 1),
+        json.dumps(options),
+    ]
     return roles.start(name, command, env=env, ready=ready)
 
 

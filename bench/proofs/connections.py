@@ -9,11 +9,23 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import harness
-from harness import IrisRelay, Result, Roles
-from proofs.common import TIMEOUT_S, Cues, Proof, cue, cue_and_wait, deadline_s, memory_mb, settings
-from proofs.common import shares, show_mb, start  # fmt: skip
+from harness import IrisRelay, Result
 
 import iris
+from proofs.common import (  # fmt: skip
+    TIMEOUT_S,
+    Cues,
+    Proof,
+    Run,
+    cue,
+    cue_and_wait,
+    deadline_s,
+    memory_mb,
+    settings,
+    shares,
+    show_mb,
+    start,
+)
 
 CLUSTER = "proof-connections"
 PROCESSES = 4
@@ -88,7 +100,7 @@ def run(count: int, seed: int) -> Proof:
     """Prove it with `count` sessions."""
     proof = Proof()
     allow_descriptors(count + 256)
-    with Roles(deadline_s(count)) as roles:
+    with Run(deadline_s(count)) as roles:
         relay = IrisRelay(roles, settings(roles, max_sessions=count + SPARE))
         served = start(roles, "connections.member", relay.env, {})
         clients = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from harness import IrisRelay, Role, Roles
-from proofs.common import Proof, memory_mb, show_mb
+from harness import IrisRelay, Role
+
+from proofs.common import Proof, Run, memory_mb, show_mb
 
 SETTLE_S = 1.0
 LIMIT_MB = 60.0
@@ -24,7 +25,7 @@ def cpu_s(role: Role) -> float:
 def run(count: int, seed: int) -> Proof:
     """Prove it over `count` seconds."""
     proof = Proof()
-    with Roles(count + START_S) as roles:
+    with Run(count + START_S) as roles:
         relay = IrisRelay(roles)
         time.sleep(SETTLE_S)
         before_s = cpu_s(relay.role)

@@ -14,10 +14,21 @@ from collections import Counter
 from typing import Any
 
 import harness
-from harness import IrisRelay, Result, Roles
-from proofs.common import TIMEOUT_S, Cues, Proof, cue, deadline_s, settings, shares, start, total
+from harness import IrisRelay, Result
 
 import iris
+from proofs.common import (
+    TIMEOUT_S,
+    Cues,
+    Proof,
+    Run,
+    cue,
+    deadline_s,
+    settings,
+    shares,
+    start,
+    total,
+)
 
 TOPICS = [f"proof.{place}.{what}.{n}" for place in ("eu", "us", "asia") for what in ("orders", "trades") for n in range(4)]  # fmt: skip
 PUBLISHERS = 4
@@ -178,15 +189,25 @@ def run(count: int, seed: int) -> Proof:
     """Prove it with `count` publications."""
     proof = Proof()
     counts = shares(count, PUBLISHERS)
-    with Roles(deadline_s(count)) as roles:
+    with Run(deadline_s(count)) as roles:
         # A small queue, so that the relay, too, has to drop what the slow one does not take.
         relay = IrisRelay(roles, settings(roles, port_queue_bytes=QUEUE_BYTES))
         subscribers = [
-            start(roles, "order.subscriber", relay.env, {"filter": pattern, "mode": mode, "seed": seed, "counts": counts})  # fmt: skip
+            start(
+                roles,
+                "order.subscriber",
+                relay.env,
+                {"filter": pattern, "mode": mode, "seed": seed, "counts": counts},
+            )  # fmt: skip
             for pattern, mode in FILTERS.items()
         ]
         publishers = [
-            start(roles, "order.publisher", relay.env, {"publisher": number, "count": share, "seed": seed})  # fmt: skip
+            start(
+                roles,
+                "order.publisher",
+                relay.env,
+                {"publisher": number, "count": share, "seed": seed},
+            )  # fmt: skip
             for number, share in enumerate(counts)
         ]
         cue(*publishers)

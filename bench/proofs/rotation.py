@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import IrisRelay, Result, Role, Roles
-from proofs.common import TIMEOUT_S, Cues, Proof, cue_and_wait, deadline_s, start, total
+from harness import IrisRelay, Result, Role
 
 import iris
 from iris.keyfiles import KEYRING_FILE, load_keyring, save_keyring
+from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, deadline_s, start, total
 
 CLUSTER = "proof-rotation"
 MEMBERS = 2
@@ -121,7 +121,7 @@ def run(count: int, seed: int) -> Proof:
     """Prove it with at least `count` requests and as many broadcasts."""
     proof = Proof()
     chance = random.Random(seed)
-    with Roles(deadline_s(count)) as roles:
+    with Run(deadline_s(count)) as roles:
         relay = IrisRelay(roles)
         keyring = load_keyring(Path(relay.env["IRIS_CONFIG"]) / KEYRING_FILE)
         files: list[Path] = []

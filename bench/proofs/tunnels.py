@@ -8,11 +8,23 @@ import time
 from typing import Any
 
 import harness
-from harness import IrisRelay, Result, Roles
-from proofs.common import TIMEOUT_S, Cues, Proof, cue, cue_and_wait, deadline_s, memory_mb, shares
-from proofs.common import show_mb, start, total  # fmt: skip
+from harness import IrisRelay, Result
 
 import iris
+from proofs.common import (  # fmt: skip
+    TIMEOUT_S,
+    Cues,
+    Proof,
+    Run,
+    cue,
+    cue_and_wait,
+    deadline_s,
+    memory_mb,
+    shares,
+    show_mb,
+    start,
+    total,
+)
 
 CLUSTER = "proof-tunnels"
 PER_OPENER = 50_000
@@ -98,7 +110,7 @@ async def opener(options: dict[str, Any]) -> Result:
 def run(count: int, seed: int) -> Proof:
     """Prove it with `count` tunnels."""
     proof = Proof()
-    with Roles(deadline_s(count)) as roles:
+    with Run(deadline_s(count)) as roles:
         relay = IrisRelay(roles)
         served = start(roles, "tunnels.member", relay.env, {"tunnels": count})
         openers = [

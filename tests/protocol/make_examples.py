@@ -1,0 +1,302 @@
+"""Writes the examples of docs/protocol.md: `python tests/protocol/make_examples.py` fills each ```hex and ```json block by its name.
+
+Everything follows from fixed keys, ids, clocks and counters, so that a run changes the file only after a change of the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from iris.core.bundle import Headers, encode_bundle
+from iris.core.tunnel import prologue
+from iris.crypto.keys import ClusterKey
+from iris.crypto.noise import Handshake
+from iris.crypto.sframe import Sealer, derive_key_and_salt
+from iris.wire import frames
+from iris.wire.codec import END, HOP, RELAY_HOP, answer_suffix, encode_control, metadata_prefix
+from iris.wire.frames import FLAG_REFUSED, Cause, Control, Kind, Refusal, Serving
+
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
+BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SECRET: Final = bytes(range(32))
+KEY: Final = ClusterKey(SECRET)
+RELAY_ID: Final = bytes(range(0xA0, 0xB0))
+SESSION_ID: Final = (1).to_bytes(8, "little")
+CHALLENGE: Final = bytes(range(0xC0, 0xE0))
+CALLER: Final = bytes(range(0x50, 0x60))
+MEMBER: Final = bytes(range(0x60, 0x70))
+TUNNEL_ID: Final = bytes(range(0x70, 0x80))
+OPENER_EPHEMERAL: Final = bytes(range(1, 33))
+MEMBER_EPHEMERAL: Final = bytes(range(33, 65))
+SENT_US: Final = 1_700_000_000_000_000
+DEADLINE_US: Final = 90_000_000_000
+MEMBER_ID: Final = f"{RELAY_ID.hex()}.7"
+CLUSTER: Final = "databases"
+TOPIC: Final = "flights.JFK.AA"
+
+CONTROLS: Final[dict[str, Control]] = {
+    "hello": frames.Hello(1, 0, "billing", 4711),
+    "welcome": frames.Welcome(1, 0, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
+    "error": frames.Error("alias 7 was not declared for this kind of frame"),
+    "bye": frames.Bye("client closed"),
+    "drain": frames.Drain(10_000),
+    "ping": frames.Ping(9),
+    "pong": frames.Pong(9),
+    "ack": frames.Ack(2, "", 7),
+    "prove": frames.Prove(
+        0, KEY.public_key, KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE)
+    ),
+    "declare": frames.Declare(0, Kind.REQUEST, CLUSTER, KEY.key_id, CALLER),
+    "declare-delivery": frames.Declare(3, Kind.PUBLISH, TOPIC, KEY.key_id, CALLER, False, ["archive"]),
+    "join": frames.Join(2, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): Serving(8, 64 << 20)}),
+    "leave": frames.Leave(3, 7),
+    "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
+    "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
+    "credit": frames.Credit(7, Kind.PUSH, 2, 190),
+    "members": frames.Members(6, CLUSTER, [KEY.key_id], True),
+    "membership": frames.Membership(
+        6,
+        [frames.MemberInfo(MEMBER_ID, [Kind.REQUEST], [KEY.key_id], RELAY_ID.hex(), "", "billing")],
+        [],
+        {"9a0b1c2d": 3},
+    ),
+    "unwatch": frames.Unwatch(6),
+    "status": frames.Status(8),
+    "report": frames.Report(8, '{"sessions": []}'),
+    "gap": frames.Gap(Kind.PUBLISH, TOPIC, KEY.key_id, CALLER, 12, 3, "slow receiver"),
+    "fail": frames.Fail(1, Cause.NO_MEMBERS, "nobody serves it", False),
+    "roster": frames.Roster(5, [MEMBER_ID]),
+    "done": frames.Done(5, []),
+}  # fmt: skip
+
+
+def readable(value: Any) -> Any:
+    """Return a decoded control frame as JSON shows it: bytes in hex, keys of maps as texts."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [readable(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): readable(one) for name, one in value.items()}
+    if hasattr(value, "__struct_fields__"):
+        return {name: readable(getattr(value, name)) for name in value.__struct_fields__}
+    return value
+
+
+class Sealing:
+    """One sender, its counter, and the frames that it seals."""
+
+    def __init__(self, sender_id: bytes) -> None:
+        self.sender_id = sender_id
+        self.sealer = Sealer(KEY, sender_id)
+
+    def frame(
+        self, kind: Kind, name: str, payloads: list[bytes], *, alias: int = 0, hop: int = 0, flags: int = 0, deadline: int = 0,
+        timeout: int = 0, first: int = 0, headers: list[Headers | None] | None = None, answers: tuple[bytes, int] | None = None,
+    ) -> tuple[bytes, dict[str, Any]]:  # fmt: skip
+        """Return (frame, what its JSON says)."""
+        counter = self.sealer.counter
+        plain = encode_bundle(payloads, headers, False)
+        end = END.pack(SENT_US, timeout, len(payloads), first)
+        metadata = metadata_prefix(kind, name, KEY.key_id, self.sender_id) + end
+        if answers is not None:
+            metadata += answer_suffix(*answers)
+        body = self.sealer.seal(plain, metadata)
+        said: dict[str, Any] = {
+            "kind": kind.name, "flags": flags, "alias": alias, "hop": hop, "deadline": deadline,
+            "sent": SENT_US, "timeout": timeout, "count": len(payloads), "first": first,
+            "declared": {"name": name, "sender_id": self.sender_id.hex()},
+            "counter": counter, "metadata": metadata.hex(),
+            "payloads": [payload.decode() for payload in payloads],
+        }  # fmt: skip
+        if headers is not None:
+            said["headers"] = headers
+        if answers is not None:
+            said["answers"] = {"sender_id": answers[0].hex(), "counter": answers[1]}
+        head = HOP.pack(22 + len(end) + len(body), kind, flags, alias, hop, deadline)
+        return head + end + body, said
+
+
+def sealed() -> dict[str, tuple[bytes, dict[str, Any]]]:
+    """Return every sealed example, in the order in which they are sealed."""
+    caller, member = Sealing(CALLER), Sealing(MEMBER)
+    found = {
+        "publish": caller.frame(
+            Kind.PUBLISH, TOPIC, [b"one", b"three"], first=12, alias=3,
+            headers=[None, {"traceparent": "00-0af7"}],
+        ),
+        "broadcast": caller.frame(Kind.BROADCAST, CLUSTER, [b"flush"], alias=4),
+        "request": caller.frame(
+            Kind.REQUEST, CLUSTER, [b"ping"], hop=1, deadline=DEADLINE_US, timeout=1000
+        ),
+        "push": caller.frame(
+            Kind.PUSH, CLUSTER, [b"note"], alias=1, hop=4, deadline=DEADLINE_US, timeout=5000
+        ),
+        "survey": caller.frame(
+            Kind.SURVEY, CLUSTER, [b"count?"], alias=2, hop=5, deadline=DEADLINE_US, timeout=1000
+        ),
+    }  # fmt: skip
+    asked, surveyed = found["request"][1]["counter"], found["survey"][1]["counter"]
+    hop = RELAY_HOP + 2
+    found["reply"] = member.frame(
+        Kind.REPLY, CLUSTER, [b"pong"], alias=0, hop=hop, answers=(CALLER, asked)
+    )
+    found["fault"] = member.frame(
+        Kind.FAULT, CLUSTER, [b"ValueError: no such table"], alias=1, hop=hop, answers=(CALLER, asked),
+        headers=[{"may-have-run": "1", "member": MEMBER_ID}],
+    )  # fmt: skip
+    found["answer"] = member.frame(
+        Kind.ANSWER, CLUSTER, [b"42"], alias=2, hop=hop + 1, answers=(CALLER, surveyed),
+        headers=[{"iris-member": MEMBER_ID}],
+    )  # fmt: skip
+    request, said = found["request"]
+    flags = FLAG_REFUSED | Refusal.FULL << 4
+    _, kind, _, alias, _, deadline = HOP.unpack_from(request)
+    sent_back = HOP.pack(len(request) - 4, kind, flags, alias, hop, deadline) + request[26:]
+    found["refused"] = sent_back, {**said, "flags": flags, "hop": hop}
+    return found
+
+
+def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
+    """Return the frames of a tunnel from both ends."""
+    began = prologue(CLUSTER, KEY.key_id, TUNNEL_ID)
+    opener = Handshake(True, began, KEY.tunnel_psk, OPENER_EPHEMERAL)
+    member = Handshake(False, began, KEY.tunnel_psk, MEMBER_EPHEMERAL)
+    first = opener.write_message()
+    member.read_message(first)
+    second = member.write_message()
+    opener.read_message(second)
+    to_member, _ = opener.split()
+    to_opener, _ = member.split()
+    hop, theirs = 6, RELAY_HOP + 4
+
+    def item(kind: int, data: bytes) -> bytes:
+        return bytes((kind,)) + len(data).to_bytes(4, "little") + data
+
+    there = item(0x01, b"\x80") + item(0x32, b"hello") + item(0x04, b"")
+    back = item(0x03, (65_536).to_bytes(4, "little")) + item(0x12, b"wor") + item(0x22, b"ld")
+
+    def frame(kind: Kind, hop: int, body: bytes, **said: Any) -> tuple[bytes, dict[str, Any]]:
+        head = HOP.pack(22 + len(body), kind, 0, 0, hop, 0)
+        shown = {"kind": kind.name, "flags": 0, "alias": 0, "hop": hop, "deadline": 0, **said}
+        return head + body, shown
+
+    end = END.pack(SENT_US, 1000, 1, 0)
+    opening = HOP.pack(46 + len(first), Kind.TUNNEL_OPEN, 0, 5, hop, DEADLINE_US) + end + first
+    return {
+        "tunnel-open": (
+            opening,
+            {
+                "kind": "TUNNEL_OPEN", "flags": 0, "alias": 5, "hop": hop, "deadline": DEADLINE_US,
+                "sent": SENT_US, "timeout": 1000, "count": 1, "first": 0,
+                "declared": {"name": CLUSTER, "sender_id": TUNNEL_ID.hex()},
+            },
+        ),
+        "tunnel-accept": frame(Kind.TUNNEL_ACCEPT, theirs, second),
+        "tunnel-data": frame(
+            Kind.TUNNEL_DATA, hop, to_member.encrypt(there),
+            items=[["headers", {}], ["message", "hello"], ["finish"]], plain=there.hex(),
+        ),
+        "tunnel-data-back": frame(
+            Kind.TUNNEL_DATA, theirs, to_opener.encrypt(back),
+            items=[["credit", 65_536], ["first", "wor"], ["last", "ld"]], plain=back.hex(),
+        ),
+        "tunnel-end": frame(Kind.TUNNEL_END, hop, bytes((Cause.BROKEN,)), cause=int(Cause.BROKEN)),
+    }  # fmt: skip
+
+
+def derived() -> dict[str, dict[str, Any]]:
+    """Return the blocks without a frame: what follows from the key, and from senders under it."""
+    senders = {}
+    for name, sender_id in (("caller", CALLER), ("member", MEMBER)):
+        kid = int.from_bytes(sender_id[:8])
+        key, salt = derive_key_and_salt(base_key(sender_id), kid)
+        senders[name] = {
+            "sender_id": sender_id.hex(), "base_key": base_key(sender_id).hex(), "kid": f"{kid:016x}",
+            "key": key.hex(), "salt": salt.hex(),
+        }  # fmt: skip
+    return {
+        "key": {
+            "secret": SECRET.hex(), "sealing_root": KEY.sealing_root.hex(),
+            "public_key": KEY.public_key.hex(), "tunnel_psk": KEY.tunnel_psk.hex(),
+            "key_hash_key": KEY.key_hash_key.hex(), "key_id": KEY.key_id.hex(),
+        },
+        "sealing": senders,
+        "tunnel": {
+            "tunnel_id": TUNNEL_ID.hex(),
+            "prologue": prologue(CLUSTER, KEY.key_id, TUNNEL_ID).hex(),
+            "opener_ephemeral_secret": OPENER_EPHEMERAL.hex(),
+            "member_ephemeral_secret": MEMBER_EPHEMERAL.hex(),
+        },
+    }  # fmt: skip
+
+
+def base_key(sender_id: bytes) -> bytes:
+    """Return a sender's base key (§7), from the primitives rather than from `Sealer`."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+    info = b"iris-seal-1" + sender_id
+    return HKDFExpand(hashes.SHA256(), 32, info=info).derive(KEY.sealing_root)
+
+
+def blocks() -> dict[tuple[str, str], str]:
+    """Return (language, name) -> text of every block."""
+    found: dict[tuple[str, str], str] = {}
+    for name, body in CONTROLS.items():
+        found["hex", name] = _hex(encode_control(body))
+        found["json", name] = _json({"kind": frames.CONTROL_TYPES[type(body)].name, **_named(readable(body))})
+    for name, (frame, said) in {**sealed(), **tunnel()}.items():
+        found["hex", name] = _hex(frame)
+        found["json", name] = _json(said)
+    for name, payloads, headers in (
+        ("bundle-one", [b"ping"], None),
+        ("bundle-headers", [b"one", b"three"], [None, {"traceparent": "00-0af7"}]),
+    ):
+        found["hex", name] = _hex(encode_bundle(payloads, headers, False))
+        found["json", name] = _json(
+            {"payloads": [p.decode() for p in payloads], "headers": headers, "packed": False}
+        )
+    for name, said in derived().items():
+        found["json", name] = _json(said)
+    return found
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """A field called `kind` would hide the frame's own."""
+    return {"kind_" if name == "kind" else name: value for name, value in fields.items()}
+
+
+def _hex(data: bytes) -> str:
+    rows = [data[at : at + 32].hex(" ", 4) for at in range(0, len(data), 32)]
+    return "\n".join(rows) + "\n"
+
+
+def _json(value: Any) -> str:
+    parts = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in value.items()]
+    one_line = "{" + ", ".join(parts) + "}\n"
+    return one_line if len(one_line) < 120 else "{" + ",\n ".join(parts) + "}\n"
+
+
+def fill(document: str, found: dict[tuple[str, str], str]) -> str:
+    """Return the document with every block's content replaced by what `found` has for it."""
+
+    def block(match: re.Match[str]) -> str:
+        language, name = match[1], match[2]
+        return f"```{language} name={name}\n{found[language, name]}```"
+
+    return BLOCK.sub(block, document)
+
+
+def main(write: Callable[[str], object] = DOCUMENT.write_text) -> None:
+    """Write the blocks anew."""
+    write(fill(DOCUMENT.read_text(), blocks()))
+
+
+if __name__ == "__main__":
+    main()
