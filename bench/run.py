@@ -1,7 +1,7 @@
 """Every bench, beside its twin, in one table: `make bench`.
 
-    python bench/run.py                 # about seven minutes
-    python bench/run.py --rounds 1      # one and a half, and the spread is unknown
+    python bench/run.py                 # three to seven minutes
+    python bench/run.py --rounds 1      # under a minute and a half; the spread is unknown
 
 Prints Markdown to stdout and progress to stderr; everything the benches said goes to bench/results/latest.json. Exits 1 if a
 bench failed, after the others.

@@ -106,17 +106,19 @@ class Attachment:
         async with self._replacing:
             await self.ready("relay", self._config.connect_timeout_s)
             old = self.pump
-            new = await self._attach()
+            new = await self._attach(hold=True)
             if old is None or not old.connected:
+                new.release_casts()
                 self._take(new)
                 return
-            self.blocked = (
-                True  # what follows goes to the new session, once the relay has all of the old one
-            )
+            # What follows goes to the new session, once the relay has all that went to the old one.
+            self.blocked = True
             try:
                 with contextlib.suppress(ConnectionLost, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await self._fence(old)
+                # All that was routed to the old session before the new one was registered has been read.
+                new.release_casts()
                 if self.pump is not old:
                     self._take(new)
                     return
@@ -128,9 +130,8 @@ class Attachment:
             try:
                 with contextlib.suppress(IrisError, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
-                        await self._fence(
-                            new
-                        )  # what was registered meanwhile is there before the old one goes
+                        # What was registered meanwhile is there before the old one goes.
+                        await self._fence(new)
                         await self._fence(old)  # every JOIN on it is answered
                         await self._leave_all(old)
                         while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
@@ -184,14 +185,16 @@ class Attachment:
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(2 * pause_s, self._config.reconnect_max_s)
 
-    async def _attach(self) -> Pump:
-        """Return a pump whose session is up, with everything registered."""
+    async def _attach(self, *, hold: bool = False) -> Pump:
+        """Return a pump whose session is up, with everything registered; `hold`: until it is told to release casts."""
         config = self._config
         session = Session(
             self._client, self.guard, self._entropy,
             label=config.label, pid=os.getpid(), message_limit=config.message_limit_bytes,
         )  # fmt: skip
         pump = Pump(self, session, self._buffer, config.write_high_bytes)
+        if hold:
+            session.hold_casts()
         welcomed = session.on_welcome = self._loop.create_future()
         closed = self._loop.create_task(pump.closed.wait())
         try:

@@ -140,7 +140,7 @@ class Client:
     async def close(self) -> None:
         """Leave gracefully: members stop and finish what they accepted, what was sent is flushed. Idempotent.
 
-        Bounded by `config.connect_timeout_s`. Cancelled, it closes at once.
+        Bounded by `config.drain_timeout_s` and `connect_timeout_s` together. Cancelled, it closes at once.
         """
         attachment = self._attachment
         if attachment is None or self._closed:
@@ -153,9 +153,11 @@ class Client:
         try:
             attachment.state = "closing"
             with contextlib.suppress(IrisError, TimeoutError):
-                async with asyncio.timeout(self.config.connect_timeout_s):
+                bound_s = self.config.drain_timeout_s + self.config.connect_timeout_s
+                async with asyncio.timeout(bound_s):
                     for binding in list(self._registry.services):
                         await self._leave(binding, self._say_leave(binding))
+                        await binding.stop()
                     await attachment.say_bye()
         finally:
             attachment.close()
@@ -545,7 +547,11 @@ class Client:
         for done in left:
             await self.told(done)
         binding.leaving = True
-        await binding.finish()
+        with contextlib.suppress(
+            TimeoutError
+        ):  # an idle tunnel may stay for ever: stop() ends what is left
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await binding.finish()
 
     # -- members ---------------------------------------------------------------------------------------------
 
@@ -662,7 +668,10 @@ class Client:
         """Messages were lost: remembered, told, and logged once in a while if nobody listens."""
         self.losses.append(lost)
         if self.on_loss is not None:
-            self.on_loss(lost)
+            try:
+                self.on_loss(lost)
+            except Exception:
+                self.handler_failed("on_loss")
         elif self._may_log():
             log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
 

@@ -31,6 +31,9 @@ class ClientConfig:
     connect_timeout_s: float = 5.0
     """Until the relay has answered HELLO, and until it knows every service and subscription."""
 
+    drain_timeout_s: float = 5.0
+    """How long a member that leaves may finish what it accepted; then the rest is cancelled, and callers told."""
+
     reconnect_min_s: float = 0.05
     """First pause before another attempt; doubled, with jitter, up to `reconnect_max_s`."""
 
@@ -54,7 +57,13 @@ class ClientConfig:
                 f"message_limit_bytes: {self.message_limit_bytes} is not from "
                 f"{MIN_MESSAGE_LIMIT} to {MAX_MESSAGE_LIMIT}"
             )
-        for name in ("connect_timeout_s", "reconnect_min_s", "reconnect_max_s", "freshness_s"):
+        for name in (
+            "connect_timeout_s",
+            "drain_timeout_s",
+            "reconnect_min_s",
+            "reconnect_max_s",
+            "freshness_s",
+        ):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0 and up to a day")
         if self.offline_bytes < 0 or self.write_high_bytes < 4096:

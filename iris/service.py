@@ -236,7 +236,10 @@ class ServiceBinding:
     def gap(self, gap: Lost) -> None:
         """Some broadcasts did not come."""
         if self.service.gap_handler is not None:
-            self.service.gap_handler(gap)
+            try:
+                self.service.gap_handler(gap)
+            except Exception:
+                self._client.handler_failed(f"gap handler of {self.service.name}")
 
     # -- running ---------------------------------------------------------------------------------------------
 

@@ -125,7 +125,10 @@ class Subscription:
         """Some messages did not come."""
         self.lost += gap.count or 0
         if self._on_gap is not None:
-            self._on_gap(gap)
+            try:
+                self._on_gap(gap)
+            except Exception:
+                self._client.handler_failed(f"on_gap of {self.filter}")
 
     def end(self, error: IrisError | None = None) -> None:
         """No more comes; iteration ends after what is queued."""

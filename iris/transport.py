@@ -159,6 +159,17 @@ class Pump(asyncio.BufferedProtocol):
             self._tell_time()
             self.flush()
 
+    def release_casts(self) -> None:
+        """Let the session deliver what it held back."""
+        if self.connected:
+            self._tell_time()
+            try:
+                self.session.release_casts()
+            except IrisError as err:
+                self.abort(str(err))
+                return
+            self.flush()
+
     def flush(self) -> None:
         """Write what the session has to say now."""
         session = self.session

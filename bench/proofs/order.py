@@ -32,13 +32,14 @@ from proofs.common import (
 
 TOPICS = [f"proof.{place}.{what}.{n}" for place in ("eu", "us", "asia") for what in ("orders", "trades") for n in range(4)]  # fmt: skip
 PUBLISHERS = 4
-FILTERS = {"proof.>": "callback", "proof.*.orders.*": "async-for", "proof.eu.>": "slow"}
+FILTERS = {"proof.>": "slow", "proof.*.orders.*": "async-for", "proof.eu.>": "callback"}
 NUMBER = struct.Struct("<HHQ")
 """publisher, topic, number among this publisher's messages to this topic"""
 FILLER = bytes(1024 - NUMBER.size)
 TURN_MESSAGES = 64
 STALL_MESSAGES, STALL_S = 500, 0.1
-QUEUE_BYTES = 1 << 20
+MIN_QUEUE_BYTES, MAX_QUEUE_BYTES = 1 << 20, 64 << 20
+"""Between the least and the default of a relay: an eighth of all that is sent, so that at any count it has to drop some."""
 QUIET_S = 10.0
 """A subscriber that hears nothing for so long gives up on what is missing."""
 STRAY_S = 0.2
@@ -189,16 +190,16 @@ def run(count: int, seed: int) -> Proof:
     """Prove it with `count` publications."""
     proof = Proof()
     counts = shares(count, PUBLISHERS)
+    queue_bytes = min(max(count * 1024 // 8, MIN_QUEUE_BYTES), MAX_QUEUE_BYTES)
     with Run(deadline_s(count)) as roles:
-        # A small queue, so that the relay, too, has to drop what the slow one does not take.
-        relay = IrisRelay(roles, settings(roles, port_queue_bytes=QUEUE_BYTES))
+        relay = IrisRelay(roles, settings(roles, port_queue_bytes=queue_bytes))
         subscribers = [
             start(
                 roles,
                 "order.subscriber",
                 relay.env,
                 {"filter": pattern, "mode": mode, "seed": seed, "counts": counts},
-            )  # fmt: skip
+            )
             for pattern, mode in FILTERS.items()
         ]
         publishers = [
@@ -207,7 +208,7 @@ def run(count: int, seed: int) -> Proof:
                 "order.publisher",
                 relay.env,
                 {"publisher": number, "count": share, "seed": seed},
-            )  # fmt: skip
+            )
             for number, share in enumerate(counts)
         ]
         cue(*publishers)
@@ -224,6 +225,7 @@ def run(count: int, seed: int) -> Proof:
         proof.figures[f"`{pattern}`, {mode}"] = (
             f"{result['sent']:,} sent = {result['received']:,} received + {result['told']:,} told as lost"
         )
+    proof.figures["relay's queue for each"] = f"{queue_bytes / 1e6:.1f} MB"
     wrongs = ("inversions", "duplicates", "unaccounted", "unknown", "wrong")
     proof.figures |= {name: f"{total(heard, name)}" for name in wrongs}
     proof.promise("all is sent", total(sent, "sent") == count)

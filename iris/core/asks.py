@@ -56,13 +56,15 @@ class Pending:
 class Asks:
     """The requests and surveys of one session that have not ended, and the latest pushes."""
 
-    __slots__ = ("_pending", "_pushes", "_session")
+    __slots__ = ("_pending", "_pushes", "_session", "routed")
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pending: dict[int, Pending] = {}
-        self._pushes: dict[int, str] = {}
-        """hop id -> cluster of the latest pushes, so that a failure can be told by name."""
+        self.routed = 0
+        """The relay has routed everything up to this hop id."""
+        self._pushes: dict[int, tuple[str, int]] = {}
+        """hop id -> (cluster, deadline) of the latest pushes, so that a failure can be told by name."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -127,7 +129,7 @@ class Asks:
         out.single(
             out.flow(Kind.PUSH, name, key), payload, headers, packed, hop, deadline_us, timeout_ms
         )
-        self._pushes[hop] = name
+        self._pushes[hop] = (name, deadline_us)
         if len(self._pushes) > MAX_PENDING:
             del self._pushes[next(iter(self._pushes))]
 
@@ -200,8 +202,9 @@ class Asks:
         """The relay answered itself: there is no other answer. Stale messages, and idempotent ones, go out once more."""
         pending = self._pending.get(fail.hop)
         if pending is None:
-            name = self._pushes.pop(fail.hop, None)
-            if name is not None:
+            push = self._pushes.pop(fail.hop, None)
+            if push is not None:
+                name = push[0]
                 error = error_of(name, fail)
                 self._session.owner.lost(
                     Lost("push", name, b"", 1, fail.detail or "refused", error)
@@ -264,7 +267,13 @@ class Asks:
             elif item.waiter is not None and not item.waiter.done():
                 item.waiter.set_exception(lost)
         pushes, self._pushes = self._pushes, {}
-        for name in () if routed else sorted(set(pushes.values())):
+        # What the relay has routed, a member holds; and past its deadline a push has started, or was refused.
+        unsure = {
+            name
+            for hop, (name, deadline_us) in pushes.items()
+            if hop > self.routed and deadline_us > self._session.mono_us
+        }
+        for name in () if routed else sorted(unsure):
             self._session.owner.lost(Lost("push", name, b"", None, reason))
 
 

@@ -41,6 +41,9 @@ from iris.wire.codec import (
 )  # fmt: skip
 from iris.wire.frames import FLAG_REFUSED, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind, Refusal
 
+MAX_HELD_BYTES: Final = 16 << 20
+_CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
+
 
 class Session:
     """One connection's conversation. See the module's text for how it is driven."""
@@ -76,7 +79,10 @@ class Session:
         self._guard = guard
         self._hops = 0
         self._next_id = 1
-        self._acks: dict[int, tuple[type, Waiter]] = {}
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._acks: dict[int, tuple[type, Waiter, int]] = {}
+        """id -> what answers it, who waits, and the last hop id sent before it."""
         """By id: which frame answers, and who waits."""
         self._watches: dict[int, Callable[[frames.Membership], None]] = {}
         self._credits: dict[tuple[int, int], list[int]] = {}
@@ -138,6 +144,27 @@ class Session:
         self.mono_us = mono_us
         self.deadline_us = min(self.asks.expire(mono_us), self.tunneling.expire(mono_us))
 
+    def hold_casts(self) -> None:
+        """Keep publications and broadcasts back: another session of ours may owe us earlier ones, still unread."""
+        for kind in _CASTS:
+            self._table[kind] = self._hold
+
+    def release_casts(self) -> None:
+        """Deliver what was held back, in order; raises PeerProtocolError as `frame`."""
+        held, self._held = self._held, []
+        self._held_bytes = 0
+        self._table[Kind.PUBLISH] = self._publish
+        self._table[Kind.BROADCAST] = self._broadcast
+        self._table[Kind.GAP] = self._control
+        for frame in held:
+            self.frame(memoryview(frame), 0, len(frame))
+
+    def _hold(self, buf: memoryview, start: int, end: int) -> None:
+        self._held.append(bytes(buf[start:end]))
+        self._held_bytes += end - start
+        if self._held_bytes > MAX_HELD_BYTES:
+            self.release_casts()  # what is still unread elsewhere will count as late, and be told
+
     def end(self, reason: str, *, routed: bool = False) -> None:
         """The connection is gone: everything in flight ends now, and says so. `routed`: the relay took all we sent."""
         if self.state == "ended":
@@ -146,7 +173,7 @@ class Session:
         self.asks.end(reason, routed=routed)
         self.tunneling.end(reason)
         acks, self._acks = self._acks, {}
-        for _, waiter in acks.values():
+        for _, waiter, _ in acks.values():
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
 
@@ -165,7 +192,7 @@ class Session:
         number = self._next_id
         self._next_id += 1
         body = build(number)
-        self._acks[number] = _ANSWERS.get(type(body), frames.Ack), waiter
+        self._acks[number] = _ANSWERS.get(type(body), frames.Ack), waiter, self._hops
         self.out.control(body)
 
     def watch(
@@ -427,11 +454,15 @@ class Session:
         self.end(bye.reason or "the relay said goodbye", routed=True)
 
     def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong) -> None:
-        wanted, waiter = self._acks.get(ack.id, (type(ack), None))
+        entry = self._acks.get(ack.id)
+        if entry is None:
+            return
+        wanted, waiter, hops = entry
         if type(ack) is not wanted:
             raise PeerProtocolError(f"{type(ack).__name__} came where {wanted.__name__} was due")
-        self._acks.pop(ack.id, None)
-        if waiter is not None and not waiter.done():
+        del self._acks[ack.id]
+        self.asks.routed = hops  # the relay takes our frames in order
+        if not waiter.done():
             waiter.set_result(ack)
 
     def _on_membership(self, membership: frames.Membership) -> None:

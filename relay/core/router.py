@@ -274,7 +274,8 @@ class Router:
                 f"you speak version {hello.version}, this relay speaks {PROTOCOL_VERSION}"
             )
         session.greeted = True
-        session.label = hello.label
+        # Shown in terminals: no session may move somebody's cursor.
+        session.label = "".join(c if c.isprintable() else "?" for c in hello.label)
         session.pid = hello.pid
         session.control(
             frames.Welcome(

@@ -338,7 +338,7 @@ async def test_a_call_that_waits_for_the_relay_to_come_back_can_be_cancelled(wor
     await world.cluster.stop_relay()
     await asyncio.sleep(0.01)
     for call in (request, push_and_flush, survey, tunnel, status, members):
-        task = asyncio.create_task(call(world.caller))  # type: ignore[arg-type]  # they are coroutines
+        task = asyncio.create_task(call(world.caller))
         await asyncio.sleep(0.001)
         assert not task.done()
         task.cancel()

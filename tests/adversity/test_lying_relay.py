@@ -454,6 +454,39 @@ async def test_a_repeated_answer_of_a_survey_counts_once(tmp_path: Path) -> None
         assert set(survey.missing) == {"a.1", "a.2"}
 
 
+async def test_a_callback_that_raises_costs_no_session(tmp_path: Path) -> None:
+    service = iris.Service("db")
+    service.on_broadcast(lambda payload: 1 / 0)
+    service.on_gap(lambda lost: 1 / 0)
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, bytes) and body[4] == Kind.PUSH:
+            peer.send(frames.Fail(hop_of(body), Cause.NO_MEMBERS))
+        else:
+            acknowledging(peer, body)
+
+    async with (
+        Liar(tmp_path, script) as liar,
+        liar.client() as client,
+        client.serve(service),
+        client.subscribe("a.>", lambda message: 1 / 0, on_gap=lambda lost: 1 / 0),
+    ):
+        client.on_loss = lambda lost: 1 / 0
+        peer = liar.last
+        peer.send(
+            peer.declare(0, Kind.PUBLISH, "a.b"), peer.declare(1, Kind.BROADCAST, "db", member=7)
+        )
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"", first=0))
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"", first=5))
+        peer.send(peer.sealed(Kind.BROADCAST, "db", b"", alias=1, first=0))
+        peer.send(peer.sealed(Kind.BROADCAST, "db", b"", alias=1, first=5))
+        await client.push("db", b"")
+        await client.flush()
+        assert len(liar.peers) == 1
+        # 4 handlers of messages, 2 of gaps, and on_loss for both gaps and the push.
+        assert client.counters["failed handlers"] == 9
+
+
 # -- tunnels ---------------------------------------------------------------------------------------------------
 
 

@@ -133,6 +133,14 @@ async def test_a_session_is_in_at_most_128_queue_groups(relay: Path) -> None:
         assert (await wire.expect(frames.Ack)).error == ""
 
 
+async def test_a_label_cannot_speak_to_the_terminal_that_shows_it(relay: Path) -> None:
+    async with neighbours(relay) as others, Wire(relay) as wire:
+        await wire.send(frames.Hello(1, 0, "\x1b[2Jé\r\n\u202e"))
+        await wire.expect(frames.Welcome)
+        labels = [session["label"] for session in (await others.status())["sessions"]]
+        assert "?[2Jé???" in labels
+
+
 async def test_unknown_ids_in_frames_without_an_answer_are_passed_over(relay: Path) -> None:
     async with neighbours(relay) as others, Wire(relay) as wire:
         await wire.prove()

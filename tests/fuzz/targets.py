@@ -25,7 +25,7 @@ from iris.wire.codec import (
     decode_control,
     encode_control,
 )
-from iris.wire.frames import Cause, Kind, Serving
+from iris.wire.frames import Kind, Serving
 from relay.core.ports import Held
 from relay.core.router import Router
 
@@ -303,7 +303,7 @@ class _Owner:
 
 def session(data: bytes) -> None:
     """Frames of a relay that holds no key: its client raises nothing but IrisError, and hands nothing on."""
-    owner = _Owner()
+    owner: Any = _Owner()
     under_test = Session(
         owner, Guard(600_000_000), lambda size: bytes(size), label="", pid=0, message_limit=1 << 20
     )
@@ -342,7 +342,6 @@ def session(data: bytes) -> None:
     except IrisError as err:
         under_test.end(str(err))
     assert not owner.delivered
-    assert Cause.CLOSED == 0
 
 
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {

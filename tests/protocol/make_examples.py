@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
 from iris.core.bundle import Headers, encode_bundle
 from iris.core.tunnel import prologue
 from iris.crypto.keys import ClusterKey
@@ -108,7 +111,7 @@ class Sealing:
             metadata += answer_suffix(*answers)
         body = self.sealer.seal(plain, metadata)
         said: dict[str, Any] = {
-            "kind": kind.name, "flags": flags, "alias": alias, "hop": hop, "deadline": deadline,
+            "frame": kind.name, "flags": flags, "alias": alias, "hop": hop, "deadline": deadline,
             "sent": SENT_US, "timeout": timeout, "count": len(payloads), "first": first,
             "declared": {"name": name, "sender_id": self.sender_id.hex()},
             "counter": counter, "metadata": metadata.hex(),
@@ -183,7 +186,7 @@ def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
 
     def frame(kind: Kind, hop: int, body: bytes, **said: Any) -> tuple[bytes, dict[str, Any]]:
         head = HOP.pack(22 + len(body), kind, 0, 0, hop, 0)
-        shown = {"kind": kind.name, "flags": 0, "alias": 0, "hop": hop, "deadline": 0, **said}
+        shown = {"frame": kind.name, "flags": 0, "alias": 0, "hop": hop, "deadline": 0, **said}
         return head + body, shown
 
     end = END.pack(SENT_US, 1000, 1, 0)
@@ -192,7 +195,7 @@ def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
         "tunnel-open": (
             opening,
             {
-                "kind": "TUNNEL_OPEN", "flags": 0, "alias": 5, "hop": hop, "deadline": DEADLINE_US,
+                "frame": "TUNNEL_OPEN", "flags": 0, "alias": 5, "hop": hop, "deadline": DEADLINE_US,
                 "sent": SENT_US, "timeout": 1000, "count": 1, "first": 0,
                 "declared": {"name": CLUSTER, "sender_id": TUNNEL_ID.hex()},
             },
@@ -238,9 +241,6 @@ def derived() -> dict[str, dict[str, Any]]:
 
 def base_key(sender_id: bytes) -> bytes:
     """Return a sender's base key (§7), from the primitives rather than from `Sealer`."""
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
-
     info = b"iris-seal-1" + sender_id
     return HKDFExpand(hashes.SHA256(), 32, info=info).derive(KEY.sealing_root)
 
@@ -250,7 +250,9 @@ def blocks() -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for name, body in CONTROLS.items():
         found["hex", name] = _hex(encode_control(body))
-        found["json", name] = _json({"kind": frames.CONTROL_TYPES[type(body)].name, **_named(readable(body))})
+        found["json", name] = _json(
+            {"frame": frames.CONTROL_TYPES[type(body)].name, **readable(body)}
+        )
     for name, (frame, said) in {**sealed(), **tunnel()}.items():
         found["hex", name] = _hex(frame)
         found["json", name] = _json(said)
@@ -267,13 +269,8 @@ def blocks() -> dict[tuple[str, str], str]:
     return found
 
 
-def _named(fields: dict[str, Any]) -> dict[str, Any]:
-    """A field called `kind` would hide the frame's own."""
-    return {"kind_" if name == "kind" else name: value for name, value in fields.items()}
-
-
 def _hex(data: bytes) -> str:
-    rows = [data[at : at + 32].hex(" ", 4) for at in range(0, len(data), 32)]
+    rows = [data[at : at + 32].hex(" ", -4) for at in range(0, len(data), 32)]
     return "\n".join(rows) + "\n"
 
 

@@ -1,0 +1,438 @@
+"""docs/protocol.md is true: its examples decode, encode, seal and open; its tables name every field and limit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any, Final
+
+import msgspec
+import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hmac import HMAC
+from protocol import make_examples
+from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENER_EPHEMERAL
+
+from iris.config import ClientConfig
+from iris.core import asks, bundle, guard, tunnel, tunneling
+from iris.core.aliases import MAX_ALIASES
+from iris.core.bundle import decode_bundle, encode_bundle
+from iris.core.tunnel import prologue
+from iris.crypto import noise, sframe
+from iris.crypto.keys import verify_proof
+from iris.crypto.noise import Handshake
+from iris.crypto.sframe import Opener, Sealer
+from iris.errors import OpenError
+from iris.wire import codec, frames, names
+from iris.wire.codec import decode_control, encode_control
+from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
+from relay import sessions
+from relay.config import lan
+from relay.core import calls, router
+
+TEXT: Final = DOCUMENT.read_text()
+BLOCKS: Final = {(match[1], match[2]): match[3] for match in BLOCK.finditer(TEXT)}
+HEX: Final = {name: bytes.fromhex(text) for (kind, name), text in BLOCKS.items() if kind == "hex"}
+JSON: Final[dict[str, dict[str, Any]]] = {
+    name: json.loads(text) for (kind, name), text in BLOCKS.items() if kind == "json"
+}
+FRAMES: Final = {name: data for name, data in HEX.items() if not name.startswith("bundle-")}
+CONTROLS: Final = [name for name, data in FRAMES.items() if data[4] < Kind.REQUEST]
+SEALED: Final = [name for name, said in JSON.items() if "counter" in said]
+DATA: Final = [name for name in FRAMES if name not in CONTROLS]
+NAMES: Final = {kind: cls for cls, kind in CONTROL_TYPES.items()}
+
+
+def test_every_kind_of_frame_has_an_example() -> None:
+    assert {Kind(data[4]) for data in FRAMES.values()} == set(Kind)
+
+
+def test_the_file_is_what_its_generator_writes() -> None:
+    assert make_examples.fill(TEXT, make_examples.blocks()) == TEXT
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_the_length_field_counts_what_follows_it(name: str) -> None:
+    assert int.from_bytes(FRAMES[name][:4], "little") == len(FRAMES[name]) - 4
+
+
+# -- control frames --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_frame_decodes_to_its_fields_and_encodes_to_its_bytes(name: str) -> None:
+    data, said = HEX[name], dict(JSON[name])
+    body = decode_control(memoryview(data), 0, len(data))
+    assert said.pop("frame") == CONTROL_TYPES[type(body)].name
+    assert make_examples.readable(body) == said
+    assert encode_control(body) == data
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_frame_is_a_plain_messagepack_map(name: str) -> None:
+    """Read without our structs, as another language would, and with a field that we do not know."""
+    data = HEX[name]
+    fields = msgspec.msgpack.decode(data[6:])
+    said = {key: value for key, value in JSON[name].items() if key != "frame"}
+    assert make_examples.readable(fields) == said
+    longer = msgspec.msgpack.encode({"of a later minor": [1], **fields})
+    frame = (2 + len(longer)).to_bytes(4, "little") + data[4:6] + longer
+    original = decode_control(memoryview(data), 0, len(data))
+    assert decode_control(memoryview(frame), 0, len(frame)) == original
+
+
+def _table(title: str) -> dict[str, list[str]]:
+    """Return the cells of the first table under a heading that begins so, by the names in its first column."""
+    _, _, rest = TEXT.partition(f"#### {title}")
+    assert rest, f"no section {title}"
+    section = re.split(r"^#{2,4} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    found = {}
+    for first, *cells in rows:
+        for field in re.findall(r"`(\w+)`", first):
+            found[field] = [cell.strip() for cell in cells]
+    return found
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NAMES if kind not in (Kind.PING, Kind.PONG)])
+def test_the_table_of_a_control_frame_has_exactly_its_fields(kind: Kind) -> None:
+    table = _table(f"{kind.name} `0x{kind:02x}`")
+    fields = {field.name: field for field in msgspec.structs.fields(NAMES[kind])}
+    documented = set(table) - {"kinds"} if kind == Kind.JOIN else set(table)
+    expected = set(fields) - {"kinds"} if kind == Kind.JOIN else set(fields)
+    nested = {"concurrency", "limit_bytes"} if kind == Kind.JOIN else set()
+    assert documented == expected | nested
+    for name, (_, default, *_) in table.items():
+        if kind == Kind.GAP or name in nested:
+            continue
+        required = fields[name].required
+        assert required == (default == ""), f"{name}: default {default!r}"
+
+
+def test_ping_and_pong_carry_an_id() -> None:
+    assert "#### PING `0x17` both ways, PONG `0x18` both ways" in TEXT
+    assert set(_table("PING `0x17`")) == {"id"}
+
+
+def test_the_table_of_data_frames_names_every_kind() -> None:
+    rows = dict(re.findall(r"^\| `0x(4[0-9a-f])` \| (\w+) \|", TEXT, re.MULTILINE))
+    assert {int(code, 16): name for code, name in rows.items()} == {
+        int(kind): kind.name for kind in Kind if kind >= Kind.REQUEST
+    }
+
+
+@pytest.mark.parametrize(("enum", "section"), [(frames.Cause, "5.3"), (frames.Refusal, "10 ")])
+def test_every_number_of_a_cause_or_refusal_is_explained(enum: type, section: str) -> None:
+    _, _, rest = TEXT.partition(f"## {section}")
+    part = rest.partition("\n## ")[0]
+    numbers = {int(number) for number in re.findall(r"^\| (\d) \| ", part, re.MULTILINE)}
+    assert numbers == {int(value) for value in enum}  # type: ignore[attr-defined]  # an IntEnum
+
+
+def test_the_example_of_a_proof_holds() -> None:
+    said, welcome = JSON["prove"], JSON["welcome"]
+    key_id = verify_proof(
+        bytes.fromhex(said["public_key"]), bytes.fromhex(said["signature"]),
+        relay_id=bytes.fromhex(welcome["relay_id"]), session_id=bytes.fromhex(welcome["session_id"]),
+        challenge=bytes.fromhex(welcome["challenge"]),
+    )  # fmt: skip
+    assert key_id.hex() == JSON["key"]["key_id"]
+    message = b"iris-proof-1" + b"".join(
+        bytes.fromhex(welcome[name]) for name in ("relay_id", "session_id", "challenge")
+    )
+    public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(said["public_key"]))
+    public.verify(bytes.fromhex(said["signature"]), message + key_id)
+    with pytest.raises(InvalidSignature):
+        public.verify(bytes.fromhex(said["signature"]), message)
+
+
+# -- keys and seals --------------------------------------------------------------------------------------------
+
+
+def _hmac(key: bytes, data: bytes, algorithm: hashes.HashAlgorithm) -> bytes:
+    mac = HMAC(key, algorithm)
+    mac.update(data)
+    return mac.finalize()
+
+
+def _expand(prk: bytes, info: bytes, size: int, algorithm: hashes.HashAlgorithm) -> bytes:
+    """HKDF-Expand of RFC 5869 for outputs of one block."""
+    return _hmac(prk, info + b"\1", algorithm)[:size]
+
+
+def test_the_keys_follow_from_the_secret_as_written() -> None:
+    said = JSON["key"]
+    prk = _hmac(bytes(32), bytes.fromhex(said["secret"]), hashes.SHA256())
+    for name, info in (
+        ("sealing_root", b"iris-seal-root-1"),
+        ("tunnel_psk", b"iris-tunnel-psk-1"),
+        ("key_hash_key", b"iris-key-hash-1"),
+    ):
+        assert _expand(prk, info, 32, hashes.SHA256()).hex() == said[name]
+        assert f"`{info.decode()}`" in TEXT
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(bytes.fromhex(said["public_key"]))
+    assert digest.finalize()[:16].hex() == said["key_id"] == KEY.key_id.hex()
+
+
+@pytest.mark.parametrize("name", ["caller", "member"])
+def test_a_senders_keys_follow_as_written(name: str) -> None:
+    said = JSON["sealing"][name]
+    root = bytes.fromhex(JSON["key"]["sealing_root"])
+    base_key = _expand(root, b"iris-seal-1" + bytes.fromhex(said["sender_id"]), 32, hashes.SHA256())
+    assert base_key.hex() == said["base_key"]
+    assert said["kid"] == said["sender_id"][:16]
+    secret = _hmac(bytes(64), base_key, hashes.SHA512())
+    suffix = bytes.fromhex(said["kid"]) + b"\0\5"
+    for label, size, field in ((b"key ", 32, "key"), (b"salt ", 12, "salt")):
+        info = b"SFrame 1.0 Secret " + label + suffix
+        assert _expand(secret, info, size, hashes.SHA512()).hex() == said[field]
+
+
+def _fields(data: bytes) -> dict[str, int]:
+    """Return the hop and end fields of a data frame by the offsets of the document."""
+    places = {"alias": (6, 4), "hop": (10, 8), "deadline": (18, 8)}
+    if Kind(data[4]) not in TUNNEL_KINDS:
+        places |= {"sent": (26, 8), "timeout": (34, 4), "count": (38, 4), "first": (42, 8)}
+    return {"flags": data[5]} | {
+        name: int.from_bytes(data[at : at + size], "little") for name, (at, size) in places.items()
+    }
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_fields_of_a_data_frame_are_where_the_document_says(name: str) -> None:
+    data, said = HEX[name], JSON[name]
+    assert Kind[said["frame"]] == data[4]
+    assert _fields(data) == {field: said[field] for field in _fields(data)}
+
+
+def _metadata(said: dict[str, Any]) -> bytes:
+    """Put metadata together as §7 writes it, not as the codec does."""
+    name: bytes = said["declared"]["name"].encode()
+    data = bytes((1, Kind[said["frame"]])) + len(name).to_bytes(2, "little") + name
+    data += KEY.key_id + bytes.fromhex(said["declared"]["sender_id"])
+    for field, size in (("sent", 8), ("timeout", 4), ("count", 4), ("first", 8)):
+        data += said[field].to_bytes(size, "little")
+    if "answers" in said:
+        data += bytes.fromhex(said["answers"]["sender_id"])
+        data += said["answers"]["counter"].to_bytes(8, "little")
+    return data
+
+
+@pytest.mark.parametrize("name", SEALED)
+def test_a_sealed_body_is_sealed_and_opened_as_written(name: str) -> None:
+    data, said = HEX[name], JSON[name]
+    metadata = _metadata(said)
+    assert metadata.hex() == said["metadata"]
+    sender_id = bytes.fromhex(said["declared"]["sender_id"])
+    counter, plain = Opener(KEY, sender_id).open(data[50:], metadata)
+    assert counter == said["counter"]
+    payloads, headers, packed = decode_bundle(plain)
+    assert [payload.decode() for payload in payloads] == said["payloads"]
+    assert headers == said.get("headers")
+    assert not packed
+    sealer = Sealer(KEY, sender_id)
+    for _ in range(counter):
+        sealer.seal(b"", b"")
+    assert sealer.seal(encode_bundle(payloads, headers, packed), metadata) == data[50:]
+
+
+@pytest.mark.parametrize("name", SEALED)
+def test_a_sealed_body_is_aes_gcm_of_the_written_keys(name: str) -> None:
+    """From RFC 9605's description alone: one byte of header, 8 of KID, a counter below 8."""
+    data, said = HEX[name], JSON[name]
+    sender = next(
+        s for s in JSON["sealing"].values() if s["sender_id"] == said["declared"]["sender_id"]
+    )
+    header = bytes((0xF0 | said["counter"],)) + bytes.fromhex(sender["kid"])
+    body = data[50:]
+    assert body.startswith(header)
+    nonce = (int(sender["salt"], 16) ^ said["counter"]).to_bytes(12, "big")
+    cipher = AESGCM(bytes.fromhex(sender["key"]))
+    plain = cipher.decrypt(nonce, body[9:], header + _metadata(said))
+    assert plain == encode_bundle(
+        [p.encode() for p in said["payloads"]], said.get("headers"), False
+    )
+
+
+@pytest.mark.parametrize("name", SEALED)
+def test_a_sealed_body_opens_under_no_other_metadata(name: str) -> None:
+    data, said = HEX[name], JSON[name]
+    opener = Opener(KEY, bytes.fromhex(said["declared"]["sender_id"]))
+    for change in ({"first": said["first"] + 1}, {"sent": said["sent"] + 1}, {"timeout": 7}):
+        with pytest.raises(OpenError):
+            opener.open(data[50:], _metadata({**said, **change}))
+
+
+def test_an_answer_is_bound_to_the_example_of_its_question() -> None:
+    for answer, question in (("reply", "request"), ("fault", "request"), ("answer", "survey")):
+        bound = JSON[answer]["answers"]
+        assert bound["counter"] == JSON[question]["counter"]
+        assert bound["sender_id"] == JSON[question]["declared"]["sender_id"]
+
+
+def test_a_refused_frame_is_the_request_with_other_flags_and_hop_id() -> None:
+    request, refused = HEX["request"], HEX["refused"]
+    assert refused[26:] == request[26:]
+    assert refused[:5] == request[:5]
+    assert refused[5] == 0x02 | 1 << 4
+    assert refused[10:18] != request[10:18]
+
+
+@pytest.mark.parametrize("name", ["bundle-one", "bundle-headers"])
+def test_a_bundle_has_the_columns_as_written(name: str) -> None:
+    data, said = HEX[name], JSON[name]
+    payloads, headers, packed = decode_bundle(data)
+    assert {
+        "payloads": [payload.decode() for payload in payloads], "headers": headers, "packed": packed,
+    } == said  # fmt: skip
+    assert encode_bundle(payloads, headers, packed) == data
+    count, flags = (int.from_bytes(data[at : at + 4], "little") for at in (0, 4))
+    assert (count, flags) == (len(payloads), 0 if headers is None else 1)
+    offsets = [int.from_bytes(data[8 + 4 * i : 12 + 4 * i], "little") for i in range(count + 1)]
+    start = 8 + 4 * (count + 1)
+    assert [data[start + a : start + b] for a, b in itertools.pairwise(offsets)] == payloads
+    if headers is not None:
+        column = start + offsets[-1]
+        column += -column % 8
+        ends = [
+            int.from_bytes(data[column + 4 * i : column + 4 * i + 4], "little")
+            for i in range(count + 1)
+        ]
+        column += 4 * (count + 1)
+        entries = [data[column + a : column + b] for a, b in itertools.pairwise(ends)]
+        assert [msgspec.msgpack.decode(entry) if entry else None for entry in entries] == headers
+        assert column + ends[-1] == len(data)
+
+
+# -- tunnels ---------------------------------------------------------------------------------------------------
+
+
+def test_the_tunnel_is_opened_and_used_as_written() -> None:
+    said = JSON["tunnel"]
+    began = bytes.fromhex(said["prologue"])
+    tunnel_id = bytes.fromhex(said["tunnel_id"])
+    assert began == b"iris-tunnel-1" + b"\x48" + b"databases" + KEY.key_id + tunnel_id
+    assert began == prologue("databases", KEY.key_id, tunnel_id)
+    assert JSON["tunnel-open"]["declared"]["sender_id"] == said["tunnel_id"]
+    psk = bytes.fromhex(JSON["key"]["tunnel_psk"])
+    assert OPENER_EPHEMERAL.hex() == said["opener_ephemeral_secret"]
+    assert MEMBER_EPHEMERAL.hex() == said["member_ephemeral_secret"]
+    opener = Handshake(True, began, psk, OPENER_EPHEMERAL)
+    member = Handshake(False, began, psk, MEMBER_EPHEMERAL)
+    assert opener.write_message() == HEX["tunnel-open"][50:]
+    assert member.read_message(HEX["tunnel-open"][50:]) == b""
+    assert member.write_message() == HEX["tunnel-accept"][26:]
+    assert opener.read_message(HEX["tunnel-accept"][26:]) == b""
+    (to_member, from_member), (to_opener, from_opener) = opener.split(), member.split()
+    for name, send, receive in (
+        ("tunnel-data", to_member, from_opener),
+        ("tunnel-data-back", to_opener, from_member),
+    ):
+        plain = bytes.fromhex(JSON[name]["plain"])
+        assert send.encrypt(plain) == HEX[name][26:]
+        assert receive.decrypt(HEX[name][26:]) == plain
+        assert _items(plain) == JSON[name]["items"]
+
+
+def _items(plain: bytes) -> list[list[Any]]:
+    """Read a record's items by the table of §11."""
+    found: list[list[Any]] = []
+    while plain:
+        kind, size = plain[0], int.from_bytes(plain[1:5], "little")
+        data, plain = plain[5 : 5 + size], plain[5 + size :]
+        match kind:
+            case 0x01:
+                found.append(["headers", msgspec.msgpack.decode(data)])
+            case 0x02 | 0x12 | 0x22 | 0x32:
+                names = {0x02: "part", 0x12: "first", 0x22: "last", 0x32: "message"}
+                found.append([names[kind], data.decode()])
+            case 0x03:
+                found.append(["credit", int.from_bytes(data, "little")])
+            case _:
+                found.append([{4: "finish", 5: "close", 6: "abort"}[kind]])
+    return found
+
+
+def test_a_tunnel_end_is_one_byte() -> None:
+    assert HEX["tunnel-end"][26:] == bytes((JSON["tunnel-end"]["cause"],))
+
+
+# -- limits ----------------------------------------------------------------------------------------------------
+
+_CONFIG: Final = lan(DOCUMENT)
+LIMITS: Final = {
+    "message, default": codec.DEFAULT_MESSAGE_LIMIT,
+    "message, least and most": (codec.MIN_MESSAGE_LIMIT, codec.MAX_MESSAGE_LIMIT),
+    "frame over a message": codec.FRAME_OVERHEAD,
+    "frame before a proof": sessions.FIRST_LIMIT_BYTES,
+    "control frame's map": codec.MAX_CONTROL_BYTES,
+    "relay's lists": codec.MAX_REPORT_BYTES,
+    "headers of a message": bundle.MAX_HEADERS_BYTES,
+    "bundle cut": bundle.CUT_BYTES,
+    "aliases per direction": (MAX_ALIASES, _CONFIG.max_aliases),
+    "keys proven per session": _CONFIG.max_keys_per_session,
+    "key ids per frame": frames.MAX_KEY_IDS,
+    "members per session": _CONFIG.max_joins_per_session,
+    "subscriptions per session": _CONFIG.max_subscriptions_per_session,
+    "queue groups per session": router.MAX_GROUPS,
+    "watches per session": router.MAX_WATCHES,
+    "waiting per session": (_CONFIG.max_pending_per_session, asks.MAX_PENDING),
+    "members tried per message": calls.MAX_ATTEMPTS,
+    "sessions per relay": _CONFIG.max_sessions,
+    "replay window": sframe.WINDOW_COUNTERS,
+    "senders remembered": guard.MAX_SENDERS,
+    "sequences remembered": guard.MAX_SEQUENCES,
+    "tunnel record": noise.MAX_MESSAGE_BYTES,
+    "tunnel window, first": tunnel.FIRST_WINDOW,
+    "tunnel window, most": tunnel.MAX_WINDOW,
+    "half-open tunnels at a member": tunneling.MAX_HALF_OPEN,
+}
+
+
+def test_the_table_of_limits_is_what_the_code_holds_to() -> None:
+    _, _, rest = TEXT.partition("## 13 Limits")
+    rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", rest.partition("\n## ")[0], re.MULTILINE)
+    written = {name: tuple(_numbers(value)) for name, value in rows if _numbers(value)}
+    expected = {
+        name: tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
+        for name, value in LIMITS.items()
+    }
+    assert written == expected
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", text)]
+
+
+def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
+    for wanted, value in (
+        ("within the relay's frame timeout (30 s)", _CONFIG.frame_timeout_s == 30),
+        ("within the hello timeout (5 s)", _CONFIG.hello_timeout_s == 5),
+        ("`sent` is 600 s or more", ClientConfig().freshness_s == 600),
+        ("within 5 s, and holds at most 1,024 such", tunneling.HALF_OPEN_US == 5_000_000),
+        ("beyond the queue for it (64 MiB)", _CONFIG.port_queue_bytes == 64 << 20),
+        ("beyond 1 MiB of them", sessions.CONTROL_PAUSE_BYTES == 1 << 20),
+        ("beyond 64 MiB it is cut", sessions.CONTROL_LIMIT_BYTES == 64 << 20),
+        ("after 2^32 seals", sframe.SEALS_PER_SENDER == 1 << 32),
+        ("and 8 bytes; one message alone", bundle.MESSAGE_BYTES == 8),
+        (
+            "1 to 255 bytes of UTF-8, at most 32 tokens",
+            (names.MAX_NAME_BYTES, names.MAX_TOKENS) == (255, 32),
+        ),
+        ("the last 2^17 counters", sframe.WINDOW_COUNTERS == 1 << 17),
+    ):
+        assert wanted in TEXT
+        assert value, wanted
+
+
+def test_every_link_within_the_document_leads_somewhere() -> None:
+    anchors = {
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
