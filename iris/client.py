@@ -146,10 +146,8 @@ class Client:
         if attachment is None or self._closed:
             return
         self._closed = True
-        if (
-            attachment.state != "open"
-        ):  # after a fork the socket, the loop and its tasks are the parent's
-            return
+        if attachment.state != "open":
+            return  # after a fork the socket, the loop and its tasks are the parent's
         try:
             attachment.state = "closing"
             with contextlib.suppress(IrisError, TimeoutError):
@@ -547,9 +545,8 @@ class Client:
         for done in left:
             await self.told(done)
         binding.leaving = True
-        with contextlib.suppress(
-            TimeoutError
-        ):  # an idle tunnel may stay for ever: stop() ends what is left
+        # Bounded, because an idle tunnel may stay for ever: stop() ends what is left.
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await binding.finish()
 

@@ -145,11 +145,8 @@ class Tunnel:
         Raises TunnelBroken, too, if the sender aborted the message: part of it was handed out.
         """
         async with self._recv_lock():
-            begun, self._parts, self._parts_bytes = (
-                self._parts,
-                None,
-                0,
-            )  # by a recv that was cancelled
+            # A recv that was cancelled may have begun this message.
+            begun, self._parts, self._parts_bytes = self._parts, None, 0
             started = bool(begun)
             self._skipping, self._too_large = started or self._skipping or self._too_large, False
             if begun:

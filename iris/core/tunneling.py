@@ -67,9 +67,8 @@ class Tunneling:
         )  # fmt: skip
 
     def _emit(self, frame: bytes) -> None:
-        if (
-            frame[KIND_AT] == Kind.TUNNEL_END
-        ):  # no message: relays make it, too; and the last word on this hop id
+        if frame[KIND_AT] == Kind.TUNNEL_END:
+            # No message, as relays make it, too; and the last word on this hop id.
             self.ends.pop(HOP.unpack_from(frame)[4], None)
         elif self._session.state == "up":
             self._session.out.sent_messages += 1

@@ -123,7 +123,10 @@ class Liar:
     def client(self, *, connect_timeout_s: float = 0.5) -> iris.Client:
         """Return a client of this relay."""
         config = iris.ClientConfig(
-            relay=self.path, connect_timeout_s=connect_timeout_s, reconnect_min_s=0.01
+            relay=self.path,
+            connect_timeout_s=connect_timeout_s,
+            drain_timeout_s=connect_timeout_s,
+            reconnect_min_s=0.01,
         )
         return iris.connect(config=config, keyring=iris.Keyring.single(KEY))
 
