@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pwd
 import socket
@@ -23,6 +24,8 @@ from iris.wire.codec import (
     ReceiveBuffer,
     encode_control,
 )
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES = 8192
 _CREDENTIALS = struct.Struct("3i")
@@ -115,6 +118,11 @@ class Pump(asyncio.BufferedProtocol):
             self._reader.received(nbytes)
         except IrisError as err:
             self.abort(str(err))
+        except (
+            Exception
+        ) as err:  # a fault of ours must not leave callers waiting on a connection that is not read
+            log.exception("client.fault")
+            self.abort(f"internal error: {err!r}")
         finally:
             self._in_batch = False
         if self.connected:

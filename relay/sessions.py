@@ -217,6 +217,9 @@ class SessionPort(asyncio.BufferedProtocol):
         except PeerProtocolError as err:
             self._hub.settle()
             self._protocol_error(err)
+        except Exception:  # a fault of ours costs this session, and nobody else theirs
+            log.exception("session.fault", extra={"fields": {"session": self.session.number}})
+            self.abort("internal error")
         finally:
             self._hub.settle()
         if self.session.greeted:
