@@ -264,8 +264,18 @@ class SessionPort(asyncio.BufferedProtocol):
 
     # -- Port ------------------------------------------------------------------------------------------------
 
+    def has_room(self, size: int) -> bool:
+        if not self._queue:
+            return True
+        waiting = (
+            self._queued_bytes
+            - self._tunnel_bytes
+            + (self._run_end - self._run_start if self._run is not None else 0)
+        )
+        return waiting + size <= self._limit_bytes
+
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
-        if self._queue and not self._has_room(end - start):
+        if self._queue and not self.has_room(end - start):
             return False
         if self._run is buf and self._run_end == start:
             self._run_end = end
@@ -282,7 +292,7 @@ class SessionPort(asyncio.BufferedProtocol):
         return True
 
     def send(self, frame: bytes, count: int) -> bool:
-        if self._queue and not self._has_room(len(frame)):
+        if self._queue and not self.has_room(len(frame)):
             return False
         self._put(frame, count, None)
         return True
@@ -338,14 +348,6 @@ class SessionPort(asyncio.BufferedProtocol):
         return self._queued_bytes + self._transport.get_write_buffer_size()
 
     # -- writing ---------------------------------------------------------------------------------------------
-
-    def _has_room(self, size: int) -> bool:
-        waiting = (
-            self._queued_bytes
-            - self._tunnel_bytes
-            + (self._run_end - self._run_start if self._run is not None else 0)
-        )
-        return waiting + size <= self._limit_bytes
 
     def _take_run(self) -> None:
         """Copy the run out of the receive buffer."""

@@ -13,6 +13,8 @@ SETTLE_S = 1.0
 LIMIT_MB = 60.0
 LIMIT_SHARE = 0.001
 """Of one processor: what counts as no measurable use."""
+MEASURED_S = 10
+"""A shorter run is no measurement: it shows the figure and promises nothing of it."""
 START_S = 30.0
 
 
@@ -39,5 +41,6 @@ def run(count: int, seed: int) -> Proof:
         "memory": f"{show_mb(memory)} (limit {LIMIT_MB:.0f} MB resident)",
     }
     proof.promise(f"under {LIMIT_MB:.0f} MB", memory[0] < LIMIT_MB)
-    proof.promise(f"under {LIMIT_SHARE:.1%} of a processor", used_s / count < LIMIT_SHARE)
+    if count >= MEASURED_S:
+        proof.promise(f"under {LIMIT_SHARE:.1%} of a processor", used_s / count < LIMIT_SHARE)
     return proof

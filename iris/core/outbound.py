@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from iris.core.aliases import Alias, AliasTable
+from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
 from iris.core.bundle import (
     CUT_BYTES,
     MESSAGE_BYTES,
@@ -90,6 +90,7 @@ class Outbound:
         entropy: Callable[[int], bytes],
         on_full: Callable[[], None],
         full_bytes: int = 256 << 10,
+        max_aliases: int = MAX_ALIASES,
     ) -> None:
         self.now_us = 0
         self.chunks: list[bytes] = []
@@ -101,7 +102,7 @@ class Outbound:
         self._entropy = entropy
         self._on_full = on_full
         self._full_bytes = full_bytes
-        self._aliases: AliasTable[Place] = AliasTable()
+        self._aliases: AliasTable[Place] = AliasTable(max_aliases)
         self._sealers: dict[bytes, tuple[Sealer, bytes]] = {}
         self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
         self.topics: dict[str, OutFlow] = {}

@@ -440,7 +440,7 @@ class Session:
         self.message_limit = min(self.message_limit, welcome.message_limit)
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
-            entropy=self.entropy, on_full=self.owner.out_full,
+            entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
         )  # fmt: skip
         self.out.now_us = self.now_us
         self.state = "up"

@@ -5,7 +5,7 @@ the event loop ends:
 
     0x01 headers   first record of the initiator; a MessagePack map, may be empty
     0x02 chunk     part of a message; with 0x10 it is the first, with 0x20 the last
-    0x03 credit    u32: payload bytes that the other side may send in addition
+    0x03 credit    u32: what the other side may send in addition; a chunk costs its bytes and 64
     0x04 finish    half-close: no message follows
     0x05 close     nothing follows, and nothing is read any more
     0x06 abort     the message begun is discarded; the tunnel goes on
@@ -33,6 +33,9 @@ from iris.wire.frames import Cause, Kind
 
 FIRST_WINDOW: Final = 64 << 10
 MAX_WINDOW: Final = 16 << 20
+CHUNK_COST: Final = 64
+"""Credit that a chunk costs besides its bytes, so that a queue of tiny ones is bounded, too."""
+_ABORTED: Final = 4
 
 _HEADERS, _CHUNK, _CREDIT, _FINISH, _CLOSE, _ABORT = 1, 2, 3, 4, 5, 6
 _FIRST, _LAST = 0x10, 0x20
@@ -70,9 +73,9 @@ class TunnelEnd:
         self.headers: Headers | None = None
         """Opening headers: None until the initiator's first record has opened."""
         self.credit = FIRST_WINDOW
-        """Payload bytes that may be sent now."""
+        """What may be sent now."""
         self.buffered = 0
-        """Payload bytes received and not consumed."""
+        """Credit of what was received and not consumed."""
         self.finished = self.peer_finished = self.closed = self.peer_closed = False
         self.broken = ""
         self.error: IrisError | None = None
@@ -154,14 +157,14 @@ class TunnelEnd:
     def write(self, data: memoryview, start: int) -> int:
         """Put as much of the message `data` from `start` on the way as credit allows; return where it stopped.
 
-        An empty message needs no credit. The view is borrowed until `flush`, or until a record takes it, so the caller
+        Every chunk costs `CHUNK_COST` besides its bytes. The view is borrowed until `flush`, or until a record takes it, so the caller
         leaves it unchanged; what is not sent by the end of the call stays the caller's.
         """
         size = len(data)
         while True:
             room = MAX_PLAINTEXT_BYTES - self._plain_bytes - 5
-            take = min(size - start, self.credit, room)
-            if take > 0 or start == size:
+            take = min(size - start, self.credit - CHUNK_COST, room)
+            if take > 0 or (take == 0 and start == size):
                 flags = (
                     _CHUNK
                     | (0 if self._filling else _FIRST)
@@ -172,7 +175,7 @@ class TunnelEnd:
                 self._plain.append(_ITEM.pack(flags, take))
                 self._plain.append(data[start : start + take])
                 self._plain_bytes += 5 + take
-                self.credit -= take
+                self.credit -= CHUNK_COST + take
                 start += take
                 self._filling = start < size
                 if start == size:
@@ -181,7 +184,7 @@ class TunnelEnd:
                     return start
             if self._plain_bytes >= MAX_PLAINTEXT_BYTES - 5:
                 self.flush()
-            elif self.credit == 0:
+            elif self.credit <= CHUNK_COST:
                 return start
 
     @property
@@ -277,9 +280,10 @@ class TunnelEnd:
         if not chunks:
             return None
         flags, data = chunks.popleft()
-        size = len(data)
-        self.buffered -= size
-        self._consumed += size
+        if flags != _ABORTED:
+            cost = CHUNK_COST + len(data)
+            self.buffered -= cost
+            self._consumed += cost
         if not self.peer_finished and not self.ended:
             grant = self._consumed
             if grant >= self._window // 4:
@@ -316,7 +320,7 @@ class TunnelEnd:
         ):
             raise PeerProtocolError("a tunnel chunk out of order")
         self._assembling = not kind & _LAST
-        self.buffered += len(data)
+        self.buffered += CHUNK_COST + len(data)
         if self.buffered + self._consumed > self._window:
             raise PeerProtocolError("more tunnel bytes than were granted")
         if self._chunks is None:
@@ -342,7 +346,7 @@ class TunnelEnd:
             self._assembling = False
             if self._chunks is None:
                 self._chunks = deque()
-            self._chunks.append((4, b""))
+            self._chunks.append((_ABORTED, b""))
         else:
             raise PeerProtocolError(
                 f"a tunnel item of kind 0x{kind:02x} and {len(body)} bytes here"

@@ -150,6 +150,8 @@ class Welcome(Struct, frozen=True):
     challenge: Annotated[bytes, Meta(min_length=32, max_length=32)]
     message_limit: Annotated[int, Meta(ge=64 << 10, le=0xFFFFFFFF)]
     site: Text = ""
+    aliases: Annotated[int, Meta(ge=1, le=65_536)] = 65_536
+    """Aliases that the session may declare."""
 
 
 class Error(Struct, frozen=True):

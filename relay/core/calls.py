@@ -117,6 +117,8 @@ class Calls:
     def _give(self, handed: Handed, load: Load, buf: memoryview, start: int, end: int) -> bool:
         member = load.member
         session = member.session
+        if not session.port.has_room(handed.size):
+            return False
         self._next_hop = hop = self._next_hop + 1
         number = handed.route.target(session, member.serial).number(self._turn)
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
@@ -171,6 +173,8 @@ class Calls:
 
     def _send_survey(self, handed: Handed, load: Load, frame: memoryview) -> bool:
         session = load.member.session
+        if not session.port.has_room(handed.size):
+            return False
         self._next_hop = hop = self._next_hop + 1
         self._turn += 1
         REWRITE.pack_into(
@@ -220,10 +224,12 @@ class Calls:
             accounts.drop("late answer", 1)
         else:
             self._turn += 1
-            REWRITE.pack_into(
-                buf, start + ALIAS_AT, route.target(origin, 0).number(self._turn), handed.hop
-            )
-            if origin.port.forward(buf, start, end, 1):
+            taken = origin.port.has_room(end - start)
+            if taken:
+                number = route.target(origin, 0).number(self._turn)
+                REWRITE.pack_into(buf, start + ALIAS_AT, number, handed.hop)
+                taken = origin.port.forward(buf, start, end, 1)
+            if taken:
                 accounts.out += 1
             else:
                 accounts.drop("slow receiver", 1)

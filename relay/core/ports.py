@@ -18,6 +18,9 @@ class Held:
 class Port(Protocol):
     """One session's connection as the router sees it. Nothing here waits: a port queues within its bounds, or refuses."""
 
+    def has_room(self, size: int) -> bool:
+        """Whether `forward` and `send` would take a frame of `size` bytes: asked before an alias is declared for it."""
+
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
         """Take the frame at `buf[start:end]`, of `count` messages; False: the queue is full, nothing was taken.
 

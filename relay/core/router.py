@@ -184,6 +184,9 @@ class Router:
         if target is not None:
             known = target.alias
             if known.number < 0:
+                if not target.port.has_room(end - start):
+                    self._too_slow(target, buf, start, count)
+                    return
                 known = target.declare()
             known.used = tick
             ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
@@ -201,6 +204,9 @@ class Router:
         accounts.copied += count * (len(targets) - 1)
         frame = bytearray(buf[start:end])
         for target in targets:
+            if not target.port.has_room(len(frame)):
+                self._too_slow(target, buf, start, count)
+                continue
             ALIAS.pack_into(frame, ALIAS_AT, target.number(tick))
             if target.port.send(bytes(frame), count):
                 accounts.out += count
@@ -286,6 +292,7 @@ class Router:
                 session.challenge,
                 self.message_limit,
                 self.site,
+                self.limits.aliases,
             )
         )
         if self.draining:

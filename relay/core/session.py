@@ -18,8 +18,11 @@ Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
 """kind, name, key id, sender id, plain, groups, member: all that an alias towards a session stands for."""
 
 
+_UNDECLARED: Final = Alias(-1, 0)
+
+
 class Target:
-    """One delivery set at one session, and the alias that stands for it there."""
+    """One delivery set at one session, and the alias that stands for it there, declared at its first message."""
 
     __slots__ = ("alias", "delivery", "port", "session")
 
@@ -27,7 +30,7 @@ class Target:
         self.session = session
         self.port = session.port
         self.delivery = delivery
-        self.alias = session.out_alias(delivery)
+        self.alias = _UNDECLARED
 
     def number(self, tick: int) -> int:
         """Return the alias number, declared anew if it was taken for something else."""
@@ -36,7 +39,7 @@ class Target:
         return alias.number
 
     def declare(self) -> Alias:
-        """Return the alias anew: its number was taken for something else."""
+        """Return the alias, declared: it is new, or its number was taken for something else."""
         self.alias = self.session.out_alias(self.delivery)
         return self.alias
 

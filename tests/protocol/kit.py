@@ -166,6 +166,9 @@ class Port:
         self.out.append(frame)
         return True
 
+    def has_room(self, size: int) -> bool:
+        return True
+
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
         return self._take(bytes(buf[start:end]), count)
 

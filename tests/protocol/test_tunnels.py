@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import Host, Network, kind_of
 
-from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
+from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_WINDOW, TunnelEnd
 from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
@@ -60,8 +60,8 @@ def test_headers_reach_the_handler_and_messages_pass_both_ways(net: Network) -> 
     close(net, left)
 
 
-@pytest.mark.parametrize("size", [0, 1, 65_513, 65_514, 65_515, 65_519, 65_520])
-def test_a_message_around_the_size_of_a_record_is_whole(net: Network, size: int) -> None:
+@pytest.mark.parametrize("size", [0, 1, 65_471, 65_472])
+def test_a_message_within_the_first_window_is_whole(net: Network, size: int) -> None:
     _opener, _member, left, right = opened(net)
     data = memoryview(bytes(range(256)) * 257)[:size]
     sent = left.write(data, 0)
@@ -71,11 +71,27 @@ def test_a_message_around_the_size_of_a_record_is_whole(net: Network, size: int)
     close(net, left)
 
 
+@pytest.mark.parametrize("size", [65_473, 65_513, 65_514, 65_515, 65_519, 65_520])
+def test_a_message_around_the_size_of_a_record_is_whole(net: Network, size: int) -> None:
+    _opener, _member, left, right = opened(net)
+    data = memoryview(bytes(range(256)) * 257)[:size]
+    sent, received = 0, b""
+    for _ in range(4):
+        sent = left.write(data, sent)
+        net.run()
+        while (chunk := right.next_chunk()) is not None:
+            received += chunk[1]
+        net.run()
+    assert sent == size
+    assert received == data
+    close(net, left)
+
+
 def test_a_sender_stops_when_its_credit_is_spent_and_goes_on_with_more(net: Network) -> None:
     _, _, left, right = opened(net)
     data = memoryview(bytes(10 * FIRST_WINDOW))
     sent = left.write(data, 0)
-    assert sent == FIRST_WINDOW
+    assert sent == FIRST_WINDOW - CHUNK_COST
     net.run()
     assert right.buffered == FIRST_WINDOW
     assert left.credit == 0
@@ -305,3 +321,17 @@ def test_the_relay_bounds_what_one_session_may_declare_as_one_tunnel_twice(net: 
     assert isinstance(frames.Error(opener.ended_because), frames.Error)
     opener.session.end("over")
     net.run()
+
+
+def test_empty_messages_cost_credit_so_that_a_reader_who_does_not_read_holds_few(
+    net: Network,
+) -> None:
+    _, _, left, right = opened(net)
+    sent = 0
+    while left.credit >= CHUNK_COST:
+        assert left.write(memoryview(b""), 0) == 0
+        sent += 1
+    net.run()
+    assert sent == FIRST_WINDOW // CHUNK_COST
+    assert right.buffered == FIRST_WINDOW
+    close(net, left)
