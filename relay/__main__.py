@@ -51,8 +51,8 @@ def _network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():
         raise IrisError(
-            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from another host of your "
-            "network. To try things out on this host alone: iris relay --dev"
+            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from where your network "
+            "has one already. To try things out on this host alone: iris relay --dev"
         )
     return keyfiles.load_network_keys(path)
 
@@ -68,7 +68,7 @@ def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     if not path.exists():
         keyfiles.create_keys(directory)
     sys.stderr.write(
-        f"iris relay: throw-away keys in {directory}; they are for this host, until its next start\n"
+        f"iris relay: keys for trying out in {directory}, kept until this host restarts\n"
     )
     return keyfiles.load_network_keys(path)
 

@@ -74,7 +74,7 @@ class RelayConfig:
     """Requests and surveys of one session that wait for answers; the next is refused."""
 
     max_subscriptions_per_session: int = 65_536
-    """Filters of one session."""
+    """Filters of one session, each counted as its tokens times its key ids: nodes of the topic tree."""
 
     max_keys_per_session: int = 1024
     """Key ids that one session may prove; each costs the relay one check of a signature."""

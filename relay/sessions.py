@@ -174,6 +174,7 @@ class SessionPort(asyncio.BufferedProtocol):
         self._reader = FrameReader(self._frame, hub.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
         self._chunks: list[bytes] = []
+        self._chunk_bytes = 0
         self._run: memoryview | None = None
         self._run_start = 0
         self._run_end = 0
@@ -249,6 +250,10 @@ class SessionPort(asyncio.BufferedProtocol):
         self._router.now_us = time.monotonic_ns() // 1000
         self._router.session_down(self.session)
         self._hub.settle()
+        if self._held:  # taken, counted as out, and never written
+            self._router.accounts.out -= self._held
+            self._router.accounts.drop("session lost", self._held)
+            self._held = 0
         self._queue.clear()
         self._chunks.clear()
 
@@ -307,6 +312,23 @@ class SessionPort(asyncio.BufferedProtocol):
         self._tunnel_bytes += size
         self._put(bytes(buf[start:end]), 1, held)
         return True
+
+    def discard(self, held: Held) -> int:
+        if not held.bytes:
+            return 0
+        kept: deque[tuple[bytes, int, Held | None]] = deque()
+        lost = 0
+        for entry in self._queue:
+            if entry[2] is held:
+                lost += entry[1]
+            else:
+                kept.append(entry)
+        self._queue = kept
+        self._queued_bytes -= held.bytes
+        self._tunnel_bytes -= held.bytes
+        self._held -= lost
+        held.bytes = 0
+        return lost
 
     def control(self, frame: bytes) -> None:
         if self._closed:
@@ -372,6 +394,9 @@ class SessionPort(asyncio.BufferedProtocol):
             self._held += count
         else:
             self._chunks.append(data)
+            self._chunk_bytes += len(data)
+            if self._chunk_bytes > HIGH_WATER_BYTES:
+                self._write_chunks()  # the transport pauses, and the bounds count from here
 
     def flush(self) -> None:
         """Give the connection what the batch left here."""
@@ -380,12 +405,16 @@ class SessionPort(asyncio.BufferedProtocol):
             self._take_run()
         if self._closed:
             return
-        chunks = self._chunks
-        if chunks:
-            self._chunks = []
-            self._write(chunks)
+        self._write_chunks()
         if self._finishing and not self._queue:
             self._transport.close()
+
+    def _write_chunks(self) -> None:
+        chunks = self._chunks
+        if chunks and not self._closed:
+            self._chunks = []
+            self._chunk_bytes = 0
+            self._write(chunks)
 
     def _write(self, chunks: list[bytes]) -> None:
         self._writer.write(chunks, sum(map(len, chunks)))
@@ -403,10 +432,6 @@ class SessionPort(asyncio.BufferedProtocol):
                 if held is not None:
                     held.bytes -= size
                     self._tunnel_bytes -= size
-                    if held.dead:
-                        self._router.accounts.out -= count
-                        self._router.accounts.drop("broken tunnel", count)
-                        continue
                 elif count == 0:
                     self._control_bytes -= size
                 batch.append(frame)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Final
+from importlib.metadata import version
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -34,9 +35,9 @@ HELP = """Talk to clusters by name, from a shell.
     \b
     Start here:
       iris demo                          see everything at work on real data
-      iris relay --dev &                 a relay with throw-away keys
-      iris run lookup:service &          a member, from lookup.py
-      iris request lookup "a question"
+      iris relay --dev                   a relay, with keys for trying out
+      iris run greetings:greeter         a member (README.md has greetings.py)
+      iris request greeter world
 
     \b
     Exit codes:
@@ -78,9 +79,19 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"iris {version('iris-messaging')}")
+        raise typer.Exit
+
+
 @app.callback(help=HELP)
-def iris() -> None:
-    """Options of all verbs: none."""
+def iris(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and leave.")
+    ] = False,
+) -> None:
+    """Options of all verbs: the version."""
 
 
 def main() -> None:

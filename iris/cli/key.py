@@ -23,7 +23,7 @@ app = typer.Typer(
     name="key", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Make, show and rotate keys.
 
     A rotation is three steps without downtime: add, promote, retire. After
-    each, give keyring.toml to the other hosts and send SIGHUP to `iris run`.
+    each, let every member read it again: SIGHUP to `iris run`.
 
     \b
     Examples:
@@ -47,7 +47,7 @@ KeyId = Annotated[
 def new() -> None:
     """Write a new keyring and a new network key into the configuration directory; refuses to overwrite.
 
-    Copy both files to the other hosts that are to talk with this one.
+    They are for the processes of this user; a relay needs network.toml, clients keyring.toml.
 
     \b
     Examples:

@@ -73,6 +73,11 @@ def find_service(place: str) -> iris.Service:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # it was found, and something that it imports was not
         raise ConfigError(f"no module {module_name!r} in {directory} or the environment") from None
+    except RuntimeError as error:
+        if "event loop" in str(error):
+            hint = 'does it call asyncio.run() when imported? Put that under `if __name__ == "__main__":`'
+            raise ConfigError(f"cannot import {module_name}: {error}; {hint}") from error
+        raise
     found: object = module
     for name in (path or "service").split("."):
         found = getattr(found, name, None)

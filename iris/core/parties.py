@@ -125,4 +125,4 @@ class Delivery:
 
     def finish(self) -> None:
         """It is done with (push): its credit goes back with the turn's."""
-        self.session.credit(self.flow.member, self.flow.kind, 1, self.size)
+        self.session.credit(self.flow.member, self.flow.kind, self.hop)

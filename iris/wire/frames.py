@@ -120,6 +120,8 @@ class Cause(IntEnum):
     """The tunnel was broken by an end or by the relay's limits."""
 
 
+MAX_CREDIT: Final = 4096
+"""Hop ids in one CREDIT."""
 Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Text = Annotated[str, Meta(max_length=1024)]
@@ -248,12 +250,11 @@ class Unsubscribe(Struct, frozen=True):
 
 
 class Credit(Struct, frozen=True):
-    """The member finished this much of what it was handed of one kind."""
+    """The member finished the pushes that it was handed under these hop ids."""
 
     member: U63
     kind: int
-    messages: U32
-    bytes: U63
+    hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
 
 
 class Gap(Struct, frozen=True):

@@ -6,6 +6,7 @@ answer is accepted from that session alone. A refusal brings the frame itself ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris.errors import PeerProtocolError
@@ -37,14 +38,14 @@ class Calls:
     """The router's half that expects answers."""
 
     def __init__(
-        self, relay_id: bytes, accounts: Accounts, interest: Interest, limits: Limits
-    ) -> None:
+        self, relay_id: bytes, accounts: Accounts, interest: Interest, limits: Limits, sessions: dict[int, Session]
+    ) -> None:  # fmt: skip
         self._relay_id = relay_id
         self._accounts = accounts
         self._interest = interest
         self._limits = limits
+        self._sessions = sessions
         self._next_hop = RELAY_HOP + 1
-        self._turn = 0
         self._now_us = 0
 
     # -- out to members --------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Calls:
         if kind == Kind.TUNNEL_OPEN and hop in session.tunnels:
             raise PeerProtocolError(f"tunnel {hop} is open already")
         self._accounts.in_ += 1
-        if session.pending >= self._limits.pending:
+        if session.pending >= self._limits.pending and not self._forget_late(session):
             self._accounts.refused += 1
             session.control(
                 Fail(
@@ -83,30 +84,47 @@ class Calls:
             self._accounts.expired += 1
             session.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
             return
-        if route.version != self._interest.version:
-            route.targets.clear()
-            route.loads = self._interest.loads(route.name, route.key_id, kind)
-            route.version = self._interest.version
+        self._resolve(route)
         if kind == Kind.SURVEY:
             self._survey(session, buf, start, end, route, hop)
             return
         handed = Handed(session, hop, route, end - start)
+        handed.deadline_us = deadline_us
         if self._hand(handed, buf, start, end):
             session.pending += 1
         else:
             self._fail_unhanded(handed)
 
-    def _hand(self, handed: Handed, buf: memoryview, start: int, end: int) -> bool:
-        """Hand it to the best member left; False when there is none."""
-        route = handed.route
+    def _resolve(self, route: Route) -> None:
+        """Find who serves this route's address while the interest stays as it is."""
         if route.version != self._interest.version:
             route.targets.clear()
             route.loads = self._interest.loads(route.name, route.key_id, route.kind)
             route.version = self._interest.version
+
+    def _forget_late(self, session: Session) -> bool:
+        """Count no more what the session stopped waiting for, at most once a second; whether that made room.
+
+        What a hung member was handed stays in the member's account, and must not close other clusters to the caller.
+        """
+        if self._now_us < session.swept_us:
+            return False
+        session.swept_us = self._now_us + 1_000_000
+        for other in self._sessions.values():
+            for handed in other.handed.values():
+                late = handed.deadline_us and handed.deadline_us < self._now_us
+                if late and handed.origin is session and handed.load.kind != Kind.TUNNEL_OPEN:
+                    (handed.survey or handed).ended()
+        return session.pending < self._limits.pending
+
+    def _hand(self, handed: Handed, buf: memoryview, start: int, end: int) -> bool:
+        """Hand it to the best member left; False when there is none."""
+        route = handed.route
+        self._resolve(route)
         handed.attempts += 1
         while True:
-            self._turn += 1
-            load = pick(route.loads, handed.size, handed.tried, self._turn)
+            route.turn += 1
+            load = pick(route.loads, handed.size, handed.tried, route.turn)
             if load is None:
                 return False
             if self._give(handed, load, buf, start, end):
@@ -120,7 +138,7 @@ class Calls:
         if not session.port.has_room(handed.size):
             return False
         self._next_hop = hop = self._next_hop + 1
-        number = handed.route.target(session, member.serial).number(self._turn)
+        number = handed.route.target(session, member.serial).number(self._interest.next_tick())
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
         if not session.port.forward(buf, start, end, 1):
             return False
@@ -132,7 +150,7 @@ class Calls:
         if kind == Kind.PUSH:
             load.handed[hop] = hop
         elif kind == Kind.TUNNEL_OPEN:
-            tunnel = Tunnel(handed.origin, handed.hop, session, hop, handed)
+            tunnel = Tunnel(handed.origin, handed.hop, session, hop)
             handed.origin.tunnels[handed.hop] = session.tunnels[hop] = tunnel
         return True
 
@@ -176,13 +194,8 @@ class Calls:
         if not session.port.has_room(handed.size):
             return False
         self._next_hop = hop = self._next_hop + 1
-        self._turn += 1
-        REWRITE.pack_into(
-            frame,
-            ALIAS_AT,
-            handed.route.target(session, load.member.serial).number(self._turn),
-            hop,
-        )
+        number = handed.route.target(session, load.member.serial).number(self._interest.next_tick())
+        REWRITE.pack_into(frame, ALIAS_AT, number, hop)
         if not session.port.send(bytes(frame), 1):
             return False
         handed.load = load
@@ -219,14 +232,13 @@ class Calls:
         origin = handed.origin
         survey = handed.survey
         if survey is None:
-            origin.pending -= 1
+            handed.ended()
         if origin.closed:
             accounts.drop("late answer", 1)
         else:
-            self._turn += 1
             taken = origin.port.has_room(end - start)
             if taken:
-                number = route.target(origin, 0).number(self._turn)
+                number = route.target(origin, 0).number(self._interest.next_tick())
                 REWRITE.pack_into(buf, start + ALIAS_AT, number, handed.hop)
                 taken = origin.port.forward(buf, start, end, 1)
             if taken:
@@ -245,19 +257,17 @@ class Calls:
         if survey is not None:
             self._survey_less(survey)
 
-    def credited(self, session: Session, load: Load, messages: int, size: int) -> None:
-        """A member finished pushes."""
-        if load.kind != Kind.PUSH or messages > len(load.handed):
-            raise PeerProtocolError(
-                f"credit for {messages} {kind_name(load.kind)} messages that were not handed over"
-            )
-        for _ in range(messages):
-            hop = next(iter(load.handed))
-            del load.handed[hop]
+    def credited(self, session: Session, load: Load, hops: Sequence[int]) -> None:
+        """A member finished these pushes."""
+        for hop in hops:
+            if load.handed.pop(hop, None) is None:
+                raise PeerProtocolError(
+                    f"credit for a {kind_name(load.kind)} that was not handed over"
+                )
             handed = session.handed.pop(hop)
             load.messages -= 1
             load.bytes -= handed.size
-            handed.origin.pending -= 1
+            handed.ended()
         load.member.forget_if_done()
 
     def _refused(
@@ -291,7 +301,7 @@ class Calls:
             handed.survey.lost.append(self._member_id(load))
             self._survey_less(handed.survey)
             return
-        handed.origin.pending -= 1
+        handed.ended()
         if handed.origin.closed:
             self._accounts.drop("late answer", 1)
             return
@@ -300,6 +310,7 @@ class Calls:
         if elsewhere and (not deadline_us or deadline_us > self._now_us):
             buf[start + FLAGS_AT] = 0
             if self._hand(handed, buf, start, end):
+                handed.waits = True
                 handed.origin.pending += 1
                 return
         if reason in (Refusal.FULL, Refusal.LEAVING):
@@ -342,7 +353,7 @@ class Calls:
     def _survey_less(self, survey: Survey) -> None:
         survey.open -= 1
         if survey.open == 0:
-            survey.origin.pending -= 1
+            survey.ended()
             if not survey.origin.closed:
                 survey.origin.control(Done(survey.hop, survey.lost))
 
@@ -360,9 +371,8 @@ class Calls:
             raise PeerProtocolError("a tunnel frame is cut short")
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
         accounts = self._accounts
-        count = (
-            0 if kind == Kind.TUNNEL_END else 1
-        )  # an end may be the relay's own word, so it is no message
+        # An end may be the relay's own word, so it is no message.
+        count = 0 if kind == Kind.TUNNEL_END else 1
         tunnel = session.tunnels.get(hop)
         if tunnel is None:
             if not session.greeted:
@@ -387,13 +397,15 @@ class Calls:
             accounts.out += 1
             return
         accounts.drop("tunnel share full", 1)
-        fullest = max(
-            other.tunnels.values(),
-            key=lambda t: (t.opener_held if t.opener is other else t.member_held).bytes,
-        )
+        fullest = max(other.tunnels.values(), key=lambda t: self._held_at(t, other))
         self._break(fullest, "tunnel share full")
         if fullest is not tunnel:
             self._break(tunnel, "tunnel share full")  # its frame is lost, and a tunnel never skips
+
+    def _held_at(self, tunnel: Tunnel, session: Session) -> int:
+        """Return the bytes of a tunnel that wait at a session; one to itself has both its ends there."""
+        opener = tunnel.opener_held.bytes if tunnel.opener is session else 0
+        return opener + (tunnel.member_held.bytes if tunnel.member is session else 0)
 
     def _break(self, tunnel: Tunnel, cause: str) -> None:
         """End a tunnel on both sides; what it has waiting is not sent."""
@@ -402,7 +414,9 @@ class Calls:
             (tunnel.opener, tunnel.opener_hop, tunnel.opener_held),
             (tunnel.member, tunnel.member_hop, tunnel.member_held),
         ):
-            held.dead = True
+            lost = session.port.discard(held)
+            self._accounts.out -= lost
+            self._accounts.drop(cause, lost)
             if not session.closed:
                 session.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.BROKEN,))))
 
@@ -412,7 +426,7 @@ class Calls:
         handed = tunnel.member.handed.pop(tunnel.member_hop, None)
         if handed is not None:
             self._release(handed.load, tunnel.member_hop, handed.size)
-            tunnel.opener.pending -= 1
+            handed.ended()
 
     # -- losses ----------------------------------------------------------------------------------------------
 
@@ -434,7 +448,7 @@ class Calls:
                 handed.survey.lost.append(self._member_id(handed.load))
                 self._survey_less(handed.survey)
                 continue
-            handed.origin.pending -= 1
+            handed.ended()
             if not handed.origin.closed:
                 handed.origin.control(
                     Fail(handed.hop, Cause.LOST, "the member's session was lost", True)

@@ -90,10 +90,17 @@ class Interest:
 
     def __init__(self) -> None:
         self.version = 0
+        self.tick = 0
+        """Rises with every use of an alias, and so dates them all by one clock."""
         self._clusters: dict[Address, dict[int, Member]] = {}
         self._names: dict[str, dict[bytes, int]] = {}
         self._topics: dict[bytes, _Node] = {}
         self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
+
+    def next_tick(self) -> int:
+        """Return the date of the alias used now."""
+        self.tick += 1
+        return self.tick
 
     # -- clusters --------------------------------------------------------------------------------------------
 

@@ -6,13 +6,12 @@ from typing import Protocol
 
 
 class Held:
-    """What one tunnel has waiting at one port, in bytes; `dead` once the tunnel is broken, so that it is skipped."""
+    """What one tunnel has waiting at one port, in bytes."""
 
-    __slots__ = ("bytes", "dead")
+    __slots__ = ("bytes",)
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.dead = False
 
 
 class Port(Protocol):
@@ -32,6 +31,9 @@ class Port(Protocol):
 
     def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
         """As `forward`, for one message within the tunnels' share of the queue; `held` counts what waits."""
+
+    def discard(self, held: Held) -> int:
+        """Forget what one tunnel has waiting here; return how many messages that were."""
 
     def control(self, frame: bytes) -> None:
         """Take a control frame, always; a session that does not read its answers is not read from."""

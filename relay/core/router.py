@@ -73,10 +73,13 @@ class Router:
         self.draining = False
         self.status_extra: Callable[[], dict[str, object]] = dict
         self._entropy = entropy
+        self._document = ""
+        self._document_us = 0
         self._next_session = 1
         self._next_serial = 1
-        self._tick = 0
-        self._calls = calls = Calls(relay_id, self.accounts, self.interest, self.limits)
+        self._calls = calls = Calls(
+            relay_id, self.accounts, self.interest, self.limits, self.sessions
+        )
         table: list[Callable[[Session, memoryview, int, int], None]] = [self._control] * 256
         table[Kind.PUBLISH] = table[Kind.BROADCAST] = self._cast
         table[Kind.REQUEST] = table[Kind.PUSH] = self._call
@@ -112,16 +115,12 @@ class Router:
         )
         return session
 
-    def session_down(self, session: Session, *, flushing: bool = False) -> None:
-        """The connection is gone, however it ended; `flushing`: what it holds is still written. Idempotent."""
+    def session_down(self, session: Session) -> None:
+        """The connection is gone, however it ended. Idempotent."""
         if session.closed:
             return
-        session.closed = True
+        session.forget()
         del self.sessions[session.number]
-        held = 0 if flushing else session.port.held_messages
-        if held:
-            self.accounts.out -= held
-            self.accounts.drop("session lost", held)
         for member in list(session.members.values()):
             if not member.left:
                 self._leave(member)
@@ -173,13 +172,14 @@ class Router:
             route = None
         if route is None or route.kind != kind:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
-        if route.version != self.interest.version:
+        interest = self.interest
+        if route.version != interest.version:
             self._resolve(route)
         if not 0 < 4 * count < end - start:  # each message has an offset of 4 bytes
             raise PeerProtocolError(f"{count} messages in a frame of {end - start} bytes")
         accounts = self.accounts
         accounts.in_ += count
-        self._tick = tick = self._tick + 1
+        interest.tick = tick = interest.tick + 1
         target = route.single
         if target is not None:
             known = target.alias
@@ -187,7 +187,7 @@ class Router:
                 if not target.port.has_room(end - start):
                     self._too_slow(target, buf, start, count)
                     return
-                known = target.declare()
+                known = target.declare(tick)
             known.used = tick
             ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
             if target.port.forward(buf, start, end, count):
@@ -197,7 +197,7 @@ class Router:
             return
         targets = route.many
         if route.groups:
-            targets = self._choose(route, tick)
+            targets = self._choose(route)
         if not targets:
             accounts.drop("unwanted", count)
             return
@@ -235,13 +235,14 @@ class Router:
         route.single = route.many[0] if len(route.many) == 1 else None
         route.version = self.interest.version
 
-    def _choose(self, route: Route, tick: int) -> Sequence[Target]:
+    def _choose(self, route: Route) -> Sequence[Target]:
         """Choose one session per queue group for a bundle; one that is slow is passed over."""
+        route.turn += 1
         (_, plain), *groups = route.groups
         chosen: dict[int, list[str]] = {session.number: [] for session in plain}
         sessions = {session.number: session for session in plain}
         for name, candidates in groups:
-            first = tick % len(candidates)
+            first = route.turn % len(candidates)
             order = [*candidates[first:], *candidates[:first]]
             session = next((s for s in order if not s.port.held_messages), order[0])
             sessions[session.number] = session
@@ -299,7 +300,8 @@ class Router:
             session.control(frames.Drain(0))
 
     def _on_prove(self, session: Session, prove: frames.Prove) -> None:
-        if len(session.proven) >= self.limits.keys:
+        session.proofs += 1
+        if session.proofs > self.limits.keys:
             raise PeerProtocolError(f"more than {self.limits.keys} keys")
         try:
             key_id = verify_proof(
@@ -378,8 +380,9 @@ class Router:
             error = _grammar(check_group, subscribe.group)
         if not error and place in session.subscriptions:
             error = f"already subscribed to {subscribe.filter!r}"
-        if not error and len(session.subscriptions) >= self.limits.subscriptions:
-            error = f"this session already has {self.limits.subscriptions} subscriptions"
+        places = _places(subscribe.filter, subscribe.key_ids)
+        if not error and session.places + places > self.limits.subscriptions:
+            error = f"the subscriptions of this session are over {self.limits.subscriptions} tokens"
         groups = session.groups
         if not error and subscribe.group:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
@@ -388,6 +391,7 @@ class Router:
                 groups[subscribe.group] = groups.get(subscribe.group, 0) + 1
         if not error:
             key_ids = session.subscriptions[place] = tuple(dict.fromkeys(subscribe.key_ids))
+            session.places += places
             self.interest.subscribe(session, subscribe.filter, subscribe.group, key_ids)
         session.control(frames.Ack(subscribe.id, error))
 
@@ -400,6 +404,7 @@ class Router:
             session.groups[unsubscribe.group] -= 1
             if not session.groups[unsubscribe.group]:
                 del session.groups[unsubscribe.group]
+        session.places -= _places(unsubscribe.filter, key_ids)
         self.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
         session.control(frames.Ack(unsubscribe.id))
 
@@ -408,7 +413,7 @@ class Router:
         member = session.members.get(credit.member)
         load = member.loads.get(credit.kind) if member is not None else None
         if load is not None:
-            self._calls.credited(session, load, credit.messages, credit.bytes)
+            self._calls.credited(session, load, credit.hops)
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
         if self._unproven(session, ask.key_ids):
@@ -431,16 +436,17 @@ class Router:
             self.interest.unwatch(watch)
 
     def _on_status(self, session: Session, status: frames.Status) -> None:
-        session.control(frames.Report(status.id, json.dumps(self.status())))
+        if self._document_us != self.now_us or not self._document:  # many may ask at once
+            self._document, self._document_us = json.dumps(self.status()), self.now_us
+        session.control(frames.Report(status.id, self._document))
 
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Everything before it is routed: the frames of one session are taken in order.
-        session.leaving = True
         if session.gaps:
             session.tell_gaps()
         session.port.control(encode_control(frames.Bye()))
         session.port.finish()
-        self.session_down(session, flushing=True)
+        self.session_down(session)
 
     # -- reports ---------------------------------------------------------------------------------------------
 
@@ -489,6 +495,11 @@ class Router:
             if key_id not in session.proven:
                 return f"key {key_id.hex()[:8]} was not proven in this session"
         return ""
+
+
+def _places(pattern: str, key_ids: Sequence[bytes]) -> int:
+    """Return how many nodes of the topic tree a subscription takes at most."""
+    return len(set(key_ids)) * (pattern.count(".") + 1)
 
 
 def _grammar(check: Callable[[str], str], name: str) -> str:

@@ -34,13 +34,13 @@ class Target:
 
     def number(self, tick: int) -> int:
         """Return the alias number, declared anew if it was taken for something else."""
-        alias = self.alias if self.alias.number >= 0 else self.declare()
+        alias = self.alias if self.alias.number >= 0 else self.declare(tick)
         alias.used = tick
         return alias.number
 
-    def declare(self) -> Alias:
+    def declare(self, tick: int) -> Alias:
         """Return the alias, declared: it is new, or its number was taken for something else."""
-        self.alias = self.session.out_alias(self.delivery)
+        self.alias = self.session.out_alias(self.delivery, tick)
         return self.alias
 
 
@@ -48,7 +48,7 @@ class Route:
     """An alias that a session declared: where its frames go. What is cached holds for one `version` of the interest."""
 
     __slots__ = (
-        "groups", "key_id", "kind", "loads", "many", "name", "sender_id", "session", "single", "targets", "version",
+        "groups", "key_id", "kind", "loads", "many", "name", "sender_id", "session", "single", "targets", "turn", "version",
     )  # fmt: skip
 
     def __init__(self, session: Session, declared: Declare) -> None:
@@ -58,6 +58,8 @@ class Route:
         self.key_id = declared.key_id
         self.sender_id = declared.sender_id
         self.version = -1
+        self.turn = 0
+        """Rises with every choice, so that equals take turns."""
         self.single: Target | None = None
         """The only receiver, when there is exactly one and no group to choose for."""
         self.many: Sequence[Target] = ()
@@ -82,19 +84,38 @@ class Route:
 class Survey:
     """One survey on the way: who has not answered, and who was lost."""
 
-    __slots__ = ("hop", "lost", "open", "origin")
+    __slots__ = ("hop", "lost", "open", "origin", "waits")
 
     def __init__(self, origin: Session, hop: int) -> None:
         self.origin = origin
         self.hop = hop
         self.open = 0
         self.lost: list[str] = []
+        self.waits = True
+        """The origin may still wait: this counts in its `pending`."""
+
+    def ended(self) -> None:
+        """The origin waits no more."""
+        if self.waits:
+            self.waits = False
+            self.origin.pending -= 1
 
 
 class Handed:
     """A request, push, survey or tunnel opening that a member was handed and has not finished."""
 
-    __slots__ = ("attempts", "hop", "load", "origin", "route", "size", "survey", "tried")
+    __slots__ = (
+        "attempts",
+        "deadline_us",
+        "hop",
+        "load",
+        "origin",
+        "route",
+        "size",
+        "survey",
+        "tried",
+        "waits",
+    )
 
     def __init__(self, origin: Session, hop: int, route: Route, size: int) -> None:
         self.origin = origin
@@ -106,29 +127,27 @@ class Handed:
         self.attempts = 0
         self.tried: list[Load] = []
         self.survey: Survey | None = None
+        self.deadline_us = 0
+        self.waits = True
+        """The origin may still wait: this counts in its `pending`."""
+
+    def ended(self) -> None:
+        """The origin waits no more."""
+        if self.waits:
+            self.waits = False
+            self.origin.pending -= 1
 
 
 class Tunnel:
     """A tunnel's two ends: the opener's session and hop id, the member's session and hop id."""
 
-    __slots__ = (
-        "handed",
-        "member",
-        "member_held",
-        "member_hop",
-        "opener",
-        "opener_held",
-        "opener_hop",
-    )
+    __slots__ = ("member", "member_held", "member_hop", "opener", "opener_held", "opener_hop")
 
-    def __init__(
-        self, opener: Session, opener_hop: int, member: Session, member_hop: int, handed: Handed
-    ) -> None:
+    def __init__(self, opener: Session, opener_hop: int, member: Session, member_hop: int) -> None:
         self.opener = opener
         self.opener_hop = opener_hop
         self.member = member
         self.member_hop = member_hop
-        self.handed = handed
         self.opener_held = Held()
         self.member_held = Held()
 
@@ -137,8 +156,8 @@ class Session:
     """The router's side of one session."""
 
     __slots__ = (
-        "aliases", "challenge", "closed", "gaps", "greeted", "groups", "handed", "label", "leaving", "members", "number", "pending",
-        "pid", "port", "proven", "routes", "session_id", "subscriptions", "ticker", "tunnels", "watches",
+        "aliases", "challenge", "closed", "gaps", "greeted", "groups", "handed", "label", "members", "number", "pending",
+        "pid", "places", "port", "proofs", "proven", "routes", "session_id", "subscriptions", "swept_us", "tunnels", "watches",
     )  # fmt: skip
 
     def __init__(self, port: Port, number: int, challenge: bytes, max_aliases: int) -> None:
@@ -148,13 +167,16 @@ class Session:
         self.challenge = challenge
         self.greeted = False
         self.closed = False
-        self.leaving = False
         self.label = ""
         self.pid = 0
         self.proven: set[bytes] = set()
+        self.proofs = 0
+        """Signatures checked, those that held before included."""
+        self.places = 0
+        """Nodes of the topic tree that its subscriptions may take."""
+        self.swept_us = 0
         self.routes: list[Route | None] = []
         self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
-        self.ticker = 0
         self.members: dict[int, Member] = {}
         self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
         """(filter, group) -> key ids."""
@@ -169,16 +191,22 @@ class Session:
         self.gaps: dict[Delivery, list[int]] = {}
         """Dropped on the way to this session and not yet told: delivery -> [first sequence, count]."""
 
+    def forget(self) -> None:
+        """Its connection is gone: whoever still refers to it keeps little."""
+        self.closed = True
+        self.routes = []
+        self.gaps = {}
+        self.aliases = AliasTable(1)
+
     def control(self, body: Control) -> None:
         """Send it a control frame."""
         self.port.control(encode_control(body))
 
-    def out_alias(self, delivery: Delivery) -> Alias:
+    def out_alias(self, delivery: Delivery, tick: int) -> Alias:
         """Return the alias for a delivery towards this session, declared if it is new."""
         alias = self.aliases.get(delivery)
         if alias is None:
-            self.ticker += 1
-            alias = self.aliases.add(delivery, self.ticker)
+            alias = self.aliases.add(delivery, tick)
             kind, name, key_id, sender_id, plain, groups, member = delivery
             self.control(
                 Declare(alias.number, kind, name, key_id, sender_id, plain, list(groups), member)
@@ -217,4 +245,4 @@ class Session:
 
 def kind_name(kind: int) -> str:
     """Return the name of a frame kind for messages to people."""
-    return Kind(kind).name.lower()
+    return Kind(kind).name.lower().removesuffix("_open")

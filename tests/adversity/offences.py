@@ -335,31 +335,32 @@ async def a_long_tunnel_end(wire: Wire) -> None:
 # -- what members owe ------------------------------------------------------------------------------------------
 
 
-@offence("^credit for 1 push messages that were not handed over$")
+@offence("^credit for a push that was not handed over$")
 async def credit_for_what_was_not_handed_over(wire: Wire) -> None:
     await wire.prove()
     member = await wire.join(CLUSTER, Kind.PUSH)
-    await wire.send(frames.Credit(member, Kind.PUSH, 1, 100))
+    await wire.send(frames.Credit(member, Kind.PUSH, [RELAY_HOP + 1]))
 
 
-@offence("^credit for 2 push messages that were not handed over$")
+@offence("^credit for a push that was not handed over$")
 async def credit_for_more_than_was_handed_over(wire: Wire) -> None:
     await wire.prove()
     member = await wire.join(CLUSTER, Kind.PUSH)
     await wire.send(wire.declare(0, Kind.PUSH, CLUSTER), wire.sealed(Kind.PUSH, CLUSTER, hop=1))
-    await wire.data(Kind.PUSH)
-    await wire.send(frames.Credit(member, Kind.PUSH, 2, 200))
+    handed = await wire.data(Kind.PUSH)
+    hop = HOP.unpack_from(handed)[4]
+    await wire.send(frames.Credit(member, Kind.PUSH, [hop, hop]))
 
 
-@offence("^credit for 1 request messages that were not handed over$")
+@offence("^credit for a request that was not handed over$")
 async def credit_for_a_request(wire: Wire) -> None:
     await wire.prove()
     member = await wire.join(CLUSTER, Kind.REQUEST)
     await wire.send(
         wire.declare(0, Kind.REQUEST, CLUSTER), wire.sealed(Kind.REQUEST, CLUSTER, hop=1)
     )
-    await wire.data(Kind.REQUEST)
-    await wire.send(frames.Credit(member, Kind.REQUEST, 1, 100))
+    handed = await wire.data(Kind.REQUEST)
+    await wire.send(frames.Credit(member, Kind.REQUEST, [HOP.unpack_from(handed)[4]]))
 
 
 @offence("^a refused message came back changed$")

@@ -95,7 +95,7 @@ async def test_nobody_leaves_for_another_session(relay: Path) -> None:
         await wire.prove(KEY)
         await wire.send(frames.Leave(9, serial))
         assert (await wire.expect(frames.Ack)).error == f"member {serial} is not of this session"
-        await wire.send(frames.Credit(serial, Kind.PUSH, 1, 1))
+        await wire.send(frames.Credit(serial, Kind.PUSH, [1]))
         await wire.alive()
         await others.check()
 
@@ -146,11 +146,11 @@ async def test_unknown_ids_in_frames_without_an_answer_are_passed_over(relay: Pa
         await wire.prove()
         end = HOP.pack(23, Kind.TUNNEL_END, 0, 0, 3, 0) + b"\0"
         await wire.send(
-            frames.Credit(123, Kind.PUSH, 5, 5), frames.Unwatch(9), frames.Pong(7), end
+            frames.Credit(123, Kind.PUSH, [5]), frames.Unwatch(9), frames.Pong(7), end
         )  # fmt: skip
         await wire.alive()
         member = await wire.join(CLUSTER, Kind.REQUEST)
-        await wire.send(frames.Credit(member, Kind.PUSH, 5, 5), frames.Credit(member, 999, 1, 1))
+        await wire.send(frames.Credit(member, Kind.PUSH, [5]), frames.Credit(member, 999, [1]))
         await wire.alive()
         await others.check()
 

@@ -73,7 +73,7 @@ async def main():
 asyncio.run(main())
 """
     with Daemon(tmp_path) as daemon:
-        assert "throw-away keys in" in daemon.log.read_text()
+        assert "keys for trying out in" in daemon.log.read_text()
         done = subprocess.run(
             [sys.executable, "-c", program],
             env=daemon.environ, capture_output=True, text=True, timeout=PATIENCE_S,

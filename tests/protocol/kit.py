@@ -169,6 +169,9 @@ class Port:
     def has_room(self, size: int) -> bool:
         return True
 
+    def discard(self, held: Held) -> int:
+        return 0
+
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
         return self._take(bytes(buf[start:end]), count)
 

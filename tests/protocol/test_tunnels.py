@@ -64,7 +64,7 @@ def test_headers_reach_the_handler_and_messages_pass_both_ways(net: Network) -> 
 def test_a_message_within_the_first_window_is_whole(net: Network, size: int) -> None:
     _opener, _member, left, right = opened(net)
     data = memoryview(bytes(range(256)) * 257)[:size]
-    sent = left.write(data, 0)
+    sent, _ = left.write(data, 0)
     net.run()
     assert sent == size
     assert drain(right) == [bytes(data)]
@@ -77,7 +77,7 @@ def test_a_message_around_the_size_of_a_record_is_whole(net: Network, size: int)
     data = memoryview(bytes(range(256)) * 257)[:size]
     sent, received = 0, b""
     for _ in range(4):
-        sent = left.write(data, sent)
+        sent, _ = left.write(data, sent)
         net.run()
         while (chunk := right.next_chunk()) is not None:
             received += chunk[1]
@@ -90,18 +90,18 @@ def test_a_message_around_the_size_of_a_record_is_whole(net: Network, size: int)
 def test_a_sender_stops_when_its_credit_is_spent_and_goes_on_with_more(net: Network) -> None:
     _, _, left, right = opened(net)
     data = memoryview(bytes(10 * FIRST_WINDOW))
-    sent = left.write(data, 0)
+    sent, _ = left.write(data, 0)
     assert sent == FIRST_WINDOW - CHUNK_COST
     net.run()
     assert right.buffered == FIRST_WINDOW
     assert left.credit == 0
-    assert left.write(data, sent) == sent, "not a byte more before the reader consumed some"
+    assert left.write(data, sent) == (sent, False), "not a byte more before the reader consumed some"
     received = 0
     for _ in range(100):
         while (chunk := right.next_chunk()) is not None:
             received += len(chunk[1])
         net.run()
-        sent = left.write(data, sent)
+        sent, _ = left.write(data, sent)
         net.run()
         assert right.buffered <= MAX_WINDOW
     assert sent == len(data)
@@ -329,8 +329,9 @@ def test_empty_messages_cost_credit_so_that_a_reader_who_does_not_read_holds_few
     _, _, left, right = opened(net)
     sent = 0
     while left.credit >= CHUNK_COST:
-        assert left.write(memoryview(b""), 0) == 0
+        assert left.write(memoryview(b""), 0) == (0, True)
         sent += 1
+    assert left.write(memoryview(b""), 0) == (0, False), "an empty one waits for credit, too"
     net.run()
     assert sent == FIRST_WINDOW // CHUNK_COST
     assert right.buffered == FIRST_WINDOW

@@ -50,7 +50,7 @@ EXAMPLES: list[Control] = [
     frames.Leave(2, 7),
     frames.Subscribe(3, "a.>", [KEY_ID], "g"),
     frames.Unsubscribe(4, "a.>", "g"),
-    frames.Credit(7, 0x43, 3, 999),
+    frames.Credit(7, 0x43, [3, (1 << 63) + 1]),
     frames.Gap(0x47, "a.b", KEY_ID, SENDER, 1 << 40, 12, "slow receiver", False, ["g"], 3),
     frames.Fail(1 << 63 | 5, 4, "detail", True),
     frames.Roster(5, ["00.1"]),
