@@ -26,6 +26,7 @@ from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
+from iris.wire.frames import Kind
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,10 @@ class Attachment:
             self._task.cancel()
         if self.pump is not None:
             self.pump.abort("the client was closed")
+        offline, self._offline = self._offline, deque()
+        self._offline_bytes = 0
+        for cast in offline:
+            self._lost(cast, "the client was closed without a relay")
         self._up.set()
         self._wake_writers()
 
@@ -134,8 +139,13 @@ class Attachment:
                         await self._fence(new)
                         await self._fence(old)  # every JOIN on it is answered
                         await self._leave_all(old)
-                        while old.session.busy and old.connected:  # noqa: ASYNC110 - seldom, and bounded above
-                            await asyncio.sleep(0.005)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._config.drain_timeout_s):
+                            while old.session.busy and old.connected:
+                                await asyncio.sleep(0.005)
+                                old.turn()
+                                old.flush()  # `touch` is for the session in use
+                    async with asyncio.timeout(self._config.connect_timeout_s):
                         await self._bye(old, "moved to another session")
             finally:
                 old.abort("replaced")
@@ -180,7 +190,7 @@ class Attachment:
             while self.state == "open" and self.pump is None:
                 try:
                     self._take(await self._attach())
-                except IrisError as err:
+                except (IrisError, OSError) as err:
                     log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(2 * pause_s, self._config.reconnect_max_s)
@@ -238,7 +248,10 @@ class Attachment:
         offline, self._offline = self._offline, deque()
         self._offline_bytes = 0
         for cast in offline:
-            self._client.cast(*cast)
+            try:
+                self._client.cast(*cast)
+            except IrisError as err:  # its key is gone, perhaps; the rest goes on
+                self._lost(cast, str(err))
         pump.touch()
         self._up.set()
         self._wake_writers()
@@ -279,6 +292,9 @@ class Attachment:
             raise ConnectionLost(cast[1], detail, may_have_run=False)
         self._offline.append(cast)
         self._offline_bytes += size
+
+    def _lost(self, cast: Cast, cause: str) -> None:
+        self._client.lost(Lost(Kind(cast[0]).name.lower(), cast[1], b"", 1, cause))
 
     def touch(self) -> None:
         """Something is to be written at the end of this turn."""
@@ -358,7 +374,7 @@ class Attachment:
             try:
                 self.keep(cast)
             except ConnectionLost as err:
-                self._client.lost(Lost("publish", cast[1], b"", 1, err.detail))
+                self._lost(cast, err.detail)
         if self.state == "open":
             log.info("client.disconnected", extra={"fields": {"reason": reason}})
             self._client.detached(reason)

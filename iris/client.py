@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 MAX_LOSSES: Final = 1000
 LOG_INTERVAL_S: Final = 1.0
+SESSIONS_TRIED: Final = 3
+"""Sessions that an idempotent request is sent on, as one after the other is lost."""
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
@@ -94,6 +96,8 @@ class Client:
         """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast."""
         self.counters: dict[str, int] = {}
         """Messages dropped here, by cause, and handlers that failed."""
+        self.working: set[Subscription] = set()
+        """Subscriptions whose coroutine handler has a task."""
         self._given_keyring = keyring
         self._embedded = embedded
         self._entropy = entropy
@@ -140,7 +144,8 @@ class Client:
     async def close(self) -> None:
         """Leave gracefully: members stop and finish what they accepted, what was sent is flushed. Idempotent.
 
-        Bounded by `config.drain_timeout_s` and `connect_timeout_s` together. Cancelled, it closes at once.
+        Bounded by `config.drain_timeout_s`, once more for handlers that were cancelled, and `connect_timeout_s` together.
+        Cancelled, it closes at once.
         """
         attachment = self._attachment
         if attachment is None or self._closed:
@@ -149,17 +154,23 @@ class Client:
         if attachment.state != "open":
             return  # after a fork the socket, the loop and its tasks are the parent's
         try:
-            attachment.state = "closing"
             with contextlib.suppress(IrisError, TimeoutError):
-                bound_s = self.config.drain_timeout_s + self.config.connect_timeout_s
+                bound_s = 2 * self.config.drain_timeout_s + self.config.connect_timeout_s
                 async with asyncio.timeout(bound_s):
-                    for binding in list(self._registry.services):
-                        await self._leave(binding, self._say_leave(binding))
-                        await binding.stop()
+                    # Until all of it has ended handlers may use this client.
+                    bindings = list(self._registry.services)
+                    leaving = [self._leave(b, self._say_leave(b)) for b in bindings]
+                    for subscription in list(self.working):
+                        subscription.stop()
+                    await asyncio.gather(*leaving, *(s.finish() for s in list(self.working)))
+                    await asyncio.gather(*(binding.stop() for binding in bindings))
+                    attachment.state = "closing"
                     await attachment.say_bye()
         finally:
             attachment.close()
             self._registry.end()
+            for subscription in list(self.working):
+                subscription.give_up()
             await asyncio.gather(*(binding.stop() for binding in self._registry.services))
             await self._stop_embedded()
 
@@ -227,34 +238,40 @@ class Client:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError or ConnectionLost; each says `may_have_run`.
             DecodeError: the reply does not fit `type`.
         """
+        timeout_ms = _milliseconds(timeout)
         until_s = time.monotonic() + timeout
-        attachment = self._attachment
-        pump = attachment.pump if attachment is not None and attachment.state == "open" else None
-        if pump is not None:
-            pump.turn()
-            session, timeout_ms = pump.session, _milliseconds(timeout)
-        else:
-            pump, session = await self._ready(cluster, timeout)
-            timeout_ms = _milliseconds(until_s - time.monotonic())
-        data, packed = self._encode(payload, headers)
-        waiter: asyncio.Future[Message] = self._loop.create_future()
-        pending = session.asks.send(
-            Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
-            timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
-        )  # fmt: skip
-        pump.touch()
-        try:
-            message = await waiter
-        except ConnectionLost:
-            left_s = until_s - time.monotonic()
-            if not idempotent or left_s <= 0 or self._closed:
-                raise
-            return await self.request(
-                cluster, payload, timeout=left_s, headers=headers, idempotent=True, type=type
+        attempts = SESSIONS_TRIED if idempotent else 1
+        while True:
+            attempts -= 1
+            attachment = self._attachment
+            pump = (
+                attachment.pump if attachment is not None and attachment.state == "open" else None
             )
-        finally:
-            if not waiter.done() or waiter.cancelled():
-                session.asks.forget(pending)
+            if pump is not None:
+                pump.turn()
+                session = pump.session
+            else:
+                pump, session = await self._ready(cluster, timeout)
+                timeout_ms = _milliseconds(_seconds_left(until_s))
+            data, packed = self._encode(payload, headers)
+            waiter: asyncio.Future[Message] = self._loop.create_future()
+            pending = session.asks.send(
+                Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
+                timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
+            )  # fmt: skip
+            pump.touch()
+            try:
+                message = await waiter
+            except ConnectionLost:
+                timeout = _seconds_left(until_s)
+                timeout_ms = _milliseconds(timeout)
+                if not attempts or timeout_ms <= 1 or self._closed:
+                    raise
+            else:
+                break
+            finally:
+                if not waiter.done() or waiter.cancelled():
+                    session.asks.forget(pending)
         if type is Message:
             return message
         return decode_payload(message.payload, message.packed, type)
@@ -267,6 +284,7 @@ class Client:
         Returns when it is on the way. A push that fails (no members, all full, member lost) is told to `on_loss` and
         kept in `losses`; `flush` waits until the relay has handed over what was sent before.
         """
+        until_s = _deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         data, packed = self._encode(payload, headers)
         session.asks.push(
@@ -275,7 +293,7 @@ class Client:
             data,
             headers,
             packed,
-            _milliseconds(timeout),
+            _milliseconds(_seconds_left(until_s)),
         )
         pump.touch()
         if (attachment := self._attached()).blocked:
@@ -292,10 +310,11 @@ class Client:
         data, packed = self._encode(payload, headers)
 
         async def start(survey: Survey) -> Callable[[], None]:
+            until_s = _deadline(timeout)
             pump, session = await self._ready(cluster, timeout)
             pending = session.asks.send(
                 Kind.SURVEY, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
-                timeout_ms=_milliseconds(timeout), survey=survey,
+                timeout_ms=_milliseconds(_seconds_left(until_s)), survey=survey,
             )  # fmt: skip
             pump.touch()
             return lambda: session.asks.forget(pending)
@@ -304,12 +323,13 @@ class Client:
 
     async def flush(self, *, timeout: float = 5.0) -> None:
         """Return when the relay has routed everything sent before; failures of pushes have then been told."""
+        until_s = _deadline(timeout)
         pump, session = await self._ready("relay", timeout)
         waiter: asyncio.Future[Any] = self._loop.create_future()
         session.flush()
         session.ask(frames.Ping, waiter)
         pump.touch()
-        await _within(waiter, timeout, "the relay did not answer")
+        await _within(waiter, _seconds_left(until_s), "the relay did not answer")
 
     # -- casts -----------------------------------------------------------------------------------------------
 
@@ -467,16 +487,18 @@ class Client:
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout or ConnectionLost; no handler has run.
         """
+        until_s = _deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         if headers:
             check_headers(headers)
         key = self._registry.cluster_keys(cluster)[0]
-        end = session.tunneling.open(cluster, key, headers, _milliseconds(timeout))
+        left_s = _seconds_left(until_s)
+        end = session.tunneling.open(cluster, key, headers, _milliseconds(left_s))
         changed = asyncio.Event()
         end.wake = changed.set
         pump.touch()
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(left_s):
                 while not end.open and not end.broken:
                     changed.clear()
                     await changed.wait()
@@ -506,11 +528,11 @@ class Client:
         binding = ServiceBinding(self, service)
         _, session = await self._ready(service.name, self.config.connect_timeout_s)
         self._registry.services.append(binding)
-        subscriptions = [
-            self.subscribe(pattern, handler.as_callback(), group=group, on_gap=service.gap_handler)
-            for pattern, group, handler in service.topics
-        ]
+        subscriptions: list[Subscription] = []
         try:
+            for pattern, group, handler in service.topics:
+                callback, on_gap = handler.as_callback(), service.gap_handler
+                subscriptions.append(self.subscribe(pattern, callback, group=group, on_gap=on_gap))
             if service.handlers:
                 joined = self._registry.join(session, binding)
                 attachment.touch()
@@ -526,9 +548,8 @@ class Client:
             for subscription in subscriptions:
                 subscription.stop()
             try:
-                for subscription in subscriptions:
-                    await subscription.close()
-                await self._leave(binding, left)
+                closing = [subscription.close() for subscription in subscriptions]
+                await asyncio.gather(*closing, self._leave(binding, left))
             finally:
                 await binding.stop()
                 self._registry.forget(binding)
@@ -597,11 +618,12 @@ class Client:
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Return the relay's counters and tables."""
+        until_s = _deadline(timeout)
         pump, session = await self._ready("relay", timeout)
         waiter: asyncio.Future[frames.Report] = self._loop.create_future()
         session.ask(frames.Status, waiter)
         pump.touch()
-        report = await _within(waiter, timeout, "the relay did not answer")
+        report = await _within(waiter, _seconds_left(until_s), "the relay did not answer")
         try:
             document: dict[str, Any] = msgspec.json.decode(report.document, type=dict[str, Any])
         except msgspec.DecodeError as err:
@@ -667,7 +689,7 @@ class Client:
         if self.on_loss is not None:
             try:
                 self.on_loss(lost)
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 self.handler_failed("on_loss")
         elif self._may_log():
             log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
@@ -727,6 +749,17 @@ async def _within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:
             return await waiter
     except TimeoutError:
         raise RequestTimeout("relay", f"{text} within {timeout:g} s") from None
+
+
+def _deadline(timeout: float) -> float:
+    """Return when a call that may take `timeout` seconds is over: waiting for a relay counts."""
+    _milliseconds(timeout)
+    return time.monotonic() + timeout
+
+
+def _seconds_left(until_s: float) -> float:
+    """Return what is left of a timeout, and never nothing: who just made it may go on."""
+    return max(0.001, until_s - time.monotonic())
 
 
 def _milliseconds(timeout: float) -> int:

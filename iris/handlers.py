@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import typing
@@ -44,10 +45,13 @@ class Request(Message, gc=True):
 class Deferred:
     """A reply that is still owed. Ends by `reply` or `fail`, once."""
 
-    __slots__ = ("_finish", "done")
+    __slots__ = ("_finish", "_loop", "done")
 
-    def __init__(self, finish: Callable[[object, str | None], None]) -> None:
+    def __init__(
+        self, finish: Callable[[object, str | None], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._finish = finish
+        self._loop = loop
         self.done = False
 
     def reply(self, value: object) -> None:
@@ -64,7 +68,12 @@ class Deferred:
 
     def __del__(self) -> None:
         if not self.done:
-            self.fail("the handler gave its deferred reply up")
+            self.done = True
+            # The collector runs in whatever thread allocates, and in the middle of anything.
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(
+                    self._finish, None, "the handler gave its deferred reply up"
+                )
 
 
 class Handler:

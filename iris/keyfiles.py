@@ -43,7 +43,7 @@ def config_directory(environ: Mapping[str, str]) -> Path:
 
 def has_keys(environ: Mapping[str, str]) -> bool:
     """Whether the configuration directory has a keyring."""
-    return (config_directory(environ) / KEYRING_FILE).exists()
+    return os.path.exists(config_directory(environ) / KEYRING_FILE)
 
 
 def load_keys(environ: Mapping[str, str]) -> Keyring:
@@ -59,7 +59,7 @@ def load_keys(environ: Mapping[str, str]) -> Keyring:
         return load_keyring(directory / KEYRING_FILE)
     if not environ.get("IRIS_CONFIG"):
         dev = paths.dev_key_directory(environ, os.geteuid()) / KEYRING_FILE
-        if dev.exists():
+        if os.path.exists(dev):
             return load_keyring(dev)
     raise KeyringError(
         f"no keyring in {directory}; make one with `iris key new`, or start `iris relay --dev`"

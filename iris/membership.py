@@ -53,7 +53,8 @@ class Watcher:
         self._fresh = True
 
     def attach(self, session: Session) -> None:
-        """Ask this session's relay from now on."""
+        """Ask this session's relay from now on, and no other."""
+        self.detach()
         for key in self._keys:
             session.out.prove(key)
         self._session = session

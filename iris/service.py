@@ -104,12 +104,14 @@ class Service:
 class _Inbox:
     """Deliveries of one kind that wait for a handler, and the workers that run them."""
 
-    __slots__ = ("handler", "idle", "queue", "queued_bytes", "workers")
+    __slots__ = ("handed", "handler", "idle", "queue", "queued_bytes", "workers")
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.queue: deque[Delivery] = deque()
         self.queued_bytes = 0
+        self.handed: set[Delivery] = set()
+        """Given to a worker that has not started on it."""
         self.idle: list[asyncio.Future[Delivery]] = []
         self.workers: set[asyncio.Task[None]] = set()
 
@@ -130,7 +132,7 @@ class ServiceBinding:
         """It takes nothing any more."""
         self.running = 0
         self._client = client
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._limits = service.limits
         self._inboxes = {
             int(k): _Inbox(h)
@@ -142,6 +144,8 @@ class ServiceBinding:
         self._cast_worker: asyncio.Task[None] | None = None
         self._tunnels: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
+        self._stop_by_s: float | None = None
+        """It was stopped, and waits no longer than this for its tasks."""
         self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
 
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
@@ -171,6 +175,7 @@ class ServiceBinding:
         """Run a request, push or survey: now if its handler is a plain function, else within the concurrency limit."""
         inbox = self._inboxes[delivery.flow.kind]
         self.running += 1
+        delivery.session.running += 1
         handler = inbox.handler
         if not handler.is_coroutine:
             answer = None
@@ -190,10 +195,12 @@ class ServiceBinding:
             return
         if inbox.idle:
             inbox.queued_bytes += delivery.size
+            inbox.handed.add(delivery)
             inbox.idle.pop().set_result(delivery)
         elif len(inbox.workers) < self._limits.concurrency:
             inbox.queued_bytes += delivery.size
-            task = self._loop.create_task(
+            inbox.handed.add(delivery)
+            task = self.loop.create_task(
                 self._work(inbox, delivery), name=f"iris-{self.service.name}"
             )
             inbox.workers.add(task)
@@ -207,7 +214,9 @@ class ServiceBinding:
         handler = self._broadcast_handler
         if handler is None:
             return
-        if not handler.is_coroutine:
+        if self._stop_by_s is not None:
+            self._casts_lost(messages)
+        elif not handler.is_coroutine:
             for message in messages:
                 self._cast(handler, message)
         elif self._casts and self._cast_bytes + size > self._limits.queue_bytes:
@@ -219,7 +228,7 @@ class ServiceBinding:
             self._cast_bytes += size
             self.running += 1
             if self._cast_worker is None:
-                self._cast_worker = self._loop.create_task(
+                self._cast_worker = self.loop.create_task(
                     self._work_casts(handler), name=f"iris-{self.service.name}-casts"
                 )
 
@@ -227,7 +236,7 @@ class ServiceBinding:
         """Run a tunnel handler."""
         self.running += 1
         tunnel = Tunnel(end, self._client.touch, self._client.writable)
-        task = self._loop.create_task(
+        task = self.loop.create_task(
             self._work_tunnel(tunnel), name=f"iris-{self.service.name}-tunnel"
         )
         self._tunnels.add(task)
@@ -238,7 +247,7 @@ class ServiceBinding:
         if self.service.gap_handler is not None:
             try:
                 self.service.gap_handler(gap)
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 self._client.handler_failed(f"gap handler of {self.service.name}")
 
     # -- running ---------------------------------------------------------------------------------------------
@@ -260,6 +269,8 @@ class ServiceBinding:
                         if stopping():
                             raise
                         self._client.handler_failed(f"broadcast handler of {self.service.name}")
+                    if stopping():
+                        return
                 self._cast_bytes -= size
                 self.done()
         finally:
@@ -268,6 +279,7 @@ class ServiceBinding:
     async def _work(self, inbox: _Inbox, delivery: Delivery) -> None:
         handler = inbox.handler
         while True:
+            inbox.handed.discard(delivery)
             answer = _Answer(self, delivery)
             try:
                 if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
@@ -282,12 +294,14 @@ class ServiceBinding:
                 answer.failed(err)
             finally:
                 inbox.queued_bytes -= delivery.size
+            if self._stop_by_s is not None:
+                return  # a handler that took no notice of its cancellation; stop() answers the rest
             if inbox.queue:
                 delivery = inbox.queue.popleft()
             elif self.leaving:
                 return
             else:
-                waiter: asyncio.Future[Delivery] = self._loop.create_future()
+                waiter: asyncio.Future[Delivery] = self.loop.create_future()
                 inbox.idle.append(waiter)
                 delivery = await waiter
 
@@ -317,7 +331,10 @@ class ServiceBinding:
             await self._quiet.wait()
 
     async def stop(self) -> None:
-        """Cancel what still runs, and wait for it to end."""
+        """Cancel what still runs, answer what did not start, and wait for the former to end, within bounds. Idempotent."""
+        self.leaving = True
+        if self._stop_by_s is None:
+            self._stop_by_s = self.loop.time() + self._client.config.drain_timeout_s
         tasks = [
             *self._tunnels,
             *(task for inbox in self._inboxes.values() for task in inbox.workers),
@@ -326,8 +343,34 @@ class ServiceBinding:
             tasks.append(self._cast_worker)
         for task in tasks:
             task.cancel()
+        self._give_up_queued()
         if tasks:
-            await asyncio.wait(tasks)
+            left_s = max(0.0, self._stop_by_s - self.loop.time())
+            _, stuck = await asyncio.wait(tasks, timeout=left_s)
+            if stuck:
+                log.warning("service.stuck", extra={"fields": {"handlers": len(stuck)}})
+
+    def _give_up_queued(self) -> None:
+        """No task takes these any more: those that have them were cancelled before they started on them."""
+        for inbox in self._inboxes.values():
+            given_up = [*inbox.handed, *inbox.queue]
+            inbox.handed.clear()
+            inbox.queue.clear()
+            for delivery in given_up:
+                inbox.queued_bytes -= delivery.size
+                self.end_with(delivery, "the member stopped before it started", may_have_run=False)
+            if given_up:
+                self._client.count_dropped("member stopped", len(given_up))
+        while self._casts:
+            messages, size = self._casts.popleft()
+            self._cast_bytes -= size
+            self._casts_lost(messages)
+            self.done()
+
+    def _casts_lost(self, messages: list[Message]) -> None:
+        first = messages[0]
+        self._client.count_dropped("member stopped", len(messages))
+        self.gap(Lost("broadcast", first.name, first.source, len(messages), "member stopped"))
 
     def finish_one(self, delivery: Delivery, value: object) -> None:
         """A handler returned `value`: answer with it, or give a push's credit back."""
@@ -352,17 +395,20 @@ class ServiceBinding:
                 )
                 return
             if kind == Kind.SURVEY:
-                headers = {**(headers or {}), MEMBER_HEADER: self.member_id}
+                headers = {**(headers or {}), MEMBER_HEADER: _member_id(delivery)}
             delivery.reply(payload, headers, packed)
-        self._client.touch()
-        self.done()
+        self._ended(delivery)
 
     def end_with(self, delivery: Delivery, detail: str, *, may_have_run: bool) -> None:
         """Answer with an error; a push has no answer."""
         if delivery.flow.kind == Kind.PUSH:
             delivery.finish()
         else:
-            delivery.fault(detail, may_have_run=may_have_run, member=self.member_id)
+            delivery.fault(detail, may_have_run=may_have_run, member=_member_id(delivery))
+        self._ended(delivery)
+
+    def _ended(self, delivery: Delivery) -> None:
+        delivery.session.running -= 1
         self._client.touch()
         self.done()
 
@@ -385,7 +431,7 @@ class _Answer:
         if self._deferred or self._delivery.flow.kind == Kind.PUSH:
             raise ConfigError("a push takes no answer, and a request only one")
         self._deferred = True
-        return Deferred(self._finish)
+        return Deferred(self._finish, self._binding.loop)
 
     def returned(self, value: object) -> None:
         if not self._deferred:
@@ -416,6 +462,11 @@ class _Answer:
 
     def _end_with(self, detail: str, *, may_have_run: bool) -> None:
         self._binding.end_with(self._delivery, detail, may_have_run=may_have_run)
+
+
+def _member_id(delivery: Delivery) -> str:
+    """Return which member of ours this was handed to: after a move to another session the binding is another."""
+    return f"{delivery.session.relay_id.hex()}.{delivery.flow.member}"
 
 
 _numbers = itertools.count(1)

@@ -67,14 +67,46 @@ class Subscription:
         return self
 
     async def close(self) -> None:
-        """End it: nothing is delivered after the return. Idempotent."""
+        """End it: nothing is delivered after the return. Idempotent.
+
+        A coroutine handler finishes what was accepted, within `config.drain_timeout_s`; the rest is told as lost. Called by
+        the handler itself, it does not wait for that.
+        """
         self.stop()
-        worker, self._worker = self._worker, None
         try:
             await self._client.told(self._stopped)
+        except BaseException:
+            self.give_up()
+            raise
+        await self.finish()
+
+    async def finish(self) -> None:
+        """Return when a coroutine handler has handled what was accepted, or the time for that is over (for the client)."""
+        worker = self._worker
+        if worker is None or worker is asyncio.current_task():
+            return
+        bound_s = self._client.config.drain_timeout_s
+        try:
+            _, late = await asyncio.wait((worker,), timeout=bound_s)
         finally:
-            if worker is not None and worker is not asyncio.current_task():
-                worker.cancel()
+            self.give_up()
+        if late:
+            await asyncio.wait((worker,), timeout=bound_s)
+
+    def give_up(self) -> None:
+        """End a coroutine handler's task now; what it did not start on is told as lost (for the client). Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is None or worker.done():
+            return
+        self._ended = True
+        if worker is not asyncio.current_task():
+            worker.cancel()
+        rest = list(self._batch)
+        for messages in (rest, *(queued for queued, _ in self._queue)):
+            if messages:
+                self._client.lost(self._drop(messages, "subscription closed"))
+        self._queue.clear()
+        self._queued_bytes = 0
 
     def stop(self) -> None:
         """End it without waiting for the relay: what is queued is still delivered. Idempotent."""
@@ -127,7 +159,7 @@ class Subscription:
         if self._on_gap is not None:
             try:
                 self._on_gap(gap)
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 self._client.handler_failed(f"on_gap of {self.filter}")
 
     def end(self, error: IrisError | None = None) -> None:
@@ -145,7 +177,7 @@ class Subscription:
                 for message in rest:
                     handler(message)
                 return
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 self._client.handler_failed(f"subscription {self.filter}")
 
     def _enqueue(self, messages: list[Message], size: int) -> None:
@@ -164,6 +196,8 @@ class Subscription:
             self._worker = asyncio.get_running_loop().create_task(
                 self._work(), name=f"iris-{self.filter}"
             )
+            self._client.working.add(self)
+            self._worker.add_done_callback(lambda _: self._client.working.discard(self))
 
     def _full(self, messages: list[Message], size: int) -> None:
         if self._policy == "drop-old":
@@ -181,10 +215,12 @@ class Subscription:
                     )
                 )
 
-    def _drop(self, messages: list[Message]) -> None:
+    def _drop(self, messages: list[Message], cause: str = "slow subscriber") -> Lost:
         first = messages[0]
-        self._client.count_dropped("slow subscriber", len(messages))
-        self.gap(Lost("publish", first.name, first.source, len(messages), "slow subscriber"))
+        self._client.count_dropped(cause, len(messages))
+        lost = Lost("publish", first.name, first.source, len(messages), cause)
+        self.gap(lost)
+        return lost
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -200,11 +236,14 @@ class Subscription:
                 await self._waiter
                 continue
             messages, size = self._queue.popleft()
-            for message in messages:
+            self._batch = iter(messages)
+            for message in self._batch:
                 try:
                     await handler(message)
                 except (Exception, asyncio.CancelledError):
                     if stopping():
                         raise
                     self._client.handler_failed(f"subscription {self.filter}")
+                if stopping():
+                    return  # the handler took no notice of its cancellation
             self._queued_bytes -= size

@@ -119,7 +119,8 @@ class Pump(asyncio.BufferedProtocol):
         except IrisError as err:
             self.abort(str(err))
         except (
-            Exception
+            Exception,
+            asyncio.CancelledError,
         ) as err:  # a fault of ours must not leave callers waiting on a connection that is not read
             log.exception("client.fault")
             self.abort(f"internal error: {err!r}")
@@ -239,7 +240,7 @@ class Pump(asyncio.BufferedProtocol):
 def find_relay(environ: Mapping[str, str]) -> Path:
     """Return the socket to try: $IRIS_RELAY, else the user's own relay if it is there, else the host's."""
     candidates = paths.candidate_sockets(environ, os.geteuid())
-    return next((path for path in candidates if path.exists()), candidates[0])
+    return next((path for path in candidates if os.path.exists(path)), candidates[0])
 
 
 async def dial(path: Path, relay_user: str) -> socket.socket:
@@ -248,7 +249,10 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
     Raises:
         RelayUnavailable: nobody listens, or somebody whom we do not trust with our metadata.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as err:  # no descriptor is free
+        raise RelayUnavailable(f"no socket for the relay at {path} ({err.strerror})") from err
     try:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, os.fspath(path))

@@ -80,9 +80,9 @@ class Tunnel:
         if self._sending is None and not end.filling:
             # The whole message at once, without a lock, whenever credit allows.
             end.check_sending()
-            sent = end.write(view, 0)
+            sent, done = end.write(view, 0)
             self._touch()
-            if sent == len(view):
+            if done:
                 await self._room()
                 return
         else:
@@ -94,9 +94,9 @@ class Tunnel:
                 while True:
                     end.check_sending()
                     before = sent
-                    sent = end.write(view, sent)
+                    sent, done = end.write(view, sent)
                     self._touch()
-                    if sent == len(view):
+                    if done:
                         break
                     if sent == before:
                         await self._changed()

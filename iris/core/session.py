@@ -39,7 +39,14 @@ from iris.wire.codec import (
     answer_suffix,
     decode_control,
 )  # fmt: skip
-from iris.wire.frames import FLAG_REFUSED, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind, Refusal
+from iris.wire.frames import (
+    FLAG_REFUSED,
+    MAX_CREDIT,
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    Kind,
+    Refusal,
+)
 
 MAX_HELD_BYTES: Final = 16 << 20
 _CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
@@ -60,6 +67,8 @@ class Session:
         self.subscriptions_version = 0
         self.message_limit = message_limit
         self.received_messages = 0
+        self.running = 0
+        """Deliveries of this session that our handlers have not ended yet; the bindings count."""
         self.dropped: dict[str, int] = {}
         self.relay_id = b""
         self.session_id = b""
@@ -86,6 +95,7 @@ class Session:
         """By id: which frame answers, and who waits."""
         self._watches: dict[int, Callable[[frames.Membership], None]] = {}
         self._credits: dict[tuple[int, int], list[int]] = {}
+        """(member, kind) -> hop ids of the pushes that ended in this turn."""
         table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
         table[Kind.PUBLISH] = self._publish
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
@@ -135,8 +145,8 @@ class Session:
         self.out.flush()
         self.tunneling.flush()
         if self._credits:
-            for (member, kind), (messages, size) in self._credits.items():
-                self.out.control(frames.Credit(member, kind, messages, size))
+            for (member, kind), hops in self._credits.items():
+                self.out.control(frames.Credit(member, kind, hops))
             self._credits.clear()
 
     def expire(self, mono_us: int) -> None:
@@ -228,11 +238,12 @@ class Session:
             answer_suffix(flow.sender_id, delivery.counter),
         )  # fmt: skip
 
-    def credit(self, member: int, kind: int, messages: int, size: int) -> None:
-        """Give back credit with the end of the turn."""
-        held = self._credits.setdefault((member, kind), [0, 0])
-        held[0] += messages
-        held[1] += size
+    def credit(self, member: int, kind: int, hop: int) -> None:
+        """Give back the credit of a push with the end of the turn."""
+        hops = self._credits.setdefault((member, kind), [])
+        hops.append(hop)
+        if len(hops) >= MAX_CREDIT:
+            self.out.control(frames.Credit(member, kind, self._credits.pop((member, kind))))
 
     # -- what comes in: casts --------------------------------------------------------------------------------
 
@@ -411,8 +422,8 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Requests of ours, or tunnels, are still in flight here."""
-        return bool(len(self.asks) or self.tunneling.ends)
+        """Requests of ours or for us, or tunnels, are still in flight here."""
+        return bool(len(self.asks) or self.tunneling.ends or self.running)
 
     # -- what comes in: control ------------------------------------------------------------------------------
 

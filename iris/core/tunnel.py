@@ -154,8 +154,10 @@ class TunnelEnd:
         if self.peer_closed:
             raise Closed(f"tunnel to {self.name}: the other side closed it")
 
-    def write(self, data: memoryview, start: int) -> int:
-        """Put as much of the message `data` from `start` on the way as credit allows; return where it stopped.
+    def write(self, data: memoryview, start: int) -> tuple[int, bool]:
+        """Put as much of the message `data` from `start` on the way as credit allows.
+
+        Return where it stopped, and whether the whole message is on the way: an empty one stops where it starts.
 
         Every chunk costs `CHUNK_COST` besides its bytes. The view is borrowed until `flush`, or until a record takes it, so the caller
         leaves it unchanged; what is not sent by the end of the call stays the caller's.
@@ -181,11 +183,11 @@ class TunnelEnd:
                 if start == size:
                     if self._plain_bytes > MAX_PLAINTEXT_BYTES - 64:
                         self.flush()
-                    return start
+                    return start, True
             if self._plain_bytes >= MAX_PLAINTEXT_BYTES - 5:
                 self.flush()
             elif self.credit <= CHUNK_COST:
-                return start
+                return start, False
 
     @property
     def filling(self) -> bool:

@@ -95,7 +95,7 @@ def test_a_sender_stops_when_its_credit_is_spent_and_goes_on_with_more(net: Netw
     net.run()
     assert right.buffered == FIRST_WINDOW
     assert left.credit == 0
-    assert left.write(data, sent) == (sent, False), "not a byte more before the reader consumed some"
+    assert left.write(data, sent) == (sent, False), "not a byte before the reader consumed some"
     received = 0
     for _ in range(100):
         while (chunk := right.next_chunk()) is not None:
