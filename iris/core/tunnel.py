@@ -57,7 +57,7 @@ class TunnelEnd:
     """
 
     __slots__ = (
-        "_assembling", "_chunks", "_consumed", "_emit", "_filling", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
+        "_assembling", "_chunks", "_consumed", "_dry", "_emit", "_filling", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
         "_recv", "_send", "_window", "broken", "buffered", "closed", "credit", "error", "finished", "headers", "hop", "initiator",
         "name", "peer_closed", "peer_finished", "wake",
     )  # fmt: skip
@@ -95,6 +95,8 @@ class TunnelEnd:
         self._filling = False
         self._window = FIRST_WINDOW
         self._consumed = 0
+        self._dry = False
+        """The reader found nothing to read since the last grant."""
 
     # -- opening ---------------------------------------------------------------------------------------------
 
@@ -280,6 +282,7 @@ class TunnelEnd:
         """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes anew; None if none is there."""
         chunks = self._chunks
         if not chunks:
+            self._dry = True
             return None
         flags, data = chunks.popleft()
         if flags != _ABORTED:
@@ -290,10 +293,11 @@ class TunnelEnd:
             grant = self._consumed
             if grant >= self._window // 4:
                 self._consumed = 0
-                if not chunks and self._window < MAX_WINDOW:
-                    # All consumed, and the reader wants more: the sender is what it waits for.
+                if self._dry and self._window < MAX_WINDOW:
+                    # The reader found nothing since the last grant: the sender is what it waits for.
                     grant += self._window
                     self._window *= 2
+                self._dry = False
                 self._item(_CREDIT, _U32.pack(grant))
         return flags, data
 
