@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -31,6 +32,7 @@ from iris.core.parties import Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
+from iris.dialling import REMOTE, reach
 from iris.errors import (
     Closed,
     ConfigError,
@@ -46,7 +48,7 @@ from iris.registry import Registry
 from iris.service import Service, ServiceBinding
 from iris.subscription import Policy, Subscription
 from iris.survey import Survey
-from iris.transport import Pump, dial, find_relay
+from iris.transport import Pump
 from iris.tunnel import Tunnel
 from iris.wire import frames
 from iris.wire.frames import Kind
@@ -71,12 +73,14 @@ def connect(
 ) -> Client:  # fmt: skip
     """Return a client, connected when entered: `async with iris.connect() as client`.
 
-    `relay` is the path of the relay's socket; without it $IRIS_RELAY, else the user's own relay, else the host's.
+    `relay` is the path of the relay's socket, or tls://host:port of a relay on another host, with the access file that
+    `iris key access` made; without it $IRIS_RELAY, else the user's own relay, else the host's.
     `keyring` defaults to the configuration directory's, else the one of `iris relay --dev`. `embedded` runs a relay inside
     this process, for a program that talks to itself.
     """
     if config is None:
-        config = ClientConfig(relay=Path(relay) if relay is not None else None)
+        remote = isinstance(relay, str) and relay.startswith(REMOTE)
+        config = ClientConfig(relay=relay if remote or relay is None else Path(relay))
     elif relay is not None:
         raise ConfigError("give the relay's path as `relay` or in `config`, not both")
     return Client(config, keyring, embedded=embedded)
@@ -196,16 +200,7 @@ class Client:
             self._relay = EmbeddedRelay(entropy=self._entropy)
             return self._relay.connect
 
-        async def by_path(factory: Callable[[], asyncio.BufferedProtocol]) -> None:
-            path = self.config.relay or find_relay(os.environ)
-            connection = await dial(path, self.config.relay_user)
-            try:
-                await self._loop.create_unix_connection(factory, sock=connection)
-            except BaseException:
-                connection.close()
-                raise
-
-        return by_path
+        return partial(reach, self.config, os.environ)
 
     async def _stop_embedded(self) -> None:
         if self._relay is not None:

@@ -19,8 +19,11 @@ def _program() -> str:
 class ClientConfig:
     """Everything a client can be told; validated here, once."""
 
-    relay: Path | None = None
-    """Socket of the relay. None: $IRIS_RELAY, else the user's own relay, else the host's."""
+    relay: Path | str | None = None
+    """Socket of the relay, or tls://host:port of one on another host. None: $IRIS_RELAY, else the user's own relay, else the host's."""
+
+    access: Path | None = None
+    """For tls://: the file that `iris key access` made. None: $IRIS_ACCESS, else access.pem among the key files."""
 
     label: str = field(default_factory=_program)
     """Shown by `iris members` and `iris status`; at most 64 characters."""

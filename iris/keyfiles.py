@@ -109,7 +109,7 @@ def load_keyring(path: Path) -> Keyring:
         KeyringError: missing, not a plain file, over 1 MiB, open to others, owned by another user,
             or malformed. The text begins with the path and says what to do.
     """
-    return _parsed(path, Keyring.parse)
+    return load(path, Keyring.parse)
 
 
 def load_network_keys(path: Path) -> tuple[NetworkKey, ...]:
@@ -118,7 +118,7 @@ def load_network_keys(path: Path) -> tuple[NetworkKey, ...]:
     Raises:
         KeyringError: as `load_keyring`.
     """
-    return _parsed(path, parse_network_keys)
+    return load(path, parse_network_keys)
 
 
 def save_keyring(path: Path, keyring: Keyring) -> None:
@@ -145,7 +145,7 @@ def save_keyring(path: Path, keyring: Keyring) -> None:
                 os.unlink(temporary)
 
 
-def _parsed(path: Path, parse: Callable[[str], _T]) -> _T:
+def load(path: Path, parse: Callable[[str], _T]) -> _T:
     text = _read(path)
     try:
         return parse(text)

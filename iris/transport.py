@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pwd
-import socket
-import struct
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol, cast
 
-from iris import paths
 from iris.core.asks import NEVER_US
 from iris.core.session import Session
-from iris.errors import IrisError, RelayUnavailable
+from iris.errors import IrisError, PeerProtocolError
+from iris.remote import SESSION_ALPN, check_alpn, peer_relay_id
 from iris.wire.codec import (
     FRAME_OVERHEAD,
     MAX_REPORT_BYTES,
@@ -28,14 +23,13 @@ from iris.wire.codec import (
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 8192
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Writer:
     """Writes to a connection at once while nothing waits in it, and leaves the rest to its transport.
 
     uvloop keeps what is written until its turn ends; then a peer on another core would wait for our whole batch.
-    For connections without TLS. What is closing is left to the transport: the descriptor may be reused.
+    What goes through the event loop's TLS, and what is closing, is left to the transport: the descriptor may be reused.
     """
 
     __slots__ = ("_fd", "_transport")
@@ -43,7 +37,8 @@ class Writer:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         connected = transport.get_extra_info("socket")
-        self._fd = -1 if connected is None else connected.fileno()
+        ours = connected is not None and transport.get_extra_info("sslcontext") is None
+        self._fd = connected.fileno() if ours else -1
 
     def write(self, chunks: list[bytes], size: int) -> None:
         """Write `chunks`, `size` bytes together, in order."""
@@ -106,6 +101,14 @@ class Pump(asyncio.BufferedProtocol):
         self._writer = Writer(self._transport)
         self._transport.set_write_buffer_limits(high=self._high_bytes, low=self._high_bytes // 4)
         self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None:
+            try:
+                check_alpn(tls, SESSION_ALPN)
+                self.session.over_tls(peer_relay_id(tls))
+            except PeerProtocolError as err:
+                self.abort(str(err))
+                return
         self._transport.write(encode_control(self.session.greeting))
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -115,6 +118,7 @@ class Pump(asyncio.BufferedProtocol):
         self._in_batch = True
         try:
             self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
+            self.session.heard()
             self._reader.received(nbytes)
         except IrisError as err:
             self.abort(str(err))
@@ -234,49 +238,7 @@ class Pump(asyncio.BufferedProtocol):
         if self.connected:
             self._tell_time()
             self.session.expire(time.monotonic_ns() // 1000)
+            if self.session.silent:
+                self.abort("the relay has been silent for too long")
+                return
             self.flush()
-
-
-def find_relay(environ: Mapping[str, str]) -> Path:
-    """Return the socket to try: $IRIS_RELAY, else the user's own relay if it is there, else the host's."""
-    candidates = paths.candidate_sockets(environ, os.geteuid())
-    return next((path for path in candidates if os.path.exists(path)), candidates[0])
-
-
-async def dial(path: Path, relay_user: str) -> socket.socket:
-    """Return a socket connected to the relay at `path`, after checking who listens there.
-
-    Raises:
-        RelayUnavailable: nobody listens, or somebody whom we do not trust with our metadata.
-    """
-    try:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as err:  # no descriptor is free
-        raise RelayUnavailable(f"no socket for the relay at {path} ({err.strerror})") from err
-    try:
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, os.fspath(path))
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        _, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid not in (os.geteuid(), 0) and uid != _uid_of(relay_user):
-            raise RelayUnavailable(
-                f"the relay at {path} runs as uid {uid}: neither us, root nor {relay_user!r}"
-            )
-    except OSError as err:
-        connection.close()
-        raise RelayUnavailable(
-            f"no relay at {path} ({err.strerror}); start one with `iris relay --dev`"
-        ) from err
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _uid_of(user: str) -> int | None:
-    try:
-        return pwd.getpwnam(user).pw_uid
-    except KeyError:
-        return None

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import iris
-from iris import keyfiles, paths
+from iris import keyfiles, paths, remote
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
 from iris.crypto.keyring import DEFAULT, TOPIC, Keyring
@@ -31,6 +31,7 @@ app = typer.Typer(
       iris key add databases
       iris key promote databases
       iris key retire databases
+      iris key access batch-host.pem
     """,
 )  # fmt: skip
 
@@ -182,6 +183,36 @@ def retire(name: Name, key: KeyId = "") -> None:
     run(work)
 
 
+@app.command()
+def access(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, mode 0600.")],
+) -> None:
+    """Write an access file: it lets processes on hosts without a relay reach one over TLS. Refuses to overwrite.
+
+    It admits sessions, never relays, and does not hold the network key; they
+    need a keyring, too. Made with the key that relays dial with. Each host is
+    better off with a file of its own: its id, printed here, tells them apart.
+    There is no taking one back but a new network key.
+
+    \b
+    Examples:
+      iris key access batch-host.pem
+    """
+
+    async def work() -> int:
+        network = keyfiles.config_directory(os.environ) / keyfiles.NETWORK_FILE
+        if not network.exists():
+            raise KeyringError(
+                f"no network key at {network}; make one with `iris key new`, or run this where your relays have theirs"
+            )
+        key = keyfiles.load_network_keys(network)[0]
+        access_id = remote.create_access(file, key)
+        _say(f"{file}: access {access_id.hex()} to network {key.fingerprint.hex()}")
+        return Exit.OK
+
+    run(work)
+
+
 def keyring_path() -> Path:
     """Return the keyring that clients of this user find: the configuration's, else that of `iris relay --dev`.
 
@@ -228,7 +259,7 @@ def _find(keyring: Keyring, name: str, text: str) -> bytes | None:
 
 
 async def _check_everybody_holds(
-    keyring: Keyring, name: str, key: ClusterKey, relay: Path | None
+    keyring: Keyring, name: str, key: ClusterKey, relay: str | None
 ) -> None:
     """Raise KeyringError unless every member that NAME's keys are for holds `key`, too."""
     if name.startswith(TOPIC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -32,8 +31,8 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON, one object a line, instead of bytes.")
 ]
 RelayPath = Annotated[
-    Path | None,
-    typer.Option("--relay", metavar="PATH", help="Socket of the relay. Default: $IRIS_RELAY, your own, the host's.", show_default=False),
+    str | None,
+    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://host:port. Default: $IRIS_RELAY, your own, the host's.", show_default=False),
 ]  # fmt: skip
 
 

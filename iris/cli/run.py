@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -86,7 +85,7 @@ def find_service(place: str) -> iris.Service:
     return found
 
 
-async def serve(services: list[iris.Service], relay: Path | None) -> None:
+async def serve(services: list[iris.Service], relay: str | None) -> None:
     """Serve until SIGTERM or SIGINT; SIGHUP reloads the keys."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,7 +14,7 @@ from iris.cli.exits import Exit, complain, exit_code, run
 
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
-    as_json: bool, relay: Path | None,
+    as_json: bool, relay: str | None,
 ) -> None:  # fmt: skip
     """Send one message, or one a line, by `call`; return when the relay has routed them.
 

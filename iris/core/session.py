@@ -18,6 +18,7 @@ from iris.core.inbound import Inbound, InFlow
 from iris.core.message import Message
 from iris.core.outbound import Outbound
 from iris.core.parties import Delivery, Lost, Owner, Waiter
+from iris.core.pulse import Pulse
 from iris.core.tunneling import Tunneling
 from iris.errors import (
     ConnectionLost,
@@ -44,6 +45,7 @@ from iris.wire.frames import (
     MAX_CREDIT,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
+    UNKNOWN_COUNT,
     Kind,
     Refusal,
 )
@@ -79,7 +81,13 @@ class Session:
         self.registered: set[object] = set()
         """What our owner registered through this session, by whatever it tells registrations apart."""
         self.on_welcome: Waiter | None = None
-        self.greeting = frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, label[:64], pid)
+        self._certified = b""
+        self._pulse: Pulse | None = None
+        """Of a relay on another host."""
+        self.clock_us = 0
+        """Added to the relay's deadlines."""
+        self._label = label[:64]
+        self._pid = pid
         self.out: Outbound
         self.entropy = entropy
         self._inbound = Inbound(owner.find_key)
@@ -121,7 +129,14 @@ class Session:
             frames.Report: self._on_ack,
             frames.Pong: self._on_ack,
             frames.Ping: lambda ping: self.out.control(frames.Pong(ping.id)),
+            frames.Beat: self._on_beat,
         }
+
+    @property
+    def greeting(self) -> frames.Hello:
+        """HELLO, once the session was told the time."""
+        mono_us = self.mono_us if self._certified else 0
+        return frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, self._label, self._pid, mono_us)
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -153,6 +168,25 @@ class Session:
         """End what is past its deadline."""
         self.mono_us = mono_us
         self.deadline_us = min(self.asks.expire(mono_us), self.tunneling.expire(mono_us))
+        pulse = self._pulse
+        if pulse is not None and self.state == "up":
+            if mono_us >= pulse.beat_us:
+                self.out.control(pulse.beat(mono_us))
+            self.deadline_us = min(self.deadline_us, pulse.deadline_us)
+
+    def over_tls(self, relay_id: bytes) -> None:
+        """The relay is on another host, and its certificate names it so; said before the greeting."""
+        self._certified = relay_id
+
+    def heard(self) -> None:
+        """Something came from the relay."""
+        if self._pulse is not None:
+            self._pulse.last_us = self.mono_us
+
+    @property
+    def silent(self) -> bool:
+        """Whether a relay on another host said nothing for too long."""
+        return self._pulse is not None and self._pulse.dead(self.mono_us)
 
     def hold_casts(self) -> None:
         """Keep publications and broadcasts back: another session of ours may owe us earlier ones, still unread."""
@@ -351,6 +385,8 @@ class Session:
         if flags & FLAG_REFUSED:
             raise PeerProtocolError("a refused message came to a session")
         self.received_messages += 1
+        if deadline_us and self.clock_us:
+            deadline_us += self.clock_us
         flow = self.flow(alias, kind)
         size = end - start
         binding = self.owner.binding(flow)
@@ -455,6 +491,12 @@ class Session:
         )  # fmt: skip
         self.out.now_us = self.now_us
         self.state = "up"
+        if self._certified:
+            if welcome.relay_id != self._certified or not welcome.mono_us:
+                raise PeerProtocolError("WELCOME over TLS without the time, or of another relay")
+            self._pulse = Pulse(welcome.mono_us, self.mono_us)
+            self.clock_us = self._pulse.clock_us
+            self.deadline_us = min(self.deadline_us, self._pulse.deadline_us)
         if self.on_welcome is not None and not self.on_welcome.done():
             self.on_welcome.set_result(welcome)
 
@@ -481,6 +523,12 @@ class Session:
         if heard is not None:
             heard(membership)
 
+    def _on_beat(self, beat: frames.Beat) -> None:
+        if self._pulse is None:
+            raise PeerProtocolError("BEAT in a session of this host")
+        self._pulse.heard(beat, self.mono_us)
+        self.clock_us = self._pulse.clock_us
+
     def _on_gap(self, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
@@ -492,7 +540,10 @@ class Session:
         )
         flow = InFlow(declared, key, None)
         expected = self._expected(flow)
-        if expected is not None and not flow.plain:
+        if gap.count == UNKNOWN_COUNT:
+            # The next message says how many; if none comes, this is all that is known.
+            self._lose(flow, None, gap.cause)
+        elif expected is not None and not flow.plain:
             # Members of a group see only their share, so the relay's word is all there is.
             expected.next = max(expected.next, gap.first + gap.count)
             self._lose(flow, gap.count, gap.cause)

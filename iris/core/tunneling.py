@@ -80,6 +80,8 @@ class Tunneling:
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
         _, _, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
+        if deadline_us and self._session.clock_us:
+            deadline_us += self._session.clock_us
         self._session.received_messages += 1
         flow = self._session.flow(alias, Kind.TUNNEL_OPEN)
         if hop in self.ends:

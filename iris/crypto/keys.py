@@ -7,7 +7,8 @@ string per purpose, so that no derived key says anything about another:
                  ├─ "iris-sign-1"        seed of the Ed25519 key pair (RFC 8032) that proves the key id
                  ├─ "iris-tunnel-psk-1"  pre-shared key of tunnels (`noise`)
                  └─ "iris-key-hash-1"    HMAC key that hides the keys of stream records
-    network key ─── "iris-network-ca-1"  seed of the Ed25519 key of the certificate authority of relays
+    network key ─┬─ "iris-network-ca-1"  seed of the Ed25519 key of the certificate authority of relays
+                 └─ "iris-network-access-1"  the same for that of sessions from hosts without a relay
 
 Key id and network fingerprint are the first 16 bytes of SHA-256 of the Ed25519 public key: they
 name a key in public and tell nothing of its secret.
@@ -133,16 +134,20 @@ class ClusterKey(_Secret):
 class NetworkKey(_Secret):
     """The key that the relays of one network share: it admits relays and opens no payload.
 
-    `fingerprint` (16 bytes) names the network; `ca_key` signs the certificates of its relays.
+    `fingerprint` (16 bytes) names the network; `ca_key` signs the certificates of its relays,
+    `access_ca_key` those of sessions from hosts without a relay (`certificates`).
     """
 
-    __slots__ = ("ca_key", "fingerprint")
+    __slots__ = ("access_ca_key", "ca_key", "fingerprint")
     _kind = "network key"
 
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret)
         self.ca_key: Final = Ed25519PrivateKey.from_private_bytes(
             _derive(self._secret, b"iris-network-ca-1")
+        )
+        self.access_ca_key: Final = Ed25519PrivateKey.from_private_bytes(
+            _derive(self._secret, b"iris-network-access-1")
         )
         self.fingerprint: Final = public_id(self.ca_key.public_key().public_bytes_raw())
 

@@ -42,10 +42,12 @@ BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")
 REWRITE: Final = struct.Struct("<IQ")
 """alias, hop id; written at `ALIAS_AT`."""
 ALIAS: Final = struct.Struct("<I")
+DEADLINE: Final = struct.Struct("<q")
 
 KIND_AT: Final = 4
 FLAGS_AT: Final = 5
 ALIAS_AT: Final = 6
+DEADLINE_AT: Final = 18
 END_AT: Final = 26
 BODY_AT: Final = 50
 TUNNEL_BODY_AT: Final = 26

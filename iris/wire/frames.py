@@ -44,6 +44,13 @@ class Kind(IntEnum):
     REPORT = 0x16
     PING = 0x17
     PONG = 0x18
+    LINK_HELLO = 0x20
+    BEAT = 0x21
+    INTEREST = 0x22
+    RESYNC = 0x23
+    LOADS = 0x24
+    ASK_PEERS = 0x25
+    PEERS = 0x26
 
     REQUEST = 0x40
     REPLY = 0x41
@@ -120,6 +127,19 @@ class Cause(IntEnum):
     """The tunnel was broken by an end or by the relay's limits."""
 
 
+class HopClass(IntEnum):
+    """Where a frame under an alias came from, in its DECLARE."""
+
+    LOCAL = 0
+    """From the session that declares it, or to one."""
+    MESH = 1
+    """Over a link of one network: on to sessions only."""
+
+
+UNKNOWN_COUNT: Final = 0xFFFFFFFF
+"""In GAP: nobody knows how many, because a link was lost."""
+REFUSED_ALIAS: Final = 0xFFFFFFFF
+"""Stands in the alias field of what goes back refused over a link."""
 MAX_CREDIT: Final = 4096
 """Hop ids in one CREDIT."""
 Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -128,6 +148,8 @@ Text = Annotated[str, Meta(max_length=1024)]
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+MAX_ADDRESSES: Final = 16
+Address = Annotated[str, Meta(min_length=3, max_length=300)]
 MAX_KEY_IDS: Final = 64
 """Key ids of one JOIN, SUBSCRIBE or MEMBERS."""
 KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=MAX_KEY_IDS)]
@@ -140,6 +162,8 @@ class Hello(Struct, frozen=True):
     minor: U16
     label: Annotated[str, Meta(max_length=64)] = ""
     pid: U32 = 0
+    mono_us: U63 = 0
+    """Over TLS: the session's CLOCK_MONOTONIC. On one host both sides have the same."""
 
 
 class Welcome(Struct, frozen=True):
@@ -154,6 +178,8 @@ class Welcome(Struct, frozen=True):
     site: Text = ""
     aliases: Annotated[int, Meta(ge=1, le=65_536)] = 65_536
     """Aliases that the session may declare."""
+    mono_us: U63 = 0
+    """Over TLS: the relay's CLOCK_MONOTONIC."""
 
 
 class Error(Struct, frozen=True):
@@ -260,7 +286,8 @@ class Credit(Struct, frozen=True):
 class Gap(Struct, frozen=True):
     """The relay dropped messages on the way to this session: `count` of them from sequence `first` on.
 
-    A `count` of 0 comes before them: a run of losses starts at `first`, of a length that is told when there is room.
+    A `count` of 0 comes before them: a run of losses starts at `first`, of a length that is told when there is room. `UNKNOWN_COUNT`
+    (`first` is 0) says that a link or relay on the way was lost, and with it nobody knows what.
     """
 
     kind: int
@@ -292,7 +319,10 @@ class Roster(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """No more answers come for a survey: `lost` names members that went away or refused."""
+    """No more answers come for a survey: `lost` names members that went away or refused.
+
+    Of a relay that was lost it names all members, also those that have answered: only the surveyor can open the answers.
+    """
 
     hop: U63
     lost: list[Annotated[str, Meta(max_length=64)]] = []
@@ -361,6 +391,118 @@ class Pong(Struct, frozen=True):
     id: U63
 
 
+class LinkHello(Struct, frozen=True):
+    """First frame of a link, from both sides at once, after TLS. `relay_id` has to be the one in the certificate.
+
+    `dial_us` is the dialler's CLOCK_MONOTONIC when it dialled, 0 from the side that accepted; `mono_us` is the sender's clock
+    now, the first sample for mapping deadlines.
+    """
+
+    version: U16
+    minor: U16
+    relay_id: Id16
+    dial_us: U63
+    mono_us: U63
+    message_limit: Annotated[int, Meta(ge=64 << 10, le=0xFFFFFFFF)]
+    aliases: Annotated[int, Meta(ge=1, le=65_536)] = 65_536
+    """Aliases that the peer may declare."""
+    site: Text = ""
+    label: Annotated[str, Meta(max_length=64)] = ""
+    """The host's name, for people."""
+    addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
+    """Where the sender accepts links, host:port."""
+
+
+class Beat(Struct, frozen=True):
+    """Sent once a second and answered by nothing: it says that the sender lives, and what its clock shows.
+
+    `heard_us` is the `mono_us` of the last beat heard from the other side, and `held_us` how long ago that was: round trip =
+    now - heard - held.
+    """
+
+    mono_us: U63
+    heard_us: U63 = 0
+    held_us: U63 = 0
+    version: U63 = 0
+    """The version of the sender's interest: the other side's copy has to be there, too."""
+
+
+class MemberEntry(Struct, frozen=True, array_like=True):
+    """One member of the sending relay. `kinds`: kind served -> handlers at once."""
+
+    serial: U63
+    name: Name
+    key_ids: KeyIds
+    kinds: Annotated[dict[int, Annotated[int, Meta(ge=1, le=1 << 20)]], Meta(max_length=8)]
+    label: Annotated[str, Meta(max_length=64)] = ""
+
+
+class TopicEntry(Struct, frozen=True, array_like=True):
+    """Sessions of the sending relay that want what matches a filter under a key, in one queue group or (empty) in none.
+
+    `count` is how many they are; 0 ends the entry. Without a group it is 0 or 1.
+    """
+
+    filter: Name
+    key_id: Id16
+    group: Annotated[str, Meta(max_length=255)]
+    count: U32
+
+
+class Interest(Struct, frozen=True):
+    """What the sending relay's members and subscribers want: a change from version `base` to `version`.
+
+    A snapshot begins with `reset`: the copy is emptied first, whatever its version; with `more`, the next frame goes on with it
+    and has the same version. Other long changes go in several frames, each with a version of its own.
+    """
+
+    base: U63
+    version: U63
+    joined: list[MemberEntry] = []
+    left: list[U63] = []
+    topics: list[TopicEntry] = []
+    reset: bool = False
+    more: bool = False
+
+
+class Resync(Struct, frozen=True):
+    """The sender's copy is at `version`, which is not what the last Interest was based on: a snapshot is due."""
+
+    version: U63
+
+
+class Load(Struct, frozen=True, array_like=True):
+    """Messages that members of an address hold of one kind, handed to them by others than the receiver of this."""
+
+    kind: int
+    name: Name
+    key_id: Id16
+    others: U32
+
+
+class Loads(Struct, frozen=True):
+    """How busy the sender's members are, where the receiver has asked for their service lately."""
+
+    loads: Annotated[list[Load], Meta(max_length=256)]
+
+
+class AskPeers(Struct, frozen=True):
+    """Ask which relays the receiver is linked to."""
+
+
+class PeerEntry(Struct, frozen=True, array_like=True):
+    """A relay, and where it accepts links (host:port)."""
+
+    relay_id: Id16
+    addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)]
+
+
+class Peers(Struct, frozen=True):
+    """Answer to AskPeers, in as many frames as it takes."""
+
+    peers: Annotated[list[PeerEntry], Meta(max_length=256)]
+
+
 Control = (
     Hello
     | Welcome
@@ -386,6 +528,13 @@ Control = (
     | Report
     | Ping
     | Pong
+    | LinkHello
+    | Beat
+    | Interest
+    | Resync
+    | Loads
+    | AskPeers
+    | Peers
 )
 
 CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
@@ -413,4 +562,11 @@ CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
     Report: Kind.REPORT,
     Ping: Kind.PING,
     Pong: Kind.PONG,
+    LinkHello: Kind.LINK_HELLO,
+    Beat: Kind.BEAT,
+    Interest: Kind.INTEREST,
+    Resync: Kind.RESYNC,
+    Loads: Kind.LOADS,
+    AskPeers: Kind.ASK_PEERS,
+    Peers: Kind.PEERS,
 }

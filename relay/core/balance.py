@@ -1,20 +1,30 @@
-"""Which member takes the next message.
+"""Which member, or which relay, takes the next message.
 
-Members that have a free handler come first, the one with the fewest outstanding among them; work queues only when no
-handler is free anywhere, at the member with the shortest queue, up to its byte limit.
+Members of this relay that have a free handler come first, the one with the fewest outstanding among them; then a relay
+that has one, the freer of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing",
+1996), so that relays whose picture is a few milliseconds old do not all run to the same one. Only when no handler is free
+anywhere does work queue: where the queue is shortest for the handlers there, up to the member's byte limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from relay.core.interest import Load
 
+SAMPLE: Final = 8
+"""Relays looked at for one message, when none of the first two has a free handler."""
+_MIX: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are spread evenly (Knuth, TAOCP 3, 6.4)
 
-def pick(loads: Sequence[Load], size: int, tried: Sequence[Load], turn: int) -> Load | None:
-    """Return the member to hand a message of `size` bytes, or None when all are full.
 
-    `tried` are left out; `turn` is any rising number, so that equals take turns. An empty queue takes any size.
+def pick(
+    loads: Sequence[Load], peers: Sequence[Load], size: int, tried: Sequence[Load], turn: int
+) -> Load | None:
+    """Return where to hand a message of `size` bytes, or None when all are full.
+
+    `loads` are members of this relay, `peers` those behind links. `tried` are left out; `turn` is any rising number, so that
+    equals take turns. An empty queue takes any size.
     """
     best: Load | None = None
     count = len(loads)
@@ -35,4 +45,46 @@ def pick(loads: Sequence[Load], size: int, tried: Sequence[Load], turn: int) -> 
         for load in loads:
             if load.messages < load.concurrency and load not in tried:
                 return load
-    return best
+    if not peers or (best is not None and best.messages < best.concurrency):
+        return best
+    return _among_peers(best, loads, peers, size, tried, turn)
+
+
+def _among_peers(
+    best: Load | None,
+    loads: Sequence[Load],
+    peers: Sequence[Load],
+    size: int,
+    tried: Sequence[Load],
+    turn: int,
+) -> Load | None:
+    count = len(peers)
+    mixed = turn * _MIX & (1 << 64) - 1
+    one, other = peers[(mixed >> 32) % count], peers[(mixed >> 8) % count]
+    if _free(other) > _free(one):
+        one = other
+    if _free(one) > 0 and one not in tried:
+        return one
+    if count <= SAMPLE:
+        sample: Sequence[Load] = [peers[(turn + n) % count] for n in range(count)]
+    else:
+        sample = [peers[(turn + n) * _MIX % count] for n in range(SAMPLE)]
+    sample = [load for load in sample if load not in tried]
+    free = max(sample, key=_free, default=None)
+    if free is not None and _free(free) > 0:
+        return free
+    queues = [
+        load
+        for load in loads
+        if load not in tried and (load.bytes + size <= load.limit_bytes or not load.messages)
+    ]
+    return min((*queues, *sample), key=_queue, default=best)
+
+
+def _free(load: Load) -> int:
+    return load.concurrency - load.messages - load.others
+
+
+def _queue(load: Load) -> float:
+    """Return what waits or runs for each handler."""
+    return (load.messages + load.others) / load.concurrency

@@ -1,130 +1,184 @@
-"""Requests, pushes, surveys and tunnels: handed to members, answered, refused, lost.
+"""Requests, pushes, surveys and tunnel openings: handed to members or other relays, answered, refused, lost.
 
-What a member was handed stands in its session's `handed` table under a hop id that this relay chose (bit 63 set), so an
-answer is accepted from that session alone. A refusal brings the frame itself back: no body is ever kept here.
+What a neighbor was handed stands in its `handed` table under a hop id that this relay chose, so an answer is accepted from
+that neighbor alone. A refusal brings the frame itself back, over links too, to the relay of the caller: no relay keeps
+bodies. The exception is what waits because a relay that served it a moment ago may come back: a bounded queue.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
     ALIAS_AT,
     BODY_AT,
+    DEADLINE,
+    DEADLINE_AT,
     FLAGS_AT,
     HOP,
     KIND_AT,
-    RELAY_HOP,
     REWRITE,
-    TUNNEL_BODY_AT,
-    tunnel_frame,
 )
-from iris.wire.frames import FLAG_REFUSED, Cause, Done, Fail, Kind, Refusal, Roster
+from iris.wire.frames import FLAG_REFUSED, REFUSED_ALIAS, Cause, Credit, Fail, Kind, Refusal
 from relay.core.balance import pick
 from relay.core.interest import Interest, Load
+from relay.core.mesh import NEVER_US, Mesh
 from relay.core.ports import Accounts
-from relay.core.session import Handed, Route, Session, Survey, Tunnel, kind_name
+from relay.core.session import Handed, Neighbor, Route, Session, kind_name
+from relay.core.surveys import Surveys
+from relay.core.tunnels import Tunnels
 
 if TYPE_CHECKING:
+    from relay.core.link import Link
     from relay.core.router import Limits
 
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS: Final = 4
 """The first member, and up to three others after refusals."""
+PARKED_BYTES: Final = 16 << 20
+"""Most that waits for a relay to come back."""
+_NUMBERS: Final = (1 << 62) - 1
+PARKED_US: Final = 50_000
+"""How often what waits is looked at when nothing changes."""
+
+
+class Parked:
+    """A call that nobody serves now, and that a relay whose link was lost may serve in a moment."""
+
+    __slots__ = ("deadline_us", "frame", "hop", "origin", "route")
+
+    def __init__(
+        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, frame: bytes
+    ) -> None:
+        self.origin = origin
+        self.route = route
+        self.hop = hop
+        self.deadline_us = deadline_us
+        self.frame = frame
 
 
 class Calls:
     """The router's half that expects answers."""
 
     def __init__(
-        self, relay_id: bytes, accounts: Accounts, interest: Interest, limits: Limits, sessions: dict[int, Session]
+        self, relay_id: bytes, accounts: Accounts, interest: Interest, mesh: Mesh, limits: Limits, neighbors: dict[int, Neighbor]
     ) -> None:  # fmt: skip
-        self._relay_id = relay_id
         self._accounts = accounts
         self._interest = interest
         self._limits = limits
-        self._sessions = sessions
-        self._next_hop = RELAY_HOP + 1
+        self._neighbors = neighbors
+        self._mesh = mesh
+        self._last_hop = 0
         self._now_us = 0
+        self.parked: deque[Parked] = deque()
+        self._parked_bytes = 0
+        self._parked_version = 0
+        self._unpark_us = NEVER_US
+        self.tunnels = Tunnels(accounts, self._ended)
+        self.surveys = Surveys(relay_id, accounts, interest, self._next_hop, self._ended)
 
     # -- out to members --------------------------------------------------------------------------------------
 
-    def called(self, session: Session, buf: memoryview, start: int, end: int, now_us: int) -> None:
-        """A request, push, survey or tunnel opening came from `session`; or one that its member refused."""
+    def called(
+        self, neighbor: Neighbor, buf: memoryview, start: int, end: int, now_us: int
+    ) -> None:
+        """A request, push, survey or tunnel opening came; or one that was refused where it was handed to."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
         _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         self._now_us = now_us
         if flags & FLAG_REFUSED:
-            self._refused(session, buf, start, end, flags >> 4, hop, deadline_us)
+            self._refused(neighbor, buf, start, end, flags >> 4, hop)
             return
         try:
-            route = session.routes[alias]
+            route = neighbor.routes[alias]
         except IndexError:
             route = None
         if route is None or route.kind != kind:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
-        if hop & RELAY_HOP:
-            raise PeerProtocolError("hop ids with bit 63 are the relay's to choose")
-        if kind == Kind.TUNNEL_OPEN and hop in session.tunnels:
+        if hop & neighbor.own_hop_mask == neighbor.own_hop:
+            raise PeerProtocolError("a hop id of those that this relay chooses")
+        if kind == Kind.TUNNEL_OPEN and hop in neighbor.tunnels:
             raise PeerProtocolError(f"tunnel {hop} is open already")
         self._accounts.in_ += 1
-        if session.pending >= self._limits.pending and not self._forget_late(session):
+        if neighbor.hop_class:
+            self._asked(neighbor, route)  # type: ignore[arg-type]
+        if deadline_us and neighbor.clock_us:
+            deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
+            DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
+        if neighbor.pending >= self._limits.pending and not self._forget_late(neighbor):
             self._accounts.refused += 1
-            session.control(
-                Fail(
-                    hop,
-                    Cause.OVERLOADED,
-                    f"{self._limits.pending} messages of this session are waiting",
-                )
-            )
+            limit = self._limits.pending
+            detail = f"{limit} messages of this session or link are waiting"
+            neighbor.control(Fail(hop, Cause.OVERLOADED, detail))
             return
         if deadline_us and deadline_us <= now_us:
             self._accounts.expired += 1
-            session.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
+            neighbor.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
             return
         self._resolve(route)
-        if kind == Kind.SURVEY:
-            self._survey(session, buf, start, end, route, hop)
+        if not route.loads and not route.peers:
+            self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
             return
-        handed = Handed(session, hop, route, end - start)
+        self._dispatch(neighbor, route, hop, deadline_us, buf, start, end)
+
+    def _asked(self, link: Link, route: Route) -> None:
+        """Count a call for its link: the other relay is to hear how busy our members are."""
+        asked = route.asked = link.asking(route.kind, route.name, route.key_id)
+        asked.used_us = self._now_us
+        self._mesh.asked(self._now_us)
+
+    def _dispatch(
+        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
+    ) -> None:  # fmt: skip
+        if route.kind == Kind.SURVEY:
+            self.surveys.start(origin, route, hop, buf, start, end)
+            return
+        handed = Handed(origin, hop, route, end - start)
         handed.deadline_us = deadline_us
         if self._hand(handed, buf, start, end):
-            session.pending += 1
+            origin.pending += 1
         else:
-            self._fail_unhanded(handed)
+            self._unhanded(handed, buf, start, end)
 
     def _resolve(self, route: Route) -> None:
         """Find who serves this route's address while the interest stays as it is."""
         if route.version != self._interest.version:
             route.targets.clear()
             route.loads = self._interest.loads(route.name, route.key_id, route.kind)
+            if not route.neighbor.hop_class:
+                route.peers = self._interest.peer_loads(route.name, route.key_id, route.kind)
             route.version = self._interest.version
 
-    def _forget_late(self, session: Session) -> bool:
-        """Count no more what the session stopped waiting for, at most once a second; whether that made room.
+    def _forget_late(self, neighbor: Neighbor) -> bool:
+        """Count no more what a neighbor stopped waiting for, at most once a second; whether that made room.
 
         What a hung member was handed stays in the member's account, and must not close other clusters to the caller.
         """
-        if self._now_us < session.swept_us:
+        if self._now_us < neighbor.swept_us:
             return False
-        session.swept_us = self._now_us + 1_000_000
-        for other in self._sessions.values():
+        neighbor.swept_us = self._now_us + 1_000_000
+        for other in self._neighbors.values():
             for handed in other.handed.values():
                 late = handed.deadline_us and handed.deadline_us < self._now_us
-                if late and handed.origin is session and handed.load.kind != Kind.TUNNEL_OPEN:
+                if late and handed.origin is neighbor and handed.load.kind != Kind.TUNNEL_OPEN:
                     (handed.survey or handed).ended()
-        return session.pending < self._limits.pending
+        return neighbor.pending < self._limits.pending
+
+    def _next_hop(self, neighbor: Neighbor) -> int:
+        self._last_hop = hop = (self._last_hop + 1) & _NUMBERS
+        return hop | neighbor.own_hop
 
     def _hand(self, handed: Handed, buf: memoryview, start: int, end: int) -> bool:
-        """Hand it to the best member left; False when there is none."""
+        """Hand it to the best member left, or to a relay that has one; False when there is none."""
         route = handed.route
         self._resolve(route)
         handed.attempts += 1
         while True:
             route.turn += 1
-            load = pick(route.loads, handed.size, handed.tried, route.turn)
+            load = pick(route.loads, route.peers, handed.size, handed.tried, route.turn)
             if load is None:
                 return False
             if self._give(handed, load, buf, start, end):
@@ -133,106 +187,122 @@ class Calls:
             handed.tried.append(load)  # its port is full
 
     def _give(self, handed: Handed, load: Load, buf: memoryview, start: int, end: int) -> bool:
-        member = load.member
-        session = member.session
-        if not session.port.has_room(handed.size):
+        neighbor = load.neighbor
+        if not neighbor.port.has_room(handed.size):
             return False
-        self._next_hop = hop = self._next_hop + 1
-        number = handed.route.target(session, member.serial).number(self._interest.next_tick())
+        self._last_hop = last = (self._last_hop + 1) & _NUMBERS
+        hop = last | neighbor.own_hop
+        route = handed.route
+        number = route.target(neighbor, load.serial).number(self._interest.next_tick())
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
-        if not session.port.forward(buf, start, end, 1):
+        if not neighbor.port.forward(buf, start, end, 1):
             return False
         handed.load = load
         load.messages += 1
         load.bytes += handed.size
-        session.handed[hop] = handed
+        if route.asked is not None:
+            route.asked.messages += 1
+        neighbor.handed[hop] = handed
         kind = load.kind
         if kind == Kind.PUSH:
             load.handed[hop] = hop
         elif kind == Kind.TUNNEL_OPEN:
-            tunnel = Tunnel(handed.origin, handed.hop, session, hop)
-            handed.origin.tunnels[handed.hop] = session.tunnels[hop] = tunnel
+            self.tunnels.opening(handed, neighbor, hop)
         return True
 
-    def _survey(
-        self, session: Session, buf: memoryview, start: int, end: int, route: Route, hop: int
-    ) -> None:
-        """To every member that serves surveys and has room: a copy each, under a hop id each."""
-        survey = Survey(session, hop)
-        roster = []
-        if not route.loads:
-            self._accounts.refused += 1
-            session.control(Fail(hop, Cause.NO_MEMBERS, self._nobody(route)))
-            return
+    # -- waiting for a relay to come back --------------------------------------------------------------------
+
+    def _nobody(
+        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
+    ) -> None:  # fmt: skip
+        """Nobody serves it: final, unless a relay may come back that does, or none was found yet."""
         size = end - start
-        self._accounts.copied += len(route.loads) - 1
-        for load in route.loads:
-            member_id = self._member_id(load)
-            frame = memoryview(bytearray(buf[start:end]))
-            handed = Handed(session, hop, route, size)
-            handed.survey = survey
-            full = (
-                load.messages >= load.concurrency
-                and load.bytes + size > load.limit_bytes
-                and load.messages > 0
-            )
-            if full or not self._send_survey(handed, load, frame):
-                self._accounts.refused += 1
-                survey.lost.append(member_id)
-            else:
-                self._accounts.out += 1
-                survey.open += 1
-                roster.append(member_id)
-        session.control(Roster(hop, roster))
-        if survey.open:
-            session.pending += 1
+        if origin.hop_class or not self._might_serve(route):
+            handed = Handed(origin, hop, route, size)
+            handed.waits = False
+            self._unhanded(handed, buf, start, end)
+        elif self._parked_bytes + size > PARKED_BYTES:
+            self._accounts.refused += 1
+            detail = f"{self._parked_bytes} bytes wait for a relay to come back"
+            origin.control(Fail(hop, Cause.OVERLOADED, detail))
         else:
-            session.control(Done(hop, survey.lost))
+            self.parked.append(Parked(origin, route, hop, deadline_us, bytes(buf[start:end])))
+            self._parked_bytes += size
+            self._accounts.out += 1  # and held, until it is unparked
+            origin.pending += 1
+            self._unpark_us = min(self._unpark_us, self._now_us + PARKED_US)
 
-    def _send_survey(self, handed: Handed, load: Load, frame: memoryview) -> bool:
-        session = load.member.session
-        if not session.port.has_room(handed.size):
-            return False
-        self._next_hop = hop = self._next_hop + 1
-        number = handed.route.target(session, load.member.serial).number(self._interest.next_tick())
-        REWRITE.pack_into(frame, ALIAS_AT, number, hop)
-        if not session.port.send(bytes(frame), 1):
-            return False
-        handed.load = load
-        load.messages += 1
-        load.bytes += handed.size
-        session.handed[hop] = handed
-        return True
+    def _might_serve(self, route: Route) -> bool:
+        return self._mesh.might_serve(route.kind, route.name, route.key_id, self._now_us)
+
+    @property
+    def deadline_us(self) -> int:
+        """When `unpark` is due: at once after a change of the interest."""
+        if not self.parked:
+            return NEVER_US
+        return self._unpark_us if self._parked_version == self._interest.version else 0
+
+    def unpark(self, now_us: int) -> None:
+        """Try what waits once more: the interest has changed, or time has passed."""
+        self._now_us = now_us
+        self._unpark_us = now_us + PARKED_US
+        self._parked_version = self._interest.version
+        for _ in range(len(self.parked)):
+            entry = self.parked.popleft()
+            origin, route = entry.origin, entry.route
+            if not origin.closed:
+                self._resolve(route)
+                late = entry.deadline_us and entry.deadline_us <= now_us
+                served = bool(route.loads or route.peers)
+                if not (late or served) and self._might_serve(route):
+                    self.parked.append(entry)
+                    continue
+            self._parked_bytes -= len(entry.frame)
+            self._accounts.out -= 1
+            origin.pending -= 1
+            if origin.closed:
+                self._accounts.drop("session lost", 1)
+            elif late:
+                self._accounts.expired += 1
+                detail = "nobody came back to serve it in time"
+                origin.control(Fail(entry.hop, Cause.EXPIRED, detail))
+            else:
+                frame = memoryview(bytearray(entry.frame))
+                self._retry(entry, frame, served)
+
+    def _retry(self, entry: Parked, frame: memoryview, served: bool) -> None:
+        origin, route, hop = entry.origin, entry.route, entry.hop
+        if served:
+            self._dispatch(origin, route, hop, entry.deadline_us, frame, 0, len(frame))
+        else:
+            handed = Handed(origin, hop, route, len(frame))
+            handed.waits = False
+            self._unhanded(handed, frame, 0, len(frame))
 
     # -- back from members -----------------------------------------------------------------------------------
 
-    def answered(self, session: Session, buf: memoryview, start: int, end: int) -> None:
-        """A reply, fault or answer came from a member's session; it is the credit, too."""
+    def answered(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        """A reply, fault or answer came from a member's session or over a link; it is the credit, too."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
         _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
         try:
-            route = session.routes[alias]
+            route = neighbor.routes[alias]
         except IndexError:
             route = None
         if route is None or route.kind != kind:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
         accounts = self._accounts
         accounts.in_ += 1
-        handed = session.handed.get(hop)
+        handed = neighbor.handed.get(hop)
         if handed is None or handed.load.kind not in _ANSWERED:
             accounts.drop("late answer", 1)
             return
-        del session.handed[hop]
-        load = handed.load
-        load.messages -= 1
-        load.bytes -= handed.size
-        if load.member.left:
-            load.member.forget_if_done()
-        origin = handed.origin
         survey = handed.survey
         if survey is None:
-            handed.ended()
+            del neighbor.handed[hop]
+            self._ended(handed)
+        origin = handed.origin
         if origin.closed:
             accounts.drop("late answer", 1)
         else:
@@ -246,44 +316,57 @@ class Calls:
             else:
                 accounts.drop("slow receiver", 1)
                 if survey is None:
-                    origin.control(
-                        Fail(
-                            handed.hop,
-                            Cause.LOST,
-                            "the reply was dropped: we read too slowly",
-                            True,
-                        )
-                    )
-        if survey is not None:
-            self._survey_less(survey)
+                    detail = "the reply was dropped: we read too slowly"
+                    origin.control(Fail(handed.hop, Cause.LOST, detail, True))
+        if survey is not None and handed.load.member is not None:
+            del neighbor.handed[hop]  # over a link, more may come until its DONE
+            self.surveys.less(handed, ())
 
     def credited(self, session: Session, load: Load, hops: Sequence[int]) -> None:
-        """A member finished these pushes."""
+        """A member finished these pushes; relays that handed some over hear of theirs."""
+        told: dict[int, list[int]] = {}
         for hop in hops:
-            if load.handed.pop(hop, None) is None:
+            if hop not in load.handed:
                 raise PeerProtocolError(
                     f"credit for a {kind_name(load.kind)} that was not handed over"
                 )
             handed = session.handed.pop(hop)
-            load.messages -= 1
-            load.bytes -= handed.size
-            handed.ended()
-        load.member.forget_if_done()
+            self._release(handed, hop)
+            if handed.origin.hop_class and not handed.origin.closed:
+                told.setdefault(handed.origin.number, []).append(handed.hop)
+        for number, theirs in told.items():
+            self._neighbors[number].control(Credit(0, load.kind, theirs))
+
+    def credited_by_link(self, link: Link, credit: Credit) -> None:
+        """Members behind a link finished these pushes."""
+        for hop in credit.hops:
+            handed = link.handed.get(hop)
+            if handed is not None and handed.load.kind == Kind.PUSH:
+                del link.handed[hop]
+                self._release(handed, hop)
+
+    def failed_by_link(self, link: Link, fail: Fail) -> None:
+        """The relay behind a link answers itself."""
+        handed = link.handed.pop(fail.hop, None)
+        if handed is None:
+            return
+        if handed.survey is not None:
+            nobody = fail.cause == Cause.NO_MEMBERS
+            self.surveys.less(handed, () if nobody else self.surveys.owing(handed))
+            return
+        self._release(handed, fail.hop)
+        if handed.load.kind == Kind.TUNNEL_OPEN:
+            self.tunnels.refused(handed, link, fail.hop)
+        if not handed.origin.closed:
+            handed.origin.control(Fail(handed.hop, fail.cause, fail.detail, fail.may_have_run))
 
     def _refused(
-        self,
-        session: Session,
-        buf: memoryview,
-        start: int,
-        end: int,
-        reason: int,
-        hop: int,
-        deadline_us: int,
+        self, neighbor: Neighbor, buf: memoryview, start: int, end: int, reason: int, hop: int
     ) -> None:
-        """A member sent a message back unopened: another may take it, within the deadline."""
-        handed = session.handed.get(hop)
+        """A message came back unopened: another may take it, within the deadline."""
+        handed = neighbor.handed.get(hop)
         if handed is None:
-            if not session.greeted:
+            if not neighbor.greeted:
                 raise PeerProtocolError("a data frame before HELLO")
             self._accounts.in_ += 1
             self._accounts.drop("late answer", 1)
@@ -291,169 +374,115 @@ class Calls:
         if handed.load.kind != buf[start + KIND_AT] or handed.size != end - start:
             raise PeerProtocolError("a refused message came back changed")
         self._accounts.in_ += 1
-        del session.handed[hop]
-        load = handed.load
-        self._release(load, hop, handed.size)
-        if load.kind == Kind.TUNNEL_OPEN:
-            del session.tunnels[hop], handed.origin.tunnels[handed.hop]
+        del neighbor.handed[hop]
         if handed.survey is not None:
             self._accounts.refused += 1
-            handed.survey.lost.append(self._member_id(load))
-            self._survey_less(handed.survey)
+            self.surveys.less(handed, self.surveys.owing(handed))
             return
-        handed.ended()
+        self._release(handed, hop)
+        if handed.load.kind == Kind.TUNNEL_OPEN:
+            self.tunnels.refused(handed, neighbor, hop)
         if handed.origin.closed:
             self._accounts.drop("late answer", 1)
             return
-        handed.tried.append(load)
-        elsewhere = reason in (Refusal.FULL, Refusal.LEAVING) and handed.attempts < MAX_ATTEMPTS
-        if elsewhere and (not deadline_us or deadline_us > self._now_us):
-            buf[start + FLAGS_AT] = 0
-            if self._hand(handed, buf, start, end):
+        handed.tried.append(handed.load)
+        buf[start + FLAGS_AT] = 0
+        # Over a link it came back with the deadline by the other clock.
+        DEADLINE.pack_into(buf, start + DEADLINE_AT, handed.deadline_us)
+        if reason in (Refusal.FULL, Refusal.LEAVING):
+            deadline_us = handed.deadline_us
+            in_time = not deadline_us or deadline_us > self._now_us
+            if handed.attempts < MAX_ATTEMPTS and in_time and self._hand(handed, buf, start, end):
                 handed.waits = True
                 handed.origin.pending += 1
-                return
-        if reason in (Refusal.FULL, Refusal.LEAVING):
-            self._fail_unhanded(handed)
+            else:
+                self._unhanded(handed, buf, start, end, reason)
+        elif handed.origin.hop_class:
+            self._bounce(handed, buf, start, end, reason)
         elif reason == Refusal.EXPIRED:
             self._accounts.expired += 1
-            handed.origin.control(
-                Fail(handed.hop, Cause.EXPIRED, "the deadline had passed at the member")
-            )
+            detail = "the deadline had passed at the member"
+            handed.origin.control(Fail(handed.hop, Cause.EXPIRED, detail))
         else:
             self._accounts.refused += 1
             ran = reason == Refusal.REPLAYED
-            text = {
-                Refusal.STALE: "stale",
-                Refusal.REPLAYED: "the member has seen this message before",
-            }.get(
-                Refusal(reason) if reason in _REASONS else Refusal.UNREADABLE,
-                "the member cannot open it",
-            )
-            handed.origin.control(Fail(handed.hop, Cause.REFUSED, text, ran))
+            detail = _DETAILS.get(reason, "the member cannot open it")
+            handed.origin.control(Fail(handed.hop, Cause.REFUSED, detail, ran))
 
-    def _fail_unhanded(self, handed: Handed) -> None:
-        self._accounts.refused += 1
+    def _unhanded(
+        self, handed: Handed, buf: memoryview, start: int, end: int, reason: int = Refusal.FULL
+    ) -> None:
+        """Nobody here takes it: the caller hears so, or the relay it came from gets it back."""
         route = handed.route
-        if route.loads:
-            detail = f"all {len(route.loads)} members are full or refused it"
+        served = len(route.loads) + len(route.peers)
+        if handed.origin.hop_class:
+            self._bounce(handed, buf, start, end, reason if served else Refusal.LEAVING)
+            return
+        self._accounts.refused += 1
+        if served:
+            where = f" here and {len(route.peers)} other relays" if route.peers else ""
+            detail = f"all {len(route.loads)} members{where} are full or refused it"
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
-        else:
-            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, self._nobody(route)))
-
-    def _nobody(self, route: Route) -> str:
+            return
         text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
         others = self._interest.others(route.name, (route.key_id,))
+        for short, more in self._mesh.others(route.name, (route.key_id,)).items():
+            others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
-        return f"{text}; there are {there}" if there else text
+        text = f"{text}; there are {there}" if there else text
+        handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, text))
 
-    def _member_id(self, load: Load) -> str:
-        return f"{self._relay_id.hex()}.{load.member.serial}"
-
-    def _survey_less(self, survey: Survey) -> None:
-        survey.open -= 1
-        if survey.open == 0:
-            survey.ended()
-            if not survey.origin.closed:
-                survey.origin.control(Done(survey.hop, survey.lost))
-
-    def _release(self, load: Load, hop: int, size: int) -> None:
-        load.messages -= 1
-        load.bytes -= size
-        load.handed.pop(hop, None)
-        load.member.forget_if_done()
-
-    # -- tunnels ---------------------------------------------------------------------------------------------
-
-    def tunnel(self, session: Session, buf: memoryview, start: int, end: int) -> None:
-        """A tunnel frame: to the other side, under that side's hop id."""
-        if end - start < TUNNEL_BODY_AT:
-            raise PeerProtocolError("a tunnel frame is cut short")
-        _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
-        accounts = self._accounts
-        # An end may be the relay's own word, so it is no message.
-        count = 0 if kind == Kind.TUNNEL_END else 1
-        tunnel = session.tunnels.get(hop)
-        if tunnel is None:
-            if not session.greeted:
-                raise PeerProtocolError("a data frame before HELLO")
-            accounts.in_ += count
-            accounts.drop("late tunnel frame", count)
+    def _bounce(self, handed: Handed, buf: memoryview, start: int, end: int, reason: int) -> None:
+        """Send it back over the link that it came by: the caller's relay may know somebody else."""
+        port = handed.origin.port
+        if handed.route.kind == Kind.SURVEY:
+            self._accounts.refused += 1
+            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS))
             return
-        if not count and end - start > TUNNEL_BODY_AT + 1:
-            # Ends go out whatever the queue of the other side: they stay small.
-            raise PeerProtocolError("a TUNNEL_END carries one byte, its cause")
-        accounts.in_ += count
-        if hop & RELAY_HOP:
-            other, other_hop, held = tunnel.opener, tunnel.opener_hop, tunnel.opener_held
+        buf[start + FLAGS_AT] = FLAG_REFUSED | reason << 4
+        REWRITE.pack_into(buf, start + ALIAS_AT, REFUSED_ALIAS, handed.hop)
+        if port.has_room(end - start) and port.forward(buf, start, end, 1):
+            self._accounts.out += 1
         else:
-            other, other_hop, held = tunnel.member, tunnel.member_hop, tunnel.member_held
-        REWRITE.pack_into(buf, start + ALIAS_AT, 0, other_hop)
-        if kind == Kind.TUNNEL_END:
-            self._forget(tunnel)
-            other.port.control(bytes(buf[start:end]))
-            return
-        if other.port.forward_tunnel(buf, start, end, held):
-            accounts.out += 1
-            return
-        accounts.drop("tunnel share full", 1)
-        fullest = max(other.tunnels.values(), key=lambda t: self._held_at(t, other))
-        self._break(fullest, "tunnel share full")
-        if fullest is not tunnel:
-            self._break(tunnel, "tunnel share full")  # its frame is lost, and a tunnel never skips
+            self._accounts.refused += 1
+            handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, "the link is full"))
 
-    def _held_at(self, tunnel: Tunnel, session: Session) -> int:
-        """Return the bytes of a tunnel that wait at a session; one to itself has both its ends there."""
-        opener = tunnel.opener_held.bytes if tunnel.opener is session else 0
-        return opener + (tunnel.member_held.bytes if tunnel.member is session else 0)
+    def _release(self, handed: Handed, hop: int) -> None:
+        """A member, or the relay behind a link, has this no more."""
+        handed.load.handed.pop(hop, None)
+        self._ended(handed)
 
-    def _break(self, tunnel: Tunnel, cause: str) -> None:
-        """End a tunnel on both sides; what it has waiting is not sent."""
-        self._forget(tunnel)
-        for session, hop, held in (
-            (tunnel.opener, tunnel.opener_hop, tunnel.opener_held),
-            (tunnel.member, tunnel.member_hop, tunnel.member_held),
-        ):
-            lost = session.port.discard(held)
-            self._accounts.out -= lost
-            self._accounts.drop(cause, lost)
-            if not session.closed:
-                session.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.BROKEN,))))
-
-    def _forget(self, tunnel: Tunnel) -> None:
-        tunnel.opener.tunnels.pop(tunnel.opener_hop, None)
-        tunnel.member.tunnels.pop(tunnel.member_hop, None)
-        handed = tunnel.member.handed.pop(tunnel.member_hop, None)
-        if handed is not None:
-            self._release(handed.load, tunnel.member_hop, handed.size)
+    def _ended(self, handed: Handed) -> None:
+        load = handed.load
+        load.messages -= 1
+        load.bytes -= handed.size
+        asked = handed.route.asked
+        if asked is not None and handed.survey is None:
+            asked.messages -= 1
+        member = load.member
+        if member is not None and member.left:
+            member.forget_if_done()
+        if handed.survey is None:
             handed.ended()
 
     # -- losses ----------------------------------------------------------------------------------------------
 
-    def session_down(self, session: Session) -> None:
-        """Whoever waits for this session's members, or shares a tunnel with it, hears now."""
-        for tunnel in list(session.tunnels.values()):
-            self._forget(tunnel)
-            other, hop = (
-                (tunnel.member, tunnel.member_hop)
-                if tunnel.opener is session
-                else (tunnel.opener, tunnel.opener_hop)
-            )
-            if not other.closed and other is not session:
-                other.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.LOST,))))
-        handed_to_it, session.handed = session.handed, {}
+    def neighbor_down(self, neighbor: Neighbor) -> None:
+        """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now."""
+        self.tunnels.neighbor_down(neighbor)
+        handed_to_it, neighbor.handed = neighbor.handed, {}
+        what = "the link to the member's relay" if neighbor.hop_class else "the member's session"
         for hop, handed in handed_to_it.items():
-            self._release(handed.load, hop, handed.size)
             if handed.survey is not None:
-                handed.survey.lost.append(self._member_id(handed.load))
-                self._survey_less(handed.survey)
+                self.surveys.less(handed, self.surveys.owing(handed))
                 continue
-            handed.ended()
+            self._release(handed, hop)
             if not handed.origin.closed:
-                handed.origin.control(
-                    Fail(handed.hop, Cause.LOST, "the member's session was lost", True)
-                )
+                handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
 
 
-_ANSWERED = frozenset({Kind.REQUEST, Kind.SURVEY})
-_REASONS = frozenset(Refusal)
+_ANSWERED: Final = frozenset({Kind.REQUEST, Kind.SURVEY})
+_DETAILS: Final[dict[int, str]] = {
+    Refusal.STALE: "stale",
+    Refusal.REPLAYED: "the member has seen this message before",
+}

@@ -1,4 +1,4 @@
-"""Who wants what at this relay: members by cluster, subscribers by topic, and who watches.
+"""Who wants what: members by cluster, subscribers by topic, links to relays that have either, and who watches.
 
 Addresses are (name, key id) throughout. `version` rises with every change that may alter a route.
 """
@@ -11,25 +11,58 @@ from typing import TYPE_CHECKING
 from iris.wire.frames import Serving
 
 if TYPE_CHECKING:
-    from relay.core.session import Session
+    from relay.core.link import Link
+    from relay.core.session import Neighbor, Session
 
 Address = tuple[str, bytes]
 
 
 class Load:
-    """What one member was handed of one kind and has not finished."""
+    """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
 
-    __slots__ = ("bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages")
+    __slots__ = (
+        "bytes",
+        "concurrency",
+        "handed",
+        "kind",
+        "limit_bytes",
+        "member",
+        "messages",
+        "neighbor",
+        "others",
+    )
 
-    def __init__(self, member: Member, kind: int, serving: Serving) -> None:
+    def __init__(
+        self,
+        neighbor: Neighbor,
+        member: Member | None,
+        kind: int,
+        concurrency: int,
+        limit_bytes: int,
+    ) -> None:
+        self.neighbor = neighbor
         self.member = member
+        """None: whoever the relay at the other end of the link chooses."""
         self.kind = kind
-        self.concurrency = serving.concurrency
-        self.limit_bytes = serving.limit_bytes
+        self.concurrency = concurrency
+        self.limit_bytes = limit_bytes
         self.messages = 0
+        """Handed over by us, and not finished."""
+        self.others = 0
+        """Handed over by others, as the other relay said last."""
         self.bytes = 0
         self.handed: dict[int, int] = {}
-        """Pushes in the order they were handed over, by hop id: credit for n ends the oldest n."""
+        """Pushes that a member was handed, by hop id."""
+
+    @property
+    def serial(self) -> int:
+        """The member that is meant; 0 behind a link."""
+        return 0 if self.member is None else self.member.serial
+
+    def forget_if_done(self) -> None:
+        """A message ended: a member that has left, and finished all, is forgotten."""
+        if self.member is not None and self.member.left:
+            self.member.forget_if_done()
 
 
 class Member:
@@ -51,7 +84,10 @@ class Member:
         self.key_ids = key_ids
         self.left = False
         """It takes nothing new, and stays known until it finished what it was handed."""
-        self.loads = {kind: Load(self, kind, serving) for kind, serving in sorted(kinds.items())}
+        self.loads = {
+            kind: Load(session, self, kind, serving.concurrency, serving.limit_bytes)
+            for kind, serving in sorted(kinds.items())
+        }
 
     def forget_if_done(self) -> None:
         """Once it has left and finished all, nothing refers to it any more."""
@@ -74,19 +110,19 @@ class Watch:
 
 
 class _Node:
-    """A token of the topic tree. `subscribers`: (session number, group) -> session."""
+    """A token of the topic tree. `subscribers`: (number, group) -> session, or link to a relay that has some."""
 
     __slots__ = ("children", "rest", "subscribers")
 
     def __init__(self) -> None:
         self.children: dict[str, _Node] = {}
-        self.subscribers: dict[tuple[int, str], Session] = {}
-        self.rest: dict[tuple[int, str], Session] = {}
+        self.subscribers: dict[tuple[int, str], Neighbor] = {}
+        self.rest: dict[tuple[int, str], Neighbor] = {}
         """Subscribers of a filter that ends in '>' below this token."""
 
 
 class Interest:
-    """Everything that members and subscribers of this relay asked for."""
+    """Everything that members and subscribers asked for: those of this relay one by one, those of others by link."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -94,6 +130,7 @@ class Interest:
         """Rises with every use of an alias, and so dates them all by one clock."""
         self._clusters: dict[Address, dict[int, Member]] = {}
         self._names: dict[str, dict[bytes, int]] = {}
+        self._peers: dict[Address, dict[int, Link]] = {}
         self._topics: dict[bytes, _Node] = {}
         self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
 
@@ -155,12 +192,31 @@ class Interest:
             for name, c in sorted(self._names.items())
         }
 
+    def serve(self, link: Link, address: Address) -> None:
+        """A relay behind a link has members of `address` now."""
+        self._peers.setdefault(address, {})[link.number] = link
+
+    def unserve(self, link: Link, address: Address) -> None:
+        """It has none any more, or the link is gone."""
+        links = self._peers[address]
+        del links[link.number]
+        if not links:
+            del self._peers[address]
+
+    def peer_loads(self, name: str, key_id: bytes, kind: int) -> list[Load]:
+        """Return one load for each link behind which members of an address serve `kind`, oldest link first."""
+        links = self._peers.get((name, key_id))
+        if not links:
+            return []
+        loads = [link.load(kind, name, key_id) for link in links.values()]
+        return [load for load in loads if load is not None]
+
     # -- topics ----------------------------------------------------------------------------------------------
 
     def subscribe(
-        self, session: Session, pattern: str, group: str, key_ids: Iterable[bytes]
+        self, session: Neighbor, pattern: str, group: str, key_ids: Iterable[bytes]
     ) -> None:
-        """A session wants what matches `pattern`."""
+        """A session, or the relay behind a link, wants what matches `pattern`."""
         self.version += 1
         for key_id in key_ids:
             node = self._topics.setdefault(key_id, _Node())
@@ -171,9 +227,9 @@ class Interest:
             (node.rest if rest else node.subscribers)[(session.number, group)] = session
 
     def unsubscribe(
-        self, session: Session, pattern: str, group: str, key_ids: Iterable[bytes]
+        self, session: Neighbor, pattern: str, group: str, key_ids: Iterable[bytes]
     ) -> None:
-        """The session no longer wants it; empty branches are pruned."""
+        """The session or link no longer wants it; empty branches are pruned."""
         self.version += 1
         for key_id in key_ids:
             root = self._topics[key_id]
@@ -194,12 +250,12 @@ class Interest:
 
     def subscribers(
         self, topic: str, key_id: bytes
-    ) -> tuple[list[Session], dict[str, list[Session]]]:
-        """Return (sessions without a group, group -> sessions) that want `topic`, each session once per group, oldest first."""
+    ) -> tuple[list[Neighbor], dict[str, list[Neighbor]]]:
+        """Return (who wants `topic` without a group, group -> who wants it), sessions and links, each once per group, oldest first."""
         root = self._topics.get(key_id)
         if root is None:
             return [], {}
-        found: dict[tuple[int, str], Session] = dict(root.rest)
+        found: dict[tuple[int, str], Neighbor] = dict(root.rest)
         nodes = [root]
         tokens = topic.split(".")
         for depth, token in enumerate(tokens):
@@ -214,8 +270,8 @@ class Interest:
                     found.update(node.rest)
         for node in nodes:
             found.update(node.subscribers)
-        plain: list[Session] = []
-        groups: dict[str, list[Session]] = {}
+        plain: list[Neighbor] = []
+        groups: dict[str, list[Neighbor]] = {}
         for number, group in sorted(found):
             session = found[(number, group)]
             if group:
@@ -237,9 +293,9 @@ class Interest:
         if not watches:
             del self._watches[watch.name]
 
-    def watchers(self, member: Member) -> list[Watch]:
-        """Return who hears of `member`."""
-        watches = self._watches.get(member.name)
+    def watchers(self, name: str, key_ids: Iterable[bytes]) -> list[Watch]:
+        """Return who hears of a member of `name` under `key_ids`."""
+        watches = self._watches.get(name)
         if not watches:
             return []
-        return [w for w in watches.values() if not set(w.key_ids).isdisjoint(member.key_ids)]
+        return [w for w in watches.values() if not set(w.key_ids).isdisjoint(key_ids)]

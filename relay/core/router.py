@@ -4,39 +4,43 @@ Whoever drives it (the daemon, or a test with virtual time) sets `now_us`, hands
 the ports after each batch. Bodies are never looked at: a data frame is routed by its alias and hop id alone, which are
 overwritten in place.
 
-    session ── DECLARE ──► Route ── interest (members, subscribers) ──► Target ── alias there ──► port
+    session ── DECLARE ──► Route ── interest (members, subscribers, links) ──► Target ── alias there ──► port
+    link    ── DECLARE ──► Route ── interest (members, subscribers)        ──► Target ── alias there ──► port
+
+Casts, calls (with surveys and tunnels) and the mesh have a module each; here is what sessions ask for by control frames.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from iris.core.pulse import Pulse
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import (
-    ALIAS,
-    ALIAS_AT,
-    BODY_AT,
-    CAST,
-    END_AT,
-    KIND_AT,
-    decode_control,
-    encode_control,
+from iris.wire.codec import KIND_AT, decode_control, encode_control
+from iris.wire.frames import (
+    DECLARED_KINDS,
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    SERVED_KINDS,
+    HopClass,
+    Kind,
 )
-from iris.wire.frames import DECLARED_KINDS, PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, Kind
 from iris.wire.names import check_cluster, check_filter, check_group, check_topic
 from relay.core.calls import Calls
+from relay.core.casts import Casts
 from relay.core.interest import Interest, Member, Watch
+from relay.core.link import Link
+from relay.core.mesh import NEVER_US, Mesh
 from relay.core.ports import Accounts, Port
-from relay.core.session import Route, Session, Target
+from relay.core.session import Neighbor, Route, Session
 
 MAX_WATCHES: Final = 1024
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
-_FIRST: Final = END_AT + 16
 
 
 class Limits:
@@ -60,14 +64,21 @@ class Router:
 
     def __init__(
         self, relay_id: bytes, *, entropy: Callable[[int], bytes], message_limit: int, limits: Limits | None = None,
-        site: str = "",
+        site: str = "", label: str = "",
     ) -> None:  # fmt: skip
         self.relay_id = relay_id
         self.site = site
+        self.label = label
+        """The host's name, for people."""
         self.now_us = 0
         self.accounts = Accounts()
         self.interest = Interest()
         self.sessions: dict[int, Session] = {}
+        self.neighbors: dict[int, Neighbor] = {}
+        """Sessions and links, by number."""
+        self._pulsing: dict[int, Neighbor] = {}
+        """Those on other hosts."""
+        self._pulse_us = NEVER_US
         self.limits = limits or Limits()
         self.message_limit = message_limit
         self.draining = False
@@ -75,19 +86,28 @@ class Router:
         self._entropy = entropy
         self._document = ""
         self._document_us = 0
-        self._next_session = 1
+        self._next_number = 1
         self._next_serial = 1
+        self._casts = casts = Casts(self.accounts, self.interest)
+        self.mesh = Mesh(relay_id, self.interest, casts)
+        self.mesh.members = self._members
+        self.links = self.mesh.links
         self._calls = calls = Calls(
-            relay_id, self.accounts, self.interest, self.limits, self.sessions
+            relay_id, self.accounts, self.interest, self.mesh, self.limits, self.neighbors
         )
-        table: list[Callable[[Session, memoryview, int, int], None]] = [self._control] * 256
-        table[Kind.PUBLISH] = table[Kind.BROADCAST] = self._cast
-        table[Kind.REQUEST] = table[Kind.PUSH] = self._call
-        table[Kind.TUNNEL_OPEN] = self._call
-        table[Kind.SURVEY] = self._call
-        table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = calls.answered
-        table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = calls.tunnel
-        self._table = table
+        self._session_table = _table(casts, calls, self._call, self._control)
+        self._link_table = _table(casts, calls, self._call, self._link_control)
+        self._link_controls: dict[type, Callable[[Link, Any], None]] = {
+            **self.mesh.controls(),
+            frames.Declare: self._on_link_declare,
+            frames.Beat: self._on_link_beat,
+            frames.Gap: self._on_link_gap,
+            frames.Fail: calls.failed_by_link,
+            frames.Credit: calls.credited_by_link,
+            frames.Roster: calls.surveys.roster,
+            frames.Done: calls.surveys.done,
+            frames.Bye: self._on_link_bye,
+        }
         self._controls: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
             frames.Declare: self._on_declare,
@@ -101,18 +121,17 @@ class Router:
             frames.Status: self._on_status,
             frames.Ping: lambda session, ping: session.control(frames.Pong(ping.id)),
             frames.Pong: lambda session, pong: None,
+            frames.Beat: self._on_beat,
             frames.Bye: self._on_bye,
         }
 
     # -- driving ---------------------------------------------------------------------------------------------
 
-    def session_up(self, port: Port) -> Session:
-        """A connection came; it has yet to say HELLO."""
-        number = self._next_session
-        self._next_session += 1
-        session = self.sessions[number] = Session(
-            port, number, self._entropy(32), self.limits.aliases
-        )
+    def session_up(self, port: Port, *, remote: bool = False) -> Session:
+        """A connection came, from another host if it is `remote`; it has yet to say HELLO."""
+        number = self._number()
+        session = Session(port, number, self._entropy(32), self.limits.aliases, remote)
+        self.sessions[number] = self.neighbors[number] = session
         return session
 
     def session_down(self, session: Session) -> None:
@@ -120,143 +139,154 @@ class Router:
         if session.closed:
             return
         session.forget()
-        del self.sessions[session.number]
+        del self.sessions[session.number], self.neighbors[session.number]
+        self._pulsing.pop(session.number, None)
         for member in list(session.members.values()):
             if not member.left:
                 self._leave(member)
         for (pattern, group), key_ids in session.subscriptions.items():
             self.interest.unsubscribe(session, pattern, group, key_ids)
+            self.mesh.wanted(pattern, key_ids, group, -1, self.now_us)
         for watch in session.watches.values():
             self.interest.unwatch(watch)
-        self._calls.session_down(session)
+        self._calls.neighbor_down(session)
 
-    def frame_in(self, session: Session, buf: memoryview, start: int, end: int) -> None:
+    def hello(self, dial_us: int) -> frames.LinkHello:
+        """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
+        limits = (self.message_limit, self.limits.aliases)
+        return self.mesh.hello(dial_us, self.now_us, limits, self.site, self.label)
+
+    def link_up(self, port: Port, hello: frames.LinkHello) -> Link:
+        """Both relays have greeted, and the certificate named the relay of `hello`; an older link to it is down already."""
+        number = self._number()
+        link = self.mesh.link_up(port, number, hello, self.now_us)
+        self.neighbors[number] = self._pulsing[number] = link
+        self._pulse_us = 0
+        return link
+
+    def link_down(self, link: Link) -> None:
+        """The link is gone, however it ended. Idempotent."""
+        if link.closed:
+            return
+        self.mesh.link_down(link, self.now_us)
+        link.forget()
+        del self.neighbors[link.number], self._pulsing[link.number]
+        self._calls.neighbor_down(link)
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
+    def frame_in(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Route the frame at `buf[start:end]`, which may be changed in place.
 
         Raises:
-            PeerProtocolError: the session broke the protocol; the caller tells it and ends it.
+            PeerProtocolError: the session or relay broke the protocol; the caller tells it and ends it.
         """
-        self._table[buf[start + KIND_AT]](session, buf, start, end)
+        self.entry(neighbor)(buf, start, end)
 
-    def entry(self, session: Session) -> Callable[[memoryview, int, int], None]:
-        """Return `frame_in` of one session, one call shorter."""
-        table = self._table
+    def entry(self, neighbor: Neighbor) -> Callable[[memoryview, int, int], None]:
+        """Return `frame_in` of one session or link, one call shorter."""
+        table = self._link_table if isinstance(neighbor, Link) else self._session_table
+        pulse = neighbor.pulse
+        if pulse is not None:
+
+            def far_frame_in(buf: memoryview, start: int, end: int) -> None:
+                pulse.last_us = self.now_us
+                table[buf[start + KIND_AT]](neighbor, buf, start, end)
+
+            return far_frame_in
 
         def frame_in(buf: memoryview, start: int, end: int) -> None:
-            table[buf[start + KIND_AT]](session, buf, start, end)
+            table[buf[start + KIND_AT]](neighbor, buf, start, end)
 
         return frame_in
 
-    def writable(self, session: Session) -> None:
-        """The session's port has room again: what was dropped meanwhile is told."""
-        if session.gaps and not session.closed:
-            session.tell_gaps()
+    def writable(self, neighbor: Neighbor) -> None:
+        """The port has room again: what was dropped meanwhile is told."""
+        if neighbor.gaps and not neighbor.closed:
+            neighbor.tell_gaps()
+
+    @property
+    def deadline_us(self) -> int:
+        """When `expire` is due at the latest, by the clock of `now_us`."""
+        return min(self.mesh.deadline_us, self._calls.deadline_us, self._pulse_us)
+
+    def expire(self) -> None:
+        """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
+        if self.now_us >= self._pulse_us:
+            self._beat()
+        if self.now_us >= self.mesh.deadline_us:
+            self.mesh.expire(self.now_us)
+        if self.now_us >= self._calls.deadline_us:
+            self._calls.unpark(self.now_us)
+
+    def _beat(self) -> None:
+        soonest = NEVER_US
+        for neighbor in list(self._pulsing.values()):
+            pulse = neighbor.pulse
+            if pulse is None:
+                continue
+            if pulse.dead(self.now_us):
+                neighbor.port.abort("it has been silent for too long")
+                if isinstance(neighbor, Link):
+                    self.link_down(neighbor)
+                elif isinstance(neighbor, Session):
+                    self.session_down(neighbor)
+                continue
+            if self.now_us >= pulse.beat_us:
+                version = self.mesh.version if neighbor.hop_class else 0
+                neighbor.control(pulse.beat(self.now_us, version))
+            soonest = min(soonest, pulse.deadline_us)
+        self._pulse_us = soonest
 
     def drain(self, grace_ms: int) -> None:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
         self.draining = True
+        self.mesh.leave()
         for session in self.sessions.values():
             if session.greeted:
                 session.control(frames.Drain(grace_ms))
 
-    # -- casts -----------------------------------------------------------------------------------------------
-
-    def _cast(self, session: Session, buf: memoryview, start: int, end: int) -> None:
-        """Publish or broadcast: to every target, each frame as it came but for its alias."""
-        if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
-        kind, alias, count = CAST.unpack_from(buf, start)
-        try:
-            route = session.routes[alias]
-        except IndexError:
-            route = None
-        if route is None or route.kind != kind:
-            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
-        interest = self.interest
-        if route.version != interest.version:
-            self._resolve(route)
-        if not 0 < 4 * count < end - start:  # each message has an offset of 4 bytes
-            raise PeerProtocolError(f"{count} messages in a frame of {end - start} bytes")
-        accounts = self.accounts
-        accounts.in_ += count
-        interest.tick = tick = interest.tick + 1
-        target = route.single
-        if target is not None:
-            known = target.alias
-            if known.number < 0:
-                if not target.port.has_room(end - start):
-                    self._too_slow(target, buf, start, count)
-                    return
-                known = target.declare(tick)
-            known.used = tick
-            ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
-            if target.port.forward(buf, start, end, count):
-                accounts.out += count
-            else:
-                self._too_slow(target, buf, start, count)
-            return
-        targets = route.many
-        if route.groups:
-            targets = self._choose(route)
-        if not targets:
-            accounts.drop("unwanted", count)
-            return
-        accounts.copied += count * (len(targets) - 1)
-        frame = bytearray(buf[start:end])
-        for target in targets:
-            if not target.port.has_room(len(frame)):
-                self._too_slow(target, buf, start, count)
-                continue
-            ALIAS.pack_into(frame, ALIAS_AT, target.number(tick))
-            if target.port.send(bytes(frame), count):
-                accounts.out += count
-            else:
-                self._too_slow(target, buf, start, count)
-
-    def _too_slow(self, target: Target, buf: memoryview, start: int, count: int) -> None:
-        self.accounts.drop("slow receiver", count)
-        first = int.from_bytes(buf[start + _FIRST : start + _FIRST + 8], "little")
-        target.session.dropped(target.delivery, first, count)
-
-    def _resolve(self, route: Route) -> None:
-        """Find who gets this route's casts while the interest stays as it is."""
-        route.targets.clear()
-        route.groups = ()
-        if route.kind == Kind.BROADCAST:
-            loads = self.interest.loads(route.name, route.key_id, Kind.BROADCAST)
-            route.many = [route.target(load.member.session, load.member.serial) for load in loads]
-        else:
-            plain, groups = self.interest.subscribers(route.name, route.key_id)
-            if groups:
-                route.many = ()
-                route.groups = [("", plain), *groups.items()]
-            else:
-                route.many = [route.target(session, 0) for session in plain]
-        route.single = route.many[0] if len(route.many) == 1 else None
-        route.version = self.interest.version
-
-    def _choose(self, route: Route) -> Sequence[Target]:
-        """Choose one session per queue group for a bundle; one that is slow is passed over."""
-        route.turn += 1
-        (_, plain), *groups = route.groups
-        chosen: dict[int, list[str]] = {session.number: [] for session in plain}
-        sessions = {session.number: session for session in plain}
-        for name, candidates in groups:
-            first = route.turn % len(candidates)
-            order = [*candidates[first:], *candidates[:first]]
-            session = next((s for s in order if not s.port.held_messages), order[0])
-            sessions[session.number] = session
-            chosen.setdefault(session.number, []).append(name)
-        alone = {session.number for session in plain}
-        return [
-            route.target(sessions[number], 0, number in alone, tuple(names))
-            for number, names in chosen.items()
-        ]
-
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def _call(self, session: Session, buf: memoryview, start: int, end: int) -> None:
-        self._calls.called(session, buf, start, end, self.now_us)
+    def _call(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        self._calls.called(neighbor, buf, start, end, self.now_us)
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def _link_control(self, link: Link, buf: memoryview, start: int, end: int) -> None:
+        body = decode_control(buf, start, end)
+        handler = self._link_controls.get(type(body))
+        if handler is None:
+            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
+        handler(link, body)
+
+    def _on_link_declare(self, link: Link, declared: frames.Declare) -> None:
+        if declared.hop_class != HopClass.MESH:
+            raise PeerProtocolError(f"hop class {declared.hop_class} over a link")
+        self._declare(link, declared)
+
+    def _on_link_beat(self, link: Link, beat: frames.Beat) -> None:
+        self._heard(link, beat)
+        self.mesh.beat(link, beat.version)
+
+    def _heard(self, neighbor: Neighbor, beat: frames.Beat) -> None:
+        if neighbor.pulse is None:
+            raise PeerProtocolError("BEAT in a session of this host")
+        neighbor.pulse.heard(beat, self.now_us)
+        neighbor.clock_us = neighbor.pulse.clock_us
+
+    def _on_link_gap(self, link: Link, gap: frames.Gap) -> None:
+        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        self._casts.gap_from_link(gap)
+
+    def _on_link_bye(self, link: Link, bye: frames.Bye) -> None:
+        """The relay stops, and has sent all that it had."""
+        link.bye = True
+        link.port.finish()
+        self.link_down(link)
 
     # -- control ---------------------------------------------------------------------------------------------
 
@@ -280,6 +310,13 @@ class Router:
             raise PeerProtocolError(
                 f"you speak version {hello.version}, this relay speaks {PROTOCOL_VERSION}"
             )
+        if session.remote:
+            if not hello.mono_us:
+                raise PeerProtocolError("HELLO over TLS without the time")
+            session.pulse = Pulse(hello.mono_us, self.now_us)
+            session.clock_us = session.pulse.clock_us
+            self._pulsing[session.number] = session
+            self._pulse_us = 0
         session.greeted = True
         # Shown in terminals: no session may move somebody's cursor.
         session.label = "".join(c if c.isprintable() else "?" for c in hello.label)
@@ -294,10 +331,14 @@ class Router:
                 self.message_limit,
                 self.site,
                 self.limits.aliases,
+                self.now_us if session.remote else 0,
             )
         )
         if self.draining:
             session.control(frames.Drain(0))
+
+    def _on_beat(self, session: Session, beat: frames.Beat) -> None:
+        self._heard(session, beat)
 
     def _on_prove(self, session: Session, prove: frames.Prove) -> None:
         session.proofs += 1
@@ -313,25 +354,30 @@ class Router:
         session.proven.add(key_id)
 
     def _on_declare(self, session: Session, declared: frames.Declare) -> None:
+        if declared.key_id not in session.proven:
+            raise PeerProtocolError(
+                f"alias under key {declared.key_id.hex()[:8]}, which was not proven"
+            )
+        if declared.hop_class != HopClass.LOCAL:
+            raise PeerProtocolError(f"hop class {declared.hop_class} in a session")
+        self._declare(session, declared)
+
+    def _declare(self, neighbor: Neighbor, declared: frames.Declare) -> None:
         if declared.kind not in DECLARED_KINDS:
             raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
         if declared.alias >= self.limits.aliases:
             raise PeerProtocolError(
                 f"alias {declared.alias} is over the limit of {self.limits.aliases}"
             )
-        if declared.key_id not in session.proven:
-            raise PeerProtocolError(
-                f"alias under key {declared.key_id.hex()[:8]}, which was not proven"
-            )
         try:
             (check_topic if declared.kind == Kind.PUBLISH else check_cluster)(declared.name)
         except InvalidName as err:
             raise PeerProtocolError(str(err)) from err
-        routes = session.routes
+        routes = neighbor.routes
         if declared.alias >= len(routes):
             size = min(self.limits.aliases, max(16, 2 * declared.alias + 1))
             routes.extend([None] * (size - len(routes)))
-        routes[declared.alias] = Route(session, declared)
+        routes[declared.alias] = Route(neighbor, declared)
 
     def _on_join(self, session: Session, join: frames.Join) -> None:
         error = self._unproven(session, join.key_ids)
@@ -349,8 +395,9 @@ class Router:
         member = Member(session, serial, join.name, tuple(dict.fromkeys(join.key_ids)), join.kinds)
         session.members[serial] = member
         self.interest.join(member)
+        self.mesh.joined(member, self.now_us)
         session.control(frames.Ack(join.id, "", serial))
-        for watch in self.interest.watchers(member):
+        for watch in self.interest.watchers(member.name, member.key_ids):
             watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
 
     def _on_leave(self, session: Session, leave: frames.Leave) -> None:
@@ -364,8 +411,9 @@ class Router:
     def _leave(self, member: Member) -> None:
         member.left = True
         self.interest.leave(member)
+        self.mesh.left(member, self.now_us)
         member.forget_if_done()
-        for watch in self.interest.watchers(member):
+        for watch in self.interest.watchers(member.name, member.key_ids):
             if not watch.session.closed:
                 watch.session.control(
                     frames.Membership(watch.number, left=[self.member_id(member)])
@@ -393,6 +441,7 @@ class Router:
             key_ids = session.subscriptions[place] = tuple(dict.fromkeys(subscribe.key_ids))
             session.places += places
             self.interest.subscribe(session, subscribe.filter, subscribe.group, key_ids)
+            self.mesh.wanted(subscribe.filter, key_ids, subscribe.group, 1, self.now_us)
         session.control(frames.Ack(subscribe.id, error))
 
     def _on_unsubscribe(self, session: Session, unsubscribe: frames.Unsubscribe) -> None:
@@ -406,6 +455,7 @@ class Router:
                 del session.groups[unsubscribe.group]
         session.places -= _places(unsubscribe.filter, key_ids)
         self.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
+        self.mesh.wanted(unsubscribe.filter, key_ids, unsubscribe.group, -1, self.now_us)
         session.control(frames.Ack(unsubscribe.id))
 
     def _on_credit(self, session: Session, credit: frames.Credit) -> None:
@@ -426,9 +476,11 @@ class Router:
             watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, tuple(ask.key_ids))
             self.interest.watch(watch)
         found = [self._info(member) for member in self.interest.members(ask.name, ask.key_ids)]
-        session.control(
-            frames.Membership(ask.id, found, [], self.interest.others(ask.name, ask.key_ids))
-        )
+        found += self.mesh.infos(ask.name, ask.key_ids)
+        others = self.interest.others(ask.name, ask.key_ids)
+        for short, count in self.mesh.others(ask.name, ask.key_ids).items():
+            others[short] = others.get(short, 0) + count
+        session.control(frames.Membership(ask.id, found, [], others))
 
     def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:
         watch = session.watches.pop(unwatch.id, None)
@@ -463,7 +515,12 @@ class Router:
     @property
     def held_messages(self) -> int:
         """Messages that ports took and have not written."""
-        return sum(session.port.held_messages for session in self.sessions.values())
+        waiting = sum(neighbor.port.held_messages for neighbor in self.neighbors.values())
+        return waiting + len(self._calls.parked)
+
+    def _members(self) -> Iterator[Member]:
+        for session in self.sessions.values():
+            yield from session.members.values()
 
     def status(self) -> dict[str, object]:
         """Return a snapshot of tables and counters, ready for JSON."""
@@ -487,6 +544,8 @@ class Router:
             ],
             "clusters": self.interest.cluster_counts(),
             "accounts": self.accounts.report(self.held_messages),
+            **self.mesh.status(self.now_us),
+            "parked": len(self._calls.parked),
             **self.status_extra(),
         }
 
@@ -495,6 +554,19 @@ class Router:
             if key_id not in session.proven:
                 return f"key {key_id.hex()[:8]} was not proven in this session"
         return ""
+
+
+def _table(
+    casts: Casts, calls: Calls, call: Callable[..., None], control: Callable[..., None]
+) -> list[Callable[..., None]]:
+    """Return what takes a frame, by its kind."""
+    table = [control] * 256
+    table[Kind.PUBLISH] = table[Kind.BROADCAST] = casts.cast
+    table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = table[Kind.TUNNEL_OPEN] = call
+    table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = calls.answered
+    tunnel = calls.tunnels.frame
+    table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = tunnel
+    return table
 
 
 def _places(pattern: str, key_ids: Sequence[bytes]) -> int:

@@ -1,4 +1,4 @@
-"""A session as the router knows it: what it proved, declared, serves and waits for."""
+"""Who is at the other end of a connection: what it declared, was handed, waits for; and, of a session, what it proved and serves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from iris.core.aliases import Alias, AliasTable
-from iris.wire.codec import encode_control
-from iris.wire.frames import Control, Declare, Gap, Kind
+from iris.core.pulse import Pulse
+from iris.wire.codec import RELAY_HOP, encode_control
+from iris.wire.frames import Control, Declare, Gap, HopClass, Kind
 from relay.core.interest import Load, Member, Watch
 from relay.core.ports import Held, Port
 
@@ -15,20 +16,20 @@ MAX_GAPS: Final = 65_536
 MAX_TARGETS: Final = 1024
 
 Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
-"""kind, name, key id, sender id, plain, groups, member: all that an alias towards a session stands for."""
+"""kind, name, key id, sender id, plain, groups, member: all that an alias towards a session or link stands for."""
 
 
 _UNDECLARED: Final = Alias(-1, 0)
 
 
 class Target:
-    """One delivery set at one session, and the alias that stands for it there, declared at its first message."""
+    """One delivery set at one neighbor, and the alias that stands for it there, declared at its first message."""
 
-    __slots__ = ("alias", "delivery", "port", "session")
+    __slots__ = ("alias", "delivery", "neighbor", "port")
 
-    def __init__(self, session: Session, delivery: Delivery) -> None:
-        self.session = session
-        self.port = session.port
+    def __init__(self, neighbor: Neighbor, delivery: Delivery) -> None:
+        self.neighbor = neighbor
+        self.port = neighbor.port
         self.delivery = delivery
         self.alias = _UNDECLARED
 
@@ -40,44 +41,66 @@ class Target:
 
     def declare(self, tick: int) -> Alias:
         """Return the alias, declared: it is new, or its number was taken for something else."""
-        self.alias = self.session.out_alias(self.delivery, tick)
+        self.alias = self.neighbor.out_alias(self.delivery, tick)
         return self.alias
 
 
+class Asked:
+    """What a link handed to the members here of one address and kind, and what it was last told of the others' share."""
+
+    __slots__ = ("messages", "told", "used_us")
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.told = 0
+        self.used_us = 0
+
+
 class Route:
-    """An alias that a session declared: where its frames go. What is cached holds for one `version` of the interest."""
+    """An alias that a neighbor declared: where its frames go. What is cached holds for one `version` of the interest.
+
+    What a link sends goes to sessions of this relay alone, so nothing can go round in circles.
+    """
 
     __slots__ = (
-        "groups", "key_id", "kind", "loads", "many", "name", "sender_id", "session", "single", "targets", "turn", "version",
+        "asked", "groups", "key_id", "kind", "loads", "many", "name", "neighbor", "only", "peers", "plain", "sender_id", "single",
+        "targets", "turn", "version",
     )  # fmt: skip
 
-    def __init__(self, session: Session, declared: Declare) -> None:
-        self.session = session
+    def __init__(self, neighbor: Neighbor, declared: Declare) -> None:
+        self.neighbor = neighbor
         self.kind = declared.kind
         self.name = declared.name
         self.key_id = declared.key_id
         self.sender_id = declared.sender_id
+        self.plain = declared.plain
+        """Over a link: the subscriptions without a group are meant ..."""
+        self.only = tuple(declared.groups)
+        """... and those of these groups."""
+        self.asked: Asked | None = None
+        """Over a link: where its calls are counted."""
         self.version = -1
         self.turn = 0
         """Rises with every choice, so that equals take turns."""
         self.single: Target | None = None
         """The only receiver, when there is exactly one and no group to choose for."""
         self.many: Sequence[Target] = ()
-        self.groups: Sequence[tuple[str, Sequence[Session]]] = ()
+        self.groups: Sequence[tuple[str, Sequence[Neighbor]]] = ()
         self.loads: Sequence[Load] = ()
+        self.peers: Sequence[Load] = ()
         self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
 
     def target(
-        self, session: Session, member: int, plain: bool = True, groups: tuple[str, ...] = ()
+        self, neighbor: Neighbor, member: int, plain: bool = True, groups: tuple[str, ...] = ()
     ) -> Target:
-        """Return the target for a delivery at `session`."""
-        place = (session.number, member, plain, groups)
+        """Return the target for a delivery at `neighbor`."""
+        place = (neighbor.number, member, plain, groups)
         target = self.targets.get(place)
         if target is None:
             if len(self.targets) >= MAX_TARGETS:
                 self.targets.clear()
             delivery = (self.kind, self.name, self.key_id, self.sender_id, plain, groups, member)
-            target = self.targets[place] = Target(session, delivery)
+            target = self.targets[place] = Target(neighbor, delivery)
         return target
 
 
@@ -86,7 +109,7 @@ class Survey:
 
     __slots__ = ("hop", "lost", "open", "origin", "waits")
 
-    def __init__(self, origin: Session, hop: int) -> None:
+    def __init__(self, origin: Neighbor, hop: int) -> None:
         self.origin = origin
         self.hop = hop
         self.open = 0
@@ -102,22 +125,13 @@ class Survey:
 
 
 class Handed:
-    """A request, push, survey or tunnel opening that a member was handed and has not finished."""
+    """A request, push, survey or tunnel opening that a member or another relay was handed and has not finished."""
 
     __slots__ = (
-        "attempts",
-        "deadline_us",
-        "hop",
-        "load",
-        "origin",
-        "route",
-        "size",
-        "survey",
-        "tried",
-        "waits",
-    )
+        "attempts", "deadline_us", "hop", "load", "origin", "roster", "route", "size", "survey", "tried", "waits",
+    )  # fmt: skip
 
-    def __init__(self, origin: Session, hop: int, route: Route, size: int) -> None:
+    def __init__(self, origin: Neighbor, hop: int, route: Route, size: int) -> None:
         self.origin = origin
         self.hop = hop
         """The origin's hop id."""
@@ -127,6 +141,8 @@ class Handed:
         self.attempts = 0
         self.tried: list[Load] = []
         self.survey: Survey | None = None
+        self.roster: Sequence[str] = ()
+        """The members that the relay behind a link handed a survey to."""
         self.deadline_us = 0
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
@@ -139,11 +155,13 @@ class Handed:
 
 
 class Tunnel:
-    """A tunnel's two ends: the opener's session and hop id, the member's session and hop id."""
+    """A tunnel's two ends here: the opener's session (or link) and hop id, the member's session (or link) and hop id."""
 
     __slots__ = ("member", "member_held", "member_hop", "opener", "opener_held", "opener_hop")
 
-    def __init__(self, opener: Session, opener_hop: int, member: Session, member_hop: int) -> None:
+    def __init__(
+        self, opener: Neighbor, opener_hop: int, member: Neighbor, member_hop: int
+    ) -> None:
         self.opener = opener
         self.opener_hop = opener_hop
         self.member = member
@@ -152,44 +170,42 @@ class Tunnel:
         self.member_held = Held()
 
 
-class Session:
-    """The router's side of one session."""
+class Neighbor:
+    """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "challenge", "closed", "gaps", "greeted", "groups", "handed", "label", "members", "number", "pending",
-        "pid", "places", "port", "proofs", "proven", "routes", "session_id", "subscriptions", "swept_us", "tunnels", "watches",
+        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "number", "own_hop", "own_hop_mask", "pending", "port", "pulse", "routes",
+        "swept_us", "tunnels",
     )  # fmt: skip
+    hop_class = HopClass.LOCAL
 
-    def __init__(self, port: Port, number: int, challenge: bytes, max_aliases: int) -> None:
+    def __init__(self, port: Port, number: int, max_aliases: int) -> None:
         self.port = port
         self.number = number
-        self.session_id = number.to_bytes(8, "little")
-        self.challenge = challenge
         self.greeted = False
         self.closed = False
         self.label = ""
-        self.pid = 0
-        self.proven: set[bytes] = set()
-        self.proofs = 0
-        """Signatures checked, those that held before included."""
-        self.places = 0
-        """Nodes of the topic tree that its subscriptions may take."""
+        self.pulse: Pulse | None = None
+        """Of the other side, if it is on another host."""
+        self.clock_us = 0
+        """Added to its deadlines: our clock less its own."""
+        self.own_hop = RELAY_HOP
+        """What a hop id that we chose has in the bits of `own_hop_mask`: both sides number their own."""
+        self.own_hop_mask = RELAY_HOP
         self.swept_us = 0
         self.routes: list[Route | None] = []
         self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
-        self.members: dict[int, Member] = {}
-        self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
-        """(filter, group) -> key ids."""
-        self.groups: dict[str, int] = {}
-        """Queue group -> subscriptions in it."""
-        self.watches: dict[int, Watch] = {}
         self.handed: dict[int, Handed] = {}
-        """By the hop id that we gave: what this session's members run."""
+        """By the hop id that we gave: what its members run."""
         self.pending = 0
-        """What this session waits for."""
+        """What it waits for."""
         self.tunnels: dict[int, Tunnel] = {}
         self.gaps: dict[Delivery, list[int]] = {}
-        """Dropped on the way to this session and not yet told: delivery -> [first sequence, count]."""
+        """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
+
+    def ours(self, hop: int) -> bool:
+        """Whether we chose this hop id."""
+        return hop & self.own_hop_mask == self.own_hop
 
     def forget(self) -> None:
         """Its connection is gone: whoever still refers to it keeps little."""
@@ -203,18 +219,18 @@ class Session:
         self.port.control(encode_control(body))
 
     def out_alias(self, delivery: Delivery, tick: int) -> Alias:
-        """Return the alias for a delivery towards this session, declared if it is new."""
+        """Return the alias for a delivery towards this neighbor, declared if it is new."""
         alias = self.aliases.get(delivery)
         if alias is None:
             alias = self.aliases.add(delivery, tick)
             kind, name, key_id, sender_id, plain, groups, member = delivery
-            self.control(
-                Declare(alias.number, kind, name, key_id, sender_id, plain, list(groups), member)
-            )
+            address = (kind, name, key_id, sender_id)
+            where = (plain, list(groups), member, self.hop_class)
+            self.control(Declare(alias.number, *address, *where))
         return alias
 
     def dropped(self, delivery: Delivery, first: int, count: int) -> None:
-        """Remember a loss on the way to this session, to be told when there is room.
+        """Remember a loss on the way to this neighbor, to be told when there is room.
 
         The receiver itself sees a loss between what arrives, so of a plain delivery the latest run is remembered. Where
         a run starts is said at once, in order: a receiver that knew nothing of this sender counts from there.
@@ -241,6 +257,34 @@ class Session:
         self.control(
             Gap(kind, name, key_id, sender_id, first, count, cause, plain, list(groups), member)
         )
+
+
+class Session(Neighbor):
+    """A process of this host, or over TLS (`remote`) of another."""
+
+    __slots__ = (
+        "challenge", "groups", "members", "pid", "places", "proofs", "proven", "remote", "session_id", "subscriptions", "watches",
+    )  # fmt: skip
+
+    def __init__(
+        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool
+    ) -> None:
+        super().__init__(port, number, max_aliases)
+        self.remote = remote
+        self.session_id = number.to_bytes(8, "little")
+        self.challenge = challenge
+        self.pid = 0
+        self.proven: set[bytes] = set()
+        self.proofs = 0
+        """Signatures checked, those that held before included."""
+        self.places = 0
+        """Nodes of the topic tree that its subscriptions may take."""
+        self.members: dict[int, Member] = {}
+        self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
+        """(filter, group) -> key ids."""
+        self.groups: dict[str, int] = {}
+        """Queue group -> subscriptions in it."""
+        self.watches: dict[int, Watch] = {}
 
 
 def kind_name(kind: int) -> str:

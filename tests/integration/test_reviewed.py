@@ -17,8 +17,8 @@ import iris
 from iris.core.asks import Asks
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
+from iris.dialling import dial
 from iris.testing import LocalCluster
-from iris.transport import dial
 from iris.wire.frames import Kind
 
 

@@ -38,6 +38,7 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import matches
+from relay.core.link import Link
 from relay.core.ports import Held
 from relay.core.router import Limits, Router
 
@@ -46,6 +47,7 @@ OTHER_KEY = ClusterKey(bytes(range(1, 33)))
 START_US = 1_700_000_000_000_000
 FRESHNESS_US = 600_000_000
 LIMIT = 1 << 20
+CLOCK_STEP_US = 3_600_000_000
 
 
 class Result:
@@ -194,8 +196,11 @@ class Port:
 class Host:
     """One process: a session, its owner, and its connection."""
 
-    def __init__(self, net: Network, label: str, keys: Sequence[ClusterKey], guard: Guard) -> None:
+    def __init__(
+        self, net: Network, label: str, keys: Sequence[ClusterKey], guard: Guard, relay: int = 0
+    ) -> None:
         self.net = net
+        self.router = net.routers[relay]
         self.label = label
         self.keys = {key.key_id: key for key in keys}
         self.key = keys[0]
@@ -206,13 +211,18 @@ class Host:
         self.ended_because = ""
         """The rule that either side says the other broke."""
         self.port = Port()
-        self.peer = net.router.session_up(self.port)
+        self.peer = self.router.session_up(self.port)
         self.clock_us = 0
         """How far this host's wall clock is ahead."""
         self.session = Session(self, guard, net.entropy, label=label, pid=7, message_limit=LIMIT)
         self._to_relay = FrameReader(self._at_relay, net.buffer, LIMIT + 4096)
         self._to_session = FrameReader(self.session.frame, net.own_buffer, LIMIT + 4096)
         self.say(encode_control(self.session.greeting))
+
+    @property
+    def mono_us(self) -> int:
+        """CLOCK_MONOTONIC of this host: its relay's."""
+        return self.router.now_us
 
     # -- Owner ---------------------------------------------------------------------------------------------
 
@@ -292,7 +302,7 @@ class Host:
         self, name: str, payload: bytes, waiter: Result | None = None, *, survey: Answers | None = None,
         timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None,
     ) -> Pending:  # fmt: skip
-        self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
         return self.session.asks.send(
             Kind.REQUEST if survey is None else Kind.SURVEY, name, self.key, payload, headers, False,
             timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent,
@@ -304,7 +314,7 @@ class Host:
         return answers
 
     def push(self, name: str, payload: bytes = b"") -> None:
-        self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
         self.session.asks.push(name, self.key, payload, None, False, 1000)
 
     def open_tunnel(self, name: str, headers: Headers | None = None) -> TunnelEnd:
@@ -323,7 +333,7 @@ class Host:
     def speak(self) -> bool:
         """Give the relay what the session has to say."""
         session = self.session
-        session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        session.turn(self.net.now_us + self.clock_us, self.mono_us)
         session.flush()
         if session.state != "up" or not session.out.chunks or self.peer.closed:
             return False
@@ -336,7 +346,7 @@ class Host:
         if not self.port.out or self.session.state == "ended":
             self.port.out.clear()
             return False
-        self.session.turn(self.net.now_us + self.clock_us, self.net.mono_us)
+        self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
         frame = self.port.out.popleft()
         for each in self.net.tamper(self, frame):
             try:
@@ -349,7 +359,7 @@ class Host:
 
     def lose(self, reason: str = "the connection broke") -> None:
         """Both sides notice that the connection is gone."""
-        self.net.router.session_down(self.peer)
+        self.router.session_down(self.peer)
         self.port.out.clear()
         self.session.end(reason)
 
@@ -357,67 +367,151 @@ class Host:
         if self.peer.closed:
             return
         try:
-            self.net.router.frame_in(self.peer, buf, start, end)
+            self.router.frame_in(self.peer, buf, start, end)
         except PeerProtocolError as err:
             self.ended_because = str(err)
-            self.net.router.session_down(self.peer)
+            self.router.session_down(self.peer)
             self.port.control(encode_control(frames.Error(str(err)[:1024])))
 
 
-class Network:
-    """One relay and its hosts."""
+class LinkEnd(Port):
+    """One relay's side of a link."""
 
-    def __init__(self, *, limits: Limits | None = None, relay_seed: int = 0) -> None:
+    def __init__(self, net: Network, router: Router) -> None:
+        super().__init__()
+        self.net = net
+        self.router = router
+        self.other: LinkEnd
+        self.link: Link
+        self.why = ""
+        self.reader = FrameReader(self._frame, ReceiveBuffer(), 2 * LIMIT)
+        self.tamper: Callable[[bytes], Sequence[bytes]] = lambda frame: (frame,)
+
+    def speak(self) -> bool:
+        """Give the other relay the next frame."""
+        if not self.out:
+            return False
+        for frame in self.tamper(self.out.popleft()):
+            if not self.other.link.closed:
+                feed(self.other.reader, frame)
+        return True
+
+    def _frame(self, buf: memoryview, start: int, end: int) -> None:
+        try:
+            self.router.frame_in(self.link, buf, start, end)
+        except PeerProtocolError as err:
+            self.why = str(err)
+            self.router.link_down(self.link)
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self.why = reason
+
+
+class Network:
+    """Relays and their hosts. The clock of relay n is `CLOCK_STEP_US` times n ahead of the first one's."""
+
+    def __init__(
+        self, *, limits: Limits | None = None, relay_seed: int = 0, relays: int = 1
+    ) -> None:
         self.entropy = random.Random(relay_seed).randbytes
-        self.router = Router(
-            self.entropy(16), entropy=self.entropy, message_limit=LIMIT, limits=limits
-        )
         self.now_us = START_US
-        self.mono_us = self.router.now_us = 1_000_000
+        self.routers = [
+            Router(self.entropy(16), entropy=self.entropy, message_limit=LIMIT, limits=limits)
+            for _ in range(relays)
+        ]
+        self.router = self.routers[0]
+        for number, router in enumerate(self.routers):
+            router.now_us = 1_000_000 + number * CLOCK_STEP_US
         self.hosts: list[Host] = []
+        self.ends: list[LinkEnd] = []
         self.buffer = ReceiveBuffer()
         self.own_buffer = ReceiveBuffer()
         self.tamper: Callable[[Host, bytes], Sequence[bytes]] = lambda host, frame: (frame,)
 
+    @property
+    def mono_us(self) -> int:
+        """The clock of the first relay."""
+        return self.router.now_us
+
     def host(
-        self, label: str = "host", *, keys: Sequence[ClusterKey] = (KEY,), guard: Guard | None = None
+        self, label: str = "host", *, keys: Sequence[ClusterKey] = (KEY,), guard: Guard | None = None, relay: int = 0
     ) -> Host:  # fmt: skip
         """Return a host whose session is up."""
-        host = Host(self, label, keys, guard or Guard(FRESHNESS_US))
+        host = Host(self, label, keys, guard or Guard(FRESHNESS_US), relay)
         self.hosts.append(host)
         self.run()
         assert host.session.state == "up"
         return host
 
+    def link(self, one: int, other: int) -> tuple[LinkEnd, LinkEnd]:
+        """Link two relays; return both ends."""
+        routers = self.routers[one], self.routers[other]
+        ends = LinkEnd(self, routers[0]), LinkEnd(self, routers[1])
+        hellos = routers[0].hello(routers[0].now_us), routers[1].hello(0)
+        ends[0].other, ends[1].other = ends[1], ends[0]
+        ends[0].link = routers[0].link_up(ends[0], hellos[1])
+        ends[1].link = routers[1].link_up(ends[1], hellos[0])
+        self.ends += ends
+        self.run()
+        return ends
+
+    def cut(self, ends: tuple[LinkEnd, LinkEnd]) -> None:
+        """Both relays notice that the link is gone; what was on its way is lost."""
+        for end in ends:
+            self.ends.remove(end)
+            end.router.link_down(end.link)
+        self.run()
+
     def run(self) -> None:
-        """Move bytes until nobody has anything to say."""
+        """Move bytes until nobody has anything to say; what relays gather for some milliseconds included."""
+        self._move()
+        for _ in range(3 if len(self.routers) > 1 else 0):
+            self._advance(5_000)
+            self._move()
+
+    def _move(self) -> None:
         busy = True
         while busy:
             busy = False
             for host in self.hosts:
                 busy |= host.speak()
+            for end in self.ends:
+                while end.speak():
+                    busy = True
             for host in self.hosts:
                 while host.listen():
                     busy = True
 
+    def _advance(self, us: int) -> None:
+        self.now_us += us
+        for router in self.routers:
+            router.now_us += us
+            if router.deadline_us <= router.now_us:
+                router.expire()
+        for host in self.hosts:
+            if host.session.deadline_us <= host.mono_us:
+                host.session.turn(self.now_us + host.clock_us, host.mono_us)
+                host.session.expire(host.mono_us)
+
     def pass_time(self, seconds: float) -> None:
         """Let virtual time pass, and what is due by then happen."""
-        self.now_us += int(seconds * 1e6)
-        self.mono_us += int(seconds * 1e6)
-        self.router.now_us = self.mono_us
-        for host in self.hosts:
-            if host.session.deadline_us <= self.mono_us:
-                host.session.turn(self.now_us + host.clock_us, self.mono_us)
-                host.session.expire(self.mono_us)
+        left_us = int(seconds * 1e6)
+        while left_us > 0:
+            step_us = left_us if len(self.routers) == 1 else min(left_us, 500_000)
+            left_us -= step_us
+            self._advance(step_us)
+            self._move()
         self.run()
 
     def check(self) -> None:
-        """The relay's account balances, and nothing is held for anybody."""
-        assert self.router.accounts.balance() == 0, self.router.accounts.report(0)
-        for session in self.router.sessions.values():
-            assert not session.handed
-            assert session.pending == 0
-            assert not session.tunnels
+        """Every relay's account balances, and nothing is held for anybody."""
+        for router in self.routers:
+            assert router.accounts.balance() == 0, router.accounts.report(0)
+            for neighbor in router.neighbors.values():
+                assert not neighbor.handed
+                assert neighbor.pending == 0
+                assert not neighbor.tunnels
 
 
 def kind_of(frame: bytes) -> int:

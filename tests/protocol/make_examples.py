@@ -29,6 +29,7 @@ BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTI
 SECRET: Final = bytes(range(32))
 KEY: Final = ClusterKey(SECRET)
 RELAY_ID: Final = bytes(range(0xA0, 0xB0))
+OTHER_RELAY_ID: Final = bytes(range(0xB0, 0xC0))
 SESSION_ID: Final = (1).to_bytes(8, "little")
 CHALLENGE: Final = bytes(range(0xC0, 0xE0))
 CALLER: Final = bytes(range(0x50, 0x60))
@@ -75,6 +76,22 @@ CONTROLS: Final[dict[str, Control]] = {
     "fail": frames.Fail(1, Cause.NO_MEMBERS, "nobody serves it", False),
     "roster": frames.Roster(5, [MEMBER_ID]),
     "done": frames.Done(5, []),
+    "link-hello": frames.LinkHello(
+        1, 0, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
+    ),
+    "beat": frames.Beat(2_004_000, 5_000_000, 998_000, 4),
+    "interest-snapshot": frames.Interest(
+        0, 4,
+        [frames.MemberEntry(7, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): 8}, "billing")],
+        [],
+        [frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 2)],
+        True,
+    ),
+    "interest": frames.Interest(4, 5, [], [7], [frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 0)]),
+    "resync": frames.Resync(3),
+    "loads": frames.Loads([frames.Load(Kind.REQUEST, CLUSTER, KEY.key_id, 5)]),
+    "ask-peers": frames.AskPeers(),
+    "peers": frames.Peers([frames.PeerEntry(OTHER_RELAY_ID, ["10.0.0.8:7430", "[fd00::8]:7430"])]),
 }  # fmt: skip
 
 
@@ -87,6 +104,8 @@ def readable(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): readable(one) for name, one in value.items()}
     if hasattr(value, "__struct_fields__"):
+        if value.__struct_config__.array_like:
+            return [readable(getattr(value, name)) for name in value.__struct_fields__]
         return {name: readable(getattr(value, name)) for name in value.__struct_fields__}
     return value
 

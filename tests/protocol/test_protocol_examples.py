@@ -30,7 +30,7 @@ from iris.errors import OpenError
 from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
-from relay import sessions
+from relay import ports, sessions
 from relay.config import lan
 from relay.core import calls, router
 
@@ -417,7 +417,7 @@ def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
         ("within 5 s, and holds at most 1,024 such", tunneling.HALF_OPEN_US == 5_000_000),
         ("beyond the queue for it (64 MiB)", _CONFIG.port_queue_bytes == 64 << 20),
         ("beyond 1 MiB of them", sessions.CONTROL_PAUSE_BYTES == 1 << 20),
-        ("beyond 64 MiB it is cut", sessions.CONTROL_LIMIT_BYTES == 64 << 20),
+        ("beyond 64 MiB it is cut", ports.CONTROL_LIMIT_BYTES == 64 << 20),
         ("after 2^32 seals", sframe.SEALS_PER_SENDER == 1 << 32),
         ("and 8 bytes; one message alone", bundle.MESSAGE_BYTES == 8),
         (

@@ -1,0 +1,276 @@
+"""The X.509 certificates that a network key yields: two authorities, and what they sign.
+
+    network key ─┬─ network CA ── relay leaf    of one relay, from its start to its end; serves and dials
+                 └─ access CA ─── access leaf   of an access file; dials a relay for a session, never serves
+
+A link trusts the network CA alone. A relay that accepts remote sessions trusts the access CA alone, and
+they trust the network CA alone: neither leaf passes for the other, whoever holds it. Extended key usage
+says it once more: only a relay's leaf is a server's.
+
+All keys are Ed25519 (RFC 8410), whose signatures are deterministic, and an authority's serial number and
+dates are fixed: every holder of the network key makes the same authorities, byte for byte.
+
+Leaves are named by a URI: `iris-relay:` or `iris-access:`, and 32 hex digits. A host name (a DNS SAN) would
+claim an address that nobody checks; a URI says what kind of name it is, and `ssl` shows it as it is.
+"""
+
+from __future__ import annotations
+
+# Two constant dates; no clock is read.
+import datetime  # noqa: TID251
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from iris.crypto.keys import RELAY_ID_BYTES, SECRET_BYTES, NetworkKey, public_id
+from iris.errors import KeyringError, LocalProtocolError
+
+RELAY_URI: Final = "iris-relay"
+ACCESS_URI: Final = "iris-access"
+
+# Expiry adds nothing where every relay holds the authority, and a wrong clock would break links.
+# 9999-12-31 23:59:59 is RFC 5280's "no expiration" (§4.1.2.5).
+_NOT_BEFORE: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_NOT_AFTER: Final = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+
+_BLOCK: Final = re.compile(r"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL)
+_ACCESS_BLOCKS: Final = ("CERTIFICATE", "PRIVATE KEY", "CERTIFICATE")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A certificate and the private key that belongs to it."""
+
+    certificate: x509.Certificate
+    private_key: Ed25519PrivateKey = field(repr=False)
+
+    def pem(self) -> str:
+        """Return certificate and private key (PKCS #8, in clear), as `load_cert_chain` reads them."""
+        return _certificate_pem(self.certificate) + _key_pem(self.private_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an access file holds: `leaf` proves us to relays; `authority` is the network CA, which proves them to us.
+
+    `fingerprint` is the network's, 16 bytes; `access_id` names the leaf, 16 bytes.
+    """
+
+    leaf: Leaf
+    authority: x509.Certificate
+    fingerprint: bytes
+    access_id: bytes
+
+
+def network_authority(key: NetworkKey) -> x509.Certificate:
+    """Return the network CA, which signs relays. The same bytes wherever the key is the same."""
+    return _authority(key.ca_key, _network_name(key.fingerprint))
+
+
+def access_authority(key: NetworkKey) -> x509.Certificate:
+    """Return the access CA, which signs access leaves. The same bytes wherever the key is the same."""
+    return _authority(key.access_ca_key, _access_name(key.fingerprint))
+
+
+def relay_leaf(key: NetworkKey, relay_id: bytes, seed: bytes) -> Leaf:
+    """Return the certificate of the relay `relay_id` (16 bytes), for a private key made of `seed`.
+
+    `seed` is 32 random bytes, used for nothing else.
+
+    Raises:
+        LocalProtocolError: the id or the seed has another length.
+    """
+    if len(relay_id) != RELAY_ID_BYTES:
+        raise LocalProtocolError(f"a relay id is {RELAY_ID_BYTES} bytes, not {len(relay_id)}")
+    return _leaf(
+        key.ca_key,
+        network_authority(key),
+        _leaf_key(seed),
+        name=f"iris relay {relay_id.hex()}",
+        uri=f"{RELAY_URI}:{relay_id.hex()}",
+        usages=[ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
+    )
+
+
+def access_leaf(key: NetworkKey, seed: bytes) -> Leaf:
+    """Return a certificate that admits sessions, for a private key made of `seed` (32 random bytes).
+
+    Its id is `public_id` of its public key.
+
+    Raises:
+        LocalProtocolError: the seed has another length.
+    """
+    leaf_key = _leaf_key(seed)
+    access_id = public_id(leaf_key.public_key().public_bytes_raw()).hex()
+    return _leaf(
+        key.access_ca_key,
+        access_authority(key),
+        leaf_key,
+        name=f"iris access {access_id}",
+        uri=f"{ACCESS_URI}:{access_id}",
+        usages=[ExtendedKeyUsageOID.CLIENT_AUTH],
+    )
+
+
+def dump_access(key: NetworkKey, seed: bytes) -> str:
+    """Return a new access file: access leaf, its private key, and the network CA, in PEM.
+
+    It admits whoever holds it until the network key changes, and holds nothing of that key. `seed` is
+    32 random bytes.
+    """
+    return access_leaf(key, seed).pem() + _certificate_pem(network_authority(key))
+
+
+def parse_access(text: str) -> Access:
+    """Return what `dump_access` wrote; text around the PEM blocks is allowed.
+
+    Raises:
+        KeyringError: anything else, or parts that do not belong together. Never repeats the text.
+    """
+    try:
+        access = _parsed_access(text)
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+        access = None
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
+        access = None
+    # Raised out here: the causes say nothing that helps, and may show what was read.
+    if access is None:
+        raise KeyringError("not an access file, as `iris key access FILE` makes one")
+    return access
+
+
+def _parsed_access(text: str) -> Access | None:
+    blocks = [(found[1], found[0].encode()) for found in _BLOCK.finditer(text)]
+    if tuple(label for label, _ in blocks) != _ACCESS_BLOCKS:
+        return None
+    certificate = x509.load_pem_x509_certificate(blocks[0][1])
+    private_key = serialization.load_pem_private_key(blocks[1][1], password=None)
+    authority = x509.load_pem_x509_certificate(blocks[2][1])
+    authority_key = authority.public_key()
+    if not isinstance(private_key, Ed25519PrivateKey):
+        return None
+    if not isinstance(authority_key, Ed25519PublicKey):
+        return None
+    fingerprint = public_id(authority_key.public_bytes_raw())
+    access_id = public_id(private_key.public_key().public_bytes_raw())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    belongs = (
+        certificate.public_key() == private_key.public_key()
+        and names.get_values_for_type(x509.UniformResourceIdentifier)
+        == [f"{ACCESS_URI}:{access_id.hex()}"]
+        and certificate.issuer == _access_name(fingerprint)
+        and authority.subject == _network_name(fingerprint)
+    )
+    if not belongs:
+        return None
+    authority.verify_directly_issued_by(authority)
+    return Access(Leaf(certificate, private_key), authority, fingerprint, access_id)
+
+
+def _network_name(fingerprint: bytes) -> x509.Name:
+    return _common_name(f"iris network CA {fingerprint.hex()}")
+
+
+def _access_name(fingerprint: bytes) -> x509.Name:
+    return _common_name(f"iris access CA {fingerprint.hex()}")
+
+
+def _common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _authority(key: Ed25519PrivateKey, name: x509.Name) -> x509.Certificate:
+    builder = _builder(key.public_key(), subject=name, issuer=name, issuer_key=key.public_key())
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .sign(key, None)
+    )
+
+
+def _leaf(
+    authority_key: Ed25519PrivateKey,
+    authority: x509.Certificate,
+    key: Ed25519PrivateKey,
+    *,
+    name: str,
+    uri: str,
+    usages: list[x509.ObjectIdentifier],
+) -> Leaf:
+    builder = _builder(
+        key.public_key(),
+        subject=_common_name(name),
+        issuer=authority.subject,
+        issuer_key=authority_key.public_key(),
+    )
+    certificate = (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False
+        )
+        .sign(authority_key, None)
+    )
+    return Leaf(certificate, key)
+
+
+def _builder(
+    public_key: Ed25519PublicKey,
+    *,
+    subject: x509.Name,
+    issuer: x509.Name,
+    issuer_key: Ed25519PublicKey,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        # One key, one certificate: its hash is a serial number as unique as a random one.
+        .serial_number(int.from_bytes(public_id(public_key.public_bytes_raw())))
+        .not_valid_before(_NOT_BEFORE)
+        .not_valid_after(_NOT_AFTER)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False
+        )
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _leaf_key(seed: bytes) -> Ed25519PrivateKey:
+    if len(seed) != SECRET_BYTES:
+        raise LocalProtocolError(f"a seed is {SECRET_BYTES} bytes, not {len(seed)}")
+    return Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def _certificate_pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: Ed25519PrivateKey) -> str:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()

@@ -1,0 +1,129 @@
+"""How a process reaches its relay: the socket on this host, after a look at who listens there, or TLS to another host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import socket
+import ssl
+import struct
+import urllib.parse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from iris import paths
+from iris.config import ClientConfig
+from iris.errors import ConfigError, RelayUnavailable
+from iris.keyfiles import config_directory
+from iris.remote import load_access
+
+REMOTE: Final = "tls://"
+ACCESS_VARIABLE: Final = "IRIS_ACCESS"
+ACCESS_FILE: Final = "access.pem"
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+async def reach(
+    config: ClientConfig,
+    environ: Mapping[str, str],
+    factory: Callable[[], asyncio.BufferedProtocol],
+) -> None:
+    """Attach the protocol that `factory` makes to the relay of `config`, else of $IRIS_RELAY, else of this host.
+
+    Raises:
+        RelayUnavailable: nobody is there whom we trust.
+        ConfigError, KeyringError: the address, or the access file that TLS takes, cannot be used.
+    """
+    relay = config.relay or environ.get(paths.RELAY_VARIABLE)
+    if str(relay).startswith(REMOTE):
+        named = config.access or environ.get(ACCESS_VARIABLE)
+        access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
+        await dial_remote(parse_remote(str(relay)), access_file, factory)
+        return
+    connection = await dial(Path(relay) if relay else find_relay(environ), config.relay_user)
+    try:
+        await asyncio.get_running_loop().create_unix_connection(factory, sock=connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def find_relay(environ: Mapping[str, str]) -> Path:
+    """Return the socket to try: $IRIS_RELAY, else the user's own relay if it is there, else the host's."""
+    candidates = paths.candidate_sockets(environ, os.geteuid())
+    return next((path for path in candidates if os.path.exists(path)), candidates[0])
+
+
+def parse_remote(text: str) -> tuple[str, int]:
+    """Return host and port of `tls://host:port`, IPv6 in brackets; raises ConfigError."""
+    parts = urllib.parse.urlsplit(text)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "tls" or not host or not port or parts.path.strip("/") or parts.query:
+        raise ConfigError(f"relay: {text!r} is neither a path nor tls://host:port")
+    return host, port
+
+
+async def dial_remote(
+    address: tuple[str, int], access_file: Path, factory: Callable[[], asyncio.BufferedProtocol]
+) -> None:
+    """Attach the protocol that `factory` makes to the relay at `address` on another host, over TLS.
+
+    Raises:
+        RelayUnavailable: nobody answers there, or whoever does is no relay of the network of the access file.
+        KeyringError: the access file cannot be used.
+    """
+    access = load_access(access_file)
+    try:
+        await asyncio.get_running_loop().create_connection(
+            factory, *address, ssl=access.context, server_hostname=access.server_name
+        )
+    except ssl.SSLError as err:
+        raise RelayUnavailable(
+            f"{address[0]}:{address[1]} is no relay of the network of {access_file} ({err.reason or err})"
+        ) from err
+    except OSError as err:
+        raise RelayUnavailable(f"no relay at {address[0]}:{address[1]} ({err})") from err
+
+
+async def dial(path: Path, relay_user: str) -> socket.socket:
+    """Return a socket connected to the relay at `path`, after checking who listens there.
+
+    Raises:
+        RelayUnavailable: nobody listens, or somebody whom we do not trust with our metadata.
+    """
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as err:  # no descriptor is free
+        raise RelayUnavailable(f"no socket for the relay at {path} ({err.strerror})") from err
+    try:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, os.fspath(path))
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid not in (os.geteuid(), 0) and uid != _uid_of(relay_user):
+            raise RelayUnavailable(
+                f"the relay at {path} runs as uid {uid}: neither us, root nor {relay_user!r}"
+            )
+    except OSError as err:
+        connection.close()
+        raise RelayUnavailable(
+            f"no relay at {path} ({err.strerror}); start one with `iris relay --dev`"
+        ) from err
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _uid_of(user: str) -> int | None:
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        return None

@@ -1,0 +1,159 @@
+"""A link as the router knows it, and the copy of the other relay's interest that came over it.
+
+The other relay is the only authority on its members: a snapshot when the link comes up, then changes in order, each from
+one version to the next. A copy outlives its link for `SUSPENDED_US`, so that a link that flaps makes nobody disappear.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from iris.core.pulse import Pulse
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.frames import SERVED_KINDS, HopClass, MemberEntry
+from relay.core.interest import Address, Load
+from relay.core.ports import Port
+from relay.core.session import Asked, Neighbor
+
+MAX_COPY: Final = 1 << 20
+"""Members, and topics, of one relay: more is a fault of that relay."""
+LINK_HOP: Final = 1 << 62
+"""Set in hop ids that the relay with the higher id chose."""
+_UNBOUNDED: Final = 1 << 62
+
+
+class Copy:
+    """What another relay's members and subscribers want, as it said last."""
+
+    __slots__ = ("label", "link", "members", "names", "relay", "site", "until_us", "version")
+
+    def __init__(self, relay: str, site: str, label: str) -> None:
+        self.relay = relay
+        """Its id in hex."""
+        self.site = site
+        self.label = label
+        self.link: Link | None = None
+        """None: suspended."""
+        self.until_us = 0
+        """When it is dropped, while it is suspended."""
+        self.version = 0
+        self.members: dict[int, MemberEntry] = {}
+        self.names: dict[str, dict[int, MemberEntry]] = {}
+
+    def join(self, entry: MemberEntry) -> None:
+        """A member came."""
+        if entry.serial in self.members:
+            raise PeerProtocolError(f"member {entry.serial} joined twice")
+        if len(self.members) >= MAX_COPY:
+            raise PeerProtocolError(f"more than {MAX_COPY} members at one relay")
+        self.members[entry.serial] = entry
+        self.names.setdefault(entry.name, {})[entry.serial] = entry
+
+    def leave(self, serial: int) -> MemberEntry:
+        """A member went; return what it was."""
+        entry = self.members.pop(serial, None)
+        if entry is None:
+            raise PeerProtocolError(f"member {serial} left and was not there")
+        named = self.names[entry.name]
+        del named[serial]
+        if not named:
+            del self.names[entry.name]
+        return entry
+
+    def serves(self, kind: int, name: str, key_id: bytes) -> bool:
+        """Whether a member of an address serves `kind`."""
+        named = self.names.get(name)
+        return named is not None and any(
+            kind in entry.kinds and key_id in entry.key_ids for entry in named.values()
+        )
+
+    def member_id(self, serial: int) -> str:
+        """Return the id by which users know a member."""
+        return f"{self.relay}.{serial}"
+
+    def info(self, entry: MemberEntry) -> frames.MemberInfo:
+        """Return a member as sessions see it."""
+        return frames.MemberInfo(
+            self.member_id(entry.serial), list(entry.kinds), entry.key_ids, self.relay, self.site, entry.label
+        )  # fmt: skip
+
+
+class Link(Neighbor):
+    """The router's side of one link."""
+
+    __slots__ = (
+        "addresses", "asked", "beats", "bye", "copy", "hello", "loads", "relay_id", "resyncing", "resyncs", "stale", "topics",
+        "waiting", "weights",
+    )  # fmt: skip
+    hop_class = HopClass.MESH
+
+    def __init__(
+        self, port: Port, number: int, hello: frames.LinkHello, copy: Copy, own_id: bytes, now_us: int
+    ) -> None:  # fmt: skip
+        super().__init__(port, number, hello.aliases)
+        self.greeted = True
+        self.hello = hello
+        self.relay_id = hello.relay_id
+        self.label = copy.label
+        self.copy = copy
+        """What the other relay wants."""
+        self.own_hop_mask = LINK_HOP
+        self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
+        self.waiting: Copy | None = None
+        """The snapshot that is coming in."""
+        self.stale = True
+        """The copy is from before this link: the first snapshot has not come."""
+        self.resyncing = False
+        self.resyncs = 0
+        self.addresses: dict[Address, int] = {}
+        """Address -> members there: where the interest leads to this link."""
+        self.topics: dict[tuple[str, bytes, str], int] = {}
+        """(filter, key id, group) -> sessions there."""
+        self.weights: dict[tuple[bytes, str], dict[str, int]] = {}
+        """(key id, group) -> filter -> sessions there."""
+        self.loads: dict[tuple[int, str, bytes], Load] = {}
+        self.asked: dict[tuple[int, str, bytes], Asked] = {}
+        self.bye = False
+        """The other relay leaves: nothing of it is kept."""
+        self.pulse = self.beats = Pulse(hello.mono_us, now_us)
+        self.clock_us = self.beats.clock_us
+
+    @property
+    def rtt_us(self) -> int:
+        """The round trip at the last beat."""
+        return self.beats.rtt_us
+
+    def load(self, kind: int, name: str, key_id: bytes) -> Load | None:
+        """Return the load of the members behind this link that serve `kind` at an address; None if there are none."""
+        concurrency = sum(
+            entry.kinds[kind]
+            for entry in self.copy.names.get(name, {}).values()
+            if kind in entry.kinds and key_id in entry.key_ids
+        )
+        place = (kind, name, key_id)
+        if not concurrency:
+            return None
+        load = self.loads.get(place)
+        if load is None:
+            load = self.loads[place] = Load(self, None, kind, concurrency, _UNBOUNDED)
+        load.concurrency = concurrency
+        return load
+
+    def forget_loads(self, name: str, key_id: bytes) -> None:
+        """Nobody serves an address there any more."""
+        for kind in SERVED_KINDS:
+            self.loads.pop((kind, name, key_id), None)
+
+    def asking(self, kind: int, name: str, key_id: bytes) -> Asked:
+        """Return where what this link hands to an address is counted."""
+        place = (kind, name, key_id)
+        asked = self.asked.get(place)
+        if asked is None:
+            asked = self.asked[place] = Asked()
+        return asked
+
+    def weight(self, key_id: bytes, group: str) -> int:
+        """Return how many sessions there are in a queue group behind this link, at most 64."""
+        filters = self.weights.get((key_id, group))
+        return min(64, max(filters.values())) if filters else 1

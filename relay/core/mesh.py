@@ -1,0 +1,529 @@
+"""The other relays: links, copies of their interest, beats, and how busy members are over there.
+
+    link up ── our snapshot ──►        ◄── theirs ── copy ──► interest (addresses, topics -> this link)
+            ── changes, loads, beats ──►
+    link down: the copy is suspended for `SUSPENDED_US`, then dropped
+
+Nobody speaks for a third relay, so there is nothing to reconcile: in doubt, a relay asks for the snapshot again. Changes
+here are gathered for `GATHER_US` and encoded once for all links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from iris.errors import InvalidName, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import encode_control
+from iris.wire.frames import PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, MemberEntry, TopicEntry
+from iris.wire.names import check_cluster, check_filter, check_group
+from relay.core.casts import Casts
+from relay.core.interest import Interest, Member
+from relay.core.link import MAX_COPY, Copy, Link
+from relay.core.ports import Port
+
+SUSPENDED_US: Final = 3_000_000
+GATHER_US: Final = 2_000
+LOADS_US: Final = 10_000
+ASKED_US: Final = 1_000_000
+"""Loads of an address are reported for so long after the last call that came over the link for it."""
+PEERS_US: Final = 30_000_000
+"""How often one peer is asked for its peers: once linked, everybody finds everybody."""
+NEVER_US: Final = (1 << 63) - 1
+_FRAME_ENTRIES: Final = 256
+_FRAME_BYTES: Final = 32 << 10
+
+Topic = tuple[str, bytes, str]
+
+
+class Mesh:
+    """The router's half that deals with other relays."""
+
+    def __init__(self, relay_id: bytes, interest: Interest, casts: Casts) -> None:
+        self._relay_id = relay_id
+        self._interest = interest
+        self._casts = casts
+        self.links: dict[bytes, Link] = {}
+        """Those that are up, by relay id."""
+        self.copies: dict[bytes, Copy] = {}
+        """By relay id; those without a link are suspended."""
+        self.members: Callable[[], Iterable[Member]] = tuple
+        """All members of this relay."""
+        self.introduced: Callable[[bytes, list[str]], None] = _unheard
+        self.addresses: list[str] = []
+        self.settle_us = 0
+        self.resyncs = 0
+        self.leaving = False
+        """Links are told of no interest any more: what runs here may finish."""
+        self.version = 1
+        """Of our interest."""
+        self._joined: dict[int, Member] = {}
+        self._left: list[int] = []
+        self._topics: dict[Topic, int] = {}
+        self._changed: dict[Topic, int] = {}
+        self._flush_us = NEVER_US
+        self._loads_us = NEVER_US
+        self._peers_us = 0
+        self._asked_peer = 0
+        self._snapshot: list[bytes] = []
+        self._snapshot_version = 0
+        self.deadline_us = NEVER_US
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def link_up(self, port: Port, number: int, hello: frames.LinkHello, now_us: int) -> Link:
+        """Both sides have greeted: send our interest."""
+        relay_id = hello.relay_id
+        copy = self.copies.get(relay_id)
+        if copy is None:
+            label = "".join(c if c.isprintable() else "?" for c in hello.label)
+            copy = self.copies[relay_id] = Copy(relay_id.hex(), hello.site, label)
+        link = Link(port, number, hello, copy, self._relay_id, now_us)
+        copy.link = link
+        self.links[relay_id] = link
+        self._flush()
+        for frame in self._snapshot_frames():
+            link.port.control(frame)
+        if not self._peers_us or len(self.links) < 4:
+            self._peers_us = now_us + PEERS_US
+            link.control(frames.AskPeers())
+        self._due(now_us)
+        return link
+
+    def link_down(self, link: Link, now_us: int) -> None:
+        """The link is gone: its interest leads nowhere, its copy is kept for a while unless the relay said goodbye."""
+        if not link.bye:
+            self._casts.link_lost(link)
+        self._empty(link)
+        copy = link.copy
+        if copy.link is link:
+            del self.links[link.relay_id]
+            copy.link = None
+            copy.until_us = now_us if link.bye else now_us + SUSPENDED_US
+            self._due(copy.until_us)
+        self._interest.version += 1
+
+    def _empty(self, link: Link) -> None:
+        """What the other relay wants leads to this link no more."""
+        for address in link.addresses:
+            self._interest.unserve(link, address)
+        for topic, key_id, group in link.topics:
+            self._interest.unsubscribe(link, topic, group, (key_id,))
+        link.addresses = {}
+        link.topics = {}
+        link.weights = {}
+
+    def controls(self) -> dict[type, Callable[[Link, frames.Control], None]]:
+        """Return what takes which control frame of a link."""
+        table: dict[type, Callable[[Link, object], None]] = {
+            frames.Interest: self._on_interest,  # type: ignore[dict-item]  # each takes its own type
+            frames.Resync: self._on_resync,
+            frames.Loads: self._on_loads,  # type: ignore[dict-item]
+            frames.AskPeers: self._on_ask_peers,
+            frames.Peers: self._on_peers,  # type: ignore[dict-item]
+        }
+        return table  # type: ignore[return-value]
+
+    # -- our interest, to them -------------------------------------------------------------------------------
+
+    def joined(self, member: Member, now_us: int) -> None:
+        """A member of this relay is there."""
+        self._snapshot_version = 0
+        if self.links and not self.leaving:
+            self._joined[member.serial] = member
+            self._gather(now_us)
+
+    def left(self, member: Member, now_us: int) -> None:
+        """A member of this relay is gone."""
+        self._snapshot_version = 0
+        if self.links and not self.leaving:
+            if self._joined.pop(member.serial, None) is None:
+                self._left.append(member.serial)
+            self._gather(now_us)
+
+    def wanted(
+        self, topic: str, key_ids: Iterable[bytes], group: str, by: int, now_us: int
+    ) -> None:
+        """One session more (`by` 1) or less (-1) of this relay wants a topic."""
+        for key_id in key_ids:
+            place = (topic, key_id, group)
+            count = self._topics.get(place, 0) + by
+            if count:
+                self._topics[place] = count
+            else:
+                del self._topics[place]
+            if self.links and not self.leaving and (group or count == (1 if by > 0 else 0)):
+                self._changed[place] = count if group else min(count, 1)
+                self._gather(now_us)
+        self._snapshot_version = 0
+
+    def leave(self) -> None:
+        """This relay is about to stop: others send nothing new to its members."""
+        self._flush()
+        self.leaving = True
+        self._snapshot_version = 0
+        self.version += 1
+        for link in self.links.values():
+            for frame in self._snapshot_frames():
+                link.port.control(frame)
+
+    def _gather(self, now_us: int) -> None:
+        if self._flush_us == NEVER_US:
+            self._flush_us = now_us + GATHER_US
+            self._due(self._flush_us)
+
+    def _flush(self) -> None:
+        """Tell all links of what changed."""
+        self._flush_us = NEVER_US
+        if not (self._joined or self._left or self._changed):
+            return
+        joined = [_entry(member) for member in self._joined.values()]
+        topics = [TopicEntry(*place, count) for place, count in self._changed.items()]
+        for change in _cut(joined, self._left, topics):
+            frame = encode_control(frames.Interest(self.version, self.version + 1, *change))
+            self.version += 1
+            for link in self.links.values():
+                link.port.control(frame)
+        self._joined, self._left, self._changed = {}, [], {}
+
+    def _snapshot_frames(self) -> list[bytes]:
+        """Return our interest as it is now; all that was gathered has been told."""
+        if self._snapshot_version != self.version:
+            joined, topics = [], []
+            if not self.leaving:
+                joined = [_entry(member) for member in self.members() if not member.left]
+                topics = [
+                    TopicEntry(*place, count if place[2] else 1)
+                    for place, count in self._topics.items()
+                ]
+            parts = list(_cut(joined, [], topics)) or [([], [], [])]
+            last = len(parts) - 1
+            self._snapshot = [
+                encode_control(frames.Interest(0, self.version, *part, index == 0, index < last))
+                for index, part in enumerate(parts)
+            ]
+            self._snapshot_version = self.version
+        return self._snapshot
+
+    def _on_resync(self, link: Link, _: object) -> None:
+        self._flush()
+        for frame in self._snapshot_frames():
+            link.port.control(frame)
+
+    # -- their interest, to us -------------------------------------------------------------------------------
+
+    def _on_interest(self, link: Link, change: frames.Interest) -> None:
+        if change.reset:
+            copy = link.copy
+            link.waiting = Copy(copy.relay, copy.site, copy.label)
+            self._empty(link)
+        waiting = link.waiting
+        if waiting is not None:
+            self._fill(link, waiting, change)
+            return
+        if link.resyncing:
+            return  # the snapshot will have it
+        if link.stale or change.base != link.copy.version:
+            self._ask_again(link)
+            return
+        self._apply(link, change)
+        link.copy.version = change.version
+        self._interest.version += 1
+
+    def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
+        """Part of a snapshot; with the last, the new copy takes the place of the old."""
+        for entry in change.joined:
+            _check_member(entry)
+            waiting.join(entry)
+            self._lead(link, entry)
+        self._topics_there(link, change.topics)
+        if change.more:
+            return
+        old = link.copy
+        for serial, entry in old.members.items():
+            if serial not in waiting.members:
+                self._tell(entry, left=[old.member_id(serial)])
+        for serial, entry in waiting.members.items():
+            if serial not in old.members:
+                self._tell(entry, joined=[old.info(entry)])
+        old.members, old.names, old.version = waiting.members, waiting.names, change.version
+        for _, name, key_id in list(link.loads):
+            if (name, key_id) not in link.addresses:
+                link.forget_loads(name, key_id)
+        link.waiting = None
+        link.stale = link.resyncing = False
+        self._interest.version += 1
+
+    def _apply(self, link: Link, change: frames.Interest) -> None:
+        copy = link.copy
+        for entry in change.joined:
+            _check_member(entry)
+            copy.join(entry)
+            self._lead(link, entry)
+            self._tell(entry, joined=[copy.info(entry)])
+        for serial in change.left:
+            entry = copy.leave(serial)
+            for key_id in entry.key_ids:
+                address = (entry.name, key_id)
+                link.addresses[address] -= 1
+                if not link.addresses[address]:
+                    del link.addresses[address]
+                    self._interest.unserve(link, address)
+                    link.forget_loads(*address)
+            self._tell(entry, left=[copy.member_id(serial)])
+        self._topics_there(link, change.topics)
+
+    def _lead(self, link: Link, entry: MemberEntry) -> None:
+        """Calls for the addresses of a member may go over the link."""
+        for key_id in entry.key_ids:
+            address = (entry.name, key_id)
+            count = link.addresses.get(address, 0)
+            link.addresses[address] = count + 1
+            if not count:
+                self._interest.serve(link, address)
+
+    def _topics_there(self, link: Link, topics: Sequence[TopicEntry]) -> None:
+        for entry in topics:
+            place = (entry.filter, entry.key_id, entry.group)
+            known = place in link.topics
+            group = (entry.key_id, entry.group)
+            if entry.count:
+                if not known:
+                    _check_topic(entry)
+                    if len(link.topics) >= MAX_COPY:
+                        raise PeerProtocolError(f"more than {MAX_COPY} topics at one relay")
+                    self._interest.subscribe(link, entry.filter, entry.group, (entry.key_id,))
+                link.topics[place] = entry.count
+                if entry.group:
+                    link.weights.setdefault(group, {})[entry.filter] = entry.count
+            elif known:
+                del link.topics[place]
+                self._interest.unsubscribe(link, entry.filter, entry.group, (entry.key_id,))
+                if entry.group:
+                    del link.weights[group][entry.filter]
+                    if not link.weights[group]:
+                        del link.weights[group]
+
+    def _ask_again(self, link: Link) -> None:
+        """A change was lost or repeated: the snapshot makes it good."""
+        self.resyncs += 1
+        link.resyncs += 1
+        link.resyncing = True
+        link.control(frames.Resync(link.copy.version))
+
+    def _tell(
+        self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
+    ) -> None:
+        for watch in self._interest.watchers(entry.name, entry.key_ids):
+            if not watch.session.closed:
+                watch.session.control(frames.Membership(watch.number, list(joined), list(left)))
+
+    def infos(self, name: str, key_ids: Iterable[bytes]) -> list[frames.MemberInfo]:
+        """Return the members of other relays under any of the key ids, those of suspended relays included."""
+        wanted = set(key_ids)
+        return [
+            copy.info(entry)
+            for copy in self.copies.values()
+            for entry in copy.names.get(name, {}).values()
+            if not wanted.isdisjoint(entry.key_ids)
+        ]
+
+    def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+        """Return how many members of other relays serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
+        known = set(key_ids)
+        found: dict[str, int] = {}
+        for copy in self.copies.values():
+            for entry in copy.names.get(name, {}).values():
+                for key_id in entry.key_ids:
+                    if key_id not in known:
+                        short = key_id[:4].hex()
+                        found[short] = found.get(short, 0) + 1
+        return found
+
+    def might_serve(self, kind: int, name: str, key_id: bytes, now_us: int) -> bool:
+        """Whether nobody is not final: a relay whose link was lost may come back with members, or none was found yet."""
+        if now_us < self.settle_us:
+            return True
+        return any(
+            link.stale for link in self.links.values()
+        ) or any(
+            copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values()
+        )  # fmt: skip
+
+    # -- how busy they are -----------------------------------------------------------------------------------
+
+    def asked(self, now_us: int) -> None:
+        """A call came over a link: its side is to know how busy our members are."""
+        if self._loads_us == NEVER_US:
+            self._loads_us = now_us + LOADS_US
+            self._due(self._loads_us)
+
+    def _on_loads(self, link: Link, report: frames.Loads) -> None:
+        for told in report.loads:
+            load = link.loads.get((told.kind, told.name, told.key_id))
+            if load is not None:
+                load.others = told.others
+
+    def _report_loads(self, now_us: int) -> None:
+        """Tell each link that asked lately what our members hold from others."""
+        self._loads_us = NEVER_US
+        for link in self.links.values():
+            told: list[frames.Load] = []
+            for place, asked in list(link.asked.items()):
+                kind, name, key_id = place
+                held = sum(load.messages for load in self._interest.loads(name, key_id, kind))
+                others = max(0, held - asked.messages)
+                idle = not asked.messages and now_us - asked.used_us > ASKED_US
+                if others != asked.told and len(told) < _FRAME_ENTRIES:
+                    asked.told = others
+                    told.append(frames.Load(kind, name, key_id, others))
+                elif idle:
+                    if asked.told:
+                        told.append(frames.Load(kind, name, key_id, 0))
+                    del link.asked[place]
+            if told:
+                link.control(frames.Loads(told[:_FRAME_ENTRIES]))
+            if link.asked:
+                self._loads_us = now_us + LOADS_US
+
+    # -- introductions ---------------------------------------------------------------------------------------
+
+    def _on_ask_peers(self, link: Link, _: object) -> None:
+        peers = [
+            frames.PeerEntry(other.relay_id, other.hello.addresses)
+            for other in self.links.values()
+            if other is not link and other.hello.addresses
+        ]
+        for at in range(0, len(peers), _FRAME_ENTRIES // 2):
+            link.control(frames.Peers(peers[at : at + _FRAME_ENTRIES // 2]))
+
+    def _on_peers(self, link: Link, told: frames.Peers) -> None:
+        for peer in told.peers:
+            if peer.relay_id != self._relay_id and peer.relay_id not in self.links:
+                self.introduced(peer.relay_id, peer.addresses)
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def hello(
+        self, dial_us: int, now_us: int, limits: tuple[int, int], site: str, label: str
+    ) -> frames.LinkHello:
+        """Return our greeting."""
+        message_limit, aliases = limits
+        return frames.LinkHello(
+            PROTOCOL_VERSION, PROTOCOL_MINOR, self._relay_id, dial_us, now_us, message_limit, aliases, site, label,
+            self.addresses,
+        )  # fmt: skip
+
+    def expire(self, now_us: int) -> None:
+        """Do what is due."""
+        if now_us >= self._flush_us:
+            self._flush()
+        if now_us >= self._loads_us:
+            self._report_loads(now_us)
+        soonest = min(self._flush_us, self._loads_us)
+        for relay_id, copy in list(self.copies.items()):
+            if copy.link is None:
+                if now_us >= copy.until_us:
+                    self._drop(relay_id, copy)
+                else:
+                    soonest = min(soonest, copy.until_us)
+        if self.links and now_us >= self._peers_us:
+            self._peers_us = now_us + PEERS_US
+            self._asked_peer += 1
+            links = list(self.links.values())
+            links[self._asked_peer % len(links)].control(frames.AskPeers())
+        if self.links:
+            soonest = min(soonest, self._peers_us)
+        self.deadline_us = soonest
+
+    def _drop(self, relay_id: bytes, copy: Copy) -> None:
+        """A relay is gone for good, or for so long that nobody waits."""
+        del self.copies[relay_id]
+        for serial, entry in copy.members.items():
+            self._tell(entry, left=[copy.member_id(serial)])
+
+    def beat(self, link: Link, version: int) -> None:
+        """A beat came; its version is that of the changes sent before it."""
+        in_step = link.stale or link.resyncing or link.waiting or version == link.copy.version
+        if not in_step:
+            self._ask_again(link)
+
+    def _due(self, at_us: int) -> None:
+        if at_us < self.deadline_us:
+            self.deadline_us = at_us
+
+    def status(self, now_us: int) -> dict[str, object]:
+        """Return links and suspended relays, ready for JSON."""
+        return {
+            "links": [
+                {
+                    "peer": link.relay_id.hex(),
+                    "label": link.label,
+                    "site": link.copy.site,
+                    "rtt_us": link.rtt_us,
+                    "silent_us": now_us - link.beats.last_us,
+                    "members": len(link.copy.members),
+                    "topics": len(link.topics),
+                    "running": len(link.handed),
+                    "waiting": link.pending,
+                    "tunnels": len(link.tunnels),
+                    "held": link.port.held_messages,
+                    "resyncs": link.resyncs,
+                }
+                for link in self.links.values()
+            ],
+            "suspended": [copy.relay for copy in self.copies.values() if copy.link is None],
+            "resyncs": self.resyncs,
+        }
+
+
+def _entry(member: Member) -> MemberEntry:
+    kinds = {kind: load.concurrency for kind, load in member.loads.items()}
+    return MemberEntry(
+        member.serial, member.name, list(member.key_ids), kinds, member.session.label
+    )
+
+
+def _cut(
+    joined: Sequence[MemberEntry], left: Sequence[int], topics: Sequence[TopicEntry]
+) -> Iterator[tuple[list[MemberEntry], list[int], list[TopicEntry]]]:
+    """Cut a change into pieces that fit a control frame each."""
+    part: tuple[list[MemberEntry], list[int], list[TopicEntry]] = ([], [], [])
+    size = 0
+    for index, items in enumerate((joined, left, topics)):
+        for item in items:
+            part[index].append(item)  # type: ignore[arg-type]  # each list takes its own kind
+            if isinstance(item, MemberEntry):
+                size += 96 + 4 * len(item.name) + 18 * len(item.key_ids) + 4 * len(item.label)
+            elif isinstance(item, TopicEntry):
+                size += 64 + 4 * len(item.filter) + 4 * len(item.group)
+            else:
+                size += 9
+            if size > _FRAME_BYTES:
+                yield part
+                part, size = ([], [], []), 0
+    if size:
+        yield part
+
+
+def _check_member(entry: MemberEntry) -> None:
+    try:
+        check_cluster(entry.name)
+    except InvalidName as err:
+        raise PeerProtocolError(str(err)) from err
+    if not entry.kinds.keys() <= SERVED_KINDS:
+        raise PeerProtocolError("a member of an unknown kind")
+
+
+def _check_topic(entry: TopicEntry) -> None:
+    try:
+        check_filter(entry.filter)
+        if entry.group:
+            check_group(entry.group)
+    except InvalidName as err:
+        raise PeerProtocolError(str(err)) from err
+
+
+def _unheard(relay_id: bytes, addresses: list[str]) -> None:
+    """Nobody dials here."""

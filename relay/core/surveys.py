@@ -1,0 +1,133 @@
+"""Surveys: a copy to every member here, one to every relay that has some, and the answers of all until the last is done.
+
+The relay of the surveyor says first whom it handed the survey to (ROSTER), and so does each other relay; answers follow, and
+DONE when no more can come. What a relay behind a link owes is kept under one hop id until its own DONE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from iris.wire.codec import ALIAS_AT, REWRITE
+from iris.wire.frames import Done, Roster
+from relay.core.interest import Interest, Load
+from relay.core.ports import Accounts
+from relay.core.session import Handed, Neighbor, Route, Survey
+
+if TYPE_CHECKING:
+    from relay.core.link import Link
+
+
+class Surveys:
+    """The surveys of a relay. `next_hop` gives hop ids for a neighbor, `ended` is told of each that a member has no more."""
+
+    def __init__(
+        self, relay_id: bytes, accounts: Accounts, interest: Interest, next_hop: Callable[[Neighbor], int],
+        ended: Callable[[Handed], None],
+    ) -> None:  # fmt: skip
+        self._relay = relay_id.hex()
+        self._accounts = accounts
+        self._interest = interest
+        self._next_hop = next_hop
+        self._ended = ended
+
+    def start(
+        self, origin: Neighbor, route: Route, hop: int, buf: memoryview, start: int, end: int
+    ) -> None:
+        """To every member that serves surveys and has room: a copy each, under a hop id each."""
+        survey = Survey(origin, hop)
+        roster = []
+        size = end - start
+        self._accounts.copied += len(route.loads) + len(route.peers) - 1
+        for load in route.loads:
+            full = (
+                load.messages >= load.concurrency
+                and load.bytes + size > load.limit_bytes
+                and load.messages > 0
+            )
+            member_id = f"{self._relay}.{load.serial}"
+            if full:
+                self._accounts.refused += 1
+                survey.lost.append(member_id)
+            elif self._send(survey, route, load, buf, start, end):
+                roster.append(member_id)
+            else:
+                survey.lost.append(member_id)
+        for load in route.peers:
+            if not self._send(survey, route, load, buf, start, end):
+                survey.lost += self._behind(load, route)
+        origin.control(Roster(hop, roster))
+        if survey.open:
+            origin.pending += 1
+        else:
+            origin.control(Done(hop, survey.lost))
+
+    def _send(
+        self, survey: Survey, route: Route, load: Load, buf: memoryview, start: int, end: int
+    ) -> bool:
+        neighbor = load.neighbor
+        size = end - start
+        if not neighbor.port.has_room(size):
+            self._accounts.refused += 1
+            return False
+        hop = self._next_hop(neighbor)
+        number = route.target(neighbor, load.serial).number(self._interest.next_tick())
+        frame = bytearray(buf[start:end])
+        REWRITE.pack_into(frame, ALIAS_AT, number, hop)
+        if not neighbor.port.send(bytes(frame), 1):
+            self._accounts.refused += 1
+            return False
+        self._accounts.out += 1
+        handed = Handed(survey.origin, survey.hop, route, size)
+        handed.survey = survey
+        handed.load = load
+        load.messages += 1
+        load.bytes += size
+        neighbor.handed[hop] = handed
+        survey.open += 1
+        return True
+
+    def roster(self, link: Link, roster: Roster) -> None:
+        """The relay behind a link says whom it handed a survey to."""
+        handed = link.handed.get(roster.hop)
+        if handed is not None and handed.survey is not None and not handed.roster:
+            handed.roster = roster.members
+            if not handed.survey.origin.closed:
+                handed.survey.origin.control(Roster(handed.survey.hop, roster.members))
+
+    def done(self, link: Link, done: Done) -> None:
+        """No more answers come over a link."""
+        handed = link.handed.get(done.hop)
+        if handed is not None and handed.survey is not None:
+            del link.handed[done.hop]
+            self.less(handed, done.lost)
+
+    def less(self, handed: Handed, lost: Sequence[str]) -> None:
+        """One that was handed a survey owes nothing more; `lost` never answered."""
+        survey = handed.survey
+        assert survey is not None
+        self._ended(handed)
+        survey.lost += lost
+        survey.open -= 1
+        if survey.open == 0:
+            survey.ended()
+            if not survey.origin.closed:
+                survey.origin.control(Done(survey.hop, survey.lost))
+
+    def owing(self, handed: Handed) -> list[str]:
+        """Return the ids of who may not have answered: behind a link, only the surveyor can tell who of all did."""
+        load = handed.load
+        if load.member is not None:
+            return [f"{self._relay}.{load.serial}"]
+        return list(handed.roster) or self._behind(load, handed.route)
+
+    def _behind(self, load: Load, route: Route) -> list[str]:
+        """Return the ids of the members behind a link, as far as it said."""
+        link: Link = load.neighbor  # type: ignore[assignment]  # a load without a member is a link's
+        named = link.copy.names.get(route.name, {})
+        return [
+            link.copy.member_id(entry.serial)
+            for entry in named.values()
+            if route.kind in entry.kinds and route.key_id in entry.key_ids
+        ]

@@ -1,0 +1,106 @@
+"""Tunnels as a relay sees them: two ends, each with a hop id, and records that pass from one to the other.
+
+Relays do not throttle tunnels, their ends do; when a port's share for tunnels is full, the tunnel that holds most of it is
+broken on both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from iris.errors import PeerProtocolError
+from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
+from iris.wire.frames import Cause, Kind
+from relay.core.ports import Accounts
+from relay.core.session import Handed, Neighbor, Tunnel
+
+
+class Tunnels:
+    """The tunnels of a relay. `ended` is told of each that its member, or the relay behind a link, has no more."""
+
+    def __init__(self, accounts: Accounts, ended: Callable[[Handed], None]) -> None:
+        self._accounts = accounts
+        self._ended = ended
+
+    def opening(self, handed: Handed, member: Neighbor, hop: int) -> None:
+        """An opening was handed to `member` under `hop`."""
+        tunnel = Tunnel(handed.origin, handed.hop, member, hop)
+        handed.origin.tunnels[handed.hop] = member.tunnels[hop] = tunnel
+
+    def refused(self, handed: Handed, member: Neighbor, hop: int) -> None:
+        """The opening came back."""
+        del member.tunnels[hop], handed.origin.tunnels[handed.hop]
+
+    def frame(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        """A tunnel frame: to the other side, under that side's hop id."""
+        if end - start < TUNNEL_BODY_AT:
+            raise PeerProtocolError("a tunnel frame is cut short")
+        _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
+        accounts = self._accounts
+        # An end may be the relay's own word, so it is no message.
+        count = 0 if kind == Kind.TUNNEL_END else 1
+        tunnel = neighbor.tunnels.get(hop)
+        if tunnel is None:
+            if not neighbor.greeted:
+                raise PeerProtocolError("a data frame before HELLO")
+            accounts.in_ += count
+            accounts.drop("late tunnel frame", count)
+            return
+        if not count and end - start > TUNNEL_BODY_AT + 1:
+            # Ends go out whatever the queue of the other side: they stay small.
+            raise PeerProtocolError("a TUNNEL_END carries one byte, its cause")
+        accounts.in_ += count
+        if hop & neighbor.own_hop_mask == neighbor.own_hop:
+            other, other_hop, held = tunnel.opener, tunnel.opener_hop, tunnel.opener_held
+        else:
+            other, other_hop, held = tunnel.member, tunnel.member_hop, tunnel.member_held
+        REWRITE.pack_into(buf, start + ALIAS_AT, 0, other_hop)
+        if kind == Kind.TUNNEL_END:
+            self._forget(tunnel)
+            other.port.control(bytes(buf[start:end]))
+            return
+        if other.port.forward_tunnel(buf, start, end, held):
+            accounts.out += 1
+            return
+        accounts.drop("tunnel share full", 1)
+        fullest = max(other.tunnels.values(), key=lambda t: self._held_at(t, other))
+        self._break(fullest, "tunnel share full")
+        if fullest is not tunnel:
+            self._break(tunnel, "tunnel share full")  # its frame is lost, and a tunnel never skips
+
+    def neighbor_down(self, neighbor: Neighbor) -> None:
+        """Whoever shares a tunnel with it hears now."""
+        for tunnel in list(neighbor.tunnels.values()):
+            self._forget(tunnel)
+            other, hop = (
+                (tunnel.member, tunnel.member_hop)
+                if tunnel.opener is neighbor
+                else (tunnel.opener, tunnel.opener_hop)
+            )
+            if not other.closed and other is not neighbor:
+                other.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.LOST,))))
+
+    def _held_at(self, tunnel: Tunnel, neighbor: Neighbor) -> int:
+        """Return the bytes of a tunnel that wait at a neighbor; one to itself has both its ends there."""
+        opener = tunnel.opener_held.bytes if tunnel.opener is neighbor else 0
+        return opener + (tunnel.member_held.bytes if tunnel.member is neighbor else 0)
+
+    def _break(self, tunnel: Tunnel, cause: str) -> None:
+        """End a tunnel on both sides; what it has waiting is not sent."""
+        self._forget(tunnel)
+        for neighbor, hop, held in (
+            (tunnel.opener, tunnel.opener_hop, tunnel.opener_held),
+            (tunnel.member, tunnel.member_hop, tunnel.member_held),
+        ):
+            lost = neighbor.port.discard(held)
+            self._accounts.out -= lost
+            self._accounts.drop(cause, lost)
+            if not neighbor.closed:
+                neighbor.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.BROKEN,))))
+
+    def _forget(self, tunnel: Tunnel) -> None:
+        tunnel.opener.tunnels.pop(tunnel.opener_hop, None)
+        tunnel.member.tunnels.pop(tunnel.member_hop, None)
+        handed = tunnel.member.handed.pop(tunnel.member_hop, None)
+        if handed is not None:
+            self._ended(handed)
