@@ -425,8 +425,8 @@ class Client:
     ) -> Subscription:  # fmt: skip
         """Receive what is published to matching topics, with a callback or by `async for`.
 
-        Registered at once when connected; `async with client.subscribe(...)` returns when the relay knows. With a `group`,
-        each bundle goes to one of the group's members. See `Subscription` for `policy` and `limit_bytes`.
+        Registered at once when connected; `async with client.subscribe(...)` returns when the relay of this host knows, and
+        other relays hear of it within milliseconds. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy` and `limit_bytes`.
         """
         check_filter(pattern)
         if group:
@@ -515,7 +515,9 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service) -> AsyncIterator[ServiceBinding]:
-        """Be a member of `service`'s cluster while the block runs; the relay knows when it is entered.
+        """Be a member of `service`'s cluster while the block runs; the relay of this host knows when it is entered.
+
+        Callers on other hosts find it a few milliseconds later: `wait_for_members` there returns when they do.
 
         On the way out the member leaves, and what it accepted is finished.
         """

@@ -90,12 +90,14 @@ class Watcher:
 
     def _hear(self, heard: frames.Membership) -> None:
         if self._fresh:  # the first answer of a session is the whole list
-            self._fresh = False
             self._members = {}
             self._others = heard.others
+            self._fresh = False
         self._members.update({info.member: info for info in heard.joined})
         for member in heard.left:
             self._members.pop(member, None)
+        if heard.more:
+            return
         if self._heard.is_set():
             self._changed.set()
         self._heard.set()

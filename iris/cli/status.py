@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
 
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RATE_S: Final = 0.5
+"""Between the two reports that rates of links are made of."""
 
 
 def status(
@@ -14,7 +21,7 @@ def status(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Show the relay: its sessions, clusters and the account of its messages.
+    """Show the relay: its sessions, clusters, links to other relays and the account of its messages.
 
     \b
     Examples:
@@ -25,16 +32,20 @@ def status(
     async def work() -> int:
         async with iris.connect(relay) as client:
             report = await client.status(timeout=timeout)
+            before = report
+            if report.get("links") and not json:
+                await asyncio.sleep(RATE_S)
+                report = await client.status(timeout=timeout)
         if json:
             output.write_json(report)
         else:
-            _print_tables(report)
+            _print_tables(report, before)
         return Exit.OK
 
     run(work)
 
 
-def _print_tables(report: dict[str, Any]) -> None:
+def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = output.console()
@@ -59,15 +70,71 @@ def _print_tables(report: dict[str, Any]) -> None:
             clusters.add_row(name, key + "…", str(count))
     accounts = report["accounts"]
     dropped = ", ".join(f"{count} {cause}" for cause, count in accounts["dropped"].items())
-    for table in (sessions, clusters):
+    for table in (sessions, clusters, _links(report, before)):
         if table.row_count:
             console.print()
             console.print(table)
+    found = report.get("discovery", {}).get("nothing_found")
+    if found:
+        tried = ", ".join(found["tried"]) or "nothing"
+        console.print(
+            f"\nno other relay found; tried {tried}. Where multicast does not reach: {found['type']}",
+            markup=False,
+        )
+    refused = ", ".join(f"{count} {why}" for why, count in report.get("links_refused", {}).items())
+    if refused:
+        console.print(f"\nrefused as links: {refused}", markup=False)
     console.print(
         f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['refused']} refused, "
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )
+
+
+def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:
+    """Return the table of links; rates are those between the two reports."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title="links", title_justify="left")
+    table.add_column("HOST", no_wrap=True)
+    table.add_column("RELAY", no_wrap=True)
+    table.add_column("ADDRESS", no_wrap=True)
+    for name in (
+        "RTT",
+        "IN/S",
+        "OUT/S",
+        "MEMBERS",
+        "TOPICS",
+        "RUNNING",
+        "WAITING",
+        "TUNNELS",
+        "HELD",
+    ):
+        table.add_column(name, justify="right")
+    earlier = {link["peer"]: link for link in before.get("links", ())}
+    passed_s = max(0.001, report.get("uptime_s", 0) - before.get("uptime_s", 0))
+    for link in report.get("links", ()):
+        known = earlier.get(link["peer"], link)
+        rates = (
+            f"{max(0, link.get(name, 0) - known.get(name, 0)) / passed_s:,.0f}"
+            for name in ("in_frames", "out_frames")
+        )
+        counts = (
+            str(link[name])
+            for name in ("members", "topics", "running", "waiting", "tunnels", "held")
+        )
+        rtt = f"{link['rtt_us'] / 1000:.1f} ms"
+        table.add_row(
+            link["label"],
+            link["peer"][:8] + "…",
+            str(link.get("address", "")),
+            rtt,
+            *rates,
+            *counts,
+        )
+    for peer in report.get("suspended", ()):
+        table.add_row("", peer[:8] + "…", "suspended")
+    return table
 
 
 def _duration(seconds: float) -> str:

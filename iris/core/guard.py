@@ -59,6 +59,8 @@ class Guard:
         self._max_senders = max_senders
         self._max_sequences = max_sequences
         self.refused_senders = 0
+        self._full_until_us: dict[int, int] = {}
+        """By table: nothing becomes idle before then."""
 
     def sender(
         self, key_id: bytes, sender_id: bytes, now_us: int, receiver: int = 0
@@ -99,9 +101,17 @@ class Guard:
                 entry.known = False
 
     def _make_room(self, table: dict[_K, Sender] | dict[_K, Sequence], now_us: int) -> bool:
-        """Drop entries idle past the freshness limit: whatever they would refuse is refused as too old anyway."""
+        """Drop entries idle past the freshness limit: whatever they would refuse is refused as too old anyway.
+
+        A full table is looked through again only when its oldest entry may have become idle: strangers come by the thousand.
+        """
+        if now_us < self._full_until_us.get(id(table), 0):
+            return False
         oldest = now_us - 2 * self.freshness_us
         idle = [place for place, entry in table.items() if entry.used_us < oldest]
         for place in idle:
             del table[place]
+        if not idle:
+            first = min((entry.used_us for entry in table.values()), default=now_us)
+            self._full_until_us[id(table)] = first + 2 * self.freshness_us + 1
         return bool(idle)

@@ -364,6 +364,8 @@ class Membership(Struct, frozen=True):
     joined: list[MemberInfo] = []
     left: list[Annotated[str, Meta(max_length=64)]] = []
     others: dict[str, int] = {}
+    more: bool = False
+    """The first answer goes on in the next frame."""
 
 
 class Status(Struct, frozen=True):

@@ -39,6 +39,8 @@ from relay.core.ports import Accounts, Port
 from relay.core.session import Neighbor, Route, Session
 
 MAX_WATCHES: Final = 1024
+MAX_INFOS: Final = 4096
+"""Members named in one frame."""
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
 
@@ -480,7 +482,9 @@ class Router:
         others = self.interest.others(ask.name, ask.key_ids)
         for short, count in self.mesh.others(ask.name, ask.key_ids).items():
             others[short] = others.get(short, 0) + count
-        session.control(frames.Membership(ask.id, found, [], others))
+        for at in range(0, max(1, len(found)), MAX_INFOS):
+            part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
+            session.control(frames.Membership(ask.id, part, [], {} if at else others, more))
 
     def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:
         watch = session.watches.pop(unwatch.id, None)

@@ -9,6 +9,7 @@ from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import Kind, Refusal
+from relay.core import router as router_module
 
 
 def reply(text: bytes):
@@ -466,6 +467,19 @@ def test_members_of_other_relays_are_listed_and_watched() -> None:
     bob.lose()
     net.run()
     assert heard[2].left == [member_id]
+
+
+def test_a_long_list_of_members_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_INFOS", 2)
+    net = linked()
+    alice = net.host("alice")
+    for number in range(5):
+        net.host(f"m{number}", relay=number % 2).serve("db")
+    heard: list[frames.Membership] = []
+    alice.session.out.prove(KEY)
+    alice.session.watch("db", [KEY.key_id], heard.append, stay=False)
+    net.run()
+    assert [(len(part.joined), part.more) for part in heard] == [(2, True), (2, True), (1, False)]
 
 
 def test_a_frame_that_came_over_a_link_is_never_sent_over_another() -> None:
