@@ -315,7 +315,9 @@ class Calls:
                 accounts.out += 1
             else:
                 accounts.drop("slow receiver", 1)
-                if survey is None:
+                if survey is not None:
+                    survey.lost += self.surveys.owing(handed)
+                else:
                     detail = "the reply was dropped: we read too slowly"
                     origin.control(Fail(handed.hop, Cause.LOST, detail, True))
         if survey is not None and handed.load.member is not None:

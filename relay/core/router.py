@@ -152,6 +152,7 @@ class Router:
         for watch in session.watches.values():
             self.interest.unwatch(watch)
         self._calls.neighbor_down(session)
+        self._release(session)
 
     def hello(self, dial_us: int) -> frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
@@ -174,6 +175,12 @@ class Router:
         link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
         self._calls.neighbor_down(link)
+        self._release(link)
+
+    def _release(self, neighbor: Neighbor) -> None:
+        """Its senders are gone: the aliases that stood for them elsewhere are free."""
+        for other in self.neighbors.values():
+            other.aliases.release(neighbor.number)
 
     def _number(self) -> int:
         self._next_number += 1

@@ -19,15 +19,17 @@ Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
 """kind, name, key id, sender id, plain, groups, member: all that an alias towards a session or link stands for."""
 
 
-_UNDECLARED: Final = Alias(-1, 0)
+_UNDECLARED: Final = Alias(-1, 0, 0)
 
 
 class Target:
     """One delivery set at one neighbor, and the alias that stands for it there, declared at its first message."""
 
-    __slots__ = ("alias", "delivery", "neighbor", "port")
+    __slots__ = ("alias", "delivery", "neighbor", "origin", "port")
 
-    def __init__(self, neighbor: Neighbor, delivery: Delivery) -> None:
+    def __init__(self, neighbor: Neighbor, delivery: Delivery, origin: int) -> None:
+        self.origin = origin
+        """Number of who sends there."""
         self.neighbor = neighbor
         self.port = neighbor.port
         self.delivery = delivery
@@ -41,7 +43,7 @@ class Target:
 
     def declare(self, tick: int) -> Alias:
         """Return the alias, declared: it is new, or its number was taken for something else."""
-        self.alias = self.neighbor.out_alias(self.delivery, tick)
+        self.alias = self.neighbor.out_alias(self.delivery, tick, self.origin)
         return self.alias
 
 
@@ -100,7 +102,7 @@ class Route:
             if len(self.targets) >= MAX_TARGETS:
                 self.targets.clear()
             delivery = (self.kind, self.name, self.key_id, self.sender_id, plain, groups, member)
-            target = self.targets[place] = Target(neighbor, delivery)
+            target = self.targets[place] = Target(neighbor, delivery, self.neighbor.number)
         return target
 
 
@@ -218,11 +220,11 @@ class Neighbor:
         """Send it a control frame."""
         self.port.control(encode_control(body))
 
-    def out_alias(self, delivery: Delivery, tick: int) -> Alias:
-        """Return the alias for a delivery towards this neighbor, declared if it is new."""
+    def out_alias(self, delivery: Delivery, tick: int, origin: int) -> Alias:
+        """Return the alias for a delivery towards this neighbor, declared if it is new; `origin` is the number of who sends it."""
         alias = self.aliases.get(delivery)
         if alias is None:
-            alias = self.aliases.add(delivery, tick)
+            alias = self.aliases.add(delivery, tick, origin)
             kind, name, key_id, sender_id, plain, groups, member = delivery
             address = (kind, name, key_id, sender_id)
             where = (plain, list(groups), member, self.hop_class)

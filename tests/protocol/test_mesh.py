@@ -568,3 +568,18 @@ def test_a_snapshot_of_many_members_takes_several_frames() -> None:
     _, there = net.link(0, 1)
     assert len(there.router.mesh._snapshot) > 1
     assert len(net.router.links[net.routers[1].relay_id].topics) == 300
+
+
+def test_the_aliases_of_a_session_that_is_gone_are_used_again() -> None:
+    net = Network(relays=2)
+    here, there = net.link(0, 1)
+    net.host("bob", relay=1).subscribe(">")
+    for number in range(20):
+        alice = net.host(f"alice{number}")
+        for topic in range(5):
+            alice.publish(f"news.{number}.{topic}", b"1")
+        net.run()
+        assert len(here.link.aliases) == 5
+        alice.lose()
+        assert len(here.link.aliases) == 0
+    assert sum(route is not None for route in there.link.routes) == 5

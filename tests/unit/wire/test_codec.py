@@ -62,7 +62,17 @@ EXAMPLES: list[Control] = [
     frames.Report(8, "{}"),
     frames.Ping(9),
     frames.Pong(9),
-]
+    frames.LinkHello(1, 0, KEY_ID, 5, 6, 1 << 20, 9, "site", "host", ["10.0.0.1:7430"]),
+    frames.Beat(7, 6, 1, 2),
+    frames.Interest(
+        1, 2, [frames.MemberEntry(1, "db", [KEY_ID], {0x40: 4}, "label")], [3],
+        [frames.TopicEntry("a.>", KEY_ID, "g", 2)], True, True,
+    ),
+    frames.Resync(4),
+    frames.Loads([frames.Load(0x40, "db", KEY_ID, 5)]),
+    frames.AskPeers(),
+    frames.Peers([frames.PeerEntry(KEY_ID, ["10.0.0.1:7430"])]),
+]  # fmt: skip
 
 
 def decode(frame: bytes) -> Control:
