@@ -7,7 +7,9 @@ by the one deadline of its `Roles`: when it passes, all its processes are killed
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
 import os
 import platform
 import signal
@@ -67,9 +69,17 @@ class Role:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICK
 
+    def cue(self) -> None:
+        """Let the role take its next step."""
+        self.process.send_signal(signal.SIGUSR1)
+
+    def written(self) -> str:
+        """Return what the role has written to stderr so far."""
+        return self._errors.read_text(errors="replace")
+
     def failed(self, what: str) -> BenchError:
         """Return the error that tells of this role, with the end of what it wrote to stderr."""
-        words = self._errors.read_text(errors="replace")[-2000:].strip() or "it wrote nothing"
+        words = self.written()[-2000:].strip() or "it wrote nothing"
         return BenchError(f"{self.name} {what} (exit {self.process.poll()}): {words}")
 
     def _line(self) -> str:
@@ -138,29 +148,77 @@ class Roles:
 
 
 class IrisRelay:
-    """A real relay with new keys, everything of it inside the directory of `roles`."""
+    """A real relay, everything of it inside the directory of `roles`; all relays of one directory share new keys.
 
-    def __init__(self, roles: Roles, arguments: Sequence[str] = ()) -> None:
-        directory = roles.directory / "iris"
+    With `links` it accepts links on 127.0.0.1, and with `join` it is linked to that relay when this returns. Without
+    either it is a development relay, which has no links.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        arguments: Sequence[str] = (),
+        *,
+        links: bool = False,
+        join: IrisRelay | None = None,
+    ) -> None:
+        directory = roles.directory / f"iris{sum(1 for _ in roles.directory.glob('iris*')) or ''}"
         directory.mkdir(mode=0o700)
         socket = directory / "relay.sock"
-        create_keys(directory / "keys")
+        keys = roles.directory / "iris" / "keys"
+        if not keys.exists():
+            create_keys(keys)
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("IRIS_")
         }
         self.env = {
             **inherited,
             "XDG_RUNTIME_DIR": str(directory),
-            "IRIS_CONFIG": str(directory / "keys"),
+            "IRIS_CONFIG": str(keys),
             "IRIS_RELAY": str(socket),
         }
-        command = ["-m", "relay", "--dev", "--socket", str(socket), *arguments]
+        command = ["-m", "relay", "--socket", str(socket), *arguments]
+        linked = links or join is not None
+        command += ["--no-mdns", "--port=0", "--bind=127.0.0.1"] if linked else ["--dev"]
+        if join is not None:
+            command += ["--join", join.link_address()]
         self.role = roles.start("relay", command, env=self.env, reports=False)
         until_s = time.monotonic() + START_S
         while not socket.exists():
             if self.role.process.poll() is not None or time.monotonic() > until_s:
                 raise self.role.failed("did not open its socket")
             time.sleep(0.01)
+        if join is not None:
+            self.logged("link.up")
+
+    def link_address(self) -> str:
+        """Return host:port where this relay accepts links."""
+        (address,) = self.logged("links.listening")["addresses"]
+        return str(address)
+
+    def logged(self, event: str) -> Result:
+        """Return the first line of the relay's log that tells of `event`, once it is there."""
+        until_s = time.monotonic() + START_S
+        while True:
+            for line in self.role.written().splitlines():
+                if line.startswith("{") and line.endswith("}"):
+                    said: Result = json.loads(line)
+                    if said["event"] == event:
+                        return said
+            if self.role.process.poll() is not None or time.monotonic() > until_s:
+                raise self.role.failed(f"did not log {event}")
+            time.sleep(0.01)
+
+    def status(self) -> Result:
+        """Return what `iris status` says of the relay."""
+        command = [sys.executable, "-m", "iris.cli", "status", "--json"]
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, check=False, timeout=START_S
+        )
+        if done.returncode:
+            raise BenchError(f"iris status: exit {done.returncode}: {done.stderr[-2000:]}")
+        status: Result = json.loads(done.stdout)
+        return status
 
     def stop(self) -> float:
         """End the relay as an operator would; return the processor seconds it used."""
@@ -173,12 +231,28 @@ class IrisRelay:
         return cpu_s
 
 
+def iris_relays(roles: Roles, count: int) -> list[IrisRelay]:
+    """Start one relay, or two that are linked over TLS on 127.0.0.1."""
+    if count == 1:
+        return [IrisRelay(roles)]
+    first = IrisRelay(roles, links=True)
+    return [first, IrisRelay(roles, join=first)]
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every bench takes."""
     style = argparse.RawDescriptionHelpFormatter
     result = argparse.ArgumentParser(description=doc, formatter_class=style)
     result.add_argument("--seconds", type=float, default=2.0, help="of sending, per run")
     result.add_argument("--rounds", type=int, default=5)
+    return result
+
+
+def twin_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that every bench with a twin takes."""
+    result = parser(doc)
+    text = "2: sender and receiver at linked relays; runs of one relay alternate with these"
+    result.add_argument("--relays", type=int, choices=[1, 2], default=1, help=text)
     result.add_argument("--only", choices=["iris", "twin"], help="run one side, once")
     buffer = system_send_buffer()
     text = "SO_SNDBUF of the twin's sockets (default: as the system sets it)"
@@ -196,30 +270,50 @@ def report(role: str, result: Result) -> None:
     print(json.dumps({"role": role, "cpu_s": round(time.process_time(), 3), **result}), flush=True)
 
 
-def alternate(
-    rounds: int, iris: Callable[[], Result], twin: Callable[[], Result]
-) -> list[dict[str, Result]]:
-    """Run both `rounds` times, each first in every other round, so that drift of the machine meets both alike."""
-    sides = {"iris": iris, "twin": twin}
+async def next_cue() -> None:
+    """In a role: return at the bench's next cue. It is to send none before the role has called this."""
+    cued = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, cued.set)
+    try:
+        await cued.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
+def alternate(rounds: int, sides: dict[str, Callable[[], Result]]) -> list[dict[str, Result]]:
+    """Run all sides `rounds` times, in each round from another one on, so that drift of the machine meets all alike."""
     results: list[dict[str, Result]] = []
     for number in range(rounds):
-        names = list(sides) if number % 2 == 0 else list(reversed(sides))
+        first = number % len(sides)
+        names = [*sides][first:] + [*sides][:first]
         load_1m = os.getloadavg()[0]
-        results.append({**{name: sides[name]() for name in names}, "machine": {"load_1m": load_1m}})
+        done = {name: sides[name]() for name in names}
+        results.append({**{name: done[name] for name in sides}, "machine": {"load_1m": load_1m}})
         print(f"round {number + 1} of {rounds}: {_short(results[-1])}", file=sys.stderr, flush=True)
     return results
 
 
-def compare(rounds: list[dict[str, Result]], key: str, ratio: str = "ratio") -> Result:
-    """Return medians and extremes of the figure `key`, and as `ratio` the median of the rounds' own iris / twin."""
-    ours = [r["iris"][key] for r in rounds]
-    twins = [r["twin"][key] for r in rounds]
-    ratios = [our / twin for our, twin in zip(ours, twins, strict=True)]
+def compare(
+    rounds: list[dict[str, Result]],
+    key: str,
+    ratio: str = "ratio",
+    *,
+    side: str = "iris",
+    other: str = "twin",
+) -> Result:
+    """Return medians and extremes of the figure `key`, and as `ratio` the median of the rounds' own `side` / `other`.
+
+    A round in which `other` came to nothing has no ratio; without any, the ratio is NaN.
+    """
+    ours = [r[side][key] for r in rounds]
+    others = [r[other][key] for r in rounds]
+    ratios = [our / them for our, them in zip(ours, others, strict=True) if them] or [math.nan]
     return {
         key: statistics.median(ours),
         f"{key}_min_max": [min(ours), max(ours)],
-        f"twin_{key}": statistics.median(twins),
-        f"twin_{key}_min_max": [min(twins), max(twins)],
+        f"{other}_{key}": statistics.median(others),
+        f"{other}_{key}_min_max": [min(others), max(others)],
         ratio: round(statistics.median(ratios), 4),
         f"{ratio}_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
     }
@@ -268,7 +362,8 @@ def _git(*arguments: str) -> str:
 def _short(result: dict[str, Result]) -> str:
     keys = ("rate", "lost", "p50_us", "p99_us")
     sides = []
-    for side in ("iris", "twin"):
-        figures = result[side]
+    for side, figures in result.items():
+        if side == "machine":
+            continue
         sides.append(" ".join([side, *(f"{k}={figures[k]:,.0f}" for k in keys if k in figures)]))
     return "; ".join(sides)

@@ -5,9 +5,12 @@
     python bench/proof.py order 200000          # N publications: order, duplicates, losses told
     python bench/proof.py rotation 2000         # N requests and broadcasts while the key changes
     python bench/proof.py idle 10               # a relay that nobody uses, for N seconds
+    python bench/proof.py sim 2000              # N lives of simulated networks, a seed each
+    python bench/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
+    python bench/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in the place of the former one. All runs in real processes with a relay, keys and sockets of their own.
+and count, in the place of the former one. All but sim and scale in real processes with a relay, keys and sockets of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import uvloop
 from harness import BENCH, BenchError
 from proofs.common import Proof
 
-AREAS = ("tunnels", "connections", "order", "rotation", "idle")
+AREAS = ("tunnels", "connections", "order", "rotation", "idle", "sim", "scale", "discovery")
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241
 HEAD = """# What was proved, and when

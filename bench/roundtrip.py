@@ -2,9 +2,11 @@
 
     python bench/roundtrip.py --inflight 1
     python bench/roundtrip.py --inflight 64
+    python bench/roundtrip.py --relays 2
 
 Prints JSON. One in flight, a closed loop: `p50_us`, `p99_us`, `twin_p50_us`, `twin_p99_us`, and `ratio` of the p50 (below 1
 is faster than the twin). More in flight, each a task that awaits its reply: `rate`, `twin_rate`, and `ratio` of the rates.
+Two relays, caller and member at one each: also `one_relay_…` and `ratio_one_relay` (`p99_ratio_one_relay`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable
 
 import harness
 import uvloop
-from harness import BENCH, IrisRelay, Result, Roles
+from harness import BENCH, Result, Roles, iris_relays
 
 import iris
 
@@ -76,16 +78,17 @@ async def client(size: int, seconds: float, inflight: int) -> Result:
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
-def iris_run(args: argparse.Namespace) -> Result:
+def iris_run(args: argparse.Namespace, relays: int) -> Result:
     """Run Iris once, with new processes."""
     script = str(BENCH / "roundtrip.py")
     sizes = [f"--size={args.size}", f"--seconds={args.seconds}", f"--inflight={args.inflight}"]
     with Roles(args.seconds + 60) as roles:
-        relay = IrisRelay(roles)
-        served = roles.start("server", [script, "--role", "server"], env=relay.env, ready=True)
-        result = roles.start("client", [script, "--role", "client", *sizes], env=relay.env).result()
+        started = iris_relays(roles, relays)
+        here, there = started[0].env, started[-1].env
+        served = roles.start("server", [script, "--role", "server"], env=there, ready=True)
+        result = roles.start("client", [script, "--role", "client", *sizes], env=here).result()
         server_cpu_s = served.result(stop=True)["cpu_s"]
-        return figures(result, relay.stop(), server_cpu_s)
+        return figures(result, sum(relay.stop() for relay in reversed(started)), server_cpu_s)
 
 
 def twin_run(args: argparse.Namespace) -> Result:
@@ -117,7 +120,7 @@ def figures(result: Result, relay_cpu_s: float, server_cpu_s: float) -> Result:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.twin_parser(__doc__)
     parser.add_argument("--inflight", type=int, default=1)
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--role", choices=["server", "client"], help=argparse.SUPPRESS)
@@ -130,17 +133,22 @@ def main() -> None:
     options = {name: value for name, value in vars(args).items() if name != "role"}
     about = {"bench": "roundtrip", "options": options, "facts": harness.facts()}
     if args.only:
-        result = iris_run(args) if args.only == "iris" else twin_run(args)
+        result = iris_run(args, args.relays) if args.only == "iris" else twin_run(args)
         print(json.dumps({**about, args.only: result}, indent=1))
         return
-    rounds = harness.alternate(args.rounds, lambda: iris_run(args), lambda: twin_run(args))
-    if args.inflight == 1:
-        summary = harness.compare(rounds, "p50_us")
-        summary |= harness.compare(rounds, "p99_us", "p99_ratio")
-    else:
-        summary = harness.compare(rounds, "rate")
+    sides = {"iris": lambda: iris_run(args, args.relays), "twin": lambda: twin_run(args)}
+    if args.relays == 2:
+        sides["one_relay"] = lambda: iris_run(args, 1)
+    rounds = harness.alternate(args.rounds, sides)
+    summary: Result = {}
+    keys = {"p50_us": "", "p99_us": "p99_"} if args.inflight == 1 else {"rate": ""}
+    for key, prefix in keys.items():
+        summary |= harness.compare(rounds, key, f"{prefix}ratio")
+        if args.relays == 2:
+            ratio = f"{prefix}ratio_one_relay"
+            summary |= harness.compare(rounds, key, ratio, other="one_relay")
     print(json.dumps({**about, **summary, "rounds": rounds}, indent=1))
-    if any(r[side]["wrong"] for r in rounds for side in ("iris", "twin")):
+    if any(r[side]["wrong"] for r in rounds for side in sides):
         sys.exit("replies came wrong: the figures mean nothing")
 
 

@@ -4,9 +4,10 @@
     python bench/throughput.py --subscribers 8
     python bench/throughput.py --topics 1000
     python bench/throughput.py --tunnel
+    python bench/throughput.py --relays 2
 
 Prints JSON: `rate` (messages/s delivered, with --tunnel MB/s), `twin_rate`, `ratio` (median of the rounds' ratios) and the
-rounds. Nothing throttles an Iris publisher for a slow subscriber: its relay drops, and says so. So the bench offers as fast
+rounds; with two relays also `one_relay_rate` and `ratio_one_relay`. Nothing throttles an Iris publisher for a slow subscriber: its relay drops, and says so. So the bench offers as fast
 as it can first and, if anything was lost, searches for the highest rate at which nothing is.
 """
 
@@ -21,18 +22,20 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import harness
 import uvloop
-from harness import BENCH, IrisRelay, Result, Roles
+from harness import BENCH, Result, Roles, iris_relays
 
 import iris
 
 NUMBER = struct.Struct("<Q")
 MARKER = (1 << 64) - 1
+PROBE = MARKER - 1
 MARKER_PAUSE_S = 0.05
+PROBE_PAUSE_S = 0.01
 SUBSCRIBE_S = 10.0
 TURN_MESSAGES = 256
 """Offered between two turns of the loop, by Iris and by the twin."""
@@ -58,6 +61,8 @@ class Options:
     unbundled: bool
     """The twin seals every message singly: no topic gets two in one turn."""
     send_buffer: int
+    relays: int
+    """1, or 2: senders at the one, receivers at the other."""
     rate: float = 0.0
     """Messages/s to offer; 0 is as fast as it goes."""
 
@@ -74,6 +79,7 @@ class Options:
             tunnel=args.tunnel,
             unbundled=args.topics >= TURN_MESSAGES,
             send_buffer=args.send_buffer,
+            relays=args.relays,
         )
 
     def json(self, **changes: Any) -> str:
@@ -92,6 +98,7 @@ class Check:
         self.wrong = 0
         self.end_ns = 0
         self.sent = 0
+        self.probed = False
         self.done = asyncio.Event()
         self._expected = list(range(topics))
 
@@ -102,6 +109,11 @@ class Check:
                 self.end_ns = time.monotonic_ns()
                 (self.sent,) = NUMBER.unpack_from(message.payload, NUMBER.size)
                 self.done.set()
+            return
+        if number == PROBE:
+            if not self.probed:
+                self.probed = True
+                harness.say_ready()
             return
         expected = self._expected
         topic = number % len(expected)
@@ -149,6 +161,11 @@ async def publisher(options: Options) -> Result:
                 if offer is None or not offer(topic, payload):
                     await publish(topic, payload)
 
+        # A subscription is known at its own relay at once, and at another a moment later.
+        probing = asyncio.create_task(harness.next_cue())
+        while not probing.done():
+            client.offer(topics[0], NUMBER.pack(PROBE))
+            await asyncio.sleep(PROBE_PAUSE_S)
         sent = 0
         begin_ns = time.monotonic_ns()
         while (spent_s := (time.monotonic_ns() - begin_ns) / 1e9) < options.seconds:
@@ -219,18 +236,26 @@ def iris_publish(options: Options, rate: float) -> Result:
     script = str(BENCH / "throughput.py")
     run = options.json(rate=rate)
     with Roles(options.seconds + 60) as roles:
-        relay = IrisRelay(roles)
+        relays = iris_relays(roles, options.relays)
         command = [script, "--run", run, "--role"]
         receivers = [
-            roles.start("subscriber", [*command, "subscriber"], env=relay.env, ready=True)
+            roles.start("subscriber", [*command, "subscriber"], env=relays[-1].env, ready=True)
             for _ in range(options.subscribers)
         ]
-        sender = roles.start("publisher", [*command, "publisher"], env=relay.env)
+        sender = roles.start("publisher", [*command, "publisher"], env=relays[0].env)
+        for role in receivers:
+            role.wait_ready()  # it was reached
+        sender.cue()
         received = [role.result() for role in receivers]
         sent = sender.result(stop=True)
-        relay_cpu_s = relay.stop()
+        relays_cpu_s = [relay.stop() for relay in reversed(relays)]
     figures = delivered(sent, received)
-    return {**figures, "offered_rate": sent["offered_rate"], "relay_cpu_s": relay_cpu_s}
+    return {
+        **figures,
+        "offered_rate": sent["offered_rate"],
+        "relay_cpu_s": sum(relays_cpu_s),
+        "relays_cpu_s": relays_cpu_s[::-1],
+    }
 
 
 def delivered(sent: Result, received: list[Result]) -> Result:
@@ -281,13 +306,14 @@ def iris_tunnel(options: Options) -> Result:
     """Send through one Iris tunnel for a while; `rate` is MB/s."""
     script = str(BENCH / "throughput.py")
     with Roles(options.seconds + 60) as roles:
-        relay = IrisRelay(roles)
+        relays = iris_relays(roles, options.relays)
         command = [script, "--run", options.json(), "--role"]
-        receiver = roles.start("sink", [*command, "sink"], env=relay.env, ready=True)
-        sender = roles.start("source", [*command, "source"], env=relay.env)
+        receiver = roles.start("sink", [*command, "sink"], env=relays[-1].env, ready=True)
+        sender = roles.start("source", [*command, "source"], env=relays[0].env)
         figures = delivered(sender.result(), [receiver.result()])
-        relay_cpu_s = relay.stop()
-    return {**in_megabytes(figures, options.size), "relay_cpu_s": relay_cpu_s}
+        relays_cpu_s = [relay.stop() for relay in reversed(relays)][::-1]
+    figures = {**figures, "relay_cpu_s": sum(relays_cpu_s), "relays_cpu_s": relays_cpu_s}
+    return in_megabytes(figures, options.size)
 
 
 def twin_publish(options: Options) -> Result:
@@ -324,7 +350,7 @@ def in_megabytes(figures: Result, size: int) -> Result:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.twin_parser(__doc__)
     parser.add_argument("--mode", choices=["callback", "async-for"], default="callback")
     parser.add_argument("--verb", choices=["offer", "publish"], default="offer", help=VERB)
     parser.add_argument("--subscribers", type=int, default=1)
@@ -340,10 +366,11 @@ def main() -> None:
         return
     options = Options.of(args)
 
-    def run_iris() -> Result:
-        if options.tunnel:
-            return iris_tunnel(options)
-        return search(lambda rate: iris_publish(options, rate), options.subscribers)
+    def run_iris(relays: int = options.relays) -> Result:
+        these = replace(options, relays=relays)
+        if these.tunnel:
+            return iris_tunnel(these)
+        return search(lambda rate: iris_publish(these, rate), these.subscribers)
 
     def run_twin() -> Result:
         return twin_tunnel(options) if options.tunnel else twin_publish(options)
@@ -358,9 +385,15 @@ def main() -> None:
         result = run_iris() if args.only == "iris" else run_twin()
         print(json.dumps({**about, args.only: result}, indent=1))
         return
-    rounds = harness.alternate(args.rounds, run_iris, run_twin)
-    print(json.dumps({**about, **harness.compare(rounds, "rate"), "rounds": rounds}, indent=1))
-    if any(r[side]["wrong"] or r["twin"]["lost"] for r in rounds for side in ("iris", "twin")):
+    sides = {"iris": run_iris, "twin": run_twin}
+    if options.relays == 2:
+        sides["one_relay"] = lambda: run_iris(1)
+    rounds = harness.alternate(args.rounds, sides)
+    summary = harness.compare(rounds, "rate")
+    if options.relays == 2:
+        summary |= harness.compare(rounds, "rate", "ratio_one_relay", other="one_relay")
+    print(json.dumps({**about, **summary, "rounds": rounds}, indent=1))
+    if any(r[side]["wrong"] or r["twin"]["lost"] for r in rounds for side in sides):
         sys.exit("messages came wrong, or the twin lost some: the figures mean nothing")
 
 

@@ -26,6 +26,23 @@ def relay(
     ] = None,
     group: Annotated[str | None, typer.Option(help="Group whose users may connect, too.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A relay to link with, or dns:NAME:PORT for all addresses of a name. Repeatable.",
+        ),
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Do not look for relays by multicast.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="Where relays link, 0: any. Default: 7430, or any.")
+    ] = None,
+    bind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Where relays link. Repeatable. Default: everywhere."),
+    ] = None,
     dev: Annotated[
         bool, typer.Option("--dev", help="Throw-away keys, which clients on this host find.")
     ] = False,
@@ -37,6 +54,7 @@ def relay(
     try:
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "dev": dev or None,
+            "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
         }  # fmt: skip
         chosen = load_config(overrides, os.environ, config)
         keys = _dev_keys(os.environ) if chosen.dev else _network_keys(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import tomllib
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from iris import paths
 from iris.errors import ConfigError
+from relay.discovery.seeds import MAX_JOINS, parse_join
 from relay.socketfile import MAX_PATH_BYTES
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ _MIB = 1 << 20
 _MIN_MESSAGE_BYTES = 64 << 10  # a bundle has to fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
 _MAX_ALIASES = 65_536
+_MAX_ADDRESSES = 64
+_MAX_NETWORKS = 32  # as many as an advert has room for
 _MIN_TIMEOUT_S = 0.001
 _MAX_TIMEOUT_S = 86_400.0
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -88,6 +92,19 @@ class RelayConfig:
     frame_timeout_s: float = 30.0
     """Seconds in which a frame that has begun has to end. Between frames a session may be silent."""
 
+    port: int | None = None
+    """TCP port that links are accepted on; 0 takes any free one. None: 7430, or any if that is taken."""
+
+    bind: tuple[str, ...] = ("0.0.0.0", "::")
+    """IP addresses of this host that links are accepted on, at most 64."""
+
+    join: tuple[str, ...] = ()
+    """Relays to link with, where multicast does not reach: HOST:PORT, or dns:NAME:PORT for all addresses of a
+    name. One is enough: relays introduce their peers."""
+
+    mdns: bool = True
+    """Whether relays on the same LAN are found, and find this one, by multicast DNS."""
+
     drain_timeout_s: float = 10.0
     """Seconds that a stopping relay gives to what is queued and running; 0 stops at once."""
 
@@ -132,6 +149,21 @@ class RelayConfig:
         for name in ("hello_timeout_s", "frame_timeout_s"):
             self._check_range(name, _MIN_TIMEOUT_S, _MAX_TIMEOUT_S)
         self._check_range("drain_timeout_s", 0, _MAX_TIMEOUT_S)
+        if len(self.network_keys) > _MAX_NETWORKS:
+            raise ConfigError(f"network_keys: {len(self.network_keys)} keys, over {_MAX_NETWORKS}")
+        if self.port is not None:
+            self._check_range("port", 0, 65_535)
+        if not 0 < len(self.bind) <= _MAX_ADDRESSES or len(set(self.bind)) < len(self.bind):
+            raise ConfigError(f"bind: {', '.join(self.bind)!r} is not 1 to 64 different addresses")
+        for address in self.bind:
+            try:
+                ipaddress.ip_address(address)
+            except ValueError as err:
+                raise ConfigError(f"bind: {address!r} is not an IP address") from err
+        if len(self.join) > MAX_JOINS:
+            raise ConfigError(f"join: {len(self.join)} entries, over {MAX_JOINS}")
+        for join in self.join:
+            parse_join(join)
         if self.log_level not in _LOG_LEVELS:
             raise ConfigError(f"log_level: {self.log_level!r} is none of {', '.join(_LOG_LEVELS)}")
 
@@ -230,6 +262,19 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _port(value: object) -> int | None:
+    return _whole(value)
+
+
+def _texts(value: object) -> tuple[str, ...] | None:
+    """A list of texts; in an environment, one text with commas."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    return None
+
+
 def _bits(value: object) -> int | None:
     """Texts are octal, as for chmod; TOML and Python write 0o660 themselves."""
     if isinstance(value, str):
@@ -258,6 +303,8 @@ _WANTED: dict[Callable[[object], object], str] = {
     _path: "a path",
     _whole: "a whole number",
     _bits: "octal permission bits",
+    _port: "a whole number",
+    _texts: "a list of texts",
     _seconds: "a number of seconds",
     _truth: "true or false",
 }
@@ -266,7 +313,8 @@ _BY_ANNOTATION: dict[object, Callable[[object], object]] = {
     "str": _text,
     "str | None": _text,
     "int": _whole,
-    "int | None": _bits,  # socket_mode alone
+    "int | None": _port,
+    "tuple[str, ...]": _texts,
     "float": _seconds,
     "bool": _truth,
 }
@@ -278,3 +326,4 @@ _PARSERS = {
     for found in fields(RelayConfig)
     if found.name not in (*_GIVEN_ONLY, "config_file")
 }
+_PARSERS["socket_mode"] = _bits  # no number of the usual kind

@@ -1,6 +1,8 @@
 """The relay as a process: what starts, in which order it stops, and the signals.
 
-bind socket -> router -> hub (sessions) -> READY=1 -> ... -> STOPPING=1 -> drain -> close -> release the name
+bind socket -> router -> sessions -> links -> READY=1 -> discovery -> ... -> STOPPING=1 -> end discovery -> drain -> close -> release
+
+SIGTERM and SIGINT stop it, SIGHUP has it read its network keys again.
 """
 
 from __future__ import annotations
@@ -11,22 +13,44 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
+from iris import keyfiles
+from iris.crypto.keys import NetworkKey
+from iris.errors import IrisError
 from iris.memory import keep_freed_memory
+from iris.wire.frames import MAX_ADDRESSES
 from relay import notify, socketfile
 from relay.config import RelayConfig
 from relay.core.router import Limits, Router
+from relay.discovery import Discovery
+from relay.discovery.adverts import announced
+from relay.discovery.interfaces import scan
+from relay.discovery.seeds import SeedDiscovery
+from relay.discovery.zeroconf import MulticastDiscovery
+from relay.links import LinkHub, show
 from relay.logs import configure
+from relay.ports import Driver
 from relay.sessions import SessionHub
+from relay.tls import garbled_names_told
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
 DRAIN_QUIET_POLLS = 5
 """A relay has drained when nothing ran and nothing waited so many times in a row."""
+SETTLE_S = 1.0
+"""A relay that looks for others says "nobody serves it" only after this."""
+NOTHING_FOUND_S = 3.0
+LOOK_AGAIN_S = 10.0
+"""Between two looks at this host's addresses."""
+JOIN_HINT = "iris relay --join HOST:PORT"
+_WILDCARDS = ("0.0.0.0", "::")
+_MAX_SIGHTED = 1024
 
 
 def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urandom) -> Router:
@@ -39,29 +63,53 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
         subscriptions=config.max_subscriptions_per_session,
     )
     return Router(
-        entropy(16), entropy=entropy, message_limit=config.message_limit_bytes, limits=limits
+        entropy(16),
+        entropy=entropy,
+        message_limit=config.message_limit_bytes,
+        limits=limits,
+        label=socket.gethostname()[:64],
     )
 
 
 class Relay:
-    """One relay. `start` binds and serves, `stop` drains and closes; both are awaited in one event loop."""
+    """One relay. `start` binds and serves, `stop` drains and closes; both are awaited in one event loop.
+
+    It has links when it has network keys and is no development relay.
+    """
 
     def __init__(self, config: RelayConfig) -> None:
         self.config = config
         self.router = make_router(config)
-        self.hub = SessionHub(self.router, config)
+        self.driver = Driver(self.router)
+        self.hub = SessionHub(self.driver, config)
+        self.links: LinkHub | None = None
+        if config.network_keys and not config.dev:
+            self.links = LinkHub(self.driver, config)
+        self._discoveries: dict[str, Discovery] = {}
+        self._sighted: set[object] = set()
         self._socket: socketfile.SocketFile | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._found: asyncio.TimerHandle | None = None
         self._started_s = time.monotonic()
         self.router.status_extra = self._status
 
     async def start(self) -> None:
-        """Serve at the socket. Raises ConfigError or AlreadyRunning; nothing is left behind then."""
+        """Serve at the socket, and at the links' port. Raises ConfigError or AlreadyRunning; nothing is left behind then."""
         self._socket = socketfile.bind(
             self.config.socket_path, mode=self.config.socket_mode, group=self.config.socket_group
         )
+        try:
+            if self.links is not None:
+                self.links.listen()
+        except BaseException:
+            self._socket.listener.close()
+            self._socket.release()
+            self._socket = None
+            raise
         self.hub.listen(self._socket.listener)
-        self._sweeper = asyncio.create_task(self.hub.sweep(), name="iris-sweep")
+        self._task(self.hub.sweep(), "iris-sweep")
+        if self.links is not None:
+            self._discover(self.links)
         fields = {
             "relay": self.router.relay_id.hex(),
             "socket": str(self.config.socket_path),
@@ -70,43 +118,167 @@ class Relay:
         log.info("relay.started", extra={"fields": fields})
 
     async def stop(self, *, drain_s: float | None = None) -> None:
-        """Take no new session, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
+        """Take no new session or link, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         try:
             self.hub.stop_listening()
             if self._socket is not None:
                 self._socket.listener.close()
+            if self.links is not None:
+                self.links.stop_listening()
+                await self.links.stop_dialling()
+            await self._stop_discovery()
+            self.driver.turn()
             self.router.drain(int(bound_s * 1000))
-            self.hub.settle()
+            self.driver.settle()
             until_s = time.monotonic() + bound_s
             quiet = 0
             while time.monotonic() < until_s and self.hub.ports and quiet < DRAIN_QUIET_POLLS:
                 await asyncio.sleep(DRAIN_POLL_S)
                 quiet = quiet + 1 if self.hub.idle else 0
+            if self.links is not None:
+                await self.links.close()
         finally:
-            if self._sweeper is not None:
-                self._sweeper.cancel()
-                self._sweeper = None
+            for task in self._tasks:
+                task.cancel()
+            self._tasks.clear()
             for port in list(self.hub.ports):
                 port.abort("the relay stopped")
+            if self.links is not None:
+                for link in list(self.links.ports):
+                    link.abort("the relay stopped")
             if self._socket is not None:
                 self._socket.release()
                 self._socket = None
         await asyncio.sleep(0)
+        self.driver.close()
         account = self.router.accounts.report(self.router.held_messages)
         log.info(
             "relay.stopped",
             extra={"fields": {"relay": self.router.relay_id.hex(), "account": account}},
         )
 
+    def garbled_name(self) -> None:
+        """A stranger named a network by what is no text at all."""
+        if self.links is not None:
+            self.links.refusals["garbled name"] = self.links.refusals.get("garbled name", 0) + 1
+
+    def reload_keys(self, keys: Sequence[NetworkKey]) -> None:
+        """Serve these networks from now on: links under a key that is gone are closed, new ones are looked for."""
+        if self.links is None:
+            return
+        self.links.reload(keys)
+        for discovery in self._discoveries.values():
+            if isinstance(discovery, MulticastDiscovery):
+                discovery.set_networks(self.links.fingerprints)
+
+    # -- other relays ----------------------------------------------------------------------------------------
+
+    def _discover(self, links: LinkHub) -> None:
+        """Look for others in the background: whatever the network does, this relay serves already."""
+        config = self.config
+        chosen = [address for address in config.bind if address not in _WILDCARDS]
+        self._advertise(links, chosen)
+        if len(chosen) < len(config.bind):
+            self._task(self._look(links, chosen), "iris-addresses")
+        if config.mdns:
+            self._discoveries["mdns"] = MulticastDiscovery(
+                self.router.relay_id,
+                links.fingerprints,
+                links.port,
+                self.router.site,
+                interfaces=chosen if len(chosen) == len(config.bind) else None,
+            )
+        if config.join:
+            self._discoveries["join"] = SeedDiscovery(config.join)
+        if not self._discoveries:
+            return  # alone on purpose, until somebody else dials
+        self.router.mesh.settle_us = time.monotonic_ns() // 1000 + int(SETTLE_S * 1e6)
+        self._found = asyncio.get_running_loop().call_later(NOTHING_FOUND_S, self._check_found)
+        for name, discovery in self._discoveries.items():
+            self._task(self._follow(links, discovery), f"iris-discovery-{name}")
+
+    async def _follow(self, links: LinkHub, discovery: Discovery) -> None:
+        """Hand what one discovery sees to the links. A fault of it ends it alone."""
+        try:
+            async for sighting in discovery.sightings():
+                key = (sighting.relay_id, sighting.addresses, sighting.gone)
+                if key not in self._sighted and len(self._sighted) < _MAX_SIGHTED:
+                    self._sighted.add(key)
+                    fields = {
+                        "source": sighting.source,
+                        "addresses": [show(*address) for address in sighting.addresses[:16]],
+                        "relay": sighting.relay_id.hex() if sighting.relay_id else "",
+                        "gone": sighting.gone,
+                    }
+                    log.info("discovery.sighted", extra={"fields": fields})
+                links.sighted(sighting)
+        except Exception:
+            log.exception("discovery.fault")
+
+    async def _look(self, links: LinkHub, chosen: Sequence[str]) -> None:
+        """Keep up with this host's addresses, which peers hand on."""
+        while True:
+            try:
+                ours = await asyncio.to_thread(scan)
+            except (OSError, ValueError) as err:
+                log.warning("links.no_addresses", extra={"fields": {"error": str(err)}})
+            else:
+                versions = {4 if a == "0.0.0.0" else 6 for a in self.config.bind if a in _WILDCARDS}
+                usable = (a for a in ours if not a.parsed.is_link_local)
+                found = announced(a for a in usable if a.parsed.version in versions)
+                self._advertise(links, [*chosen, *found])
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _advertise(self, links: LinkHub, hosts: Sequence[str]) -> None:
+        # Before the first look: who dials us or is dialled knows an address of ours; the port is what it lacks.
+        shown = [show(host, links.port) for host in hosts or ("127.0.0.1",)]
+        self.router.mesh.addresses = shown[: MAX_ADDRESSES - 1]
+
+    def _tried(self) -> list[str]:
+        tried: list[str] = []
+        for discovery in self._discoveries.values():
+            found = discovery.status().get("tried", [])
+            tried += map(str, found) if isinstance(found, list) else []
+        return tried
+
+    def _check_found(self) -> None:
+        self._found = None
+        if not self.router.links:
+            fields = {"tried": self._tried(), "type": JOIN_HINT}
+            log.warning("discovery.nothing_found", extra={"fields": fields})
+
+    async def _stop_discovery(self) -> None:
+        if self._found is not None:
+            self._found.cancel()
+            self._found = None
+        closing = [discovery.close() for discovery in self._discoveries.values()]
+        for fault in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(fault, Exception):
+                log.error("discovery.fault", extra={"fields": {"error": repr(fault)}})
+
+    def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
+
     def _status(self) -> dict[str, object]:
-        return {
+        up_s = time.monotonic() - self._started_s
+        status: dict[str, object] = {
             "pid": os.getpid(),
             "socket": str(self.config.socket_path),
-            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "uptime_s": round(up_s, 3),
             "protocol_errors": self.hub.protocol_errors,
             "turned_away": self.hub.turned_away,
         }
+        if self.links is None:
+            return status
+        status.update(self.links.status())
+        discovery: dict[str, object] = {
+            name: found.status() for name, found in self._discoveries.items()
+        }
+        if self._discoveries and not self.router.links and up_s > NOTHING_FOUND_S:
+            discovery["nothing_found"] = {"tried": self._tried(), "type": JOIN_HINT}
+        status["discovery"] = discovery
+        return status
 
 
 async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
@@ -122,13 +294,26 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     relay = Relay(config)
-    await relay.start()
-    notify.ready(environ)
+    loop.add_signal_handler(signal.SIGHUP, read_keys_again, relay, environ)
+    with garbled_names_told(relay.garbled_name):
+        await relay.start()
+        notify.ready(environ)
+        try:
+            await stop.wait()
+        finally:
+            notify.stopping(environ)
+            await relay.stop()
+
+
+def read_keys_again(relay: Relay, environ: Mapping[str, str]) -> None:
+    """Take up a changed file of network keys; one that cannot be read changes nothing, and is said."""
+    path = keyfiles.config_directory(environ) / keyfiles.NETWORK_FILE
+    if relay.links is None:
+        return
     try:
-        await stop.wait()
-    finally:
-        notify.stopping(environ)
-        await relay.stop()
+        relay.reload_keys(keyfiles.load_network_keys(path))
+    except IrisError as err:
+        log.error("links.keys_unreadable", extra={"fields": {"error": str(err)}})
 
 
 def raise_descriptor_limit() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from iris.errors import RelayUnavailable
 from relay.config import RelayConfig
 from relay.daemon import make_router
+from relay.ports import Driver
 from relay.sessions import SessionHub
 
 
@@ -134,7 +135,8 @@ class EmbeddedRelay:
     ) -> None:
         self.config = config or RelayConfig(socket_path=Path("/embedded"))
         self.router = make_router(self.config, entropy)
-        self.hub = SessionHub(self.router, self.config)
+        self.driver = Driver(self.router)
+        self.hub = SessionHub(self.driver, self.config)
         self._sweeper: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -160,3 +162,4 @@ class EmbeddedRelay:
         await self.hub.close()
         while self.hub.ports:  # noqa: ASYNC110 - their connection_lost is already scheduled
             await asyncio.sleep(0)
+        self.driver.close()

@@ -366,26 +366,27 @@ class Mesh:
                 load.others = told.others
 
     def _report_loads(self, now_us: int) -> None:
-        """Tell each link that asked lately what our members hold from others."""
+        """Tell each link that asked lately what our members hold from others.
+
+        Where nobody asks any more, the other side is told 0 once: it will ask again, and hear the truth then.
+        """
         self._loads_us = NEVER_US
         for link in self.links.values():
             told: list[frames.Load] = []
             for place, asked in list(link.asked.items()):
                 kind, name, key_id = place
-                held = sum(load.messages for load in self._interest.loads(name, key_id, kind))
-                others = max(0, held - asked.messages)
-                idle = not asked.messages and now_us - asked.used_us > ASKED_US
-                if others != asked.told and len(told) < _FRAME_ENTRIES:
+                others = 0
+                if now_us - asked.used_us <= ASKED_US:
+                    self._loads_us = now_us + LOADS_US
+                    held = sum(load.messages for load in self._interest.loads(name, key_id, kind))
+                    others = max(0, held - asked.messages)
+                elif not asked.messages:
+                    del link.asked[place]
+                if others != asked.told:
                     asked.told = others
                     told.append(frames.Load(kind, name, key_id, others))
-                elif idle:
-                    if asked.told:
-                        told.append(frames.Load(kind, name, key_id, 0))
-                    del link.asked[place]
-            if told:
-                link.control(frames.Loads(told[:_FRAME_ENTRIES]))
-            if link.asked:
-                self._loads_us = now_us + LOADS_US
+            for at in range(0, len(told), _FRAME_ENTRIES):
+                link.control(frames.Loads(told[at : at + _FRAME_ENTRIES]))
 
     # -- introductions ---------------------------------------------------------------------------------------
 

@@ -583,3 +583,13 @@ def test_the_aliases_of_a_session_that_is_gone_are_used_again() -> None:
         alice.lose()
         assert len(here.link.aliases) == 0
     assert sum(route is not None for route in there.link.routes) == 5
+
+
+def test_loads_are_reported_no_longer_than_somebody_asks() -> None:
+    net = linked()
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    bob.serve("db")
+    alice.request("db", b"held for long", timeout_ms=60_000)
+    net.run()
+    net.pass_time(2)
+    assert net.routers[1].mesh._loads_us > net.routers[1].now_us + 60_000_000

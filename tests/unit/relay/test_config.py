@@ -28,6 +28,14 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
+def as_toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(as_toml(part) for part in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+
+
 def test_a_relay_that_is_told_nothing_gets_the_defaults() -> None:
     assert load() == lan(Path("/tmp/iris-1000/relay.sock"))
 
@@ -74,6 +82,10 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "max_joins_per_session": 10,
         "hello_timeout_s": 0.5,
         "frame_timeout_s": 1.5,
+        "port": 0,
+        "bind": ("127.0.0.1", "::1"),
+        "join": ("10.0.0.7:7430", "dns:relays.example", "[fe80::1%eth0]:1"),
+        "mdns": False,
         "drain_timeout_s": 2.5,
         "log_level": "DEBUG",
         "dev": True,
@@ -82,18 +94,14 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
     assert set(wanted) == {found.name for found in fields(RelayConfig)} - apart
     expected = RelayConfig(**wanted)
 
-    texts = {name: str(value) for name, value in wanted.items()} | {"socket_mode": "0660"}
+    texts = {
+        name: ", ".join(value) if isinstance(value, tuple) else str(value)
+        for name, value in wanted.items()
+    } | {"socket_mode": "0660"}
     assert load(dict(texts)) == expected
     assert load(environ={f"IRIS_RELAY_{name.upper()}": texts[name] for name in texts}) == expected
 
-    toml = "".join(
-        f"{name} = {value}\n"
-        if not isinstance(value, str | Path | bool)
-        else f"{name} = {str(value).lower()}\n"
-        if isinstance(value, bool)
-        else f'{name} = "{value}"\n'
-        for name, value in wanted.items()
-    )
+    toml = "".join(f"{name} = {as_toml(value)}\n" for name, value in wanted.items())
     file = written(tmp_path / "r.toml", toml)
     assert load(file=file) == replace(expected, config_file=file)
 
@@ -109,6 +117,9 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         ("dev = 'perhaps'", "dev: 'perhaps' is not true or false"),
         ("hello_timeout_s = []", "hello_timeout_s: [] is not a number of seconds"),
         ("log_level = 1", "log_level: 1 is not a text"),
+        ("port = 'any'", "port: 'any' is not a whole number"),
+        ("bind = 7", "bind: 7 is not a list of texts"),
+        ("join = [7]", "join: [7] is not a list of texts"),
         ("socket_path = ''", "socket_path: '' is not a path"),
         ("max_sessions = ", "Invalid value"),
     ],
@@ -175,6 +186,14 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
         ("max_joins_per_session", -1),
         ("hello_timeout_s", 0.0),
         ("frame_timeout_s", float("inf")),
+        ("port", -1),
+        ("port", 65_536),
+        ("bind", ()),
+        ("bind", ("localhost",)),
+        ("bind", ("::1", "::1")),
+        ("join", ("10.0.0.7:0",)),
+        ("join", ("fe80::1:7430",)),
+        ("join", ("relays.example:7430",) * 257),
         ("drain_timeout_s", float("nan")),
         ("drain_timeout_s", -1.0),
         ("log_level", "info"),
