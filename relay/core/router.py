@@ -39,6 +39,8 @@ from relay.core.ports import Accounts, Port
 from relay.core.session import Neighbor, Route, Session
 
 MAX_WATCHES: Final = 1024
+BEAT_STEP_US: Final = 100_000
+"""Beats due within this go together, so that many links cost one round a second."""
 MAX_INFOS: Final = 4096
 """Members named in one frame."""
 MAX_GROUPS: Final = 128
@@ -243,7 +245,7 @@ class Router:
                 elif isinstance(neighbor, Session):
                     self.session_down(neighbor)
                 continue
-            if self.now_us >= pulse.beat_us:
+            if self.now_us >= pulse.beat_us - BEAT_STEP_US:
                 version = self.mesh.version if neighbor.hop_class else 0
                 neighbor.control(pulse.beat(self.now_us, version))
             soonest = min(soonest, pulse.deadline_us)

@@ -1,0 +1,293 @@
+"""Which relays to dial, and when: what was sighted or introduced, a bounded table, backoff, and no dial too many.
+
+A target is dialled while its relay is not linked: at once when it is sighted, at once when its link is lost, and after failures
+later and later. Of two relays that see each other, the one with the higher id gives the other a moment to dial first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT: Final = 7430
+MAX_TARGETS: Final = 4096
+MAX_DIALS: Final = 32
+"""Dials at once."""
+BACKOFF_MIN_S: Final = 0.1
+BACKOFF_MAX_S: Final = 5.0
+PEER_BACKOFF_MAX_S: Final = 30.0
+PEER_FAILURES: Final = 40
+"""After so many, about a quarter of an hour, what a peer told is forgotten: it can tell it again."""
+STABLE_S: Final = 10.0
+"""A link that lived so long starts the backoff anew."""
+WAIT_FOR_OTHER_S: Final = 1.0
+SELF_S: Final = 60.0
+"""An address that turned out to be our own is tried again only after this."""
+
+UP: Final = "up"
+LINKED: Final = "linked already"
+OURSELVES: Final = "ourselves"
+
+
+class Seen(Protocol):
+    """What discovery tells; see `relay.discovery.Sighting`."""
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def relay_id(self) -> bytes | None: ...
+    @property
+    def networks(self) -> tuple[bytes, ...]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def gone(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """Somebody to dial."""
+
+    key: Hashable
+    addresses: tuple[tuple[str, int], ...]
+    networks: tuple[bytes, ...]
+    source: str
+    relay_id: bytes | None
+    """Who answers there, as far as we know."""
+    told_by_peer: bool = False
+    network: bytes = b""
+    """The one that it was linked under last."""
+    failures: int = 0
+    error: str = ""
+    dialling: bool = False
+    queued: bool = False
+    gone: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a dial ended: UP, LINKED, OURSELVES or an error; and who answered, if that is known."""
+
+    what: str
+    relay_id: bytes | None = None
+
+
+class Dialler:
+    """Owns the targets and the tasks that dial them."""
+
+    def __init__(
+        self,
+        own_id: bytes,
+        dial: Callable[[Target], Awaitable[Outcome]],
+        linked: Callable[[bytes], bool],
+        rng: random.Random | None = None,
+    ) -> None:
+        """`dial` tries one target and raises nothing; `linked` says whether a relay is linked now."""
+        self._own_id = own_id
+        self._dial = dial
+        self._linked = linked
+        self._rng = rng or random.Random()
+        self._targets: dict[Hashable, Target] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ready: deque[Target] = deque()
+        self._stopped = False
+        self.evicted = 0
+        self.ignored = 0
+        self.dials = 0
+
+    def sighted(self, seen: Seen) -> None:
+        """Dial what was seen, or stop dialling what is gone. A link that is up stays."""
+        key: Hashable = seen.relay_id
+        if key is None:
+            # A name that stands for many relays has a target for each; one that stands for one may move.
+            many = seen.source.startswith("dns:")
+            key = (seen.source, seen.addresses) if many else (seen.source,)
+        if seen.gone:
+            target = self._targets.get(key)
+            if target is not None and seen.relay_id is None:
+                target.addresses = tuple(a for a in target.addresses if a not in seen.addresses)
+            if target is not None and (seen.relay_id is not None or not target.addresses):
+                self._forget(target)
+        elif seen.relay_id != self._own_id and seen.addresses:
+            self._add(key, seen.addresses, seen.networks, seen.source, seen.relay_id, False)
+
+    def introduced(self, relay_id: bytes, addresses: Sequence[tuple[str, int]]) -> None:
+        """A peer told where another relay accepts links."""
+        if relay_id != self._own_id and addresses and relay_id not in self._targets:
+            self._add(relay_id, tuple(addresses), (), "peer", relay_id, True)
+
+    def lost(self, relay_id: bytes, lived_s: float, dialled: bool) -> None:
+        """A link ended: dial its relay again, at once if we did so before, and else if the other one does not."""
+        for target in list(self._targets.values()):
+            if target.relay_id == relay_id and not target.dialling:
+                if lived_s >= STABLE_S:
+                    target.failures = 0
+                delay_s = self._backoff_s(target) if target.failures else 0.0
+                target.failures += lived_s < STABLE_S
+                if not delay_s:
+                    delay_s = self._rng.uniform(0, BACKOFF_MIN_S)
+                self._schedule(target, delay_s if dialled else delay_s + WAIT_FOR_OTHER_S)
+
+    def up(self, relay_id: bytes) -> None:
+        """A link came up, whoever dialled: what else stands for the same relay is not needed."""
+        same = [t for t in self._targets.values() if t.relay_id == relay_id]
+        for target in same:
+            if target.told_by_peer and len(same) > 1 and not target.dialling:
+                self._forget(target)
+                same = [t for t in same if t is not target]
+
+    async def stop(self) -> None:
+        """Dial no more. Idempotent."""
+        self._stopped = True
+        for target in list(self._targets.values()):
+            self._forget(target)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def status(self) -> dict[str, object]:
+        """Return what is dialled and how that goes, for people: at most 64 targets."""
+        shown = [t for t in self._targets.values() if not (t.relay_id and self._linked(t.relay_id))]
+        return {
+            "targets": len(self._targets),
+            "dials": self.dials,
+            "evicted": self.evicted,
+            "ignored": self.ignored,
+            "unlinked": [
+                {
+                    "source": target.source,
+                    "addresses": [f"{host}:{port}" for host, port in target.addresses],
+                    "failures": target.failures,
+                    "error": target.error,
+                }
+                for target in shown[:64]
+            ],
+        }
+
+    # -- the table -------------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        key: Hashable,
+        addresses: tuple[tuple[str, int], ...],
+        networks: tuple[bytes, ...],
+        source: str,
+        relay_id: bytes | None,
+        told_by_peer: bool,
+    ) -> None:
+        if self._stopped:
+            return
+        target = self._targets.get(key)
+        if target is not None:
+            news = target.addresses != addresses or target.networks != networks
+            target.addresses, target.networks, target.source = addresses, networks, source
+            target.told_by_peer = told_by_peer
+            if news:
+                target.failures = 0
+                self._schedule(target, 0)
+            return
+        if len(self._targets) >= MAX_TARGETS and not self._make_room(told_by_peer):
+            self.ignored += 1
+            return
+        target = self._targets[key] = Target(
+            key, addresses, networks, source, relay_id, told_by_peer
+        )
+        waits = relay_id is not None and relay_id < self._own_id
+        self._schedule(target, WAIT_FOR_OTHER_S if waits else 0)
+
+    def _make_room(self, for_peer: bool) -> bool:
+        """Forget the oldest target that a peer told and that is not linked; else, if this is no peer's, one that fails."""
+        for told in (True,) if for_peer else (True, False):
+            for target in self._targets.values():
+                linked = target.relay_id is not None and self._linked(target.relay_id)
+                if target.told_by_peer == told and not linked and not target.dialling:
+                    if for_peer and not target.failures:
+                        continue
+                    self._forget(target)
+                    self.evicted += 1
+                    return True
+        return False
+
+    def _forget(self, target: Target | None) -> None:
+        if target is not None:
+            target.gone = True
+            self._targets.pop(target.key, None)
+            if target.timer is not None:
+                target.timer.cancel()
+                target.timer = None
+
+    # -- dialling --------------------------------------------------------------------------------------------
+
+    def _backoff_s(self, target: Target) -> float:
+        longest_s = PEER_BACKOFF_MAX_S if target.told_by_peer else BACKOFF_MAX_S
+        wait_s = min(longest_s, BACKOFF_MIN_S * 2.0 ** min(target.failures, 12))
+        return self._rng.uniform(wait_s / 2, wait_s)
+
+    def _schedule(self, target: Target, delay_s: float) -> None:
+        if target.dialling or target.queued or target.gone:
+            return
+        if target.timer is not None:
+            target.timer.cancel()
+        target.timer = asyncio.get_running_loop().call_later(delay_s, self._due, target)
+
+    def _due(self, target: Target) -> None:
+        target.timer = None
+        if target.relay_id is not None and self._linked(target.relay_id):
+            return
+        if len(self._tasks) >= MAX_DIALS:
+            target.queued = True
+            self._ready.append(target)
+            return
+        self._start(target)
+
+    def _start(self, target: Target) -> None:
+        target.dialling = True
+        self.dials += 1
+        task = asyncio.create_task(self._run(target), name="iris-dial")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        while self._ready and len(self._tasks) < MAX_DIALS and not self._stopped:
+            target = self._ready.popleft()
+            target.queued = False
+            if not target.gone and not (target.relay_id and self._linked(target.relay_id)):
+                self._start(target)
+
+    async def _run(self, target: Target) -> None:
+        began_s = time.monotonic()
+        try:
+            outcome = await self._dial(target)
+        finally:
+            target.dialling = False
+        if outcome.relay_id is not None:
+            target.relay_id = outcome.relay_id
+        linked = target.relay_id is not None and self._linked(target.relay_id)
+        target.error = "" if linked else outcome.what
+        if not linked and not target.failures and not target.told_by_peer:
+            fields = {"source": target.source, "error": target.error}
+            log.warning("link.not_reached", extra={"fields": fields})
+        if outcome.what == OURSELVES:
+            self._schedule(target, SELF_S)
+        elif linked:
+            if outcome.relay_id is not None:
+                self.up(outcome.relay_id)
+        else:
+            # It failed, or was up for less than a turn of the loop.
+            if target.told_by_peer and target.failures >= PEER_FAILURES:
+                self._forget(target)
+                return
+            delay_s = self._backoff_s(target)
+            target.failures += 1
+            self._schedule(target, max(0.0, delay_s - (time.monotonic() - began_s)))

@@ -1,0 +1,312 @@
+"""Long frames on a link: cut into pieces that leave room for others, and put together again. Sans-IO.
+
+A frame of more than `WHOLE_BYTES` goes as several of the same alias: each has the whole header and up to `PIECE_BYTES` of the
+body, all but the last the flag MORE. What may overtake what:
+
+    frames and DECLARE of an alias     stay behind a long frame of that alias that is not through
+    GAP                                stays behind the frames of the delivery that it tells of
+    DONE                               stays behind long answers, of whatever alias
+    BYE, PING, PONG                    stay behind everything
+    all else                           overtakes: other aliases, other control frames, tunnels
+
+The sender has at most `MAX_OPEN` unfinished frames of `MAX_OPEN_BYTES` together (or one alone, of any size that the receiver
+takes), which is what a receiver has to have room for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from iris.errors import PeerProtocolError
+from iris.wire.codec import (
+    ALIAS,
+    ALIAS_AT,
+    BODY_AT,
+    FLAGS_AT,
+    KIND_AT,
+    PREFIX,
+    PREFIX_BYTES,
+    decode_control,
+)
+from iris.wire.frames import FIRST_DATA_KIND, FLAG_MORE, TUNNEL_KINDS, Declare, Gap, Kind
+
+WHOLE_BYTES: Final = 72 << 10
+"""Longest frame that is not cut."""
+PIECE_BYTES: Final = 64 << 10
+MAX_OPEN: Final = 64
+MAX_OPEN_BYTES: Final = 32 << 20
+_FENCES: Final = frozenset({Kind.BYE, Kind.PING, Kind.PONG})
+_CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
+_Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
+
+
+class _Lane:
+    """What waits of one alias, in order; the first may be partly through."""
+
+    __slots__ = ("alias", "answers", "frames", "offset")
+
+    def __init__(self, alias: int) -> None:
+        self.alias = alias
+        self.frames: deque[tuple[bytes, int, int]] = deque()
+        """Frame, messages in it, serial."""
+        self.offset = 0
+        """How much of the first one's body is through."""
+        self.answers = False
+
+
+class Lanes:
+    """The sending side: long frames, and what has to stay behind them."""
+
+    __slots__ = (
+        "_active", "_behind", "_casts", "_deliveries", "_lanes", "_open", "_open_bytes", "_serial", "_waiting", "bytes",
+        "messages",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _Lane] = {}
+        self._active: deque[_Lane] = deque()
+        """Lanes whose first frame is short, or may be sent now: they take turns."""
+        self._waiting: deque[_Lane] = deque()
+        """Lanes whose first frame is long, and would be more than the receiver has to take now."""
+        self._open = 0
+        self._open_bytes = 0
+        self._serial = 0
+        self._behind: deque[tuple[bytes, int, bool]] = deque()
+        """Control frames, the serial that they stay behind, and whether of answers only."""
+        self._casts: dict[_Delivery, int] = {}
+        self._deliveries: dict[int, _Delivery] = {}
+        """Aliases that a GAP may be about: as many as the receiver allows aliases."""
+        self.bytes = 0
+        """Bytes that wait here."""
+        self.messages = 0
+        """Messages that wait here, or are partly through."""
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def __contains__(self, alias: int) -> bool:
+        """Whether frames of `alias` have to go through here."""
+        return alias in self._lanes
+
+    def put(self, alias: int, frame: bytes, count: int) -> None:
+        """Take a frame of `count` messages: a long one, or one whose alias is here."""
+        lane = self._lanes.get(alias)
+        if lane is None:
+            lane = self._lanes[alias] = _Lane(alias)
+            (self._waiting if len(frame) > WHOLE_BYTES else self._active).append(lane)
+        lane.answers = lane.answers or frame[KIND_AT] == Kind.ANSWER
+        self._serial += 1
+        lane.frames.append((frame, count, self._serial))
+        self.bytes += len(frame)
+        self.messages += count
+
+    def control(self, frame: bytes) -> bool:
+        """Take a control frame that must not overtake what is here; False: it goes now."""
+        kind = frame[KIND_AT]
+        if kind == Kind.DECLARE:
+            declared = decode_control(memoryview(frame), 0, len(frame))
+            assert isinstance(declared, Declare)
+            if declared.kind in _CASTS:
+                self._remember(declared)
+            if declared.alias not in self._lanes:
+                return False
+            self.put(declared.alias, frame, 0)
+            return True
+        if not self._lanes:
+            return False
+        if kind == Kind.GAP:
+            gap = decode_control(memoryview(frame), 0, len(frame))
+            assert isinstance(gap, Gap)
+            alias = self._casts.get(_delivery(gap), -1)
+            if alias not in self._lanes:
+                return False
+            self.put(alias, frame, 0)
+            return True
+        if kind in _FENCES or (
+            kind == Kind.DONE and any(lane.answers for lane in self._lanes.values())
+        ):
+            self._behind.append((frame, self._serial, kind == Kind.DONE))
+            self.bytes += len(frame)
+            return True
+        return False
+
+    def take(self, budget: int) -> list[bytes]:
+        """Return what is sent next: about `budget` bytes, a piece of each alias in turn."""
+        chunks: list[bytes] = []
+        before = self.bytes
+        self._start_more()
+        while self._active and before - self.bytes < budget:
+            lane = self._active.popleft()
+            if len(lane.frames[0][0]) > WHOLE_BYTES:
+                through = self._piece(lane, chunks)
+            else:
+                through = self._short(lane, chunks)
+            if not lane.frames:
+                del self._lanes[lane.alias]
+            elif through and len(lane.frames[0][0]) > WHOLE_BYTES:
+                self._waiting.append(lane)
+            else:
+                self._active.append(lane)
+            if through:
+                if self._behind:
+                    self._release(chunks)
+                self._start_more()
+        return chunks
+
+    def clear(self) -> None:
+        """Forget everything: the connection is gone."""
+        self._lanes.clear()
+        self._active.clear()
+        self._waiting.clear()
+        self._behind.clear()
+        self.bytes = self.messages = 0
+
+    def _start_more(self) -> None:
+        while self._waiting:
+            size = len(self._waiting[0].frames[0][0])
+            if self._open and (self._open >= MAX_OPEN or self._open_bytes + size > MAX_OPEN_BYTES):
+                return
+            self._open += 1
+            self._open_bytes += size
+            self._active.append(self._waiting.popleft())
+
+    def _piece(self, lane: _Lane, chunks: list[bytes]) -> bool:
+        """Send one piece of a lane's first frame; whether it was the last."""
+        frame, count, _ = lane.frames[0]
+        start = BODY_AT + lane.offset
+        end = min(start + PIECE_BYTES, len(frame))
+        last = end == len(frame)
+        length = BODY_AT - 4 + end - start
+        flags = frame[FLAGS_AT] | (0 if last else FLAG_MORE)
+        chunks.append(
+            PREFIX.pack(length, frame[KIND_AT], flags)
+            + frame[PREFIX_BYTES:BODY_AT]
+            + memoryview(frame)[start:end]
+        )
+        self.bytes -= end - start + (0 if lane.offset else BODY_AT)
+        lane.offset += end - start
+        if last:
+            lane.offset = 0
+            lane.frames.popleft()
+            self.messages -= count
+            self._open -= 1
+            self._open_bytes -= len(frame)
+        return last
+
+    def _short(self, lane: _Lane, chunks: list[bytes]) -> bool:
+        """Send short frames of a lane, as many as make up a piece."""
+        size = 0
+        frames = lane.frames
+        while frames and size < PIECE_BYTES and len(frames[0][0]) <= WHOLE_BYTES:
+            frame, count, _ = frames.popleft()
+            chunks.append(frame)
+            size += len(frame)
+            self.messages -= count
+        self.bytes -= size
+        return True
+
+    def _release(self, chunks: list[bytes]) -> None:
+        """Send the control frames that nothing is before any more."""
+        oldest = [(lane.frames[0][2], lane.answers) for lane in self._lanes.values()]
+        while self._behind:
+            frame, serial, answers_only = self._behind[0]
+            if any(first <= serial and (answers or not answers_only) for first, answers in oldest):
+                return
+            self._behind.popleft()
+            self.bytes -= len(frame)
+            chunks.append(frame)
+
+    def _remember(self, declared: Declare) -> None:
+        before = self._deliveries.get(declared.alias)
+        if before is not None and self._casts.get(before) == declared.alias:
+            del self._casts[before]
+        delivery = _delivery(declared)
+        self._deliveries[declared.alias] = delivery
+        self._casts[delivery] = declared.alias
+
+
+def _delivery(body: Declare | Gap) -> _Delivery:
+    return (
+        body.kind, body.name, body.key_id, body.sender_id, body.plain, tuple(body.groups), body.member
+    )  # fmt: skip
+
+
+class _Part:
+    """A frame of which the last piece has not come."""
+
+    __slots__ = ("frame", "header")
+
+    def __init__(self, header: bytes) -> None:
+        self.header = header
+        """From the kind to the end fields, without MORE."""
+        self.frame = bytearray(4) + header
+
+
+class Assembly:
+    """The receiving side: `frame_in` gets whole frames, whatever they were cut into."""
+
+    __slots__ = ("_limit", "_parts", "held_bytes")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        """Longest frame after its length field."""
+        self._parts: dict[int, _Part] = {}
+        self.held_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, buf: memoryview, start: int, end: int) -> memoryview | None:
+        """Take a frame that is cut, or that comes while another is unfinished, or is too long to come whole.
+
+        Returns the whole frame in memory of its own if `buf[start:end]` was the last piece of it, None if there is more to
+        come, and `buf` itself if it is a whole frame as it is.
+
+        Raises:
+            PeerProtocolError: a rule of this module is broken.
+        """
+        kind, flags = buf[start + KIND_AT], buf[start + FLAGS_AT]
+        if kind < FIRST_DATA_KIND or kind in TUNNEL_KINDS:
+            if flags & FLAG_MORE and kind < FIRST_DATA_KIND:
+                raise PeerProtocolError("control frames are not cut")
+            if flags & FLAG_MORE:
+                raise PeerProtocolError("tunnel records are not cut")
+            if kind == Kind.DECLARE and self._parts:
+                declared = decode_control(buf, start, end)
+                if isinstance(declared, Declare) and declared.alias in self._parts:
+                    raise PeerProtocolError(f"alias {declared.alias} has an unfinished body")
+            return buf
+        size = end - start
+        if size > WHOLE_BYTES:
+            raise PeerProtocolError(f"a frame of {size} bytes that is not cut")
+        if size < BODY_AT:
+            raise PeerProtocolError("a data frame is cut short")
+        (alias,) = ALIAS.unpack_from(buf, start + ALIAS_AT)
+        header = bytearray(buf[start + KIND_AT : start + BODY_AT])
+        header[FLAGS_AT - KIND_AT] &= ~FLAG_MORE & 0xFF
+        part = self._parts.get(alias)
+        if part is None:
+            if not flags & FLAG_MORE:
+                return buf
+            if len(self._parts) >= MAX_OPEN:
+                raise PeerProtocolError(f"more than {MAX_OPEN} unfinished bodies")
+            part = self._parts[alias] = _Part(bytes(header))
+        elif part.header != header:
+            raise PeerProtocolError(f"alias {alias} has an unfinished body")
+        piece = size - BODY_AT
+        self.held_bytes += piece
+        if not piece:
+            raise PeerProtocolError("a piece of nothing")
+        if len(part.frame) - 4 + piece > self._limit:
+            raise PeerProtocolError(f"a body in pieces is over the limit of {self._limit}")
+        if self.held_bytes > max(MAX_OPEN_BYTES, self._limit):
+            raise PeerProtocolError(f"more than {MAX_OPEN_BYTES} bytes of unfinished bodies")
+        part.frame += buf[start + BODY_AT : end]
+        if flags & FLAG_MORE:
+            return None
+        del self._parts[alias]
+        whole = part.frame
+        self.held_bytes -= len(whole) - BODY_AT
+        ALIAS.pack_into(whole, 0, len(whole) - 4)
+        return memoryview(whole)
