@@ -43,6 +43,13 @@ def relay(
         list[str] | None,
         typer.Option(metavar="ADDRESS", help="Where relays link. Repeatable. Default: everywhere."),
     ] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="tls://HOST:PORT",
+            help="Take sessions of programs on hosts without a relay (`iris key access`). Repeatable.",
+        ),
+    ] = None,
     dev: Annotated[
         bool, typer.Option("--dev", help="Throw-away keys, which clients on this host find.")
     ] = False,
@@ -55,6 +62,7 @@ def relay(
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
+            "listen": listen or None,
         }  # fmt: skip
         chosen = load_config(overrides, os.environ, config)
         keys = _dev_keys(os.environ) if chosen.dev else _network_keys(os.environ)

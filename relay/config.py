@@ -6,6 +6,7 @@ import ipaddress
 import math
 import os
 import tomllib
+import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from relay.socketfile import MAX_PATH_BYTES
 if TYPE_CHECKING:
     from iris.crypto.keys import NetworkKey
 
+MAX_LISTEN = 16
 ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
 
@@ -102,6 +104,9 @@ class RelayConfig:
     """Relays to link with, where multicast does not reach: HOST:PORT, or dns:NAME:PORT for all addresses of a
     name. One is enough: relays introduce their peers."""
 
+    listen: tuple[str, ...] = ()
+    """Where sessions of processes on hosts without a relay are accepted, each tls://HOST:PORT. They show what `iris key access` made."""
+
     mdns: bool = True
     """Whether relays on the same LAN are found, and find this one, by multicast DNS."""
 
@@ -160,6 +165,10 @@ class RelayConfig:
                 ipaddress.ip_address(address)
             except ValueError as err:
                 raise ConfigError(f"bind: {address!r} is not an IP address") from err
+        if len(self.listen) > MAX_LISTEN or (self.listen and self.dev):
+            raise ConfigError(f"listen: at most {MAX_LISTEN}, and not for a development relay")
+        for text in self.listen:
+            parse_listen(text)
         if len(self.join) > MAX_JOINS:
             raise ConfigError(f"join: {len(self.join)} entries, over {MAX_JOINS}")
         for join in self.join:
@@ -172,6 +181,22 @@ class RelayConfig:
         if not low <= value <= high:  # written so that NaN fails
             bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise ConfigError(f"{name}: {value} is not {bounds}")
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return host and port of `tls://host:port`; raises ConfigError, for a listener without TLS above all."""
+    parts = urllib.parse.urlsplit(text)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "tls":
+        raise ConfigError(
+            f"listen: {text!r} is not tls://HOST:PORT; there is no listener without TLS: programs of this host use the socket"
+        )
+    if not host or port is None or parts.path.strip("/") or parts.query or parts.username:
+        raise ConfigError(f"listen: {text!r} is not tls://HOST:PORT")
+    return host, port
 
 
 def lan(socket_path: Path) -> RelayConfig:

@@ -35,6 +35,7 @@ from relay.discovery.zeroconf import MulticastDiscovery
 from relay.links import LinkHub, show
 from relay.logs import configure
 from relay.ports import Driver
+from relay.remote import RemoteListener
 from relay.sessions import SessionHub
 from relay.tls import garbled_names_told
 
@@ -85,6 +86,9 @@ class Relay:
         self.links: LinkHub | None = None
         if config.network_keys and not config.dev:
             self.links = LinkHub(self.driver, config)
+        self.remote: RemoteListener | None = None
+        if self.links is not None and config.listen:
+            self.remote = RemoteListener(self.hub, self.links.credentials)
         self._discoveries: dict[str, Discovery] = {}
         self._sighted: set[object] = set()
         self._socket: socketfile.SocketFile | None = None
@@ -101,7 +105,11 @@ class Relay:
         try:
             if self.links is not None:
                 self.links.listen()
+            if self.remote is not None:
+                self.remote.listen(self.config.listen)
         except BaseException:
+            if self.links is not None:
+                self.links.stop_listening()
             self._socket.listener.close()
             self._socket.release()
             self._socket = None
@@ -124,6 +132,8 @@ class Relay:
             self.hub.stop_listening()
             if self._socket is not None:
                 self._socket.listener.close()
+            if self.remote is not None:
+                self.remote.stop_listening()
             if self.links is not None:
                 self.links.stop_listening()
                 await self.links.stop_dialling()
@@ -168,6 +178,8 @@ class Relay:
         if self.links is None:
             return
         self.links.reload(keys)
+        if self.remote is not None:
+            self.remote.keys_changed()
         for discovery in self._discoveries.values():
             if isinstance(discovery, MulticastDiscovery):
                 discovery.set_networks(self.links.fingerprints)
@@ -272,6 +284,8 @@ class Relay:
         if self.links is None:
             return status
         status.update(self.links.status())
+        if self.remote is not None:
+            status.update(self.remote.status())
         discovery: dict[str, object] = {
             name: found.status() for name, found in self._discoveries.items()
         }

@@ -114,7 +114,8 @@ class LinkHub:
         self.protocol_errors = 0
         self.addresses: list[tuple[str, int]] = []
         """Where links are accepted."""
-        self._credentials: list[Credentials] = []
+        self.credentials: list[Credentials] = []
+        """Of the networks served; changed in place when keys rotate."""
         self._context: ssl.SSLContext
         self._dialler = Dialler(self.router.relay_id, self._dial, self.linked)
         self._half_open: dict[LinkPort, float] = {}
@@ -126,7 +127,7 @@ class LinkHub:
         self._loop: asyncio.AbstractEventLoop
         self._stopping = False
         self.reload(config.network_keys)
-        self._context = link_server_context(self._credentials)
+        self._context = link_server_context(self.credentials)
         self.router.mesh.introduced = self.introduced
 
     # -- listening -------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ class LinkHub:
 
     def sighted(self, seen: Seen) -> None:
         """Discovery saw a relay, or saw it go."""
-        if seen.networks and not any(c.fingerprint in seen.networks for c in self._credentials):
+        if seen.networks and not any(c.fingerprint in seen.networks for c in self.credentials):
             return  # another network's
         self._dialler.sighted(seen)
 
@@ -291,7 +292,7 @@ class LinkHub:
     async def _dial(self, target: Target) -> Outcome:
         outcome = Outcome("none of our networks")
         # The network that it was linked under last comes first.
-        known = sorted(self._credentials, key=lambda c: c.fingerprint != target.network)
+        known = sorted(self.credentials, key=lambda c: c.fingerprint != target.network)
         for address in target.addresses:
             for credentials in known:
                 if target.networks and credentials.fingerprint not in target.networks:
@@ -335,19 +336,19 @@ class LinkHub:
         finally:
             if port is None or not port.made:
                 connection.close()
-            elif port.link is None:
+            elif port.link is None and not port.ended:
                 port.abort("the dial was given up")
 
     # -- keys ------------------------------------------------------------------------------------------------
 
     def reload(self, keys: Sequence[NetworkKey]) -> None:
         """Serve exactly these networks from now on: links made under another are closed, and their relays dialled again."""
-        before = {credentials.fingerprint: credentials for credentials in self._credentials}
+        before = {credentials.fingerprint: credentials for credentials in self.credentials}
         # In place: the accepting context looks at this list in each handshake.
-        self._credentials[:] = [
+        self.credentials[:] = [
             before.get(key.fingerprint) or Credentials(key, self.router.relay_id) for key in keys
         ]
-        after = {credentials.fingerprint for credentials in self._credentials}
+        after = {credentials.fingerprint for credentials in self.credentials}
         if before:
             log.info(
                 "links.keys", extra={"fields": {"networks": [name.hex()[:8] for name in after]}}
@@ -359,7 +360,7 @@ class LinkHub:
 
     def fingerprint_of(self, context: ssl.SSLContext) -> bytes:
         """Return the network that the handshake of an accepted connection picked."""
-        for credentials in self._credentials:
+        for credentials in self.credentials:
             if credentials.accepting is context:
                 return credentials.fingerprint
         raise Refused(WRONG_NETWORK)
@@ -367,7 +368,7 @@ class LinkHub:
     @property
     def fingerprints(self) -> tuple[bytes, ...]:
         """The networks served."""
-        return tuple(credentials.fingerprint for credentials in self._credentials)
+        return tuple(credentials.fingerprint for credentials in self.credentials)
 
     # -- the end, and reports --------------------------------------------------------------------------------
 
@@ -449,7 +450,7 @@ class LinkPort(ConnectionPort):
         self.in_frames = self.out_frames = self.in_bytes = 0
         self._hub = hub
         self._context = context
-        self._credentials = credentials
+        self.credentials = credentials
         self._secured: Secured
         self._shaking = True
         self._relay_id = b""
@@ -478,7 +479,7 @@ class LinkPort(ConnectionPort):
             self._transport.abort()
             return
         self._hub.ports.add(self)
-        name = self._credentials.server_name if self._credentials is not None else None
+        name = self.credentials.server_name if self.credentials is not None else None
         self._secured = Secured(self._context, self._transport, name)
         self._writer = self._secured
         if self.dialled:

@@ -66,7 +66,8 @@ class Driver:
             self._loop = asyncio.get_running_loop()
         self._timer_us = self.router.deadline_us
         delay_s = max(0.0, self._timer_us / 1e6 - time.monotonic())
-        self._timer = self._loop.call_later(delay_s, self._expire)
+        # Event loops round to a millisecond: not too early, or it would have to be called again.
+        self._timer = self._loop.call_later(delay_s + 0.0005, self._expire)
 
     def _expire(self) -> None:
         self._timer = None

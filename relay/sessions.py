@@ -9,9 +9,11 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 import time
 
 from iris.errors import PeerProtocolError
+from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
 from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
 from iris.wire.frames import Error
@@ -82,21 +84,23 @@ class SessionHub:
                 self._retry = self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
                 return
             connection.setblocking(False)
-            if len(self.ports) + self.attaching >= self.config.max_sessions:
-                self.turned_away += 1
-                self.quiet.warning(
-                    log,
-                    "sessions.full",
-                    "",
-                    time.monotonic(),
-                    {"max_sessions": self.config.max_sessions},
-                )
+            if not self.has_place():
                 connection.close()
                 continue
             self.attaching += 1
             task = self._loop.create_task(self._attach(connection), name="iris-accept")
             self._accepting.add(task)
             task.add_done_callback(self._accepting.discard)
+
+    def has_place(self) -> bool:
+        """Whether one more session may come; if not, it is counted and said."""
+        limit = self.config.max_sessions
+        if len(self.ports) + self.attaching < limit:
+            return True
+        self.turned_away += 1
+        fields = {"max_sessions": limit}
+        self.quiet.warning(log, "sessions.full", "", time.monotonic(), fields)
+        return False
 
     def _accept_again(self) -> None:
         self._retry = None
@@ -121,6 +125,10 @@ class SessionHub:
     def accepted(self) -> SessionPort:
         """As `port`, for a connection that was counted when it was accepted."""
         return SessionPort(self, accepted=True)
+
+    def remote_port(self) -> SessionPort:
+        """As `port`, for a session of another host whose TLS handshake is done."""
+        return SessionPort(self, remote=True)
 
     async def sweep(self) -> None:
         """Cut connections that never greet, or begin a frame and do not end it. Runs until cancelled."""
@@ -151,9 +159,12 @@ class SessionHub:
 class SessionPort(ConnectionPort):
     """One session's connection, both ways. Implements `relay.core.ports.Port`."""
 
-    def __init__(self, hub: SessionHub, *, accepted: bool = False) -> None:
+    def __init__(self, hub: SessionHub, *, accepted: bool = False, remote: bool = False) -> None:
         super().__init__(hub.driver, hub.config)
         self._hub = hub
+        self._remote = remote
+        self.context: ssl.SSLContext | None = None
+        """Under which a session of another host was admitted."""
         self._reader = FrameReader(self._frame, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
         self._accepted = accepted
@@ -166,9 +177,22 @@ class SessionPort(ConnectionPort):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._writer = Writer(self._transport)
-        self.session = self._router.session_up(self)
+        self.session = self._router.session_up(self, remote=self._remote)
         self._hub.ports.add(self)
         self._hub.attaching -= self._accepted
+        if self._remote:
+            self._admit(transport.get_extra_info("ssl_object"))
+
+    def _admit(self, tls: ssl.SSLObject) -> None:
+        self.context = tls.context
+        try:
+            check_alpn(tls, SESSION_ALPN)
+            access_id = peer_access_id(tls)
+        except PeerProtocolError as err:
+            self._protocol_error(err)
+            return
+        fields = {"session": self.session.number, "access": access_id.hex()}
+        log.info("session.admitted", extra={"fields": fields})
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer()

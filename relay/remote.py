@@ -1,0 +1,159 @@
+"""Sessions of processes on hosts without a relay: TCP, TLS 1.3, a certificate of the access authority, then a session as any.
+
+A connection is a stranger's until its handshake is done: `MAX_HALF_OPEN` at once, each for `HANDSHAKE_S`, the oldest gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from iris.errors import ConfigError
+from relay.config import parse_listen
+from relay.logs import Quiet
+from relay.sessions import SessionHub
+from relay.tls import Credentials, refusal, session_server_context
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S: Final = 5.0
+MAX_HALF_OPEN: Final = 128
+ACCEPTS: Final = 4
+ACCEPT_PAUSE_S: Final = 0.002
+BACKLOG: Final = 512
+
+
+class RemoteListener:
+    """The TCP listeners for sessions. `credentials` is looked at in each handshake."""
+
+    def __init__(self, hub: SessionHub, credentials: Sequence[Credentials]) -> None:
+        self.addresses: list[tuple[str, int]] = []
+        """Where sessions are accepted."""
+        self.refusals: dict[str, int] = {}
+        self._hub = hub
+        self._credentials = credentials
+        self._context = session_server_context(credentials)
+        self._listeners: list[socket.socket] = []
+        self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._half_open: dict[asyncio.Task[None], str] = {}
+        """The oldest first -> address."""
+        self._quiet = Quiet()
+        self._loop: asyncio.AbstractEventLoop
+
+    def listen(self, addresses: Sequence[str]) -> None:
+        """Bind and accept at every tls://host:port. Raises ConfigError; nothing is left behind then."""
+        self._loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as undo:
+            for text in addresses:
+                self._listeners.append(undo.enter_context(_bind(text)))
+            undo.pop_all()
+        self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
+        for listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+        if self.addresses:
+            shown = [f"{host}:{port}" for host, port in self.addresses]
+            log.info("sessions.listening", extra={"fields": {"addresses": shown}})
+
+    def stop_listening(self) -> None:
+        """Accept no more, and give up handshakes. Idempotent."""
+        for pause in self._pauses.values():
+            pause.cancel()
+        for listener in self._listeners:
+            if listener not in self._pauses:
+                self._loop.remove_reader(listener)
+            listener.close()
+        self._pauses.clear()
+        self._listeners.clear()
+        for task in list(self._half_open):
+            task.cancel()
+
+    def keys_changed(self) -> None:
+        """End the sessions of networks that are served no more."""
+        served = [credentials.admitting for credentials in self._credentials]
+        for port in list(self._hub.ports):
+            if port.context is not None and port.context not in served:
+                port.abort("its network key was removed")
+
+    def status(self) -> dict[str, object]:
+        """Return listeners and refusals, ready for JSON."""
+        return {
+            "sessions_listening": [f"{host}:{port}" for host, port in self.addresses],
+            "sessions_refused": dict(self.refusals),
+        }
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept a few, then let the others have their turn: strangers must not slow members down."""
+        for _ in range(ACCEPTS):
+            try:
+                connection, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as err:  # no descriptor is free; those we have go on
+                self._refused("", f"not accepted: {err.strerror}")
+                break
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self._hub.has_place():
+                connection.close()
+                continue
+            if len(self._half_open) >= MAX_HALF_OPEN:
+                oldest = next(iter(self._half_open))
+                self._refused(self._half_open.pop(oldest), "too many half-open")
+                oldest.cancel()
+            task = self._loop.create_task(self._attach(connection, address[0]), name="iris-accept")
+            self._half_open[task] = address[0]
+            task.add_done_callback(lambda done: self._half_open.pop(done, None))
+        self._loop.remove_reader(listener)
+        self._pauses[listener] = self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listener)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        del self._pauses[listener]
+        self._loop.add_reader(listener, self._accept, listener)
+
+    async def _attach(self, connection: socket.socket, host: str) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._hub.remote_port,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except (OSError, ssl.SSLError) as err:
+            connection.close()
+            self._refused(host, refusal(err))
+        except BaseException:
+            connection.close()
+            raise
+
+    def _refused(self, host: str, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        fields = {"address": host, "reason": reason}
+        self._quiet.warning(log, "session.refused", (reason, host), time.monotonic(), fields)
+
+
+def _bind(text: str) -> socket.socket:
+    host, port = parse_listen(text)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as err:
+        raise ConfigError(f"listen: {host!r} is not an IP address of this host") from err
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(place)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+    except OSError as err:
+        listener.close()
+        raise ConfigError(f"listen: no sessions at {text}: {err.strerror}") from err
+    return listener

@@ -1,0 +1,226 @@
+"""Processes on hosts without a relay: sessions over TLS, admitted by an access file, with a clock of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from adversity.kit import eventually
+
+import iris
+from iris import ClientConfig, Keyring
+from iris.crypto.keys import ClusterKey, NetworkKey
+from iris.dialling import parse_remote
+from iris.errors import ConfigError, RelayUnavailable
+from iris.remote import create_access
+from iris.wire import frames
+from iris.wire.codec import encode_control
+from relay import config as relay_config
+from relay.config import RelayConfig
+from relay.daemon import Relay
+
+pytestmark = pytest.mark.timeout(60)
+
+NETWORK = NetworkKey(bytes(range(32)))
+OTHER = NetworkKey(bytes(range(1, 33)))
+KEYS = Keyring({"default": (ClusterKey(bytes(range(32))),)})
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    directory = tmp_path / "run"
+    directory.mkdir(0o700)
+    config = RelayConfig(
+        socket_path=directory / "relay.sock", network_keys=(NETWORK,), mdns=False, port=0, bind=("127.0.0.1",),
+        listen=("tls://127.0.0.1:0",), drain_timeout_s=1.0,
+    )  # fmt: skip
+    relay = Relay(config)
+    await relay.start()
+    yield relay
+    await relay.stop(drain_s=0)
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Path:
+    path = tmp_path / "access.pem"
+    create_access(path, NETWORK)
+    return path
+
+
+def place(relay: Relay) -> tuple[str, int]:
+    assert relay.remote is not None
+    return relay.remote.addresses[0]
+
+
+def far(relay: Relay, access: Path) -> iris.Client:
+    host, port = place(relay)
+    config = ClientConfig(relay=f"tls://{host}:{port}", access=access)
+    return iris.connect(config=config, keyring=KEYS)
+
+
+def near(relay: Relay) -> iris.Client:
+    return iris.connect(relay.config.socket_path, keyring=KEYS)
+
+
+def echo() -> iris.Service:
+    service = iris.Service("echo")
+
+    @service.on_request
+    def answer(payload: bytes) -> bytes:
+        return payload
+
+    return service
+
+
+async def test_a_remote_process_calls_members_of_the_host_and_serves_them(
+    relay: Relay, access: Path
+) -> None:
+    async with near(relay) as here, far(relay, access) as there:
+        async with here.serve(echo()):
+            assert await there.request("echo", b"from afar", timeout=20) == b"from afar"
+        async with there.serve(echo()):
+            assert await here.request("echo", b"from here", timeout=20) == b"from here"
+
+
+async def test_every_pattern_works_from_afar(relay: Relay, access: Path) -> None:
+    service = iris.Service("all")
+    pushed: asyncio.Queue[bytes] = asyncio.Queue()
+    casts: asyncio.Queue[bytes] = asyncio.Queue()
+
+    @service.on_push
+    def push(payload: bytes) -> None:
+        pushed.put_nowait(payload)
+
+    @service.on_broadcast
+    def cast(payload: bytes) -> None:
+        casts.put_nowait(payload)
+
+    @service.on_survey
+    def survey(payload: bytes) -> bytes:
+        return b"counted"
+
+    @service.on_tunnel
+    async def tunnel(tunnel: iris.Tunnel) -> None:
+        async for message in tunnel:
+            await tunnel.send(message)
+
+    async with far(relay, access) as member, far(relay, access) as caller, member.serve(service):
+        await caller.push("all", b"p")
+        assert await asyncio.wait_for(pushed.get(), 20) == b"p"
+        await caller.broadcast("all", b"b")
+        assert await asyncio.wait_for(casts.get(), 20) == b"b"
+        found = caller.survey("all", b"?", timeout=20)
+        assert [answer.payload async for answer in found] == [b"counted"]
+        async with await caller.open_tunnel("all", timeout=20) as end:
+            await end.send(b"t" * 300_000)
+            assert await end.recv() == b"t" * 300_000
+        async with member.subscribe("news.*") as news:
+            await caller.publish("news.a", b"n")
+            async for message in news:
+                assert message.payload == b"n"
+                break
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_deadlines_hold_although_the_clocks_of_the_hosts_differ(
+    relay: Relay, access: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """The relay's clock is an hour behind, or ahead: an unmapped deadline would have passed, at one end or the other."""
+    clock = Clock(hours * 3_600_000_000_000)
+    for module in ("relay.sessions", "relay.ports"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    async with far(relay, access) as caller, far(relay, access) as member, member.serve(echo()):
+        assert await caller.request("echo", b"in time", timeout=50) == b"in time"
+
+
+class Clock:
+    """The `time` module with another CLOCK_MONOTONIC."""
+
+    def __init__(self, offset_ns: int) -> None:
+        self._offset_ns = offset_ns
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + self._offset_ns
+
+    def monotonic(self) -> float:
+        return self.monotonic_ns() / 1e9
+
+
+async def test_an_access_file_of_another_network_is_refused_and_counted(
+    relay: Relay, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "foreign.pem"
+    create_access(foreign, OTHER)
+    with pytest.raises(RelayUnavailable):
+        async with far(relay, foreign):
+            pass
+    remote = relay.remote
+    assert remote is not None
+    await eventually(lambda: sum(remote.refusals.values()) == 1)
+
+
+async def test_without_a_certificate_nobody_gets_a_session(relay: Relay) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["iris-session/1"])
+    reader, writer = await asyncio.open_connection(
+        *place(relay), ssl=context, server_hostname=NETWORK.fingerprint.hex()
+    )
+    writer.write(encode_control(frames.Hello(1, 0, "x", 1, 1)))
+    with contextlib.suppress(ssl.SSLError, ConnectionError):
+        assert await reader.read(1) == b""
+    writer.close()
+    assert not relay.router.sessions
+
+
+async def test_plain_text_is_refused_and_counted(relay: Relay) -> None:
+    reader, writer = await asyncio.open_connection(*place(relay))
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    await reader.read()
+    writer.close()
+    remote = relay.remote
+    assert remote is not None
+    await eventually(lambda: sum(remote.refusals.values()) == 1)
+    assert not relay.router.sessions
+
+
+async def test_a_session_whose_network_key_is_removed_ends(relay: Relay, access: Path) -> None:
+    async with far(relay, access) as client:
+        await client.status(timeout=20)
+        relay.reload_keys((OTHER,))
+        await eventually(lambda: not relay.router.sessions)
+
+
+async def test_a_remote_session_that_falls_silent_is_ended(relay: Relay, access: Path) -> None:
+    async with far(relay, access) as client:
+        await client.status(timeout=20)
+        (session,) = relay.router.sessions.values()
+        assert session.pulse is not None
+        session.pulse.last_us -= 3_000_000
+        relay.driver.turn()
+        relay.router._pulse_us = 0
+        relay.router.expire()
+        assert session.closed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tcp://0.0.0.0:1", "0.0.0.0:1", "tls://host", "tls://:1", "tls://h:1/x", "tls://h:99999"],
+)
+def test_a_listener_without_tls_or_port_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="listen"):
+        relay_config.parse_listen(text)
+    with pytest.raises(ConfigError, match="listen"):
+        RelayConfig(socket_path=tmp_path / "s", listen=(text,))
+
+
+@pytest.mark.parametrize("text", ["tls://", "tls://h", "tls://h:0", "tls://h:1/x", "http://h:1"])
+def test_a_relay_address_that_is_neither_path_nor_tls_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="relay"):
+        parse_remote(text)
