@@ -20,6 +20,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import (
+    HOP,
     FrameReader,
     ReceiveBuffer,
     decode_control,
@@ -28,6 +29,7 @@ from iris.wire.codec import (
 from iris.wire.frames import Kind, Serving
 from relay.core.ports import Held
 from relay.core.router import Router
+from relay.fragments import Assembly
 
 KEY: Final = ClusterKey(bytes(range(32)))
 NOW_US: Final = 1_700_000_000_000_000
@@ -252,6 +254,90 @@ def router(data: bytes) -> None:
     assert relay.accounts.balance() == 0
 
 
+def link(data: bytes) -> None:
+    """Frames of a relay that holds the network key, beside a well-behaved member and caller: the link ends, or all goes on."""
+    full, data = (data[0] % 7, data[1:]) if data else (0, b"")
+    relay = Router(bytes(16), entropy=bytes, message_limit=1 << 20)
+    relay.now_us = NOW_US
+
+    def take(neighbor: Any, frame: bytes) -> None:
+        buf = memoryview(bytearray(frame))
+        relay.frame_in(neighbor, buf, 0, len(buf))
+
+    session = relay.session_up(_Port(full))
+    take(session, encode_control(frames.Hello(1, 0)))
+    signature = KEY.sign_proof(
+        relay_id=bytes(16), session_id=session.session_id, challenge=session.challenge
+    )
+    take(session, encode_control(frames.Prove(0, KEY.public_key, signature)))
+    serving = {int(kind): Serving(2, 1000) for kind in SERVED}
+    ids = [KEY.key_id]
+    take(session, encode_control(frames.Join(1, CLUSTER, ids, serving)))
+    take(session, encode_control(frames.Subscribe(2, ">", ids)))
+    take(session, encode_control(frames.Subscribe(2, "*", ids, "g")))
+    take(session, encode_control(frames.Members(3, "far", ids, watch=True)))
+    fuzzed = relay.link_up(
+        _Port(full), frames.LinkHello(1, 0, b"\1" * 16, 1, NOW_US, 1 << 20, addresses=["a:1"])
+    )
+    far = frames.MemberEntry(1, "far", ids, {int(kind): 2 for kind in SERVED})
+    wanted = frames.TopicEntry(CLUSTER, KEY.key_id, "", 1)
+    take(fuzzed, encode_control(frames.Interest(0, 1, [far], [], [wanted], True)))
+    for alias, kind in enumerate(DECLARED):
+        sender = bytes([alias] * 16)
+        mesh = {"hop_class": 1}
+        take(
+            fuzzed, encode_control(frames.Declare(alias, kind, CLUSTER, KEY.key_id, sender, **mesh))
+        )
+        name = CLUSTER if kind == Kind.PUBLISH else "far"
+        take(session, encode_control(frames.Declare(alias, kind, name, KEY.key_id, sender)))
+        if kind in SERVED:  # something of ours is over there
+            call = HOP.pack(48, kind, 0, alias, alias, 0) + bytes(8) + b"\1\0\0\0" * 2 + bytes(10)
+            take(session, call)
+    for frame in split(data):
+        relay.now_us += 300_000
+        try:
+            take(fuzzed, frame)
+        except PeerProtocolError:
+            break
+        finally:
+            if relay.deadline_us <= relay.now_us:
+                relay.expire()
+            assert relay.accounts.balance() == 0, relay.accounts.report(0)
+        relay.writable(fuzzed)
+        if fuzzed.closed:
+            break
+    relay.link_down(fuzzed)
+    relay.now_us += 10_000_000
+    relay.expire()
+    assert not relay.links
+    assert not relay.mesh.copies
+    assert not relay.interest._peers
+    assert not any(handed.origin is session for handed in fuzzed.handed.values())
+    assert relay.accounts.balance() == 0, relay.accounts.report(0)
+    relay.session_down(session)
+    assert not relay.neighbors
+    assert not relay.interest._topics
+    assert relay.accounts.balance() == 0
+
+
+def assembly(data: bytes) -> None:
+    """Frames of a link whose long ones come in pieces: what is whole comes out, within the bound."""
+    limit = 1 << 20
+    parts = Assembly(limit)
+    came = 0
+    for frame in split(data):
+        buf = memoryview(bytearray(frame))
+        try:
+            whole = parts.add(buf, 0, len(buf))
+        except PeerProtocolError:
+            return
+        came += len(frame)
+        assert parts.held_bytes <= came
+        if whole is not None:
+            assert int.from_bytes(whole[:4], "little") == len(whole) - 4
+            assert len(whole) - 4 <= limit
+
+
 class _Owner:
     """A client with everything in it, that only looks at what it is given."""
 
@@ -358,4 +444,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "tunnel": tunnel,
     "router": router,
     "session": session,
+    "link": link,
+    "assembly": assembly,
 }

@@ -43,6 +43,34 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         max_size=3,
     ),
     "messages": st.integers(0, 3),
+    "serial": st.integers(0, 3),
+    "base": st.integers(0, 4),
+    "version": st.integers(0, 4),
+    "reset": st.booleans(),
+    "more": st.booleans(),
+    "joined": st.lists(
+        st.tuples(
+            st.integers(0, 4),
+            names,
+            st.lists(key_ids, max_size=2),
+            st.dictionaries(st.sampled_from(sorted(SERVED_KINDS)), st.integers(0, 3), max_size=2),
+            st.text(max_size=3),
+        ),
+        max_size=3,
+    ),
+    "left": st.lists(st.integers(0, 4), max_size=2),
+    "topics": st.lists(
+        st.tuples(names, key_ids, st.sampled_from(["", "g", "*"]), st.integers(0, 2)), max_size=3
+    ),
+    "loads": st.lists(
+        st.tuples(st.sampled_from(list(Kind)), names, key_ids, st.integers(0, 9)), max_size=3
+    ),
+    "peers": st.lists(st.tuples(key_ids, st.lists(st.text(max_size=12), max_size=2)), max_size=2),
+    "hop_class": st.sampled_from([0, 1, 1, 1, 2]),
+    "mono_us": ids,
+    "heard_us": ids,
+    "held_us": ids,
+    "hops": st.lists(st.integers(0, 8), max_size=3),
     "bytes": ids,
     "members": st.lists(st.text(max_size=3), max_size=3),
     "lost": st.lists(st.text(max_size=3), max_size=3),
@@ -125,6 +153,18 @@ def key_files(draw: st.DrawFn) -> bytes:
     return "\n".join(lines).encode()
 
 
+@st.composite
+def pieces(draw: st.DrawFn) -> bytes:
+    """Pieces of a few frames under a few aliases, mostly in order."""
+    parts = []
+    for _ in range(draw(st.integers(1, 30))):
+        more = draw(st.sampled_from([1, 1, 0]))
+        kind = draw(st.sampled_from([Kind.PUBLISH, Kind.PUBLISH, Kind.REQUEST, Kind.TUNNEL_DATA]))
+        head = HOP.pack(0, kind, more, draw(st.integers(0, 2)), 0, 0)[4:]
+        parts.append(_frame(head + bytes(24) + bytes(draw(st.sampled_from([0, 1, 50, 60_000])))))
+    return b"".join(parts)
+
+
 INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "control": st.one_of(
         st.binary(max_size=200), st.tuples(byte, st.binary(max_size=60)).map(lambda p: p[0] + b"\0" + p[1]),
@@ -139,6 +179,8 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "tunnel": st.one_of(st.binary(max_size=400), tunnel_items(), st.lists(tunnel_items().map(_frame), max_size=4).map(b"".join)),
     "router": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "session": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
+    "link": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
+    "assembly": st.one_of(st.binary(max_size=300), nearly_right, pieces()),
 }  # fmt: skip
 
 
