@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -26,6 +27,9 @@ BACKOFF_MAX_S: Final = 5.0
 PEER_BACKOFF_MAX_S: Final = 30.0
 PEER_FAILURES: Final = 40
 """After so many, about a quarter of an hour, what a peer told is forgotten: it can tell it again."""
+LATELY_S: Final = 30.0
+LATELY_BACKOFF_MAX_S: Final = 1.0
+"""For so long after it was linked a relay is dialled at least so often: its members are remembered for three seconds only."""
 STABLE_S: Final = 10.0
 """A link that lived so long starts the backoff anew."""
 WAIT_FOR_OTHER_S: Final = 1.0
@@ -65,6 +69,8 @@ class Target:
     told_by_peer: bool = False
     network: bytes = b""
     """The one that it was linked under last."""
+    lost_s: float = -math.inf
+    """When its link was lost last."""
     failures: int = 0
     error: str = ""
     dialling: bool = False
@@ -129,6 +135,7 @@ class Dialler:
         """A link ended: dial its relay again, at once if we did so before, and else if the other one does not."""
         for target in list(self._targets.values()):
             if target.relay_id == relay_id and not target.dialling:
+                target.lost_s = time.monotonic()
                 if lived_s >= STABLE_S:
                     target.failures = 0
                 delay_s = self._backoff_s(target) if target.failures else 0.0
@@ -230,6 +237,8 @@ class Dialler:
 
     def _backoff_s(self, target: Target) -> float:
         longest_s = PEER_BACKOFF_MAX_S if target.told_by_peer else BACKOFF_MAX_S
+        if time.monotonic() - target.lost_s < LATELY_S:
+            longest_s = LATELY_BACKOFF_MAX_S
         wait_s = min(longest_s, BACKOFF_MIN_S * 2.0 ** min(target.failures, 12))
         return self._rng.uniform(wait_s / 2, wait_s)
 

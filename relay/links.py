@@ -13,6 +13,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 import time
@@ -319,7 +320,7 @@ class LinkHub:
             prepare(connection)
             dial_us = time.monotonic_ns() // 1000
             async with asyncio.timeout(CONNECT_S):
-                await self._loop.sock_connect(connection, place)
+                await connect(self._loop, connection, place)
             port = LinkPort(
                 self, show(*address), credentials.dialling, credentials=credentials, dial_us=dial_us
             )
@@ -897,6 +898,24 @@ def _bind_all(addresses: Sequence[str], port: int) -> list[socket.socket]:
             listeners.append(listener)
         undo.pop_all()
     return listeners
+
+
+async def connect(loop: asyncio.AbstractEventLoop, connection: socket.socket, place: Any) -> None:
+    """Connect a non-blocking socket; raises OSError.
+
+    Not the event loop's own: uvloop's drops the scope of link-local IPv6 addresses.
+    """
+    error = connection.connect_ex(place)
+    if error == errno.EINPROGRESS:
+        writable = asyncio.Event()
+        loop.add_writer(connection, writable.set)
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(connection)
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
 
 
 def prepare(connection: socket.socket) -> None:

@@ -16,22 +16,20 @@ K = TypeVar("K", bound=Hashable)
 class Alias:
     """One declared alias. `number` is -1 once it stands for something else; `used` is set by whoever sends with it."""
 
-    __slots__ = ("number", "owner", "used")
+    __slots__ = ("number", "used")
 
-    def __init__(self, number: int, used: int, owner: int) -> None:
+    def __init__(self, number: int, used: int) -> None:
         self.number = number
         self.used = used
-        self.owner = owner
 
 
 class AliasTable(Generic[K]):
     """The declarer's table: what is declared, and which numbers are free."""
 
-    __slots__ = ("_by_key", "_free", "_limit", "_next", "_owned")
+    __slots__ = ("_by_key", "_free", "_limit", "_next")
 
     def __init__(self, limit: int = MAX_ALIASES) -> None:
         self._by_key: dict[K, Alias] = {}
-        self._owned: dict[int, set[K]] = {}
         self._free: list[int] = []
         self._next = 0
         self._limit = limit
@@ -43,26 +41,21 @@ class AliasTable(Generic[K]):
         """Return the alias that stands for `key`, if one does."""
         return self._by_key.get(key)
 
-    def add(self, key: K, tick: int, owner: int = 0) -> Alias:
-        """Return a fresh alias for `key`, which the caller declares before use; `tick` is any rising number.
-
-        `owner`, if not 0, is who it serves: `release` frees the numbers of one that is gone.
-        """
+    def add(self, key: K, tick: int) -> Alias:
+        """Return a fresh alias for `key`, which the caller declares before use; `tick` is any rising number."""
         if not self._free:
             if self._next < self._limit:
                 self._free.append(self._next)
                 self._next += 1
             else:
                 self._evict()
-        alias = self._by_key[key] = Alias(self._free.pop(), tick, owner)
-        if owner:
-            self._owned.setdefault(owner, set()).add(key)
+        alias = self._by_key[key] = Alias(self._free.pop(), tick)
         return alias
 
-    def release(self, owner: int) -> None:
-        """Free the numbers of an owner that is gone: they are declared anew for somebody else."""
-        for key in self._owned.pop(owner, ()):
-            alias = self._by_key.pop(key)
+    def free(self, key: K) -> None:
+        """`key` is not used any more, if it ever was: its number is declared anew for another."""
+        alias = self._by_key.pop(key, None)
+        if alias is not None:
             self._free.append(alias.number)
             alias.number = -1
 
@@ -72,8 +65,3 @@ class AliasTable(Generic[K]):
             self._free.append(alias.number)
             alias.number = -1
             del self._by_key[key]
-            if alias.owner:
-                owned = self._owned[alias.owner]
-                owned.discard(key)
-                if not owned:
-                    del self._owned[alias.owner]

@@ -10,6 +10,7 @@ here are gathered for `GATHER_US` and encoded once for all links.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -31,6 +32,7 @@ ASKED_US: Final = 1_000_000
 PEERS_US: Final = 30_000_000
 """How often one peer is asked for its peers: once linked, everybody finds everybody."""
 NEVER_US: Final = (1 << 63) - 1
+MAX_SHARED: Final = 8192
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 
@@ -66,6 +68,8 @@ class Mesh:
         self._loads_us = NEVER_US
         self._peers_us = 0
         self._asked_peer = 0
+        self._key_ids: dict[tuple[bytes, ...], list[bytes]] = {}
+        self._kinds: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
         self._snapshot: list[bytes] = []
         self._snapshot_version = 0
         self.deadline_us = NEVER_US
@@ -233,8 +237,7 @@ class Mesh:
 
     def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
         """Part of a snapshot; with the last, the new copy takes the place of the old."""
-        for entry in change.joined:
-            _check_member(entry)
+        for entry in map(self._shared, change.joined):
             waiting.join(entry)
             self._lead(link, entry)
         self._topics_there(link, change.topics)
@@ -257,8 +260,7 @@ class Mesh:
 
     def _apply(self, link: Link, change: frames.Interest) -> None:
         copy = link.copy
-        for entry in change.joined:
-            _check_member(entry)
+        for entry in map(self._shared, change.joined):
             copy.join(entry)
             self._lead(link, entry)
             self._tell(entry, joined=[copy.info(entry)])
@@ -273,6 +275,17 @@ class Mesh:
                     link.forget_loads(*address)
             self._tell(entry, left=[copy.member_id(serial)])
         self._topics_there(link, change.topics)
+
+    def _shared(self, entry: MemberEntry) -> MemberEntry:
+        """Return the entry, checked, made of values that others have, too: at a hundred thousand members that is half the memory."""
+        _check_member(entry)
+        if len(self._key_ids) + len(self._kinds) > MAX_SHARED:
+            self._key_ids.clear()
+            self._kinds.clear()
+        key_ids = self._key_ids.setdefault(tuple(entry.key_ids), entry.key_ids)
+        kinds = self._kinds.setdefault(tuple(sorted(entry.kinds.items())), entry.kinds)
+        name, label = sys.intern(entry.name), sys.intern(entry.label)
+        return MemberEntry(entry.serial, name, key_ids, kinds, label)
 
     def _lead(self, link: Link, entry: MemberEntry) -> None:
         """Calls for the addresses of a member may go over the link."""

@@ -111,6 +111,7 @@ class Router:
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
             frames.Bye: self._on_link_bye,
+            frames.Error: self._on_link_error,
         }
         self._controls: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
@@ -154,7 +155,6 @@ class Router:
         for watch in session.watches.values():
             self.interest.unwatch(watch)
         self._calls.neighbor_down(session)
-        self._release(session)
 
     def hello(self, dial_us: int) -> frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
@@ -177,12 +177,6 @@ class Router:
         link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
         self._calls.neighbor_down(link)
-        self._release(link)
-
-    def _release(self, neighbor: Neighbor) -> None:
-        """Its senders are gone: the aliases that stood for them elsewhere are free."""
-        for other in self.neighbors.values():
-            other.aliases.release(neighbor.number)
 
     def _number(self) -> int:
         self._next_number += 1
@@ -299,6 +293,11 @@ class Router:
         link.port.finish()
         self.link_down(link)
 
+    def _on_link_error(self, link: Link, error: frames.Error) -> None:
+        """The other relay says which rule we broke, and ends the link."""
+        link.port.abort(f"the other relay says: {error.detail}")
+        self.link_down(link)
+
     # -- control ---------------------------------------------------------------------------------------------
 
     def _control(self, session: Session, buf: memoryview, start: int, end: int) -> None:
@@ -388,7 +387,10 @@ class Router:
         if declared.alias >= len(routes):
             size = min(self.limits.aliases, max(16, 2 * declared.alias + 1))
             routes.extend([None] * (size - len(routes)))
-        routes[declared.alias] = Route(neighbor, declared)
+        before = routes[declared.alias]
+        if before is not None:
+            before.release()
+        routes[declared.alias] = Route(neighbor, declared, self.neighbors)
 
     def _on_join(self, session: Session, join: frames.Join) -> None:
         error = self._unproven(session, join.key_ids)

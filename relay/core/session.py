@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from iris.core.aliases import Alias, AliasTable
@@ -19,17 +19,16 @@ Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
 """kind, name, key id, sender id, plain, groups, member: all that an alias towards a session or link stands for."""
 
 
-_UNDECLARED: Final = Alias(-1, 0, 0)
+_UNDECLARED: Final = Alias(-1, 0)
 
 
 class Target:
     """One delivery set at one neighbor, and the alias that stands for it there, declared at its first message."""
 
-    __slots__ = ("alias", "delivery", "neighbor", "origin", "port")
+    __slots__ = ("alias", "delivery", "neighbor", "port", "route")
 
-    def __init__(self, neighbor: Neighbor, delivery: Delivery, origin: int) -> None:
-        self.origin = origin
-        """Number of who sends there."""
+    def __init__(self, route: Route, neighbor: Neighbor, delivery: Delivery) -> None:
+        self.route = route
         self.neighbor = neighbor
         self.port = neighbor.port
         self.delivery = delivery
@@ -43,7 +42,8 @@ class Target:
 
     def declare(self, tick: int) -> Alias:
         """Return the alias, declared: it is new, or its number was taken for something else."""
-        self.alias = self.neighbor.out_alias(self.delivery, tick, self.origin)
+        self.alias = self.neighbor.out_alias(self.delivery, tick)
+        self.route.declared(self)
         return self.alias
 
 
@@ -65,11 +65,14 @@ class Route:
     """
 
     __slots__ = (
-        "asked", "groups", "key_id", "kind", "loads", "many", "name", "neighbor", "only", "peers", "plain", "sender_id", "single",
+        "_declared", "_neighbors", "_prune_at", "asked", "groups", "key_id", "kind", "loads", "many", "name", "neighbor", "only", "peers", "plain", "sender_id", "single",
         "targets", "turn", "version",
     )  # fmt: skip
 
-    def __init__(self, neighbor: Neighbor, declared: Declare) -> None:
+    def __init__(
+        self, neighbor: Neighbor, declared: Declare, neighbors: Mapping[int, Neighbor]
+    ) -> None:
+        self._neighbors = neighbors
         self.neighbor = neighbor
         self.kind = declared.kind
         self.name = declared.name
@@ -91,6 +94,24 @@ class Route:
         self.loads: Sequence[Load] = ()
         self.peers: Sequence[Load] = ()
         self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
+        self._declared: set[tuple[int, Delivery]] = set()
+        """Number of a neighbor, and what an alias was declared for there."""
+        self._prune_at = 64
+
+    def declared(self, target: Target) -> None:
+        """An alias was declared for a target of this route: it goes with the route."""
+        self._declared.add((target.neighbor.number, target.delivery))
+        if len(self._declared) >= self._prune_at:
+            self._declared = {place for place in self._declared if place[0] in self._neighbors}
+            self._prune_at = max(64, 2 * len(self._declared))
+
+    def release(self) -> None:
+        """The sender is gone, or its alias stands for another: the aliases that stood for it elsewhere are free."""
+        for number, delivery in self._declared:
+            neighbor = self._neighbors.get(number)
+            if neighbor is not None:
+                neighbor.aliases.free(delivery)
+        self._declared = set()
 
     def target(
         self, neighbor: Neighbor, member: int, plain: bool = True, groups: tuple[str, ...] = ()
@@ -102,7 +123,7 @@ class Route:
             if len(self.targets) >= MAX_TARGETS:
                 self.targets.clear()
             delivery = (self.kind, self.name, self.key_id, self.sender_id, plain, groups, member)
-            target = self.targets[place] = Target(neighbor, delivery, self.neighbor.number)
+            target = self.targets[place] = Target(self, neighbor, delivery)
         return target
 
 
@@ -212,6 +233,9 @@ class Neighbor:
     def forget(self) -> None:
         """Its connection is gone: whoever still refers to it keeps little."""
         self.closed = True
+        for route in self.routes:
+            if route is not None:
+                route.release()
         self.routes = []
         self.gaps = {}
         self.aliases = AliasTable(1)
@@ -220,11 +244,11 @@ class Neighbor:
         """Send it a control frame."""
         self.port.control(encode_control(body))
 
-    def out_alias(self, delivery: Delivery, tick: int, origin: int) -> Alias:
-        """Return the alias for a delivery towards this neighbor, declared if it is new; `origin` is the number of who sends it."""
+    def out_alias(self, delivery: Delivery, tick: int) -> Alias:
+        """Return the alias for a delivery towards this neighbor, declared if it is new."""
         alias = self.aliases.get(delivery)
         if alias is None:
-            alias = self.aliases.add(delivery, tick, origin)
+            alias = self.aliases.add(delivery, tick)
             kind, name, key_id, sender_id, plain, groups, member = delivery
             address = (kind, name, key_id, sender_id)
             where = (plain, list(groups), member, self.hop_class)

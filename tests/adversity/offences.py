@@ -295,7 +295,7 @@ async def a_tunnel_record_cut_short(wire: Wire) -> None:
     await wire.send(b"\x02\0\0\0" + bytes((Kind.TUNNEL_DATA, 0)))
 
 
-@offence("^hop ids with bit 63 are the relay's to choose$")
+@offence("^a hop id of those that this relay chooses$")
 async def a_hop_id_of_the_relays_half(wire: Wire) -> None:
     await wire.prove()
     request = wire.sealed(Kind.REQUEST, "echo", hop=RELAY_HOP | 1)

@@ -86,9 +86,10 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "bind": ("127.0.0.1", "::1"),
         "join": ("10.0.0.7:7430", "dns:relays.example", "[fe80::1%eth0]:1"),
         "mdns": False,
+        "listen": ("tls://127.0.0.1:7431",),
         "drain_timeout_s": 2.5,
         "log_level": "DEBUG",
-        "dev": True,
+        "dev": False,
     }
     apart = {"config_file", "network_keys"}
     assert set(wanted) == {found.name for found in fields(RelayConfig)} - apart
@@ -194,6 +195,9 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
         ("join", ("10.0.0.7:0",)),
         ("join", ("fe80::1:7430",)),
         ("join", ("relays.example:7430",) * 257),
+        ("listen", ("tcp://127.0.0.1:7431",)),
+        ("listen", ("127.0.0.1:7431",)),
+        ("listen", ("tls://127.0.0.1",)),
         ("drain_timeout_s", float("nan")),
         ("drain_timeout_s", -1.0),
         ("log_level", "info"),

@@ -1,0 +1,416 @@
+"""Strangers, liars and floods at the port for links: refused, counted, said once, and no link is worse for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Self, TypeVar
+
+import pytest
+from adversity.kit import PATIENCE_S, data_frame, eventually
+
+from iris.crypto.certificates import relay_leaf
+from iris.crypto.keys import NetworkKey
+from iris.wire import frames
+from iris.wire.codec import decode_control, encode_control
+from iris.wire.frames import FLAG_MORE, Control, Kind
+from relay import links
+from relay.config import RelayConfig
+from relay.daemon import Relay
+from relay.tls import LINK_ALPN, SESSION_ALPN, Credentials, make_access
+
+pytestmark = pytest.mark.timeout(60)
+
+NETWORK = NetworkKey(bytes(range(32)))
+OTHER = NetworkKey(bytes(range(1, 33)))
+C = TypeVar("C", bound=Control)
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    relay = await start(tmp_path / "relay")
+    yield relay
+    await relay.stop(drain_s=0)
+
+
+async def start(directory: Path, *join: str) -> Relay:
+    relay = Relay(settings(directory, join))
+    await relay.start()
+    return relay
+
+
+def settings(directory: Path, join: tuple[str, ...]) -> RelayConfig:
+    directory.mkdir(0o700)
+    return RelayConfig(
+        socket_path=directory / "relay.sock", network_keys=(NETWORK,), port=0, bind=("127.0.0.1",), mdns=False, join=join,
+    )  # fmt: skip
+
+
+def hub(relay: Relay) -> links.LinkHub:
+    assert relay.links is not None
+    return relay.links
+
+
+async def still_links(relay: Relay, tmp_path: Path) -> None:
+    """A relay of the network links all the same, and nothing of the strangers is left."""
+    friend = await start(tmp_path / "friend", f"127.0.0.1:{hub(relay).port}")
+    await eventually(lambda: friend.router.relay_id in relay.router.links)
+    await eventually(lambda: len(hub(relay).ports) == 1)
+    assert hub(relay).status()["links_half_open"] == 0
+    await friend.stop(drain_s=0)
+
+
+class Stranger:
+    """Something that connects to the port for links and says whatever it is told to."""
+
+    def __init__(
+        self, relay: Relay, context: ssl.SSLContext | None = None, network: NetworkKey = NETWORK
+    ) -> None:
+        self.port = hub(relay).port
+        self.context = context
+        self.name = network.fingerprint.hex()
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+
+    async def __aenter__(self) -> Self:
+        name = self.name if self.context is not None else None
+        self.reader, self.writer = await asyncio.open_connection(
+            "127.0.0.1", self.port, ssl=self.context, server_hostname=name
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.transport.abort()
+        try:
+            await self.writer.wait_closed()
+        except OSError:
+            return  # it may have been cut: that is what it is for
+
+    async def say(self, *parts: Control | bytes) -> None:
+        try:
+            for part in parts:
+                self.writer.write(part if isinstance(part, bytes) else encode_control(part))
+            await self.writer.drain()
+        except OSError:
+            return  # what it said before is still to be read
+
+    async def hear(self, wanted: type[C]) -> C:
+        """Return the next control frame of this type; raises EOFError at the end."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    head = await self.reader.readexactly(4)
+                    frame = head + await self.reader.readexactly(int.from_bytes(head, "little"))
+                except (asyncio.IncompleteReadError, OSError) as err:
+                    raise EOFError from err
+                body = decode_control(memoryview(frame), 0, len(frame))
+                if isinstance(body, wanted):
+                    return body
+
+    async def gone(self) -> None:
+        """Return once the relay has closed the connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                while await self.reader.read(65_536):
+                    pass
+            except OSError:
+                return
+
+
+class Impostor(Stranger):
+    """A holder of the network key that gets as far as TLS."""
+
+    def __init__(self, relay: Relay, relay_id: bytes = b"\x42" * 16) -> None:
+        super().__init__(relay, Credentials(NETWORK, relay_id).dialling)
+        self.relay_id = relay_id
+
+    def hello(self, **changes: object) -> frames.LinkHello:
+        said: dict[str, object] = {
+            "version": 1, "minor": 0, "relay_id": self.relay_id, "dial_us": 5, "mono_us": 5, "message_limit": 1 << 20,
+        }  # fmt: skip
+        return frames.LinkHello(**{**said, **changes})  # type: ignore[arg-type]  # as given
+
+    async def link(self) -> Self:
+        await self.say(self.hello())
+        await self.hear(frames.Interest)
+        return self
+
+
+def blind(alpn: str = LINK_ALPN) -> ssl.SSLContext:
+    """Return a context that trusts anybody and shows nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols([alpn])
+    return context
+
+
+def showing(pem: str | bytes, tmp_path: Path, alpn: str = LINK_ALPN) -> ssl.SSLContext:
+    """Return a context that trusts anybody and shows a certificate."""
+    file = tmp_path / "shown.pem"
+    file.write_bytes(pem.encode() if isinstance(pem, str) else pem)
+    context = blind(alpn)
+    context.load_cert_chain(file)
+    return context
+
+
+async def refused(relay: Relay, reason: str, stranger: Stranger, *said: Control | bytes) -> None:
+    """Let a stranger try: it is cut, and counted as `reason` once."""
+    assert reason not in hub(relay).refusals
+    try:
+        async with stranger:
+            await stranger.say(*said)
+            await stranger.gone()
+    except (ssl.SSLError, ConnectionError):
+        pass  # in TLS, or after it: that is the relay's to choose
+    await eventually(lambda: not hub(relay).ports)
+    assert hub(relay).refusals == {reason: 1}
+    assert not relay.router.links
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_relay_of_another_network_is_refused(relay: Relay, tmp_path: Path) -> None:
+    theirs = Credentials(OTHER, b"\x42" * 16).dialling
+    await refused(relay, "wrong network", Stranger(relay, theirs, OTHER))
+    await still_links(relay, tmp_path)
+
+
+async def test_a_foreign_certificate_under_our_networks_name_is_refused(
+    relay: Relay, tmp_path: Path
+) -> None:
+    leaf = relay_leaf(OTHER, b"\x42" * 16, os.urandom(32))
+    stranger = Stranger(relay, showing(leaf.pem(), tmp_path))
+    await refused(relay, "foreign certificate", stranger)
+    await still_links(relay, tmp_path)
+
+
+async def test_an_access_file_is_no_relay(relay: Relay, tmp_path: Path) -> None:
+    stranger = Stranger(relay, showing(make_access(NETWORK), tmp_path))
+    await refused(relay, "foreign certificate", stranger)
+    await still_links(relay, tmp_path)
+
+
+async def test_who_shows_no_certificate_is_refused(relay: Relay, tmp_path: Path) -> None:
+    await refused(relay, "no certificate", Stranger(relay, blind()))
+    await still_links(relay, tmp_path)
+
+
+async def test_another_protocol_over_tls_is_refused(relay: Relay, tmp_path: Path) -> None:
+    leaf = relay_leaf(NETWORK, b"\x42" * 16, os.urandom(32))
+    stranger = Stranger(relay, showing(leaf.pem(), tmp_path, SESSION_ALPN))
+    await refused(relay, "protocol version", stranger)
+    await still_links(relay, tmp_path)
+
+
+async def test_tls_1_2_is_refused(relay: Relay, tmp_path: Path) -> None:
+    context = blind()
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    await refused(relay, "TLS version", Stranger(relay, context))
+    await still_links(relay, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n",
+        encode_control(frames.Hello(1, 0)),
+        encode_control(frames.LinkHello(1, 0, b"x" * 16, 5, 5, 1 << 20)),
+        bytes(1000),
+        b"\xff" * 1000,
+    ],
+)
+async def test_what_is_not_tls_is_refused(said: bytes, relay: Relay, tmp_path: Path) -> None:
+    await refused(relay, "not TLS", Stranger(relay), said)
+    await still_links(relay, tmp_path)
+
+
+async def test_a_handshake_that_goes_on_and_on_is_cut(relay: Relay, tmp_path: Path) -> None:
+    record = b"\x16\x03\x01" + struct.pack(">H", 16_384)
+    hello = b"\x01" + (130_000).to_bytes(3, "big")
+    said = record + hello + bytes(16_380) + (record + bytes(16_384)) * 4
+    await refused(relay, "too long a handshake", Stranger(relay), said)
+    await still_links(relay, tmp_path)
+
+
+async def test_who_says_nothing_or_half_of_something_is_cut(
+    relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "HELLO_S", 0.3)
+    hello = Impostor(relay).hello()
+    async with Stranger(relay) as silent, Stranger(relay) as begun, Impostor(relay) as shaken:
+        await begun.say(b"\x16\x03\x01\x02\x00\x01\x00")
+        await shaken.say(encode_control(hello)[:20])
+        for stranger in (silent, begun, shaken):
+            await stranger.gone()
+    assert hub(relay).refusals == {"timeout": 3}
+    monkeypatch.undo()
+    await still_links(relay, tmp_path)
+
+
+async def test_who_comes_and_goes_is_counted(relay: Relay, tmp_path: Path) -> None:
+    async with Stranger(relay):
+        await eventually(lambda: hub(relay).ports)
+    await eventually(lambda: not hub(relay).ports)
+    assert hub(relay).refusals == {"closed before HELLO": 1}
+    await still_links(relay, tmp_path)
+
+
+async def test_of_too_many_half_open_connections_the_oldest_is_dropped(
+    relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "MAX_HALF_OPEN", 8)
+    strangers = []
+    for number in range(30):
+        strangers.append(socket.create_connection(("127.0.0.1", hub(relay).port)))
+        await eventually(
+            lambda number=number: (
+                len(hub(relay).ports) + hub(relay).refusals.get("too many half-open", 0) > number
+            )
+        )
+        assert hub(relay).status()["links_half_open"] <= 8  # type: ignore[operator]  # JSON
+    assert hub(relay).refusals == {"too many half-open": 22}
+    friend = await start(tmp_path / "friend", f"127.0.0.1:{hub(relay).port}")
+    await eventually(lambda: friend.router.links)
+    await friend.stop(drain_s=0)
+    strangers[0].settimeout(PATIENCE_S)
+    assert strangers[0].recv(100) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+# -- impostors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "told", "hello"),
+    [
+        ("another relay's id", "another relay", {"relay_id": b"\x43" * 16}),
+        ("protocol version", "version 2", {"version": 2}),
+        ("protocol error", "both sides dialled, or neither", {"dial_us": 0}),
+    ],
+)
+async def test_a_hello_that_does_not_hold_is_refused_and_told(
+    reason: str, told: str, hello: dict[str, object], relay: Relay, tmp_path: Path
+) -> None:
+    async with Impostor(relay) as impostor:
+        await impostor.say(impostor.hello(**hello))
+        assert told in (await impostor.hear(frames.Error)).detail
+        await impostor.gone()
+    assert hub(relay).refusals == {reason: 1}
+    await still_links(relay, tmp_path)
+
+
+async def test_a_relay_that_has_our_own_id_is_nobody_to_link_with(relay: Relay) -> None:
+    async with Impostor(relay, relay.router.relay_id) as impostor:
+        await impostor.say(impostor.hello())
+        await impostor.gone()
+    assert not relay.router.links
+    assert hub(relay).refusals == {}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frames.Beat(1),
+        frames.Hello(1, 0),
+        data_frame(Kind.REQUEST, b"x"),
+        b"\x01\0\0\0\x20",
+        (1 << 20).to_bytes(4, "little") + bytes(100),
+    ],
+)
+async def test_the_first_frame_is_hello(
+    said: Control | bytes, relay: Relay, tmp_path: Path
+) -> None:
+    await refused(relay, "protocol error", Impostor(relay), said)
+    await still_links(relay, tmp_path)
+
+
+def pieces(alias: int, count: int, size: int = 65_536) -> bytes:
+    return data_frame(Kind.PUBLISH, bytes(size), alias=alias, flags=FLAG_MORE) * count
+
+
+OFFENCES: dict[str, Callable[[Impostor], list[Control | bytes]]] = {
+    "a second hello": lambda wire: [wire.hello()],
+    "garbage": lambda wire: [b"\xff" * 5000],
+    "a frame of nothing": lambda wire: [bytes(4)],
+    "an alias that was not declared": lambda wire: [data_frame(Kind.REQUEST, b"x", alias=9)],
+    "a long frame in one": lambda wire: [data_frame(Kind.PUBLISH, bytes(100_000))],
+    "a body without end": lambda wire: [pieces(1, 18)],
+    "many unfinished bodies": lambda wire: [pieces(alias, 1, 10) for alias in range(65)],
+    "many bytes of unfinished bodies": lambda wire: [pieces(alias, 9) for alias in range(64)],
+    "another frame of an unfinished alias": lambda wire: [
+        pieces(1, 1),
+        data_frame(Kind.PUBLISH, b"x", alias=1, hop=3),
+    ],
+    "control in pieces": lambda wire: [b"\x02\0\0\0\x21\x01"],
+}
+
+
+@pytest.mark.parametrize("offence", OFFENCES)
+async def test_a_relay_that_breaks_a_rule_is_told_and_its_link_ends(
+    offence: str, relay: Relay, tmp_path: Path
+) -> None:
+    async with Impostor(relay) as impostor:
+        await impostor.link()
+        assert relay.router.links
+        await impostor.say(*OFFENCES[offence](impostor))
+        assert (await impostor.hear(frames.Error)).detail
+        await impostor.gone()
+    await eventually(lambda: not hub(relay).ports)
+    assert not relay.router.links
+    assert hub(relay).protocol_errors == 1
+    await still_links(relay, tmp_path)
+
+
+async def test_of_two_dials_of_one_relay_the_newer_counts_and_the_older_is_not_read_on(
+    relay: Relay,
+) -> None:
+    async with Impostor(relay) as older, Impostor(relay) as newer:
+        await older.link()
+        await newer.say(newer.hello(dial_us=6))
+        await newer.hear(frames.Interest)
+        await older.say(b"\xff" * 100)  # an offence, if anybody read it
+        await older.gone()
+        assert len(relay.router.links) == 1
+        assert hub(relay).protocol_errors == 0
+        await newer.say(frames.AskPeers())
+        await newer.hear(frames.Beat)
+
+
+async def test_an_older_dial_that_comes_late_does_not_replace_a_newer_one(relay: Relay) -> None:
+    async with Impostor(relay) as newer, Impostor(relay) as older:
+        await newer.say(newer.hello(dial_us=6))
+        await newer.hear(frames.Interest)
+        await older.say(older.hello(dial_us=5))
+        assert (await older.hear(frames.Bye)).reason == "linked already"
+        await older.gone()
+        await newer.hear(frames.Beat)
+        assert len(relay.router.links) == 1
+
+
+async def test_a_relay_that_falls_silent_is_given_up(relay: Relay) -> None:
+    async with Impostor(relay) as impostor:
+        await impostor.link()
+        await impostor.gone()
+    await eventually(lambda: not hub(relay).ports)
+    assert not relay.router.links
+
+
+async def test_what_a_peer_tells_of_others_is_taken_as_addresses_only(relay: Relay) -> None:
+    async with Impostor(relay) as impostor:
+        await impostor.link()
+        entry = frames.PeerEntry(
+            b"\x44" * 16,
+            ["relay.example:7430", "127.0.0.1:99999", "nobody", "[::1]:", "127.0.0.1:1"],
+        )
+        await impostor.say(frames.Peers([entry]))
+        await eventually(lambda: hub(relay).status()["dialling"]["targets"])  # type: ignore[index]  # JSON
+        (target,) = hub(relay).status()["dialling"]["unlinked"]  # type: ignore[index]  # JSON
+        assert target["addresses"] == ["127.0.0.1:1"]

@@ -1,0 +1,398 @@
+"""A life of a network, drawn from a seed: members that come, go, stall and refuse; links that flap; relays that crash.
+
+python -m support.sim SEED [STEPS]          # in tests/: replays a seed
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Final
+
+from iris.wire.codec import KIND_AT, decode_control
+from iris.wire.frames import Cause, Interest, Kind, Refusal
+from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
+from support.sim.network import SimNetwork, SimRelay, Violation
+
+CLUSTERS: Final = ("db", "web", "mail")
+TOPICS: Final = ("a.b", "a.c", "a.b.c", "x.y")
+FILTERS: Final = ("a.*", "a.>", "a.b", "x.y", ">", "*.y")
+GROUPS: Final = ("", "", "workers", "loggers")
+ROUND_STEPS: Final = 120
+"""After so many steps the network is left in peace, and everything about it is checked."""
+MAX_SESSIONS: Final = 4
+BY_DESIGN: Final = {
+    "AliasTable._free": "and their numbers",
+    "Neighbor.routes": "what a link declared stands until it is declared anew",
+    "Link.routes": "the same",
+    "Link.asked": "kept while an address may be asked for again, and swept",
+    "Accounts.dropped": "one counter for each cause",
+    "Pulse.samples": "16 samples of the other clock",
+}
+"""Tables with a bound of their own, which need not be empty when everybody has left."""
+
+
+class Chaos:
+    """Does `steps` random things to a network of 5 to 8 relays."""
+
+    def __init__(self, seed: int, *, relays: int = 0) -> None:
+        self.rng = random.Random(f"chaos {seed}")
+        self.net = SimNetwork(
+            seed, relays=relays or self.rng.randint(5, 8), port_bytes=self.rng.choice((8 << 10, 64 << 10, 1 << 20)),
+            settle_us=self.rng.choice((0, 500_000)),
+        )  # fmt: skip
+        self.fresh = self.net.table_sizes()
+        """What a relay with links and nobody attached keeps."""
+        self.did: dict[str, int] = {}
+        self.rounds = 0
+        self.garbled = 0
+        everyday: list[tuple[int, Callable[[], None]]] = [
+            (9, self.attach), (7, self.serve), (7, self.subscribe), (3, self.leave), (3, self.unsubscribe), (2, self.watch),
+            (30, self.request), (14, self.push), (8, self.survey), (22, self.publish), (12, self.broadcast),
+            (5, self.open_tunnel), (10, self.use_tunnel), (2, self.close_tunnel), (5, self.change_mood), (2, self.flood),
+        ]  # fmt: skip
+        faults: list[tuple[int, Callable[[], None]]] = [
+            (3, self.bye), (3, self.die), (3, self.stall), (4, self.wake),
+            (5, self.cut), (2, self.garble), (3, self.stop), (5, self.heal), (3, self.crash), (5, self.come_back), (2, self.freeze), (4, self.thaw),
+        ]  # fmt: skip
+        self._weights = [weight for weight, _ in everyday + faults]
+        self._actions = [action for _, action in everyday + faults]
+
+    # -- who ---------------------------------------------------------------------------------------------------
+
+    def some_relay(self, *, alive: bool = True) -> SimRelay | None:
+        relays = [relay for relay in self.net.relays if relay.alive is alive]
+        return self.rng.choice(relays) if relays else None
+
+    def some_session(self) -> SimSession | None:
+        sessions = [session for session in self.net.sessions if not session.leaving]
+        return self.rng.choice(sessions) if sessions else None
+
+    def some_member(self) -> SimMember | None:
+        members = [m for s in self.net.sessions if not s.leaving for m in s.members.values()]
+        return self.rng.choice(members) if members else None
+
+    def some_key(self) -> bytes:
+        return self.rng.choice((KEY, KEY, OTHER_KEY))
+
+    # -- everyday ----------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        relay = self.some_relay()
+        if relay is not None and len(relay.sessions) < MAX_SESSIONS:
+            self._attach(relay)
+
+    def _attach(self, relay: SimRelay) -> None:
+        session = relay.session(f"s{self.net.ledger.new_tag()}")
+        for _ in range(self.rng.randint(0, 2)):
+            self._serve(session)
+        for _ in range(self.rng.randint(0, 2)):
+            self._subscribe(session)
+
+    def serve(self) -> None:
+        if (session := self.some_session()) is not None and len(session.members) < 4:
+            self._serve(session)
+
+    def _serve(self, session: SimSession) -> None:
+        rng = self.rng
+        kinds = ALL_KINDS if rng.random() < 0.7 else tuple(rng.sample(ALL_KINDS, rng.randint(1, 3)))
+        member = session.serve(
+            rng.choice(CLUSTERS), key=self.some_key(), kinds=kinds, concurrency=rng.choice((1, 4, 16)),
+            limit_bytes=rng.choice((300, 4096, 1 << 20)),
+        )  # fmt: skip
+        self._mood(member)
+
+    def _mood(self, member: SimMember) -> None:
+        rng = self.rng
+        member.service_us = rng.choice((0, 100, 1_000, 20_000, 300_000))
+        if rng.random() < 0.1:
+            member.service_us = FOREVER_US
+        member.refuse = rng.choice(list(Refusal)) if rng.random() < 0.15 else None
+        member.faults = rng.random() < 0.1
+
+    def change_mood(self) -> None:
+        if (member := self.some_member()) is not None and not member.leaving:
+            member.finish_all()
+            self._mood(member)
+
+    def subscribe(self) -> None:
+        if (session := self.some_session()) is not None and len(session.subscriptions) < 5:
+            self._subscribe(session)
+
+    def _subscribe(self, session: SimSession) -> None:
+        pattern, group, key = self.rng.choice(FILTERS), self.rng.choice(GROUPS), self.some_key()
+        if not any((pattern, group) == place[:2] for place in session.subscriptions):
+            session.subscribe(pattern, group=group, key=key)
+
+    def leave(self) -> None:
+        member = self.some_member()
+        if member is not None and not member.leaving:
+            member.session.leave(member)
+
+    def unsubscribe(self) -> None:
+        session = self.some_session()
+        if session is not None and session.subscriptions:
+            session.unsubscribe(*self.rng.choice(list(session.subscriptions)))
+
+    def watch(self) -> None:
+        if (session := self.some_session()) is not None and len(session.watches) < 2:
+            session.watch(self.rng.choice(CLUSTERS), key=self.some_key())
+
+    def request(self) -> None:
+        if (session := self.some_session()) is not None:
+            for _ in range(self.rng.choice((1, 1, 5))):
+                timeout_ms = self.rng.choice((20, 500, 2_000, 6_000))
+                size = self.rng.choice((64, 64, 2_000))
+                session.request(
+                    self.rng.choice(CLUSTERS), key=self.some_key(), timeout_ms=timeout_ms, size=size
+                )
+
+    def push(self) -> None:
+        if (session := self.some_session()) is not None:
+            session.push(self.rng.choice(CLUSTERS), key=self.some_key())
+
+    def survey(self) -> None:
+        if (session := self.some_session()) is not None:
+            session.survey(
+                self.rng.choice(CLUSTERS),
+                key=self.some_key(),
+                timeout_ms=self.rng.choice((200, 4_000)),
+            )
+
+    def publish(self) -> None:
+        if (session := self.some_session()) is not None:
+            for _ in range(self.rng.choice((1, 3))):
+                session.publish(
+                    self.rng.choice(TOPICS), self.rng.randint(1, 4), key=self.some_key()
+                )
+
+    def flood(self) -> None:
+        """More than a small queue takes."""
+        if (session := self.some_session()) is not None:
+            topic, key = self.rng.choice(TOPICS), self.some_key()
+            for _ in range(self.rng.randint(10, 60)):
+                session.publish(topic, key=key, size=2_000)
+
+    def broadcast(self) -> None:
+        if (session := self.some_session()) is not None:
+            session.broadcast(
+                self.rng.choice(CLUSTERS), self.rng.randint(1, 3), key=self.some_key()
+            )
+
+    def open_tunnel(self) -> None:
+        if (session := self.some_session()) is not None and len(session.tunnels) < 4:
+            session.open_tunnel(self.rng.choice(CLUSTERS), key=self.some_key())
+
+    def use_tunnel(self) -> None:
+        session = self.some_session()
+        if session is not None and session.tunnels:
+            self.rng.choice(list(session.tunnels.values())).send(self.rng.choice((1, 10, 100)))
+
+    def close_tunnel(self) -> None:
+        session = self.some_session()
+        if session is not None and session.tunnels:
+            self.rng.choice(list(session.tunnels.values())).close(
+                self.rng.choice((Cause.CLOSED, Cause.BROKEN))
+            )
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def bye(self) -> None:
+        if (session := self.some_session()) is not None:
+            session.bye()
+
+    def die(self) -> None:
+        if (session := self.some_session()) is not None:
+            session.die()
+
+    def stall(self) -> None:
+        if (session := self.some_session()) is not None:
+            session.stall()
+
+    def wake(self) -> None:
+        stalled = [session for session in self.net.sessions if session.stalled]
+        if stalled:
+            self.rng.choice(stalled).wake()
+
+    def _pair(self) -> tuple[int, int]:
+        a, b = self.rng.sample(range(len(self.net.relays)), 2)
+        return a, b
+
+    def cut(self) -> None:
+        self.net.cut(*self._pair())
+
+    def garble(self) -> None:
+        """The next change of some relay's interest is lost on its way to another, or arrives twice."""
+        relay, place = self._pair()
+        twice = self.rng.random() < 0.5
+
+        def swallow(at: SimRelay, from_place: int, frame: bytes) -> int:
+            if (at.place, from_place) != (relay, place) or not is_change(frame):
+                return 1
+            self.net.note(f"{at} gets a change from {place} {'twice' if twice else 'not at all'}")
+            self.net.copies_of_control = None
+            self.garbled += 1
+            return 2 if twice else 0
+
+        self.net.copies_of_control = swallow
+
+    def stop(self) -> None:
+        self.net.stop(*self._pair())
+
+    def heal(self) -> None:
+        stopped = [pair for pair, wire in self.net.wires.items() if wire.stopped]
+        if stopped:
+            self.net.heal(*self.rng.choice(stopped))
+
+    def crash(self) -> None:
+        if (relay := self.some_relay()) is not None:
+            relay.crash(silent=self.rng.random() < 0.5)
+
+    def come_back(self) -> None:
+        if (relay := self.some_relay(alive=False)) is not None:
+            self.net.come_back(relay.place)
+
+    def freeze(self) -> None:
+        if (relay := self.some_relay()) is not None:
+            relay.freeze()
+
+    def thaw(self) -> None:
+        if frozen := [relay for relay in self.net.relays if relay.alive and relay.frozen]:
+            self.rng.choice(frozen).thaw()
+
+    @property
+    def resyncs(self) -> int:
+        """How often relays that live had to ask for a snapshot again."""
+        return sum(relay.router.mesh.resyncs for relay in self.net.relays)
+
+    # -- a life ------------------------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        """Live `steps` steps, with a check of everything after each `ROUND_STEPS` and at the end, when all have left."""
+        try:
+            self._run(steps)
+        except Violation:
+            raise
+        except Exception as err:  # whatever it is, the seed has to be known
+            raise self.net.violation(f"{type(err).__name__}: {err}") from err
+
+    def _run(self, steps: int) -> None:
+        for relay in self.net.relays:
+            self._attach(relay)
+        for step in range(1, steps + 1):
+            action = self.rng.choices(self._actions, self._weights)[0]
+            action()
+            self.did[action.__name__] = self.did.get(action.__name__, 0) + 1
+            often = self.rng.random() < 0.97
+            self.net.run(self.rng.expovariate(20) if often else self.rng.uniform(0.5, 5))
+            if step % ROUND_STEPS == 0 or step == steps:
+                self.rest()
+        self.all_leave()
+
+    def rest(self) -> None:
+        """Leave the network in peace, then check all that has to hold."""
+        self.rounds += 1
+        self.net.calm()
+        for member in [m for s in self.net.sessions for m in (*s.members.values(), *s.former)]:
+            member.service_us = 500
+            member.finish_all()
+            member.faults = False
+            if not member.leaving:
+                member.refuse = None
+        self.net.run(1.0)
+        self.net.check_converged()
+        self.net.check_idle_but_tunnels()
+        self.net.ledger.audit()
+        self.probe()
+        self.net.ledger.audit()
+        self.net.ledger.forget()
+
+    def probe(self) -> None:
+        """In a network at peace everything arrives everywhere: publications, broadcasts, surveys, requests."""
+        net, rng = self.net, self.rng
+        for place in rng.sample(range(len(net.relays)), 2):
+            caller = net.relays[place].session("probe")
+            net.run(0.1)
+            for topic in TOPICS:
+                before = {session.uid: len(session.casts) for session in net.sessions}
+                tag = caller.publish(topic)
+                net.run(0.1)
+                for session in net.sessions:
+                    got = session.casts[before[session.uid] :].count(tag)
+                    wants = session.wants(topic, KEY)
+                    if not wants <= got <= max(wants, session.wants_in_group(topic, KEY)):
+                        net.violate(
+                            f"at peace, {session} got publication {tag} to {topic!r} {got} times, not {wants}"
+                        )
+                groups = {
+                    group for s in net.sessions for pattern, group, key in s.subscriptions
+                    if group and key == KEY and s.matches(pattern, topic)
+                }  # fmt: skip
+                if net.ledger.groups_reached(tag) != groups:
+                    net.violate(
+                        f"at peace, publication {tag} reached {net.ledger.groups_reached(tag)}, not {groups}"
+                    )
+            for name in CLUSTERS:
+                self._probe_cluster(caller, name)
+            caller.bye()
+            net.run(0.1)
+
+    def _probe_cluster(self, caller: SimSession, name: str) -> None:
+        net = self.net
+        members = [
+            m for s in net.sessions for m in s.members.values() if m.name == name and m.key == KEY
+        ]
+        tag = caller.broadcast(name)
+        survey = caller.survey(name)
+        net.run(0.3)
+        calls = []
+        for _ in range(3):  # one by one: a small member holds no two
+            calls.append(caller.request(name))
+            net.run(0.1)
+        for member in members:
+            if (tag in member.casts) is not (Kind.BROADCAST in member.kinds):
+                net.violate(f"at peace, {member.member_id} missed broadcast {tag} to {name!r}")
+        asked = {member.member_id for member in members if Kind.SURVEY in member.kinds}
+        if (
+            set(survey.answers) != asked
+            or survey.lost
+            or survey.outcome != ("done" if asked else "no_members")
+        ):
+            net.violate(
+                f"at peace, {survey} ended as {survey.outcome!r}: answers of {sorted(survey.answers)}, "
+                f"members {sorted(asked)}, lost {survey.lost}"
+            )
+        served = any(Kind.REQUEST in member.kinds for member in members)
+        for call in calls:
+            if call.outcome != ("reply" if served else "no_members"):
+                net.violate(f"at peace, {call} ended as {call.outcome!r}: {call.detail}")
+
+    def all_leave(self) -> None:
+        """Everybody leaves: every relay keeps what one keeps that has links and nobody attached."""
+        for session in self.net.sessions:
+            session.bye()
+        self.net.calm()
+        self.net.check_converged()
+        self.net.check_idle()
+        for relay, sizes in zip(self.net.relays, self.net.table_sizes(), strict=True):
+            for table, size in sorted(sizes.items()):
+                if size > self.fresh[relay.place].get(table, 0) and table not in BY_DESIGN:
+                    was = self.fresh[relay.place].get(table, 0)
+                    self.net.violate(
+                        f"{relay}: {table} has {size} entries after everybody left, {was} before"
+                    )
+
+
+def is_change(frame: bytes) -> bool:
+    """Whether a frame says how a relay's interest changed: no snapshot, which cannot be lost but with its link."""
+    if frame[KIND_AT] != Kind.INTEREST:
+        return False
+    change = decode_control(memoryview(frame), 0, len(frame))
+    return isinstance(change, Interest) and not change.reset and bool(change.base)
+
+
+def play(seed: int, steps: int) -> Chaos:
+    """Live a life; raises Violation when a promise breaks."""
+    chaos = Chaos(seed)
+    chaos.run(steps)
+    return chaos

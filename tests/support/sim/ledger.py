@@ -1,0 +1,371 @@
+"""What happened, network-wide, and what must never happen: the promises that every step is held against."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.wire import frames
+from iris.wire.codec import BODY_AT, FLAGS_AT, KIND_AT, TUNNEL_BODY_AT
+from iris.wire.frames import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind
+
+if TYPE_CHECKING:
+    from support.sim.members import SimCall, SimMember, SimSession, Work
+    from support.sim.network import LinkEnd, SimNetwork, SimRelay
+
+NEVER_RAN: Final = frozenset(
+    cause.name.lower() for cause in (Cause.NO_MEMBERS, Cause.OVERLOADED, Cause.EXPIRED)
+)
+KNOWN_US: Final = 1_000_000
+"""Who has wanted something for so long is known to every relay that is linked and not frozen."""
+ON_ITS_WAY_US: Final = 1_000_000
+"""An answer that was given so shortly before the deadline may come too late without anybody's fault."""
+
+
+TAG: Final = struct.Struct("<4sQ")
+MAGIC: Final = b"#sim"
+"""What a body of a data frame begins with: a mark, and the tag."""
+
+
+def tag_of(frame: bytes) -> int:
+    """Return the tag of a data frame; 0 of a TUNNEL_END, which has none."""
+    at = TUNNEL_BODY_AT if frame[KIND_AT] in TUNNEL_KINDS else BODY_AT
+    if len(frame) < at + TAG.size:
+        return 0
+    magic, tag = TAG.unpack_from(frame, at)
+    return int(tag) if magic == MAGIC else 0
+
+
+class Cast:
+    """A bundle on its way: who sent it, and who is to get it or be told of its loss."""
+
+    __slots__ = ("address", "count", "first", "receivers", "sender", "sent_us", "tag")
+
+    def __init__(
+        self, sender: SimSession, address: tuple[int, str, bytes], tag: int, first: int, count: int
+    ) -> None:
+        self.sender = sender
+        self.address = address
+        self.tag = tag
+        self.first = first
+        self.count = count
+        self.sent_us = sender.net.now_us
+        self.receivers: list[tuple[SimSession, int]] = []
+        """(session, member or 0)"""
+
+
+class Heard:
+    """What one receiver knows of one sender's sequence for one address: `since` .. `until`, without what it was told is lost."""
+
+    __slots__ = ("last", "since", "unknown", "until")
+
+    def __init__(self) -> None:
+        self.last = -1
+        """The last that arrived."""
+        self.since = 1 << 64
+        self.until = 0
+        self.unknown = False
+        """It was told of losses whose number nobody knows."""
+
+    def know(self, first: int, count: int) -> None:
+        self.since = min(self.since, first)
+        self.until = max(self.until, first + count)
+
+
+class Ledger:
+    """Every message by its tag."""
+
+    def __init__(self, net: SimNetwork) -> None:
+        self.net = net
+        self.calls: dict[int, SimCall] = {}
+        self.open: dict[int, SimCall] = {}
+        """Not ended."""
+        self.runs: Counter[int] = Counter()
+        """Request or push -> how often a handler started."""
+        self.works: dict[int, Work] = {}
+        """The last that was handed to a member of a call."""
+        self.outcomes: Counter[str] = Counter()
+        self.cast_copies = 0
+        self.loops_checked = 0
+        self.gaps = 0
+        self._tag = 0
+        self._faults = 0
+        self._fault_until_us = 0
+        self._surveyed: set[tuple[int, str]] = set()
+        self._casts: set[tuple[int, int, int]] = set()
+        self._grouped: set[tuple[int, str]] = set()
+        self._heard: dict[tuple[int, int, int, str, bytes, bytes], Heard] = {}
+        """By session, member, kind, name, key, sender."""
+        self._sent: list[Cast] = []
+        self.audited = 0
+        self.told_lost = 0
+        self._crossed: dict[tuple[bytes, int, int], int] = {}
+
+    def new_tag(self) -> int:
+        self._tag += 1
+        return self._tag
+
+    # -- what may excuse a timeout ---------------------------------------------------------------------------
+
+    def fault_begins(self) -> None:
+        """Something stops working without saying so."""
+        self._faults += 1
+
+    def fault_ends(self) -> None:
+        """It works again, or everybody has noticed."""
+        self._faults -= 1
+        self._fault_until_us = max(self._fault_until_us, self.net.now_us)
+
+    def fault_for(self, duration_us: int) -> None:
+        """For so long, not everybody may know."""
+        self._fault_until_us = max(self._fault_until_us, self.net.now_us + duration_us)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def sent(self, call: SimCall) -> None:
+        self.calls[call.tag] = self.open[call.tag] = call
+
+    def handed(self, work: Work, session: SimSession) -> None:
+        """A member's session got it, run or not: its deadline has to be the caller's, give or take the way."""
+        call = self.calls[work.tag]
+        self.works[work.tag] = work
+        if not work.deadline_us:
+            self.net.violate(f"{call} reached {session} without its deadline")
+        late_us = work.deadline_us - session.offset_us - call.deadline_us
+        slack_us = (
+            0
+            if session.relay is call.session.relay
+            else self.net.slowest_us(session.relay, call.session.relay)
+        )
+        if not 0 <= late_us <= slack_us:
+            self.net.violate(f"{call} has {late_us} µs more at {session} than its caller gave it")
+
+    def executed(self, work: Work, member: SimMember) -> None:
+        """A handler starts."""
+        call = self.calls[work.tag]
+        if work.kind == Kind.SURVEY:
+            key = (work.tag, member.member_id)
+            if key in self._surveyed:
+                self.net.violate(f"{call} ran twice on {member.member_id}")
+            self._surveyed.add(key)
+            return
+        self.runs[work.tag] += 1
+        self.net.note(f"{call} runs on {member.session}")
+        if self.runs[work.tag] > 1:
+            self.net.violate(f"{call} ran {self.runs[work.tag]} times")
+        if call.outcome in NEVER_RAN and not call.may_have_run:
+            self.net.violate(f"{call} runs on {member.session} after it ended as {call.outcome!r}")
+
+    def ended(self, call: SimCall) -> None:
+        self.open.pop(call.tag, None)
+        self.outcomes[f"{Kind(call.kind).name.lower()} {call.outcome}"] += 1
+        if call.outcome == "reply" and self.runs[call.tag] != 1:
+            self.net.violate(f"{call} has a reply, and ran {self.runs[call.tag]} times")
+        told = call.outcome not in ("closed", "timeout", "handed")
+        if told and not call.may_have_run and self.runs[call.tag]:
+            self.net.violate(
+                f"{call} ran, and its caller was told that it cannot have: {call.outcome}"
+            )
+
+    def survey_done(self, call: SimCall) -> None:
+        """A survey is over: each member that it was handed to has answered, or is named as lost."""
+        missing = set(call.roster) - set(call.answers) - set(call.lost)
+        if missing:
+            self.net.violate(f"{call} is over, without a word of {sorted(missing)}")
+        if stray := set(call.answers) - set(call.roster):
+            self.net.violate(f"{call} was answered by {sorted(stray)}, who are not on the roster")
+
+    def timed_out(self, call: SimCall) -> None:
+        """The caller's own clock ended it: there has to be a reason."""
+        if self._faults or self._fault_until_us >= call.sent_us or call.kind == Kind.SURVEY:
+            return
+        work = self.works.get(call.tag)
+        if work is not None and (
+            not work.finished_us or work.finished_us + ON_ITS_WAY_US > self.net.now_us
+        ):
+            return
+        self.net.violate(
+            f"{call} timed out while nothing was wrong (handed over: {work is not None})"
+        )
+
+    # -- casts -----------------------------------------------------------------------------------------------
+
+    def cast_arrived(
+        self, session: SimSession, route: frames.Declare, tag: int, first: int, count: int
+    ) -> None:
+        """A bundle came out at a session: never twice, never out of its sender's order."""
+        net = self.net
+        self.cast_copies += 1
+        what = f"{Kind(route.kind).name.lower()} {tag} to {route.name!r}"
+        if (copy := (session.uid, route.member, tag)) in self._casts:
+            net.violate(f"{what} reached {session} (member {route.member}) twice")
+        self._casts.add(copy)
+        heard = self._flow(session, route)
+        if first <= heard.last:
+            net.violate(
+                f"{what}, messages {first} to {first + count - 1}, reached {session} after {heard.last}"
+            )
+        heard.last = first + count - 1
+        heard.know(first, count)
+        for group in route.groups:
+            if (tag, group) in self._grouped:
+                net.violate(f"{what} reached queue group {group!r} twice")
+            self._grouped.add((tag, group))
+
+    def _flow(self, session: SimSession, of: frames.Declare | frames.Gap) -> Heard:
+        flow = (session.uid, of.member, of.kind, of.name, of.key_id, of.sender_id)
+        return self._heard.setdefault(flow, Heard())
+
+    def gap_told(self, session: SimSession, gap: frames.Gap) -> None:
+        """A receiver was told of a loss; without a count, that one begins."""
+        self.gaps += 1
+        heard = self._flow(session, gap)
+        if gap.count == frames.UNKNOWN_COUNT:
+            heard.unknown = True
+        else:
+            heard.know(gap.first, gap.count)
+
+    def cast_sent(self, cast: Cast) -> None:
+        """A bundle sets out: note who has wanted it for so long that everybody knows."""
+        kind, name, key = cast.address
+        before_us = self.net.now_us - KNOWN_US
+        if cast.sender.relay.frozen:
+            return
+        for session in self.net.sessions:
+            if session.leaving or session.relay.frozen:
+                continue
+            if kind == Kind.PUBLISH:
+                if session.wants(name, key, before_us):
+                    cast.receivers.append((session, 0))
+            else:
+                cast.receivers += [
+                    (session, member.serial)
+                    for member in session.members.values()
+                    if (member.name, member.key) == (name, key)
+                    and kind in member.kinds
+                    and member.joined_us <= before_us
+                ]
+        if cast.receivers:
+            self._sent.append(cast)
+
+    def audit(self) -> None:
+        """At rest: what was sent to a receiver by an unbroken way arrived, or it was told what it lost."""
+        for cast in self._sent:
+            kind, name, key = cast.address
+            if not cast.sender.relay.alive:
+                continue
+            for session, serial in cast.receivers:
+                if session.closed or session.leaving or not self._unbroken(cast, session):
+                    continue
+                if serial:
+                    if serial not in session.members or session.members[serial].leaving:
+                        continue
+                elif not session.wants(name, key, cast.sent_us - KNOWN_US):
+                    continue
+                self.audited += 1
+                if (session.uid, serial, cast.tag) in self._casts:
+                    continue
+                flow = (session.uid, serial, kind, name, key, cast.sender.sender_id)
+                heard = self._heard.get(flow, Heard())
+                self.told_lost += 1
+                if (
+                    not heard.unknown
+                    and not heard.since <= cast.first < cast.first + cast.count <= heard.until
+                ):
+                    self.net.violate(
+                        f"{Kind(kind).name} {cast.tag} of {cast.sender} to {name!r}, {cast.first} + {cast.count}, is lost "
+                        f"on its way to {session}, which was not told: it knows {heard.since} to {heard.until}"
+                    )
+        self._sent.clear()
+
+    def _unbroken(self, cast: Cast, session: SimSession) -> bool:
+        here, there = cast.sender.relay, session.relay
+        before_us = cast.sent_us - KNOWN_US
+        if here is there:
+            return True
+        if here.awake_us > before_us or there.awake_us > before_us:
+            return False  # what was said meanwhile may not be known
+        return self.net.wire(here.place, there.place).changed_us < before_us
+
+    def groups_reached(self, tag: int) -> set[str]:
+        """Return the queue groups that a publication reached."""
+        return {group for other, group in self._grouped if other == tag}
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    def over_link(self, end: LinkEnd, frame: bytes) -> None:
+        """A relay puts a data frame on a link: one that came over a link is sent over no other, and of a bundle one copy."""
+        kind, tag, relay = frame[KIND_AT], tag_of(frame), end.relay
+        if not tag:
+            return
+        self.loops_checked += 1
+        origin = self._crossed.get((relay.relay_id, kind, tag))
+        if origin is not None and not frame[FLAGS_AT] & FLAG_REFUSED:
+            self.net.violate(
+                f"{Kind(kind).name} {tag} came to relay {relay.place} from {origin}, and goes on to {end.place}"
+            )
+        if kind in (Kind.PUBLISH, Kind.BROADCAST):
+            if tag in end.casts:
+                self.net.violate(
+                    f"two copies of {Kind(kind).name} {tag} go from {relay.place} to {end.place}"
+                )
+            end.casts.add(tag)
+
+    def from_link(self, relay: SimRelay, from_place: int, frame: bytes) -> None:
+        """A data frame came out of a link."""
+        if not frame[FLAGS_AT] & FLAG_REFUSED and (tag := tag_of(frame)):
+            self._crossed[(relay.relay_id, frame[KIND_AT], tag)] = from_place
+
+    # -- at rest ---------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop what can no longer matter, so that a long run stays small. Only while nothing is on its way."""
+        for tag in [tag for tag, call in self.calls.items() if call.outcome]:
+            del self.calls[tag]
+        for table in (
+            self._casts,
+            self._grouped,
+            self._surveyed,
+            self._crossed,
+            self.runs,
+            self.works,
+        ):
+            table.clear()
+
+
+CACHES: Final = frozenset(
+    f"Route.{name}"
+    for name in ("_declared", "asked", "groups", "loads", "many", "peers", "single", "targets")
+) | {"Mesh._key_ids", "Mesh._kinds"}
+"""What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared: pruned when it has doubled), and values that copies share (bounded)."""
+
+
+def table_sizes(router: Any) -> Counter[str]:
+    """Return entries by table ("Class.attribute") of everything that a router refers to, but for its ports and caches."""
+    sizes: Counter[str] = Counter()
+    seen: set[int] = set()
+    todo: list[tuple[str, Any]] = [("Router", router)]
+    while todo:
+        where, thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, (dict, list, set, tuple)) or type(thing).__name__ == "deque":
+            if not isinstance(thing, tuple):
+                sizes[where] += len(thing)
+            values = [*thing.keys(), *thing.values()] if isinstance(thing, dict) else list(thing)
+            todo += [(where, value) for value in values if not isinstance(value, (bytes, str, int))]
+            continue
+        cls = type(thing)
+        if not cls.__module__.startswith(("relay.core", "iris.core")):
+            continue
+        names = {name for base in cls.__mro__ for name in getattr(base, "__slots__", ())}
+        names |= set(getattr(thing, "__dict__", ()))
+        places = {name: f"{cls.__name__}.{name}" for name in sorted(names)}
+        todo += [
+            (place, getattr(thing, name, None))
+            for name, place in places.items()
+            if place not in CACHES
+        ]
+    return sizes

@@ -1,0 +1,662 @@
+"""Sessions that speak frames themselves, without keys and seals: they send, serve, stall, refuse and go away.
+
+Every data frame carries a tag in its body, by which the `Ledger` recognises it wherever it turns up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.wire import frames
+from iris.wire.codec import (
+    BODY_AT,
+    BUNDLE,
+    END,
+    FLAGS_AT,
+    HOP,
+    KIND_AT,
+    TUNNEL_BODY_AT,
+    decode_control,
+    encode_control,
+    tunnel_frame,
+)
+from iris.wire.frames import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind, Refusal, Serving
+from support.sim.ledger import MAGIC, TAG, Cast, tag_of
+
+if TYPE_CHECKING:
+    from support.sim.network import SimNetwork, SimRelay
+    from support.sim.wires import Pipe
+
+KEY: Final = bytes(range(16))
+OTHER_KEY: Final = bytes(range(1, 17))
+PAYLOAD_BYTES: Final = 64
+"""Room for the offsets of a small bundle."""
+_NEVER_US: Final = 1 << 60
+FOREVER_US: Final = 1 << 50
+"""A handler that takes so long never answers."""
+ALL_KINDS: Final = tuple(sorted(frames.SERVED_KINDS))
+
+
+class SimCall:
+    """A request, push, survey or tunnel opening, and how it ended."""
+
+    def __init__(self, session: SimSession, kind: int, name: str, tag: int, hop: int) -> None:
+        self.session = session
+        self.kind = kind
+        self.name = name
+        self.tag = tag
+        self.hop = hop
+        self.sent_us = session.net.now_us
+        self.deadline_us = 0
+        """In the network's time."""
+        self.done_us = 0
+        self.outcome = ""
+        """ "reply", "fault", "done" (a survey), "accepted" (a tunnel), "handed" (a push that did not fail), a cause in lower case, "timeout", or "closed" with its session."""
+        self.may_have_run = True
+        self.detail = ""
+        self.by = ""
+        """Who replied: the member's id."""
+        self.roster: list[str] = []
+        self.answers: list[str] = []
+        """Members that answered a survey."""
+        self.lost: list[str] = []
+
+    def end(self, outcome: str) -> None:
+        """It has its outcome; a second one breaks the first promise of all."""
+        net = self.session.net
+        if self.outcome:
+            net.violate(f"{self} ended as {self.outcome!r} and again as {outcome!r}")
+        self.outcome = outcome
+        self.done_us = net.now_us
+        net.note(f"{self} {outcome} {self.detail}")
+        net.ledger.ended(self)
+
+    def __repr__(self) -> str:
+        return f"{Kind(self.kind).name.lower()} {self.tag} to {self.name!r} of {self.session}"
+
+
+class Work:
+    """A message that a member was handed."""
+
+    __slots__ = ("deadline_us", "finished_us", "frame", "hop", "kind", "route", "tag")
+
+    def __init__(self, frame: bytes, route: frames.Declare) -> None:
+        _, self.kind, _, _, self.hop, self.deadline_us = HOP.unpack_from(frame)
+        self.frame = frame
+        self.route = route
+        self.tag = tag_of(frame)
+        self.finished_us = 0
+
+
+class SimMember:
+    """One membership. It runs `concurrency` handlers at once, each for `service_us`, and queues what else it gets."""
+
+    def __init__(self, session: SimSession, name: str, key: bytes, concurrency: int) -> None:
+        self.session = session
+        self.name = name
+        self.key = key
+        self.concurrency = concurrency
+        self.serial = 0
+        self.joined_us = 0
+        self.kinds: Sequence[int] = ALL_KINDS
+        self.service_us = 500
+        self.refuse: Refusal | None = None
+        self.leaving = False
+        self.faults = False
+        self.running: dict[int, Work] = {}
+        """By hop id."""
+        self.waiting: deque[Work] = deque()
+        self.executed: list[int] = []
+        """Tags of what it ran."""
+        self.casts: list[int] = []
+
+    @property
+    def member_id(self) -> str:
+        return f"{self.session.relay.relay_id.hex()}.{self.serial}"
+
+    def take(self, work: Work) -> None:
+        """Run it, queue it, or send it back."""
+        if self.refuse is not None:
+            self.session.refuse(work, self.refuse)
+            return
+        self.waiting.append(work)
+        self.pump()
+
+    def pump(self) -> None:
+        """Start what there is a handler for."""
+        net = self.session.net
+        while self.waiting and len(self.running) < self.concurrency:
+            work = self.waiting.popleft()
+            if work.deadline_us and work.deadline_us <= self.session.mono_us:
+                self.session.refuse(work, Refusal.EXPIRED)
+                continue
+            self.running[work.hop] = work
+            self.executed.append(work.tag)
+            net.ledger.executed(work, self)
+            if self.service_us < FOREVER_US:
+                net.clock.after(self.service_us, self.finish, work)
+
+    def finish(self, work: Work) -> None:
+        """A handler returns: answer, or give the credit back."""
+        if work.finished_us:
+            return
+        work.finished_us = self.session.net.now_us
+        del self.running[work.hop]
+        self.session.answer(work, self, Kind.FAULT if self.faults else Kind.REPLY)
+        self.pump()
+
+    def finish_all(self) -> None:
+        """Handlers that were to run forever return."""
+        for work in list(self.running.values()):
+            self.finish(work)
+
+
+class SimTunnel:
+    """One end of a tunnel: numbers what it sends, and wants what it gets numbered without a hole."""
+
+    def __init__(self, session: SimSession, hop: int, pair: int, opener: bool) -> None:
+        self.session = session
+        self.hop = hop
+        self.pair = pair
+        """The tag of its opening, known to both ends."""
+        self.opener = opener
+        self.state = "opening" if opener else "open"
+        self.cause: Cause | None = None
+        self.sent = 0
+        self.heard = 0
+
+    def send(self, count: int = 1) -> None:
+        """Send `count` messages."""
+        for _ in range(count):
+            if self.state != "open":
+                return
+            body = TAG.pack(MAGIC, self.session.net.ledger.new_tag()) + struct.pack(
+                "<QQ", self.pair, self.sent
+            )
+            self.sent += 1
+            self.session.say(tunnel_frame(Kind.TUNNEL_DATA, self.hop, body))
+
+    def close(self, cause: Cause = Cause.CLOSED) -> None:
+        """End it from this side."""
+        if self.state in ("open", "opening"):
+            self.session.say(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((cause,))))
+            self.ended(cause)
+
+    def got(self, frame: bytes) -> None:
+        """A message arrived."""
+        pair, number = struct.unpack_from("<QQ", frame, TUNNEL_BODY_AT + TAG.size)
+        if pair != self.pair:
+            self.session.net.violate(
+                f"tunnel {self.pair} of {self.session} got a frame of tunnel {pair}"
+            )
+        if number != self.heard:
+            self.session.net.violate(
+                f"tunnel {pair}: {self.session} got message {number} where {self.heard} was due"
+            )
+        self.heard += 1
+
+    def ended(self, cause: Cause) -> None:
+        """It is over."""
+        self.state = "ended"
+        self.cause = cause
+        self.session.tunnels.pop(self.hop, None)
+        self.session.net.note(f"tunnel {self.pair} ended at {self.session}: {cause.name}")
+
+
+class SimWatch:
+    """Who is there, as a session was told."""
+
+    def __init__(self, name: str, key: bytes) -> None:
+        self.name = name
+        self.key = key
+        self.members: set[str] = set()
+        self.changes = 0
+        """How often it was told of one."""
+
+    def told(self, change: frames.Membership, net: SimNetwork) -> None:
+        self.changes += bool(change.joined or change.left)
+        for info in change.joined:
+            if info.member in self.members:
+                net.violate(f"a watch of {self.name!r} was told twice that {info.member} joined")
+            self.members.add(info.member)
+        for member in change.left:
+            if member not in self.members:
+                net.violate(
+                    f"a watch of {self.name!r} was told that {member} left, which was not there"
+                )
+            self.members.discard(member)
+
+
+class SimSession:
+    """One process, attached to its relay."""
+
+    def __init__(self, relay: SimRelay, label: str, keys: Sequence[bytes], to_relay: Pipe) -> None:
+        self.relay = relay
+        self.net = relay.net
+        self.uid = self.net.ledger.new_tag()
+        self.label = label
+        self.keys = tuple(keys)
+        self.sender_id = self.net.rng.randbytes(16)
+        self.to_relay = to_relay
+        self.from_relay: Pipe
+        self.offset_us = relay.offset_us
+        self.closed = False
+        self.leaving = False
+        self.stalled = False
+        self.members: dict[int, SimMember] = {}
+        self.former: list[SimMember] = []
+        """Those that left: their handlers may still run."""
+        self.subscriptions: dict[tuple[str, str, bytes], int] = {}
+        """(filter, group, key) -> since when the relay knows."""
+        self.watches: dict[int, SimWatch] = {}
+        self.calls: dict[int, SimCall] = {}
+        self.tunnels: dict[int, SimTunnel] = {}
+        self.casts: list[int] = []
+        """Tags of what it got of its subscriptions, in order."""
+        self.gaps: list[frames.Gap] = []
+        self.document = ""
+        self._hop = 0
+        self._id = 0
+        self._acks: dict[int, Callable[[frames.Ack], None]] = {}
+        self._aliases: dict[tuple[int, str, bytes, bytes], int] = {}
+        self._routes: dict[int, frames.Declare] = {}
+        self._sequences: dict[tuple[int, str, bytes], int] = {}
+        self.say(encode_control(frames.Hello(frames.PROTOCOL_VERSION, 0, label, self.uid)))
+
+    def __repr__(self) -> str:
+        return f"{self.label}@{self.relay.place}"
+
+    @property
+    def mono_us(self) -> int:
+        """The host's clock."""
+        return self.net.now_us + self.offset_us
+
+    # -- saying ----------------------------------------------------------------------------------------------
+
+    def say(self, frame: bytes) -> None:
+        if not self.closed and not self.leaving:
+            self.to_relay.put(frame)
+
+    def _ask(
+        self, make: Callable[[int], frames.Control], acked: Callable[[frames.Ack], None]
+    ) -> None:
+        self._id += 1
+        self._acks[self._id] = acked
+        self.say(encode_control(make(self._id)))
+
+    def serve(
+        self, name: str, *, key: bytes = KEY, kinds: Sequence[int] = ALL_KINDS, concurrency: int = 16,
+        limit_bytes: int = 1 << 20,
+    ) -> SimMember:  # fmt: skip
+        """Join a cluster: the member's `serial` is set once the relay has answered."""
+        member = SimMember(self, name, key, concurrency)
+        member.kinds = kinds
+        serving = {int(kind): Serving(concurrency, limit_bytes) for kind in kinds}
+
+        def joined(ack: frames.Ack) -> None:
+            member.serial = ack.member
+            member.joined_us = self.net.now_us
+            self.members[ack.member] = member
+            self.net.note(f"{self} serves {name!r} as {ack.member}")
+
+        self._ask(lambda number: frames.Join(number, name, [key], serving), joined)
+        return member
+
+    def leave(self, member: SimMember) -> None:
+        """Stop serving: what it was handed it still finishes."""
+
+        def left(ack: frames.Ack) -> None:
+            self.members.pop(member.serial, None)
+            self.former.append(member)
+            self.net.note(f"{self} left {member.name!r}")
+
+        member.leaving = True
+        member.refuse = Refusal.LEAVING
+        self._ask(lambda number: frames.Leave(number, member.serial), left)
+
+    def subscribe(self, pattern: str, *, group: str = "", key: bytes = KEY) -> None:
+        """Subscribe; `subscriptions` shows when the relay knows."""
+        place = (pattern, group, key)
+        self.subscriptions[place] = _NEVER_US
+
+        def subscribed(ack: frames.Ack) -> None:
+            if place in self.subscriptions:
+                self.subscriptions[place] = self.net.now_us
+
+        self._ask(lambda number: frames.Subscribe(number, pattern, [key], group), subscribed)
+
+    def unsubscribe(self, pattern: str, group: str, key: bytes) -> None:
+        """End a subscription."""
+        del self.subscriptions[(pattern, group, key)]
+        self._ask(lambda number: frames.Unsubscribe(number, pattern, group), lambda ack: None)
+
+    def watch(self, name: str, *, key: bytes = KEY) -> SimWatch:
+        """Hear who serves a cluster."""
+        watch = SimWatch(name, key)
+        self._id += 1
+        self.watches[self._id] = watch
+        self.say(encode_control(frames.Members(self._id, name, [key], True)))
+        return watch
+
+    def ask_status(self) -> None:
+        """Ask for the status document: `document` once it is there."""
+        self._id += 1
+        self.say(encode_control(frames.Status(self._id)))
+
+    def alias(self, kind: int, name: str, key: bytes) -> int:
+        """Return the alias that stands for this address, declared before its first use."""
+        place = (kind, name, key, self.sender_id)
+        alias = self._aliases.get(place)
+        if alias is None:
+            alias = self._aliases[place] = len(self._aliases)
+            self.say(encode_control(frames.Declare(alias, kind, name, key, self.sender_id)))
+        return alias
+
+    def cast(
+        self, kind: int, name: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES
+    ) -> int:
+        """Publish or broadcast a bundle of `count` messages; return its tag."""
+        tag = self.net.ledger.new_tag()
+        place = (kind, name, key)
+        first = self._sequences.get(place, 0)
+        self._sequences[place] = first + count
+        body = TAG.pack(MAGIC, tag).ljust(max(size, 4 * count + 1), b".")
+        alias = self.alias(kind, name, key)
+        self.net.ledger.cast_sent(Cast(self, place, tag, first, count))
+        self.say(
+            HOP.pack(46 + len(body), kind, 0, alias, 0, 0)
+            + END.pack(self.net.now_us, 0, count, first)
+            + body
+        )
+        return tag
+
+    def publish(
+        self, topic: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES
+    ) -> int:
+        return self.cast(Kind.PUBLISH, topic, count, key=key, size=size)
+
+    def broadcast(self, name: str, count: int = 1, *, key: bytes = KEY) -> int:
+        return self.cast(Kind.BROADCAST, name, count, key=key)
+
+    def call(
+        self, kind: int, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES
+    ) -> SimCall:  # fmt: skip
+        """Send a request, push, survey or tunnel opening."""
+        tag = self.net.ledger.new_tag()
+        self._hop += 1
+        call = SimCall(self, kind, name, tag, self._hop)
+        alias = self.alias(kind, name, key)
+        self.calls[call.hop] = call
+        call.deadline_us = self.net.now_us + 1000 * timeout_ms
+        body = TAG.pack(MAGIC, tag).ljust(size, b".")
+        self.net.ledger.sent(call)
+        self.say(
+            HOP.pack(46 + len(body), kind, 0, alias, call.hop, call.deadline_us + self.offset_us)
+            + END.pack(self.net.now_us, timeout_ms, 1, tag)
+            + body
+        )
+        self.net.clock.at(call.deadline_us, self._timeout, call)
+        return call
+
+    def request(
+        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES
+    ) -> SimCall:  # fmt: skip
+        return self.call(Kind.REQUEST, name, key=key, timeout_ms=timeout_ms, size=size)
+
+    def push(self, name: str, *, key: bytes = KEY) -> SimCall:
+        return self.call(Kind.PUSH, name, key=key)
+
+    def survey(self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000) -> SimCall:
+        return self.call(Kind.SURVEY, name, key=key, timeout_ms=timeout_ms)
+
+    def open_tunnel(self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000) -> SimTunnel:
+        call = self.call(Kind.TUNNEL_OPEN, name, key=key, timeout_ms=timeout_ms)
+        tunnel = self.tunnels[call.hop] = SimTunnel(self, call.hop, call.tag, opener=True)
+        return tunnel
+
+    def refuse(self, work: Work, reason: Refusal) -> None:
+        """Send a message back as it came."""
+        frame = bytearray(work.frame)
+        frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
+        self.net.note(f"{self} refuses {work.tag}: {reason.name}")
+        self.say(bytes(frame))
+
+    def answer(self, work: Work, member: SimMember, kind: int) -> None:
+        """What a member says when its handler returns."""
+        if work.kind == Kind.PUSH:
+            self.say(encode_control(frames.Credit(member.serial, Kind.PUSH, [work.hop])))
+            return
+        if work.kind == Kind.SURVEY and kind == Kind.REPLY:
+            kind = Kind.ANSWER
+        body = TAG.pack(MAGIC, work.tag) + member.member_id.encode()
+        alias = self.alias(kind, work.route.name, work.route.key_id)
+        self.say(
+            HOP.pack(46 + len(body), kind, 0, alias, work.hop, 0)
+            + END.pack(self.net.now_us, 0, 1, 0)
+            + body
+        )
+
+    # -- what it should get ----------------------------------------------------------------------------------
+
+    def wants(self, topic: str, key: bytes, since_us: int = _NEVER_US) -> int:
+        """1 if a subscription without a group has been for `topic` since then, else 0."""
+        return int(
+            any(
+                not group and own == key and known_us <= since_us and self.matches(pattern, topic)
+                for (pattern, group, own), known_us in self.subscriptions.items()
+            )
+        )
+
+    def wants_in_group(self, topic: str, key: bytes) -> int:
+        """1 if any subscription is for `topic`, else 0."""
+        return int(any(own == key and self.matches(pattern, topic) for pattern, _, own in self.subscriptions))  # fmt: skip
+
+    @staticmethod
+    def matches(pattern: str, topic: str) -> bool:
+        """Whether a filter matches. Written anew, to check the relay's tree by."""
+        wanted, tokens = pattern.split("."), topic.split(".")
+        if wanted[-1] == ">":
+            wanted = wanted[:-1]
+            if len(tokens) <= len(wanted):
+                return False
+            tokens = tokens[: len(wanted)]
+        return len(wanted) == len(tokens) and all(
+            w in ("*", t) for w, t in zip(wanted, tokens, strict=True)
+        )
+
+    # -- going away ------------------------------------------------------------------------------------------
+
+    def stall(self) -> None:
+        """Read nothing any more, until `wake`."""
+        if not self.stalled and not self.closed:
+            self.stalled = True
+            self.net.ledger.fault_begins()
+            self.net.note(f"{self} stalls")
+            self.from_relay.stop()
+
+    def wake(self) -> None:
+        if self.stalled:
+            self.stalled = False
+            self.net.ledger.fault_ends()
+            self.net.note(f"{self} wakes")
+            self.from_relay.go()
+
+    def bye(self) -> None:
+        """End politely: all that was said counts."""
+        self.wake()
+        self.say(encode_control(frames.Bye()))
+        self.leaving = True
+
+    def die(self) -> None:
+        """Be gone: what was said is on its way, nothing more is heard."""
+        if not self.closed:
+            self.net.note(f"{self} dies")
+            self.to_relay.hang_up()
+            self.connection_lost()
+
+    def connection_lost(self) -> None:
+        """The relay is gone, or we are."""
+        if self.closed:
+            return
+        self.wake()
+        self.closed = True
+        self.from_relay.close()
+        for call in list(self.calls.values()):
+            if not call.outcome:
+                call.end("closed")
+        self.calls.clear()
+        for tunnel in list(self.tunnels.values()):
+            tunnel.ended(Cause.LOST)
+        self.relay.sessions.pop(self.uid, None)
+
+    def _timeout(self, call: SimCall) -> None:
+        if call.outcome:
+            return
+        if call.kind == Kind.PUSH:
+            call.end("handed")
+        else:
+            self.net.ledger.timed_out(call)
+            call.end("timeout")
+        if call.kind == Kind.TUNNEL_OPEN and call.hop in self.tunnels:
+            self.tunnels[call.hop].close(Cause.BROKEN)
+
+    # -- hearing ---------------------------------------------------------------------------------------------
+
+    def frame(self, data: bytes) -> None:
+        """The relay says something."""
+        kind = data[KIND_AT]
+        if kind < frames.FIRST_DATA_KIND:
+            self._control(decode_control(memoryview(data), 0, len(data)))
+        elif kind in (Kind.PUBLISH, Kind.BROADCAST):
+            self._cast(kind, data)
+        elif kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER):
+            self._answered(kind, data)
+        elif kind in TUNNEL_KINDS:
+            self._tunnel(kind, data)
+        else:
+            self._handed(data)
+
+    def _route(self, kind: int, alias: int) -> frames.Declare:
+        route = self._routes.get(alias)
+        if route is None or route.kind != kind:
+            self.net.violate(
+                f"{self} got a {Kind(kind).name} under alias {alias}, which stands for {route}"
+            )
+        assert route is not None
+        if route.key_id not in self.keys:
+            self.net.violate(f"{self} got a {Kind(kind).name} under a key that it does not hold")
+        return route
+
+    def _cast(self, kind: int, data: bytes) -> None:
+        _, alias, _, count, first = BUNDLE.unpack_from(data)
+        route = self._route(kind, alias)
+        self.net.ledger.cast_arrived(self, route, tag_of(data), first, count)
+        if kind == Kind.PUBLISH:
+            self.casts.append(tag_of(data))
+        elif (member := self.members.get(route.member)) is not None:
+            member.casts.append(tag_of(data))
+
+    def _handed(self, data: bytes) -> None:
+        _, kind, _, alias, hop, _ = HOP.unpack_from(data)
+        route = self._route(kind, alias)
+        work = Work(data, route)
+        self.net.ledger.handed(work, self)
+        member = self.members.get(route.member)
+        if member is None or kind not in member.kinds:
+            self.refuse(work, Refusal.LEAVING)
+        elif kind != Kind.TUNNEL_OPEN:
+            member.take(work)
+        elif member.refuse is not None:
+            self.refuse(work, member.refuse)
+        elif hop in self.tunnels:
+            self.net.violate(f"{self} got a second tunnel {hop}")
+        else:
+            self.net.ledger.executed(work, member)
+            self.tunnels[hop] = SimTunnel(self, hop, work.tag, opener=False)
+            body = TAG.pack(MAGIC, self.net.ledger.new_tag()) + struct.pack("<Q", work.tag)
+            self.say(tunnel_frame(Kind.TUNNEL_ACCEPT, hop, body))
+
+    def _answered(self, kind: int, data: bytes) -> None:
+        _, _, _, alias, hop, _ = HOP.unpack_from(data)
+        self._route(kind, alias)
+        call = self.calls.get(hop)
+        if call is None:
+            self.net.violate(f"{self} got a {Kind(kind).name} for hop {hop}, which it never used")
+            return
+        if tag_of(data) != call.tag:
+            self.net.violate(f"{call} got the answer of {tag_of(data)}")
+        if call.outcome == "timeout":
+            return
+        by = data[BODY_AT + TAG.size :].decode()
+        if call.kind == Kind.SURVEY:
+            if call.outcome:
+                self.net.violate(f"{call} got an answer of {by} after it ended as {call.outcome!r}")
+            if by in call.answers:
+                self.net.violate(f"{call} got two answers of {by}")
+            call.answers.append(by)
+        else:
+            call.by = by
+            call.end("reply" if kind == Kind.REPLY else "fault")
+
+    def _tunnel(self, kind: int, data: bytes) -> None:
+        hop = HOP.unpack_from(data)[4]
+        tunnel = self.tunnels.get(hop)
+        if tunnel is None:
+            return  # we ended it; the rest was on its way
+        if kind == Kind.TUNNEL_ACCEPT:
+            if tunnel.state != "opening":
+                self.net.violate(f"tunnel {tunnel.pair} was accepted while it was {tunnel.state}")
+            tunnel.state = "open"
+            self.calls[hop].end("accepted")
+        elif kind == Kind.TUNNEL_DATA:
+            tunnel.got(data)
+        else:
+            if tunnel.state == "opening" and not self.calls[hop].outcome:
+                self.calls[hop].end("broken")
+            tunnel.ended(Cause(data[TUNNEL_BODY_AT]))
+
+    def _control(self, body: Any) -> None:
+        if isinstance(body, frames.Declare):
+            self._routes[body.alias] = body
+        elif isinstance(body, frames.Ack):
+            if body.error:
+                self.net.violate(f"{self} was told: {body.error}")
+            self._acks.pop(body.id)(body)
+        elif isinstance(body, frames.Fail):
+            self._failed(body)
+        elif isinstance(body, frames.Roster):
+            self.calls[body.hop].roster += body.members
+        elif isinstance(body, frames.Done):
+            call = self.calls[body.hop]
+            call.lost += body.lost
+            if call.outcome != "timeout":
+                self.net.ledger.survey_done(call)
+                call.end("done")
+        elif isinstance(body, frames.Membership):
+            if body.id in self.watches:
+                self.watches[body.id].told(body, self.net)
+        elif isinstance(body, frames.Gap):
+            self.gaps.append(body)
+            self.net.ledger.gap_told(self, body)
+        elif isinstance(body, frames.Report):
+            self.document = body.document
+        elif isinstance(body, frames.Error):
+            self.net.violate(f"{self} was cut off: {body.detail}")
+        elif isinstance(body, frames.Bye):
+            self.connection_lost()
+
+    def _failed(self, fail: frames.Fail) -> None:
+        call = self.calls.get(fail.hop)
+        if call is None:
+            self.net.violate(f"{self} was told that hop {fail.hop} failed, which it never used")
+            return
+        if call.outcome in ("timeout", "handed"):
+            return
+        call.detail = fail.detail
+        call.may_have_run = fail.may_have_run
+        call.end(Cause(fail.cause).name.lower())
+        if call.kind == Kind.TUNNEL_OPEN and fail.hop in self.tunnels:
+            self.tunnels[fail.hop].ended(Cause(fail.cause))

@@ -1,0 +1,643 @@
+"""Relays in one process and in virtual time: each a real Router behind simulated ports, on a host with a clock of its own.
+
+    net = SimNetwork(seed=1, relays=2)
+    alice, bob = net.relays[0].session("alice"), net.relays[1].session("bob")
+    bob.serve("echo")
+    net.run(1.0)
+    call = alice.request("echo")
+    net.run(1.0)
+    call.outcome == "reply"
+
+Everything is drawn from the seed. After every event the accounts balance and the promises of the `Ledger` hold, or the run
+ends with a `Violation` that shows the seed and what happened last.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
+
+from iris.errors import PeerProtocolError
+from iris.wire.codec import KIND_AT, decode_control, encode_control
+from iris.wire.frames import FIRST_DATA_KIND, Kind, LinkHello
+from relay.core.router import Limits, Router
+from support.sim.ledger import Ledger, table_sizes
+from support.sim.members import KEY, OTHER_KEY, SimSession
+from support.sim.wires import Clock, Pipe, SimPort
+
+LIMIT: Final = 1 << 20
+SESSION_DELAY_US: Final = 20
+NOTICE_US: Final = 50_000
+"""A broken connection is noticed at either end within this."""
+REDIAL_US: Final = (20_000, 300_000)
+DEAD_US: Final = 3_000_000
+HELLO_US: Final = 1_500_000
+"""A connection over which no HELLO came by then is given up."""
+SETTLE_S: Final = 8.0
+"""Virtual seconds after which a network that is left alone has converged: silence noticed, redialled, suspensions over."""
+TRACE: Final = 60
+
+
+class Violation(AssertionError):
+    """A promise was broken. The text names the seed to replay, and shows what happened before."""
+
+
+class End:
+    """A relay's end of a connection: what comes in for the Router, and what the Router says."""
+
+    def __init__(self, relay: SimRelay, inbound: Pipe, port: SimPort) -> None:
+        self.relay = relay
+        self.inbound = inbound
+        self.port = port
+        self.closed = False
+        inbound.deliver = self.arrived
+        inbound.ended = self.lost
+        port.on_abort = self.aborted
+        port.paused = lambda: relay.frozen
+        if relay.frozen:
+            inbound.stop()
+        relay.ends.append(self)
+
+    def arrived(self, frame: bytes) -> None:
+        raise NotImplementedError
+
+    def down(self) -> None:
+        """Tell the Router."""
+        raise NotImplementedError
+
+    def aborted(self) -> None:
+        """The Router gave up: as in a daemon, the connection ends once the Router's turn is over."""
+        self.relay.net.clock.after(0, self.lost)
+
+    def lost(self, hang_up: bool = True) -> None:
+        """This end is over: the other side hears of it, unless it does not even get that (`hang_up`)."""
+        if self.closed:
+            return
+        self.closed = True
+        self.relay.ends.remove(self)
+        self.inbound.close()
+        if self.relay.alive:
+            self.relay.tick()
+            self.down()
+            accounts = self.relay.router.accounts
+            if lost := self.port.close():
+                accounts.out -= lost
+                accounts.drop("session lost", lost)
+            self.relay.acted()
+        if hang_up:
+            self.port.pipe.hang_up()
+        else:
+            self.port.pipe.close()
+
+    def vanish(self, hang_up: bool) -> None:
+        """The process is gone; its kernel may say so."""
+        self.closed = True
+        self.inbound.close()
+        self.port.close()
+        if hang_up:
+            self.port.pipe.hang_up()
+        else:
+            self.port.pipe.close()
+
+
+class SessionEnd(End):
+    """A relay's end of a session."""
+
+    def __init__(
+        self, relay: SimRelay, inbound: Pipe, port: SimPort, keys: Sequence[bytes]
+    ) -> None:
+        super().__init__(relay, inbound, port)
+        self.peer = relay.router.session_up(port)
+        # Proofs of keys are the protocol tests' business: here they would be most of the time.
+        self.peer.proven.update(keys)
+        port.writable = self._writable
+        self._entry = relay.router.entry(self.peer)
+
+    def arrived(self, frame: bytes) -> None:
+        self.relay.give(self._entry, frame)
+        if self.peer.closed:
+            self.closed = True
+            self.relay.ends.remove(self)
+            self.inbound.close()
+
+    def _writable(self) -> None:
+        self.relay.tick()
+        self.relay.router.writable(self.peer)
+
+    def down(self) -> None:
+        self.relay.router.session_down(self.peer)
+
+
+class LinkEnd(End):
+    """A relay's end of a link: up once both have said HELLO."""
+
+    def __init__(
+        self, relay: SimRelay, place: int, inbound: Pipe, port: SimPort, dialled: bool
+    ) -> None:
+        super().__init__(relay, inbound, port)
+        self.place = place
+        """Where the other end is."""
+        self.link: Any = None
+        self.dialled = dialled
+        self.casts: set[int] = set()
+        """Tags of the bundles that were put on it."""
+        self._entry: Callable[[memoryview, int, int], None]
+        port.sent = self._sent
+        port.writable = self._writable
+        relay.net.clock.after(HELLO_US, self._give_up)
+        if dialled:
+            self._hello()
+
+    def _give_up(self) -> None:
+        if self.link is None:
+            self.lost()
+
+    def _hello(self) -> None:
+        self.relay.tick()
+        dial_us = self.relay.mono_us if self.dialled else 0
+        self.port.control(encode_control(self.relay.router.hello(dial_us)))
+
+    def _sent(self, frame: bytes) -> None:
+        if frame[KIND_AT] >= FIRST_DATA_KIND:
+            self.relay.net.ledger.over_link(self, frame)
+
+    def arrived(self, frame: bytes) -> None:
+        relay = self.relay
+        if self.link is not None:
+            if frame[KIND_AT] >= FIRST_DATA_KIND:
+                relay.net.ledger.from_link(relay, self.place, frame)
+            elif (copies := relay.net.copies_of_control) is not None:
+                for _ in range(copies(relay, self.place, frame)):
+                    relay.give(self._entry, frame)
+                return
+            relay.give(self._entry, frame)
+            return
+        hello = decode_control(memoryview(frame), 0, len(frame))
+        assert isinstance(hello, LinkHello)
+        if not self.dialled:
+            self._hello()
+        for other in list(relay.ends):
+            if (
+                isinstance(other, LinkEnd)
+                and other.link is not None
+                and other.link.relay_id == hello.relay_id
+            ):
+                relay.net.note(f"{relay} replaces its link to {self.place}")
+                other.lost()
+        relay.tick()
+        self.link = relay.router.link_up(self.port, hello)
+        self._entry = relay.router.entry(self.link)
+        relay.net.note(f"{relay} has a link to {self.place}")
+        relay.net.ledger.fault_for(NOTICE_US)
+        relay.net.wire(relay.place, self.place).changed_us = relay.net.now_us
+        relay.acted()
+
+    def _writable(self) -> None:
+        if self.link is not None:
+            self.relay.tick()
+            self.relay.router.writable(self.link)
+
+    def down(self) -> None:
+        if self.link is not None:
+            self.relay.net.note(f"{self.relay} lost its link to {self.place} {self.port.aborted}")
+            self.relay.net.ledger.fault_for(DEAD_US)
+            self.relay.router.link_down(self.link)
+        self.relay.net.link_lost(self.relay, self.place)
+
+
+class SimRelay:
+    """One start of a relay at a place. Its host's clock shows `net.now_us + offset_us`."""
+
+    def __init__(self, net: SimNetwork, place: int, offset_us: int, generation: int) -> None:
+        self.net = net
+        self.place = place
+        self.offset_us = offset_us
+        self.generation = generation
+        self.relay_id = net.rng.randbytes(16)
+        self.alive = True
+        self.frozen = False
+        self.awake_us = 0
+        """When it was thawed last."""
+        self.ends: list[End] = []
+        self.sessions: dict[int, SimSession] = {}
+        self._armed_us = 0
+        self.router = Router(
+            self.relay_id, entropy=net.rng.randbytes, message_limit=LIMIT, limits=net.limits, site="sim"
+        )  # fmt: skip
+        self.tick()
+        # Until it has settled, what nobody serves waits.
+        net.ledger.fault_for(net.settle_us)
+        self.router.mesh.settle_us = self.mono_us + net.settle_us if net.settle_us else 0
+
+    def __repr__(self) -> str:
+        return f"relay {self.place}.{self.generation}"
+
+    @property
+    def mono_us(self) -> int:
+        return self.net.now_us + self.offset_us
+
+    def session(self, label: str = "", *, keys: Sequence[bytes] = (KEY, OTHER_KEY)) -> SimSession:
+        """Attach a process; what it says is taken in order, HELLO first."""
+        net = self.net
+        to_relay, from_relay = net.pipe(SESSION_DELAY_US), net.pipe(SESSION_DELAY_US)
+        SessionEnd(self, to_relay, SimPort(from_relay, net.port_bytes), keys)
+        session = SimSession(self, label or f"s{len(self.sessions)}", keys, to_relay)
+        session.from_relay = from_relay
+        from_relay.deliver = session.frame
+        from_relay.ended = session.connection_lost
+        self.sessions[session.uid] = session
+        return session
+
+    def link_to(self, other: SimRelay) -> Any:
+        """Return the Router's link to another relay, None if there is none."""
+        return self.router.links.get(other.relay_id)
+
+    # -- driving the Router as a daemon does -----------------------------------------------------------------
+
+    def tick(self) -> None:
+        self.router.now_us = self.mono_us
+
+    def give(self, entry: Callable[[memoryview, int, int], None], frame: bytes) -> None:
+        """Hand a frame to the Router, which may change it."""
+        self.tick()
+        try:
+            entry(memoryview(bytearray(frame)), 0, len(frame))
+        except PeerProtocolError as err:
+            kind = Kind(frame[KIND_AT]).name
+            self.net.violate(f"{self} calls a {kind} a breach of the protocol: {err}")
+        self.acted()
+
+    def acted(self) -> None:
+        """The Router did something: its account has to balance, and its next deadline may have moved."""
+        router = self.router
+        if balance := router.accounts.balance():
+            self.net.violate(
+                f"{self}: {balance} messages are unaccounted for: {router.accounts.report(0)}"
+            )
+        due_us = router.deadline_us - self.offset_us
+        if not self._armed_us or due_us < self._armed_us:
+            self._armed_us = due_us
+            self.net.clock.at(due_us, self._due, due_us)
+
+    def _due(self, due_us: int) -> None:
+        if due_us != self._armed_us or not self.alive or self.frozen:
+            return
+        self.expire()
+
+    def expire(self) -> None:
+        """Let what is due happen."""
+        self._armed_us = 0
+        self.tick()
+        if self.router.deadline_us <= self.mono_us:
+            self.router.expire()
+            if self.router.deadline_us <= self.mono_us:
+                self.net.violate(
+                    f"{self}: the next deadline is {self.router.deadline_us - self.mono_us} µs ago"
+                )
+        self.acted()
+
+    # -- what may happen to it -------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """As SIGSTOP: it does nothing, and its kernel goes on buffering."""
+        if not self.frozen:
+            self.frozen = True
+            self.net.ledger.fault_begins()
+            self.net.note(f"{self} freezes")
+            for end in self.ends:
+                end.inbound.stop()
+
+    def thaw(self) -> None:
+        """As SIGCONT: what came is read first, then the timers run."""
+        if self.frozen and self.alive:
+            self.frozen = False
+            self.awake_us = self.net.now_us
+            self.net.ledger.fault_ends()
+            self.net.ledger.fault_for(DEAD_US)
+            self.net.note(f"{self} thaws")
+            for end in self.ends:
+                end.inbound.go()
+            self.net.clock.after(1, self._thawed)
+
+    def _thawed(self) -> None:
+        if self.alive and not self.frozen:
+            self.expire()
+            for end in list(self.ends):
+                end.port.pump()
+
+    def crash(self, *, silent: bool = False) -> None:
+        """As SIGKILL, or (`silent`) as a host without power: its own sessions die with it, and nobody is told."""
+        if not self.alive:
+            return
+        net = self.net
+        net.note(f"{self} {'loses power' if silent else 'is killed'}")
+        self.thaw()
+        self.alive = False
+        net.ledger.fault_for((DEAD_US if silent else 0) + 2 * NOTICE_US + DEAD_US)
+        for end in self.ends:
+            end.vanish(hang_up=not silent)
+        self.ends.clear()
+        if silent:
+            for session in list(self.sessions.values()):
+                session.connection_lost()
+        for place in range(len(net.relays)):
+            if place != self.place:
+                net.link_lost(self, place)
+
+
+class Wire:
+    """What lies between two places."""
+
+    def __init__(self, delay_us: int, dialler: int) -> None:
+        self.delay_us = delay_us
+        self.dialler = dialler
+        self.stopped = False
+        self.pipes: list[Pipe] = []
+        self.ends: list[LinkEnd] = []
+        self.dialling = False
+        self.slowest_us = 0
+        self.changed_us = 0
+        """When a link over it came, went, or was held up last."""
+
+
+class SimNetwork:
+    """Relays at places, a wire between each two, and what happens to them.
+
+    `limits` and `port_bytes` bound each relay's sessions and queues; `copies_of_control(relay, from place, frame)` says how often a
+    control frame that came over a link arrives.
+    """
+
+    def __init__(
+        self, seed: int = 0, *, relays: int = 3, port_bytes: int = 256 << 10, limits: Limits | None = None,
+        delays_us: tuple[int, int] = (100, 5_000), settle_us: int = 0,
+    ) -> None:  # fmt: skip
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.limits = limits
+        self.port_bytes = port_bytes
+        self.settle_us = settle_us
+        self.ledger = Ledger(self)
+        self.trace: deque[str] = deque(maxlen=TRACE)
+        self.copies_of_control: Callable[[SimRelay, int, bytes], int] | None = None
+        self.wires: dict[tuple[int, int], Wire] = {}
+        self.relays: list[SimRelay] = []
+        for place in range(relays):
+            self.relays.append(SimRelay(self, place, self.rng.randrange(1_000_000, 10**12), 0))
+            for other in range(place):
+                dialler = self.rng.choice((place, other))
+                self.wires[(other, place)] = Wire(self.rng.randint(*delays_us), dialler)
+                self.dial(other, place)
+        self.run(1.0)
+
+    @property
+    def now_us(self) -> int:
+        return self.clock.now_us
+
+    def pipe(self, delay_us: int) -> Pipe:
+        return Pipe(self.clock, self.rng, delay_us)
+
+    @property
+    def digest(self) -> int:
+        """Of every byte that was sent: two runs of one seed agree."""
+        return self.clock.digest
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
+        line = f"{self.now_us / 1e6:12.6f} {text}"
+        self.trace.append(line)
+
+    def violation(self, text: str) -> Violation:
+        """Return what ends a run: the seed, what is wrong, and what happened before."""
+        trace = "\n".join(self.trace)
+        return Violation(
+            f"seed {self.seed}, at {self.now_us / 1e6:.6f} s: {text}\n{trace}\nseed {self.seed}: {text}"
+        )
+
+    def violate(self, text: str) -> NoReturn:
+        """A promise is broken: end the run."""
+        raise self.violation(text)
+
+    def run(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        self.clock.run(self.now_us + round(seconds * 1e6))
+
+    def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Let virtual time pass until `condition` holds."""
+        end_us = self.now_us + round(seconds * 1e6)
+        while not condition():
+            if self.now_us >= end_us:
+                self.violate(f"after {seconds} s it still does not hold")
+            self.run(0.001)
+
+    @property
+    def sessions(self) -> list[SimSession]:
+        """All that are attached, in order."""
+        return [
+            session
+            for relay in self.relays
+            for session in relay.sessions.values()
+            if not session.closed
+        ]
+
+    # -- wires -----------------------------------------------------------------------------------------------
+
+    def wire(self, a: int, b: int) -> Wire:
+        return self.wires[(min(a, b), max(a, b))]
+
+    def slowest_us(self, a: SimRelay, b: SimRelay) -> int:
+        """Return the longest that anything took between two relays so far."""
+        wire = self.wire(a.place, b.place)
+        return max(wire.slowest_us, max((pipe.slowest_us for pipe in wire.pipes), default=0))
+
+    def dial(self, a: int, b: int) -> None:
+        """Have a link made between two places, as soon as that is possible."""
+        wire = self.wire(a, b)
+        if not wire.dialling:
+            wire.dialling = True
+            self.clock.after(self.rng.randint(*REDIAL_US), self._dial, a, b)
+
+    def _dial(self, a: int, b: int) -> None:
+        wire = self.wire(a, b)
+        wire.dialling = False
+        dialler = self.relays[wire.dialler]
+        other = self.relays[a if wire.dialler == b else b]
+        if any(end.relay is dialler for end in wire.ends if not end.closed):
+            return
+        if not dialler.alive or not other.alive or wire.stopped or dialler.frozen or other.frozen:
+            self.dial(a, b)
+            return
+        wire.slowest_us = self.slowest_us(dialler, other)
+        there, back = self.pipe(wire.delay_us), self.pipe(wire.delay_us)
+        wire.pipes = [*(pipe for pipe in wire.pipes if not pipe.closed), there, back]
+        ends = [
+            LinkEnd(other, dialler.place, there, SimPort(back, self.port_bytes), False),
+            LinkEnd(dialler, other.place, back, SimPort(there, self.port_bytes), True),
+        ]
+        wire.ends = [*(end for end in wire.ends if not end.closed), *ends]
+
+    def link_lost(self, relay: SimRelay, place: int) -> None:
+        """An end of a link is gone: whoever dials there dials again."""
+        self.wire(relay.place, place).changed_us = self.now_us
+        self.dial(relay.place, place)
+
+    def cut(self, a: int, b: int) -> None:
+        """Break the connection: what is on the way is lost from some frame on, and both ends notice, each in its time."""
+        wire = self.wire(a, b)
+        self.note(f"the link between {a} and {b} is cut")
+        self.ledger.fault_for(NOTICE_US + DEAD_US)
+        for end in [end for end in wire.ends if not end.closed]:
+            end.inbound.lose(self.rng.randint(0, len(end.inbound.flying)))
+            end.inbound.hang_up(self.rng.randint(0, NOTICE_US))
+
+    def stop(self, a: int, b: int) -> None:
+        """As a cable that is pulled: nothing arrives, nobody is told."""
+        wire = self.wire(a, b)
+        if not wire.stopped:
+            wire.stopped = True
+            wire.changed_us = self.now_us
+            self.ledger.fault_begins()
+            self.note(f"nothing passes between {a} and {b}")
+            for pipe in wire.pipes:
+                pipe.stop()
+
+    def heal(self, a: int, b: int) -> None:
+        """What was held up arrives, if its end is still there."""
+        wire = self.wire(a, b)
+        if wire.stopped:
+            wire.stopped = False
+            wire.changed_us = self.now_us
+            self.ledger.fault_ends()
+            self.ledger.fault_for(DEAD_US)
+            self.note(f"everything passes between {a} and {b} again")
+            for pipe in wire.pipes:
+                pipe.go()
+
+    def come_back(self, place: int) -> SimRelay:
+        """Start the relay at a place again, under a new id."""
+        old = self.relays[place]
+        assert not old.alive
+        relay = self.relays[place] = SimRelay(self, place, old.offset_us, old.generation + 1)
+        self.note(f"{relay} starts")
+        for other in range(len(self.relays)):
+            if other != place:
+                self.dial(place, other)
+        return relay
+
+    # -- at rest ---------------------------------------------------------------------------------------------
+
+    def calm(self) -> None:
+        """End every fault, and let the network settle."""
+        for session in self.sessions:
+            session.wake()
+        for a, b in self.wires:
+            self.heal(a, b)
+        for relay in list(self.relays):
+            relay.thaw()
+            if not relay.alive:
+                self.come_back(relay.place)
+        self.run(SETTLE_S)
+
+    def check_converged(self) -> None:
+        """Once it is calm: everybody is linked, every copy of interest is the truth, and nothing is in flight."""
+        for relay in self.relays:
+            for other in self.relays:
+                if relay is not other:
+                    self._check_copy(relay, other)
+            extra = set(relay.router.links) - {other.relay_id for other in self.relays}
+            if extra:
+                self.violate(f"{relay} still has links to {len(extra)} relays that are gone")
+        for session in self.sessions:
+            for watch in session.watches.values():
+                truth = {
+                    member.member_id
+                    for other in self.sessions
+                    for member in other.members.values()
+                    if member.name == watch.name and member.key == watch.key and member.serial
+                }
+                if watch.members != truth:
+                    self.violate(
+                        f"{session} sees {len(watch.members)} members of {watch.name!r}: "
+                        f"{sorted(watch.members - truth)} too many, {sorted(truth - watch.members)} too few"
+                    )
+        self._check_tunnels()
+
+    def _check_copy(self, relay: SimRelay, other: SimRelay) -> None:
+        link = relay.link_to(other)
+        if link is None:
+            self.violate(f"{relay} has no link to {other}")
+        members = {
+            serial: (
+                member.name,
+                member.key,
+                tuple(sorted(map(int, member.kinds))),
+                member.concurrency,
+            )
+            for session in other.sessions.values()
+            for serial, member in session.members.items()
+        }
+        copied = {
+            serial: (
+                entry.name,
+                *entry.key_ids,
+                tuple(sorted(entry.kinds)),
+                max(entry.kinds.values()),
+            )
+            for serial, entry in link.copy.members.items()
+        }
+        if copied != members:
+            wrong = sorted(members.items() ^ copied.items())
+            self.violate(f"{relay} has a wrong copy of the members of {other}: {wrong}")
+        topics: dict[tuple[str, bytes, str], int] = {}
+        for session in other.sessions.values():
+            for pattern, group, key in session.subscriptions:
+                place = (pattern, key, group)
+                topics[place] = topics.get(place, 0) + 1 if group else 1
+        if link.topics != topics:
+            wrong = sorted(link.topics.items() ^ topics.items())
+            self.violate(f"{relay} has a wrong copy of the topics of {other}: {wrong}")
+
+    def _check_tunnels(self) -> None:
+        pairs: dict[int, list[str]] = {}
+        for session in self.sessions:
+            for tunnel in session.tunnels.values():
+                pairs.setdefault(tunnel.pair, []).append(f"{tunnel.state} at {session}")
+        for pair, ends in pairs.items():
+            if len(ends) != 2 or not all(end.startswith("open ") for end in ends):
+                self.violate(f"tunnel {pair} has lost an end: {ends}")
+
+    def check_idle(self) -> None:
+        """Once it is calm, every handler has returned and every tunnel is over: nobody waits for anything."""
+        for relay in self.relays:
+            for neighbor in [*relay.router.sessions.values(), *relay.router.links.values()]:
+                if neighbor.tunnels:
+                    self.violate(
+                        f"{relay} keeps {len(neighbor.tunnels)} tunnels of {neighbor.label!r}"
+                    )
+        self.check_idle_but_tunnels()
+
+    def check_idle_but_tunnels(self) -> None:
+        """As `check_idle`, while tunnels are open."""
+        for call in self.ledger.open.values():
+            self.violate(f"{call} never ended")
+        for relay in self.relays:
+            router = relay.router
+            for neighbor in [*router.sessions.values(), *router.links.values()]:
+                handed = [hop for hop in neighbor.handed if hop not in neighbor.tunnels]
+                openings = sum(
+                    tunnel.opener is neighbor and tunnel.opener_hop == hop
+                    for hop, tunnel in neighbor.tunnels.items()
+                )
+                if neighbor.pending > openings or handed:
+                    self.violate(
+                        f"{relay} still counts {neighbor.pending} waiting and {len(handed)} handed over "
+                        f"for {neighbor.label!r} ({type(neighbor).__name__})"
+                    )
+            if router.held_messages:
+                self.violate(f"{relay} holds {router.held_messages} messages for nobody")
+
+    def table_sizes(self) -> list[dict[str, int]]:
+        """Return the table sizes of each relay."""
+        return [dict(table_sizes(relay.router)) for relay in self.relays]

@@ -1,0 +1,262 @@
+"""Virtual time, and wires that carry frames in it: as bytes, in order, with a delay, until somebody cuts them."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from relay.core.ports import Held
+
+WINDOW_BYTES: Final = 32 << 10
+"""What a connection takes before its port has to queue: the buffers of two kernels."""
+
+
+class Clock:
+    """Everything that will happen, by (virtual time, serial): equals happen in the order in which they were planned."""
+
+    def __init__(self) -> None:
+        self.now_us = 0
+        self.events = 0
+        """How many happened."""
+        self.digest = 0
+        """Of every frame that was sent, in order."""
+        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = 0
+
+    def at(self, when_us: int, call: Callable[..., None], *args: Any) -> None:
+        """Plan `call(*args)`; what is planned for the past happens now."""
+        self._serial += 1
+        heapq.heappush(self._heap, (max(when_us, self.now_us), self._serial, call, args))
+
+    def after(self, delay_us: int, call: Callable[..., None], *args: Any) -> None:
+        """Plan `call(*args)` in `delay_us`."""
+        self.at(self.now_us + delay_us, call, *args)
+
+    def run(self, until_us: int, check: Callable[[], None] | None = None) -> None:
+        """Let happen what is due by then; `check` is called after every event. The time is `until_us` afterwards."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_us:
+            self.now_us, _, call, args = heapq.heappop(heap)
+            self.events += 1
+            call(*args)
+            if check is not None:
+                check()
+        self.now_us = until_us
+
+
+class Pipe:
+    """One direction of a connection. What was put in comes out in order, or is lost with the pipe."""
+
+    def __init__(self, clock: Clock, rng: random.Random, delay_us: int) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.delay_us = delay_us
+        self.jitter_us = delay_us // 4
+        self.deliver: Callable[[bytes], None] = _nowhere
+        self.ended: Callable[[], None] = _nobody
+        """The other side hung up, and everything before it came out."""
+        self.drained: Callable[[], None] = _nobody
+        """Something came out: there is room."""
+        self.flying: deque[tuple[int, bytes | None, int]] = deque()
+        """(due, frame or None for the end, when it was made)"""
+        self.bytes = 0
+        self.stops = 0
+        """How many reasons there are that nothing comes out: a wire that is dead, a reader that is frozen or stalled."""
+        self.closed = False
+        self.slowest_us = 0
+        """Longest that a frame took so far."""
+
+    def put(self, frame: bytes, since_us: int | None = None) -> None:
+        """Send a frame, which its sender made at `since_us`."""
+        delay_us = self.delay_us + (self.rng.randrange(self.jitter_us) if self.jitter_us else 0)
+        self._put(frame, delay_us, self.clock.now_us if since_us is None else since_us)
+        if not self.closed:
+            self.bytes += len(frame)
+            self.clock.digest = zlib.crc32(frame, self.clock.digest)
+
+    def hang_up(self, delay_us: int | None = None) -> None:
+        """The other side hears, after all that is on the way, that nothing follows."""
+        self._put(None, self.delay_us if delay_us is None else delay_us, 0)
+
+    def _put(self, frame: bytes | None, delay_us: int, since_us: int) -> None:
+        if self.closed:
+            return
+        due_us = max(self.clock.now_us + delay_us, self.flying[-1][0] if self.flying else 0)
+        self.flying.append((due_us, frame, since_us))
+        self.clock.at(due_us, self._arrive)
+
+    def lose(self, keep: int) -> None:
+        """Lose what is on the way, but for the first `keep` frames."""
+        while len(self.flying) > keep:
+            _, frame, _ = self.flying.pop()
+            self.bytes -= len(frame or b"")
+
+    def stop(self) -> None:
+        """Nothing comes out until `go` was called as often."""
+        self.stops += 1
+
+    def go(self) -> None:
+        """One reason to stop is gone."""
+        self.stops -= 1
+        if not self.stops and self.flying:
+            self.clock.after(0, self._arrive)
+
+    def close(self) -> None:
+        """Nothing comes out any more."""
+        self.closed = True
+        self.flying.clear()
+        self.bytes = 0
+
+    def _arrive(self) -> None:
+        now_us = self.clock.now_us
+        flying = self.flying
+        while flying and flying[0][0] <= now_us and not self.stops and not self.closed:
+            _, frame, since_us = flying.popleft()
+            if frame is None:
+                self.ended()
+                return
+            self.bytes -= len(frame)
+            self.slowest_us = max(self.slowest_us, now_us - since_us)
+            self.deliver(frame)
+        self.drained()
+
+
+def _nowhere(frame: bytes) -> None:
+    raise AssertionError("a frame came out of a pipe that leads nowhere")
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
+
+
+def _never() -> bool:
+    return False
+
+
+class SimPort:
+    """A relay's side of a connection, as its Router sees it: a queue with a bound in bytes before a pipe.
+
+    `sent` sees every frame that is taken.
+    """
+
+    def __init__(self, pipe: Pipe, limit_bytes: int) -> None:
+        self.pipe = pipe
+        self.limit_bytes = limit_bytes
+        self.held_messages = 0
+        self.queued_bytes = 0
+        self.total_bytes = 0
+        """Taken since the beginning."""
+        self.total_frames = 0
+        self.aborted = ""
+        self.finishing = False
+        self.closed = False
+        self.writable: Callable[[], None] = _nobody
+        """There is room again after a refusal."""
+        self.on_abort: Callable[[], None] = _nobody
+        self.paused: Callable[[], bool] = _never
+        """Whether the process does nothing: what it queued stays queued."""
+        self.sent: Callable[[bytes], None] = _ignored
+        self._refused = False
+        self._queue: deque[tuple[bytes, int, Held | None, int]] = deque()
+        pipe.drained = self.pump
+
+    # -- what the Router calls -------------------------------------------------------------------------------
+
+    def has_room(self, size: int) -> bool:
+        if not self.closed and self.queued_bytes + size <= self.limit_bytes:
+            return True
+        self._refused = True
+        return False
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        if not self.has_room(end - start):
+            return False
+        self._take(bytes(buf[start:end]), count, None)
+        return True
+
+    def send(self, frame: bytes, count: int) -> bool:
+        if not self.has_room(len(frame)):
+            return False
+        self._take(frame, count, None)
+        return True
+
+    def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
+        size = end - start
+        if self.closed or self.queued_bytes + size > 2 * self.limit_bytes:
+            return False
+        held.bytes += size
+        self._take(bytes(buf[start:end]), 1, held)
+        return True
+
+    def discard(self, held: Held) -> int:
+        kept = [entry for entry in self._queue if entry[2] is not held]
+        lost = len(self._queue) - len(kept)
+        if lost:
+            self._queue = deque(kept)
+            self.queued_bytes -= held.bytes
+            self.held_messages -= lost
+        held.bytes = 0
+        return lost
+
+    def control(self, frame: bytes) -> None:
+        if not self.closed:
+            self._take(frame, 0, None)
+
+    def finish(self) -> None:
+        if not self.finishing:
+            self.finishing = True
+            self.pump()
+
+    def abort(self, reason: str) -> None:
+        if not self.aborted:
+            self.aborted = reason
+            self.on_abort()
+
+    # -- moving ----------------------------------------------------------------------------------------------
+
+    def _take(self, frame: bytes, count: int, held: Held | None) -> None:
+        self.sent(frame)
+        self.total_bytes += len(frame)
+        self.total_frames += 1
+        self._queue.append((frame, count, held, self.pipe.clock.now_us))
+        self.queued_bytes += len(frame)
+        self.held_messages += count
+        self.pump()
+
+    def pump(self) -> None:
+        """Write what the connection takes."""
+        if self.closed or self.paused():
+            return
+        queue, pipe = self._queue, self.pipe
+        while queue and pipe.bytes < WINDOW_BYTES:
+            frame, count, held, since_us = queue.popleft()
+            self.queued_bytes -= len(frame)
+            self.held_messages -= count
+            if held is not None:
+                held.bytes -= len(frame)
+            pipe.put(frame, since_us)
+        if self.finishing and not queue:
+            self.close()
+            pipe.hang_up()
+        elif self._refused and self.queued_bytes <= self.limit_bytes // 2:
+            self._refused = False
+            self.writable()
+
+    def close(self) -> int:
+        """Take and write nothing more; return how many messages were taken and are lost."""
+        lost, self.held_messages = self.held_messages, 0
+        self.closed = True
+        for frame, _, held, _ in self._queue:
+            if held is not None:
+                held.bytes -= len(frame)
+        self._queue.clear()
+        self.queued_bytes = 0
+        return lost
+
+
+def _ignored(frame: bytes) -> None:
+    """Nobody looks."""
