@@ -25,6 +25,7 @@ from iris.errors import IrisError
 from iris.memory import keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify, socketfile
+from relay.addresses import show
 from relay.config import RelayConfig
 from relay.core.router import Limits, Router
 from relay.discovery import Discovery
@@ -32,7 +33,7 @@ from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
 from relay.discovery.zeroconf import MulticastDiscovery
-from relay.links import LinkHub, show
+from relay.links import LinkHub
 from relay.logs import configure
 from relay.ports import Driver
 from relay.remote import RemoteListener

@@ -17,10 +17,12 @@ import iris
 from iris import keyfiles
 from iris.crypto.keyring import dump_network_keys
 from iris.crypto.keys import ClusterKey, NetworkKey
+from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.discovery import Sighting
-from relay.links import LinkHub, LinkPort, show
+from relay.linkport import LinkPort
+from relay.links import LinkHub
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -371,7 +373,7 @@ async def test_the_usual_port_is_left_to_who_has_it_and_a_chosen_one_is_insisted
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await site.start()
-    monkeypatch.setattr("relay.links.DEFAULT_PORT", hub(first).port)
+    monkeypatch.setattr("relay.addresses.DEFAULT_PORT", hub(first).port)
     second = await site.start(port=None)
     assert hub(second).port not in (0, hub(first).port)
     before = set(os.listdir("/proc/self/fd"))

@@ -16,7 +16,8 @@ from iris.wire.frames import Kind
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
-from relay.links import BULK_TURN_BYTES, LinkHub, LinkPort
+from relay.linkport import BULK_TURN_BYTES, LinkPort
+from relay.links import LinkHub
 from relay.ports import Driver
 
 MIB = 1 << 20

@@ -1,0 +1,115 @@
+"""Addresses of links: where they are accepted, how they are reached, how they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from iris.errors import ConfigError
+from relay.config import RelayConfig
+from relay.dialling import DEFAULT_PORT
+
+UNSENT_BYTES: Final = 128 << 10
+"""Kept back by the kernel on a link, so that what waits waits here, where short frames overtake long ones."""
+BACKLOG: Final = 512
+_NO_SUCH_ADDRESS: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
+_TCP_NOTSENT_LOWAT: Final = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+
+
+def bind(config: RelayConfig) -> list[socket.socket]:
+    """Return listening sockets at the addresses and the one port that `config` names.
+
+    Without a port of its own choice the relay takes `DEFAULT_PORT`, or any other if that is taken.
+
+    Raises:
+        ConfigError: an address or a chosen port cannot be had.
+    """
+    wanted = DEFAULT_PORT if config.port is None else config.port
+    for number in (
+        (wanted, 0) if config.port is None else (wanted,) * 8 if not wanted else (wanted,)
+    ):
+        try:
+            return _bind_all(config.bind, number)
+        except OSError as err:
+            if err.errno != errno.EADDRINUSE or (wanted and config.port is not None):
+                raise ConfigError(f"port: no links at {number}: {err}") from err
+    raise ConfigError("port: no port is free at all addresses")
+
+
+def _bind_all(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    wildcards = {"0.0.0.0", "::"} == set(addresses)
+    with contextlib.ExitStack() as undo:
+        for host in addresses:
+            try:
+                found = socket.getaddrinfo(
+                    host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                )
+            except socket.gaierror as err:
+                raise ConfigError(f"bind: {host!r} is not an IP address of this host") from err
+            family, _, _, _, place = found[0]
+            try:
+                listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(place)
+            except OSError as err:
+                if wildcards and err.errno in _NO_SUCH_ADDRESS and host == "::":
+                    continue  # a host without IPv6
+                raise
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            port = listener.getsockname()[1]
+            listeners.append(listener)
+        undo.pop_all()
+    return listeners
+
+
+async def connect(loop: asyncio.AbstractEventLoop, connection: socket.socket, place: Any) -> None:
+    """Connect a non-blocking socket; raises OSError.
+
+    Not the event loop's own: uvloop's drops the scope of link-local IPv6 addresses.
+    """
+    error = connection.connect_ex(place)
+    if error == errno.EINPROGRESS:
+        writable = asyncio.Event()
+        loop.add_writer(connection, writable.set)
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(connection)
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+def prepare(connection: socket.socket) -> None:
+    """Set what a link's socket needs."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+
+
+def show(host: str, port: int) -> str:
+    """Return host:port, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_addresses(texts: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the addresses written as `show` does; what is not numeric is passed over."""
+    for text in texts:
+        host, _, port = text.rpartition(":")
+        bare = host.removeprefix("[").removesuffix("]")
+        try:
+            ipaddress.ip_address(bare)
+        except ValueError:
+            continue
+        if port.isascii() and port.isdigit() and 0 < len(port) < 6 and 0 < int(port) < 65_536:
+            yield bare, int(port)

@@ -1,0 +1,507 @@
+"""A link's connection: TLS, both HELLOs, and the port that long frames share with short ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import (
+    ALIAS,
+    ALIAS_AT,
+    FLAGS_AT,
+    FRAME_OVERHEAD,
+    KIND_AT,
+    MAX_REPORT_BYTES,
+    FrameReader,
+    decode_control,
+    encode_control,
+)
+from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION, TUNNEL_KINDS
+from relay.core.link import Link
+from relay.dialling import LINKED, OURSELVES, UP, Outcome
+from relay.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
+from relay.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Secured
+from relay.tls import LINK_ALPN, Credentials, check_alpn, peer_relay_id
+
+if TYPE_CHECKING:
+    from relay.links import LinkHub
+
+log = logging.getLogger(__name__)
+
+FINISH_S: Final = 2.0
+"""What a link that ends has queued is written within this, or not at all."""
+FIRST_LIMIT_BYTES: Final = 64 << 10
+HIGH_WATER_BYTES: Final = 256 << 10
+BULK_TURN_BYTES: Final = 2 * PIECE_BYTES
+"""Pieces of long frames that a link is given per turn of the loop."""
+
+WRONG_NETWORK: Final = "wrong network"
+_TLS_REASONS: Final = {
+    "CALLBACK_FAILED": WRONG_NETWORK,  # no network of that name here
+    "TLSV1_UNRECOGNIZED_NAME": WRONG_NETWORK,
+    "CERTIFICATE_VERIFY_FAILED": "foreign certificate",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no certificate",
+    "TLSV1_ALERT_UNKNOWN_CA": "refused our certificate",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "refused our certificate",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "refused our certificate",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "refused our certificate",
+    "TLSV1_ALERT_DECRYPT_ERROR": "refused our certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "refused our certificate",
+    "UNSUPPORTED_PROTOCOL": "TLS version",
+    "NO_PROTOCOLS_AVAILABLE": "TLS version",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "TLS version",
+    "HTTP_REQUEST": "not TLS",
+    "HTTPS_PROXY_REQUEST": "not TLS",
+    "WRONG_VERSION_NUMBER": "not TLS",
+    "UNKNOWN_PROTOCOL": "not TLS",
+    "BAD_RECORD_TYPE": "not TLS",
+    "RECORD_LAYER_FAILURE": "not TLS",
+    "PACKET_LENGTH_TOO_LONG": "not TLS",
+}
+"""What OpenSSL calls it -> what we count it as."""
+
+
+class Refused(PeerProtocolError):
+    """A connection does not become a link; `reason` is what it is counted as."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+class LinkPort(ConnectionPort):
+    """One connection to a relay, or to a stranger. Implements `relay.core.ports.Port` once it is a link."""
+
+    high_water_bytes = HIGH_WATER_BYTES
+
+    def __init__(
+        self,
+        hub: LinkHub,
+        address: str,
+        context: ssl.SSLContext,
+        *,
+        credentials: Credentials | None = None,
+        dial_us: int = 0,
+    ) -> None:
+        """Accept under `context`, or dial with `credentials`, begun at `dial_us`."""
+        super().__init__(hub.driver, hub.config)
+        self.address = address
+        self.dialled = credentials is not None
+        self.dial_us = dial_us
+        """When the dialler dialled, by its clock."""
+        self.fingerprint = credentials.fingerprint if credentials is not None else b""
+        self.link: Link | None = None
+        self.reason = ""
+        """Why it ended."""
+        self.made = False
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        """Of a dial."""
+        self.in_frames = self.out_frames = self.in_bytes = 0
+        self._hub = hub
+        self._context = context
+        self.credentials = credentials
+        self._secured: Secured
+        self._shaking = True
+        self._relay_id = b""
+        self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
+        self._entry: Callable[[memoryview, int, int], None]
+        self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
+        self._longest_bytes = self._whole_bytes = WHOLE_BYTES
+        """Longest frame that the other relay takes, and that it gets in one piece."""
+        self._lanes = Lanes()
+        self._pumped = False
+        self._refusing = False
+        self._up_s = 0.0
+        self._finish_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more comes of it."""
+        return self._closed or self._finishing
+
+    # -- asyncio ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.made = True
+        if self._closed:  # given up meanwhile
+            self._transport.abort()
+            return
+        self._hub.ports.add(self)
+        name = self.credentials.server_name if self.credentials is not None else None
+        self._secured = Secured(self._context, self._transport, name)
+        self._writer = self._secured
+        if self.dialled:
+            self._secured.handshake()
+        else:
+            self._hub.half_open(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._driver.buffer.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._closed or self._finishing:
+            return
+        self._router.now_us = time.monotonic_ns() // 1000
+        self.in_bytes += nbytes
+        try:
+            self._secured.received(self._driver.buffer.view[:nbytes])
+            if not self._shaking or self._shake():
+                self._read()
+        except PeerProtocolError as err:
+            self._driver.settle()
+            self._protocol_error(err)
+        except ssl.SSLError as err:
+            reason = _TLS_REASONS.get(err.reason or "", "TLS failure")
+            self.refuse(Refused(reason, err.reason or str(err)))
+        except Exception:  # a fault of ours costs this link, and nobody else theirs
+            log.exception("link.fault", extra={"fields": {"address": self.address}})
+            self.abort("internal error")
+        finally:
+            self._driver.settle()
+
+    def eof_received(self) -> bool:
+        self.reason = self.reason or "the other side closed the connection"
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reason = self.reason or (f"the connection broke: {exc}" if exc else "closed")
+        self._hub.ports.discard(self)
+        if self._finish_timer is not None:
+            self._finish_timer.cancel()
+        self._driver.turn()
+        if self.link is None and not (self.ended or self.dialled):
+            self._hub.refused(self.address, "closed before HELLO", self.reason)
+        self._closed = True
+        self._gone()
+        self._driver.settle()
+        self._held += self._lanes.messages
+        self._lanes.clear()
+        self._lost("link lost")
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._write_queue()
+        if self._lanes and not self._closed:
+            self._pump()
+        if not self._closed and self._waiting_bytes() <= self._limit_bytes // 2:
+            self._has_room_again()
+            self._driver.settle()
+
+    # -- becoming a link -------------------------------------------------------------------------------------
+
+    def _shake(self) -> bool:
+        """Go on with TLS; once it is done, greet. Raises Refused."""
+        if self.in_bytes > FIRST_LIMIT_BYTES:
+            raise Refused("too long a handshake")
+        if not self._secured.handshake():
+            return False
+        self._shaking = False
+        tls = self._secured.tls
+        try:
+            check_alpn(tls, LINK_ALPN)
+        except PeerProtocolError as err:
+            raise Refused("protocol version", str(err)) from err
+        try:
+            self._relay_id = peer_relay_id(tls)
+        except PeerProtocolError as err:
+            raise Refused("not a relay", str(err)) from err
+        if not self.dialled:
+            self.fingerprint = self._hub.fingerprint_of(tls.context)
+        if self._relay_id == self._router.relay_id:
+            raise Refused(OURSELVES)
+        if self.dialled and self._hub.linked(self._relay_id):
+            raise Refused(LINKED)
+        self._put(encode_control(self._router.hello(self.dial_us)), 0, None)
+        return True
+
+    def _greeting(self, buf: memoryview, start: int, end: int) -> None:
+        """The first frame: HELLO, or why there is none."""
+        body = decode_control(buf, start, end)
+        if isinstance(body, frames.Error):
+            raise Refused("refused by the other relay", _printable(body.detail))
+        if isinstance(body, frames.Bye):
+            raise Refused(LINKED, _printable(body.reason))
+        if not isinstance(body, frames.LinkHello):
+            raise PeerProtocolError(f"{type(body).__name__} before HELLO")
+        if body.version != PROTOCOL_VERSION:
+            raise Refused(
+                "protocol version",
+                f"you speak version {body.version}, this relay speaks {PROTOCOL_VERSION}",
+            )
+        if body.relay_id != self._relay_id:
+            raise Refused("another relay's id", "the certificate is of another relay")
+        if bool(body.dial_us) == self.dialled:
+            raise PeerProtocolError("both sides dialled, or neither")
+        if not self.dialled:
+            self.dial_us = body.dial_us
+        body = self._with_observed(body)
+        self.link = link = self._hub.greeted(self, body)
+        self._hub.known(self)
+        self._up_s = time.monotonic()
+        self._entry = self._router.entry(link)
+        self._longest_bytes = 4 + FRAME_OVERHEAD + body.message_limit
+        self._whole_bytes = min(WHOLE_BYTES, self._longest_bytes)
+        self._reader.limit = MAX_REPORT_BYTES
+        self._reader.on_frame = self._frame
+        self._settle_dial(Outcome(UP, self._relay_id))
+
+    def _with_observed(self, hello: frames.LinkHello) -> frames.LinkHello:
+        """Add the address that we see to those that a relay gives: it is the one that is known to work."""
+        if not hello.addresses:
+            return hello
+        port = hello.addresses[0].rpartition(":")[2]
+        seen = self.address if self.dialled else f"{self.address.rpartition(':')[0]}:{port}"
+        if seen in hello.addresses or "%" in seen:
+            return hello
+        others = hello.addresses[: MAX_ADDRESSES - 1]
+        local = self.address.startswith(("127.", "[::1]"))
+        addresses = [*others, seen] if local else [seen, *others]
+        return msgspec.structs.replace(hello, addresses=addresses)
+
+    def refuse(self, why: Refused) -> None:
+        """End a connection that is no link, and count why. What is only one too many is neither counted nor a warning."""
+        if self._closed or self._finishing:
+            return
+        if self.link is not None:
+            self.abort(str(why))
+            return
+        self.reason = why.reason
+        if why.reason in (LINKED, OURSELVES):
+            fields = {"address": self.address, "reason": why.reason, "peer": self._relay_id.hex()}
+            log.info("link.dropped", extra={"fields": fields})
+        else:
+            self._hub.refused(self.address, why.reason, str(why))
+        self._settle_dial(Outcome(why.reason, self._relay_id or None))
+        self._hub.known(self)
+        if not self._shaking:
+            last = frames.Bye(why.reason) if why.reason == LINKED else frames.Error(str(why)[:1024])
+            self._put(encode_control(last), 0, None)
+        self.finish()
+        self._driver.settle()
+
+    # -- frames in -------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        reader = self._reader
+        while True:
+            buffer = reader.get_buffer()
+            got = self._secured.read_into(buffer)
+            if got > 0:
+                reader.received(got)
+            if got < len(buffer) or self._closed or self._finishing:
+                break
+            self._driver.settle()  # what was forwarded lies in the buffer that is filled next
+        if got < 0 and not self._closed:
+            self.abort("the other side closed the connection")
+
+    def _frame(self, buf: memoryview, start: int, end: int) -> None:
+        self.in_frames += 1
+        if end - start > WHOLE_BYTES or self._parts or buf[start + FLAGS_AT] & FLAG_MORE:
+            whole = self._parts.add(buf, start, end)
+            if whole is None:
+                return
+            if whole is not buf:
+                buf, start, end = whole, 0, len(whole)
+        self._entry(buf, start, end)
+
+    def _ignore(self, buf: memoryview, start: int, end: int) -> None:
+        """Nothing counts any more."""
+
+    # -- Port ------------------------------------------------------------------------------------------------
+
+    def has_room(self, size: int) -> bool:
+        if size > self._longest_bytes:
+            return False
+        waiting = self._waiting_bytes()
+        return not waiting or waiting + size <= self._limit_bytes
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        self.out_frames += 1
+        if end - start > self._whole_bytes or self._lanes:
+            alias = self._lane(buf, start, end)
+            if alias >= 0:
+                return self._put_long(alias, bytes(buf[start:end]), count)
+        if super().forward(buf, start, end, count):
+            return True
+        self._refusing = True
+        return False
+
+    def send(self, frame: bytes, count: int) -> bool:
+        self.out_frames += 1
+        if len(frame) > self._whole_bytes or self._lanes:
+            alias = self._lane(frame, 0, len(frame))
+            if alias >= 0:
+                return self._put_long(alias, frame, count)
+        if super().send(frame, count):
+            return True
+        self._refusing = True
+        return False
+
+    def control(self, frame: bytes) -> None:
+        if self._closed:
+            return
+        self.out_frames += 1
+        if not self._lanes.control(frame):
+            super().control(frame)
+        elif self._lanes.bytes > self._limit_bytes + CONTROL_LIMIT_BYTES:
+            self.abort("it does not read what it is told")
+
+    def finish(self) -> None:
+        self.reason = self.reason or "the other relay said goodbye"
+        self._reader.on_frame = self._ignore
+        super().finish()
+        if self._finish_timer is None:
+            loop = asyncio.get_running_loop()
+            self._finish_timer = loop.call_later(
+                FINISH_S, self.abort, "it does not read what it was sent last"
+            )
+
+    def leave(self, reason: str, *, goodbye: bool = True) -> None:
+        """Close once all is written, with a `goodbye` if this relay stops; what is no link yet closes at once."""
+        if self._closed or self._finishing:
+            return
+        if self.link is None:
+            self.abort(reason)
+            return
+        self.reason = reason
+        if goodbye:
+            self.control(encode_control(frames.Bye(reason)))
+        self.finish()
+        self._driver.turn()
+        self._gone()
+
+    def abort(self, reason: str) -> None:
+        if not self._closed:
+            self.reason = self.reason or reason
+            self._closed = True
+            self._reader.on_frame = self._ignore
+            self._hub.known(self)
+            self._settle_dial(Outcome(reason, self._relay_id or None))
+            if self.made:
+                self._transport.abort()
+
+    @property
+    def held_messages(self) -> int:
+        return self._held + self._lanes.messages
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return self._lanes.bytes + super().unwritten_bytes
+
+    def status(self) -> dict[str, object]:
+        """Return what the link does, ready for JSON."""
+        return {
+            "address": self.address,
+            "dialled": self.dialled,
+            "network": self.fingerprint.hex()[:8],
+            "since_s": round(time.monotonic() - self._up_s, 3),
+            "queued_bytes": self.unwritten_bytes,
+            "reassembling_bytes": self._parts.held_bytes,
+            "in_frames": self.in_frames,
+            "out_frames": self.out_frames,
+            "in_bytes": self.in_bytes,
+        }
+
+    def _has_room_again(self) -> None:
+        self._refusing = False
+        if self.link is not None:
+            self._router.writable(self.link)
+
+    # -- long frames -----------------------------------------------------------------------------------------
+
+    def _waiting_bytes(self) -> int:
+        run_bytes = self._run_end - self._run_start if self._queue and self._run is not None else 0
+        return self._queued_bytes + self._lanes.bytes - self._tunnel_bytes + run_bytes
+
+    def _lane(self, buf: memoryview | bytes, start: int, end: int) -> int:
+        """Return the alias of a frame that is long or stays behind a long one; -1: it goes as it comes."""
+        if buf[start + KIND_AT] in TUNNEL_KINDS:
+            return -1
+        alias: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
+        return alias if end - start > self._whole_bytes or alias in self._lanes else -1
+
+    def _put_long(self, alias: int, frame: bytes, count: int) -> bool:
+        if not self.has_room(len(frame)):
+            self._refusing = True
+            return False
+        self._lanes.put(alias, frame, count)
+        if not self._dirty:
+            self._dirty = True
+            self._driver.dirty.append(self)
+        return True
+
+    def flush(self) -> None:
+        super().flush()
+        if self._lanes and not self._pumped and not self._closed:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Write what a turn of the loop may take of long frames, after everything that may overtake them."""
+        if self._paused or self._queue or self._pumped:
+            return
+        self._take_run()
+        self._write_chunks()
+        if self._paused:
+            return
+        self._write(self._lanes.take(BULK_TURN_BYTES))
+        if self._lanes:
+            self._pumped = True
+            asyncio.get_running_loop().call_soon(self._pump_on)
+        elif self._finishing and not self._closed:
+            self._transport.close()
+        if self._refusing and self._waiting_bytes() <= self._limit_bytes // 2:
+            self._has_room_again()
+
+    def _pump_on(self) -> None:
+        self._pumped = False
+        if not self._closed:
+            self._pump()
+            self._driver.settle()
+
+    def _done(self) -> bool:
+        return not self._queue and not self._lanes
+
+    # -- faults ----------------------------------------------------------------------------------------------
+
+    def _gone(self) -> None:
+        """It is a link no more: the router hears of it, and whoever dials."""
+        self._hub.known(self)
+        self._settle_dial(Outcome(self.reason, self._relay_id or None))
+        link = self.link
+        if link is not None:
+            self.link = None
+            self._router.link_down(link)
+            self._hub.link_lost(self, link.relay_id, time.monotonic() - self._up_s)
+
+    def _settle_dial(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _protocol_error(self, err: PeerProtocolError) -> None:
+        """Tell the other side which rule it broke, and end the connection; nobody else notices."""
+        if self.link is None:
+            self.refuse(err if isinstance(err, Refused) else Refused("protocol error", str(err)))
+            return
+        self._hub.protocol_errors += 1
+        fields = {"peer": self._relay_id.hex(), "address": self.address, "error": str(err)}
+        self._hub.quiet.warning(
+            log, "link.protocol_error", self._relay_id, time.monotonic(), fields
+        )
+        if not self._closed:
+            self.reason = f"protocol error: {err}"
+            self.control(encode_control(frames.Error(str(err)[:1024])))
+            self.finish()
+            self._gone()
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
