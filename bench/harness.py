@@ -267,18 +267,18 @@ def say_ready() -> None:
 
 def report(role: str, result: Result) -> None:
     """In a role: print the one line that the bench reads."""
-    print(json.dumps({"role": role, "cpu_s": round(time.process_time(), 3), **result}), flush=True)
+    text = json.dumps({"role": role, "cpu_s": round(time.process_time(), 3), **result}) + "\n"
+    sys.stdout.flush()
+    data = text.encode()
+    while data:  # unbuffered (PYTHONUNBUFFERED), print loses what a pipe does not take at once
+        data = data[os.write(sys.stdout.fileno(), data) :]
 
 
-async def next_cue() -> None:
-    """In a role: return at the bench's next cue. It is to send none before the role has called this."""
+def next_cue() -> asyncio.Event:
+    """In a role: return what the bench's next cue sets. The bench is to send none before this was called."""
     cued = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, cued.set)
-    try:
-        await cued.wait()
-    finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cued.set)
+    return cued
 
 
 def alternate(rounds: int, sides: dict[str, Callable[[], Result]]) -> list[dict[str, Result]]:
@@ -317,6 +317,13 @@ def compare(
         ratio: round(statistics.median(ratios), 4),
         f"{ratio}_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
     }
+
+
+async def stop_signal() -> None:
+    """In a role: return when the bench asks it to end."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
 
 
 def percentiles_us(samples_ns: Iterable[int]) -> Result:

@@ -1,7 +1,7 @@
-"""Every bench, beside its twin, in one table: `make bench`.
+"""Every bench, beside its twin or beside another run of Iris, in two tables: `make bench`.
 
-    python bench/run.py                 # three to seven minutes
-    python bench/run.py --rounds 1      # under a minute and a half; the spread is unknown
+    python bench/run.py                 # ten to fifteen minutes
+    python bench/run.py --rounds 1      # three minutes; the spread is unknown
 
 Prints Markdown to stdout and progress to stderr; everything the benches said goes to bench/results/latest.json. Exits 1 if a
 bench failed, after the others.
@@ -14,6 +14,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any, Final
 
 import harness
@@ -22,18 +23,148 @@ from harness import BENCH, Result
 RESULTS: Final = BENCH / "results" / "latest.json"
 PUBLISH: Final = "publish 1 KiB, "
 REQUEST: Final = "request 256 B, "
-Row = tuple[str, list[str], str, str, str]
-"""what, command, figure, its ratio, unit"""
-ROWS: Final[tuple[Row, ...]] = (
-    (PUBLISH + "callback", ["throughput.py"], "rate", "ratio", "msg/s"),
-    (PUBLISH + "async for", ["throughput.py", "--mode", "async-for"], "rate", "ratio", "msg/s"),
-    (PUBLISH + "8 subscribers", ["throughput.py", "--subscribers", "8"], "rate", "ratio", "msg/s"),
-    (PUBLISH + "1,000 topics", ["throughput.py", "--topics", "1000"], "rate", "ratio", "msg/s"),
-    ("tunnel, 64 KiB messages", ["throughput.py", "--tunnel"], "rate", "ratio", "MB/s"),
-    (REQUEST + "1 in flight, p50", ["roundtrip.py"], "p50_us", "ratio", "µs"),
-    (REQUEST + "1 in flight, p99", ["roundtrip.py"], "p99_us", "p99_ratio", "µs"),
-    (REQUEST + "64 in flight", ["roundtrip.py", "--inflight", "64"], "rate", "ratio", "req/s"),
+LINKED: Final = ["--relays", "2"]
+TWIN_THEN: Final = 1.29e6
+"""Messages/s of the publishing twin where the wishes were made (1.15 to 1.43 million)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a table."""
+
+    what: str
+    command: list[str]
+    key: str
+    unit: str
+    ratio: str = "ratio"
+    other: str = "twin"
+    """Prefix of what the figure is compared with."""
+    wish: str = ""
+    at_least: float = 0.0
+    """A wish for the figure itself, where the publishing twin makes `TWIN_THEN`."""
+
+
+ROWS: Final = (
+    Row(what=PUBLISH + "callback", command=["throughput.py"], key="rate", unit="msg/s"),
+    Row(
+        what=PUBLISH + "async for",
+        command=["throughput.py", "--mode", "async-for"],
+        key="rate",
+        unit="msg/s",
+    ),
+    Row(
+        what=PUBLISH + "8 subscribers",
+        command=["throughput.py", "--subscribers", "8"],
+        key="rate",
+        unit="msg/s",
+    ),
+    Row(
+        what=PUBLISH + "1,000 topics",
+        command=["throughput.py", "--topics", "1000"],
+        key="rate",
+        unit="msg/s",
+    ),
+    Row(
+        what="tunnel, 64 KiB messages",
+        command=["throughput.py", "--tunnel"],
+        key="rate",
+        unit="MB/s",
+    ),
+    Row(what=REQUEST + "1 in flight, p50", command=["roundtrip.py"], key="p50_us", unit="µs"),
+    Row(
+        what=REQUEST + "1 in flight, p99",
+        command=["roundtrip.py"],
+        key="p99_us",
+        ratio="p99_ratio",
+        unit="µs",
+    ),
+    Row(
+        what=REQUEST + "64 in flight",
+        command=["roundtrip.py", "--inflight", "64"],
+        key="rate",
+        unit="req/s",
+    ),
 )
+
+
+def linked(what: str, command: list[str], key: str, unit: str, **more: Any) -> Row:
+    """Return a row of two linked relays beside one."""
+    given: dict[str, Any] = {"ratio": "ratio_one_relay", "other": "one_relay", **more}
+    return Row(what=f"{what}: two relays / one", command=command, key=key, unit=unit, **given)
+
+
+SELF_ROWS: Final = (
+    linked(PUBLISH + "callback", ["throughput.py", *LINKED], "rate", "msg/s", wish="≥ 0.5"),
+    linked(
+        PUBLISH + "8 subscribers",
+        ["throughput.py", "--subscribers", "8", *LINKED],
+        "rate",
+        "msg/s",
+    ),
+    linked(
+        "tunnel, 64 KiB messages",
+        ["throughput.py", "--tunnel", *LINKED],
+        "rate",
+        "MB/s",
+        at_least=500.0,
+    ),
+    linked(REQUEST + "1 in flight, p50", ["roundtrip.py", *LINKED], "p50_us", "µs", wish="≤ 2"),
+    linked(
+        REQUEST + "1 in flight, p99",
+        ["roundtrip.py", *LINKED],
+        "p99_us",
+        "µs",
+        ratio="p99_ratio_one_relay",
+    ),
+    linked(
+        REQUEST + "64 in flight",
+        ["roundtrip.py", "--inflight", "64", *LINKED],
+        "rate",
+        "req/s",
+        at_least=40_000.0,
+    ),
+    *(
+        Row(
+            what=f"32 callers at {place}: a slow member beside the fast one / the fast one alone",
+            command=["balance.py", "slow"],
+            key=f"{name}_rate",
+            ratio=f"{name}_ratio",
+            other="alone",
+            unit="req/s",
+            wish="≥ 0.9",
+        )
+        for name, place in (
+            ("fast", "the fast one's relay"),
+            ("slow", "the slow one's relay"),
+            ("both", "both relays"),
+        )
+    ),
+    Row(
+        what="request p99 over a link: with 1 MiB at 100/s on it / without",
+        command=["mixed.py"],
+        key="p99_us",
+        other="alone",
+        unit="µs",
+        wish="≤ 3",
+    ),
+    Row(
+        what="request p99 over a link: with 1 MiB at 100/s on it / on another",
+        command=["mixed.py"],
+        key="p99_us",
+        ratio="ratio_elsewhere",
+        other="elsewhere",
+        unit="µs",
+    ),
+    Row(
+        what="request p99: with 10,000 strangers at the link port / without",
+        command=["strangers.py", "--seconds=12"],
+        key="p99_us",
+        other="alone",
+        unit="µs",
+        wish="≤ 2",
+    ),
+)
+SHARES: Final = ["balance.py", "shares"]
 
 
 class Failed(Exception):
@@ -43,7 +174,9 @@ class Failed(Exception):
 def measure(command: list[str], rounds: int, seconds: float) -> Result:
     """Run one bench; return what it printed. Interrupted, it ends what the bench started, too."""
     line = [sys.executable, str(BENCH / command[0]), *command[1:]]
-    line += [f"--rounds={rounds}", f"--seconds={seconds}"]
+    line += [f"--rounds={rounds}"]
+    if not any(word.startswith("--seconds") for word in command):
+        line += [f"--seconds={seconds}"]
     print(f"{' '.join(command)}:", file=sys.stderr, flush=True)
     process = subprocess.Popen(line, stdout=subprocess.PIPE)
     try:
@@ -58,14 +191,32 @@ def measure(command: list[str], rounds: int, seconds: float) -> Result:
     return result
 
 
-def show(row: Row, result: Result | None) -> str:
-    """Return one line of the table."""
-    what, _, key, ratio, unit = row
+def show(row: Row, result: Result | None, twin_rate: float | None = None) -> str:
+    """Return one line of a table; `twin_rate` of the publishing twin scales a wish that is made of a machine."""
+    wish = row.wish
+    if row.at_least:
+        scaled = row.at_least * twin_rate / TWIN_THEN if twin_rate else row.at_least
+        wish = f"≥ {scaled:,.0f} {row.unit} here"
+    last = f" {wish} |" if row.other != "twin" else ""
     if result is None:
-        return f"| {what} | failed | | | |"
-    low, high = result[f"{ratio}_min_max"]
-    ours, twin = result[key], result[f"twin_{key}"]
-    return f"| {what} | {ours:,.0f} {unit} | {twin:,.0f} {unit} | {result[ratio]:.2f} | {low:.2f}-{high:.2f} |"
+        return f"| {row.what} | failed | | | |{last}"
+    low, high = result[f"{row.ratio}_min_max"]
+    ours, other = result[row.key], result[f"{row.other}_{row.key}"]
+    return (
+        f"| {row.what} | {ours:,.0f} {row.unit} | {other:,.0f} {row.unit} | {result[row.ratio]:.2f} "
+        f"| {low:.2f}-{high:.2f} |{last}"
+    )
+
+
+def show_shares(result: Result | None) -> str:
+    """Return in a sentence how equal members shared the requests."""
+    if result is None:
+        return "Shares of four equal members, three at one relay and one at the other: failed."
+    largest = [f"{name}: largest {result[name]['largest']:.1%}" for name in result["spreads"]]
+    return (
+        "Shares of four equal members, three at one relay and one at the other "
+        f"(wish for 16 at each: ≤ 30 %): {'; '.join(largest)}."
+    )
 
 
 def main() -> None:
@@ -79,7 +230,7 @@ def main() -> None:
     facts = harness.facts()
     results: dict[str, Result | None] = {}
     failures: list[str] = []
-    for _, command, *_ in ROWS:
+    for command in (*(row.command for row in (*ROWS, *SELF_ROWS)), SHARES):
         name = " ".join(command)
         if name in results:
             continue
@@ -93,7 +244,13 @@ def main() -> None:
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     print("| what | Iris | twin | Iris / twin, median | min-max |\n|---|---|---|---|---|")
     for row in ROWS:
-        print(show(row, results[" ".join(row[1])]))
+        print(show(row, results[" ".join(row.command)]))
+    plain = results["throughput.py"]
+    print("\n| what | Iris | beside | ratio, median | min-max | wish |\n|---|---|---|---|---|---|")
+    for row in SELF_ROWS:
+        twin_rate = plain and plain["twin_rate"]
+        print(show(row, results[" ".join(row.command)], twin_rate))
+    print("\n" + show_shares(results[" ".join(SHARES)]))
     changed = ", modified" if facts["uncommitted_changes"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     print(

@@ -162,8 +162,8 @@ async def publisher(options: Options) -> Result:
                     await publish(topic, payload)
 
         # A subscription is known at its own relay at once, and at another a moment later.
-        probing = asyncio.create_task(harness.next_cue())
-        while not probing.done():
+        cued = harness.next_cue()
+        while not cued.is_set():
             client.offer(topics[0], NUMBER.pack(PROBE))
             await asyncio.sleep(PROBE_PAUSE_S)
         sent = 0

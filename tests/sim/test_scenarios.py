@@ -16,6 +16,8 @@ from support.sim.network import DEAD_US, NOTICE_US
 from iris.wire.codec import KIND_AT
 from iris.wire.frames import UNKNOWN_COUNT, Cause, Kind, Refusal
 
+pytestmark = pytest.mark.timeout(120)
+
 
 @pytest.fixture
 def net() -> SimNetwork:
@@ -807,3 +809,45 @@ def test_a_link_keeps_nothing_of_processes_that_came_spoke_and_went(how: str) ->
             if size > early[place].get(table, 0) + 4
         }
         assert grown == {}
+
+
+def test_a_tunnel_that_is_given_up_while_it_waits_for_a_link_is_never_opened(
+    net: SimNetwork,
+) -> None:
+    opener, server = net.relays[0].session("opener"), net.relays[1].session("server")
+    server.serve("files")
+    net.run(0.1)
+    net.cut(0, 1)
+    net.until(lambda: net.relays[0].link_to(net.relays[1]) is None)
+    tunnel = opener.open_tunnel("files", timeout_ms=5_000)
+    net.run(0.001)
+    tunnel.close(Cause.BROKEN)
+    net.run(6.0)
+    assert not server.tunnels
+    net.check_idle()
+
+
+def test_a_relay_that_is_stopped_takes_nothing_with_it_and_is_gone_at_once(
+    net: SimNetwork,
+) -> None:
+    caller = net.relays[0].session("caller")
+    here, there = (relay.session("server").serve("echo") for relay in net.relays[1:])
+    only = net.relays[1].session("server").serve("only")
+    for member in (here, there):
+        member.service_us = 50_000
+    net.run(0.1)
+    calls = []
+    for step in range(100):
+        calls.append(caller.request("echo"))
+        net.run(0.005)
+        if step == 30:
+            net.relays[1].retire(200_000)
+    net.run(0.2)
+    assert {call.outcome for call in calls} == {"reply"}
+    assert len(here.executed) + len(there.executed) == 100
+    assert here.executed
+    assert max(here.executed) < calls[40].tag
+    assert only.serial
+    call = caller.request("only", timeout_ms=60_000)
+    net.run(0.01)
+    assert call.outcome == "no_members"

@@ -53,7 +53,7 @@ class Chaos:
         ]  # fmt: skip
         faults: list[tuple[int, Callable[[], None]]] = [
             (3, self.bye), (3, self.die), (3, self.stall), (4, self.wake),
-            (5, self.cut), (2, self.garble), (3, self.stop), (5, self.heal), (3, self.crash), (5, self.come_back), (2, self.freeze), (4, self.thaw),
+            (5, self.cut), (2, self.garble), (3, self.stop), (5, self.heal), (3, self.crash), (2, self.retire), (5, self.come_back), (2, self.freeze), (4, self.thaw),
         ]  # fmt: skip
         self._weights = [weight for weight, _ in everyday + faults]
         self._actions = [action for _, action in everyday + faults]
@@ -247,6 +247,10 @@ class Chaos:
     def crash(self) -> None:
         if (relay := self.some_relay()) is not None:
             relay.crash(silent=self.rng.random() < 0.5)
+
+    def retire(self) -> None:
+        if (relay := self.some_relay()) is not None:
+            relay.retire(self.rng.choice((0, 50_000, 500_000)))
 
     def come_back(self) -> None:
         if (relay := self.some_relay(alive=False)) is not None:

@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import KIND_AT, decode_control, encode_control
-from iris.wire.frames import FIRST_DATA_KIND, Kind, LinkHello
+from iris.wire.frames import FIRST_DATA_KIND, Bye, Kind, LinkHello
 from relay.core.router import Limits, Router
 from support.sim.ledger import Ledger, table_sizes
 from support.sim.members import KEY, OTHER_KEY, SimSession
@@ -173,6 +173,8 @@ class LinkEnd(End):
                     relay.give(self._entry, frame)
                 return
             relay.give(self._entry, frame)
+            if self.link.closed and not self.closed:
+                self._over(f"{relay} hears that {self.place} leaves")
             return
         hello = decode_control(memoryview(frame), 0, len(frame))
         assert isinstance(hello, LinkHello)
@@ -193,6 +195,26 @@ class LinkEnd(End):
         relay.net.ledger.fault_for(NOTICE_US)
         relay.net.wire(relay.place, self.place).changed_us = relay.net.now_us
         relay.acted()
+
+    def leave(self) -> None:
+        """Say goodbye: what was taken is written, nothing more is read."""
+        if self.link is None:
+            self.lost()
+            return
+        self.relay.tick()
+        self.port.control(encode_control(Bye()))
+        self.port.finish()
+        self.relay.router.link_down(self.link)
+        self._over(f"{self.relay} leaves {self.place}")
+        self.relay.acted()
+
+    def _over(self, text: str) -> None:
+        self.closed = True
+        self.relay.ends.remove(self)
+        self.inbound.close()
+        self.relay.net.note(text)
+        self.relay.net.ledger.fault_for(DEAD_US)
+        self.relay.net.link_lost(self.relay, self.place)
 
     def _writable(self) -> None:
         if self.link is not None:
@@ -345,6 +367,26 @@ class SimRelay:
         for place in range(len(net.relays)):
             if place != self.place:
                 net.link_lost(self, place)
+
+    def retire(self, grace_us: int) -> None:
+        """As SIGTERM: others send it nothing new, what runs has `grace_us` to finish, then it says goodbye and is gone."""
+        if self.alive and not self.router.draining:
+            self.net.note(f"{self} is about to stop")
+            self.net.ledger.fault_for(grace_us + DEAD_US)
+            self.tick()
+            self.router.drain(grace_us // 1000)
+            self.acted()
+            self.net.clock.after(grace_us, self.stop_now)
+
+    def stop_now(self) -> None:
+        """Say goodbye and be gone."""
+        if self.frozen:
+            self.net.clock.after(100_000, self.stop_now)
+        elif self.alive:
+            for end in list(self.ends):
+                if isinstance(end, LinkEnd):
+                    end.leave()
+            self.crash()
 
 
 class Wire:
@@ -536,6 +578,8 @@ class SimNetwork:
             self.heal(a, b)
         for relay in list(self.relays):
             relay.thaw()
+            if relay.alive and relay.router.draining:
+                relay.stop_now()
             if not relay.alive:
                 self.come_back(relay.place)
         self.run(SETTLE_S)
