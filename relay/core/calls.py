@@ -76,7 +76,7 @@ class Calls:
         self._parked_bytes = 0
         self._parked_version = 0
         self._unpark_us = NEVER_US
-        self.tunnels = Tunnels(accounts, self._ended)
+        self.tunnels = Tunnels(accounts, self._ended, self._give_up)
         self.surveys = Surveys(relay_id, accounts, interest, self._next_hop, self._ended)
 
     # -- out to members --------------------------------------------------------------------------------------
@@ -269,6 +269,18 @@ class Calls:
             else:
                 frame = memoryview(bytearray(entry.frame))
                 self._retry(entry, frame, served)
+
+    def _give_up(self, origin: Neighbor, hop: int) -> bool:
+        """A tunnel's opener wants it no more; whether its opening waited here."""
+        for entry in self.parked:
+            if entry.origin is origin and entry.hop == hop and entry.route.kind == Kind.TUNNEL_OPEN:
+                self.parked.remove(entry)
+                self._parked_bytes -= len(entry.frame)
+                self._accounts.out -= 1
+                self._accounts.drop("given up", 1)
+                origin.pending -= 1
+                return True
+        return False
 
     def _retry(self, entry: Parked, frame: memoryview, served: bool) -> None:
         origin, route, hop = entry.origin, entry.route, entry.hop

@@ -94,15 +94,16 @@ class Route:
         self.loads: Sequence[Load] = ()
         self.peers: Sequence[Load] = ()
         self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
-        self._declared: set[tuple[int, Delivery]] = set()
+        self._declared: dict[tuple[int, Delivery], None] = {}
         """Number of a neighbor, and what an alias was declared for there."""
         self._prune_at = 64
 
     def declared(self, target: Target) -> None:
         """An alias was declared for a target of this route: it goes with the route."""
-        self._declared.add((target.neighbor.number, target.delivery))
+        self._declared[(target.neighbor.number, target.delivery)] = None
         if len(self._declared) >= self._prune_at:
-            self._declared = {place for place in self._declared if place[0] in self._neighbors}
+            there = (place for place in self._declared if place[0] in self._neighbors)
+            self._declared = dict.fromkeys(there)
             self._prune_at = max(64, 2 * len(self._declared))
 
     def release(self) -> None:
@@ -111,7 +112,7 @@ class Route:
             neighbor = self._neighbors.get(number)
             if neighbor is not None:
                 neighbor.aliases.free(delivery)
-        self._declared = set()
+        self._declared = {}
 
     def target(
         self, neighbor: Neighbor, member: int, plain: bool = True, groups: tuple[str, ...] = ()

@@ -16,11 +16,20 @@ from relay.core.session import Handed, Neighbor, Tunnel
 
 
 class Tunnels:
-    """The tunnels of a relay. `ended` is told of each that its member, or the relay behind a link, has no more."""
+    """The tunnels of a relay. `ended` is told of each that its member, or the relay behind a link, has no more.
 
-    def __init__(self, accounts: Accounts, ended: Callable[[Handed], None]) -> None:
+    `given_up` is asked whether an end is that of an opening which still waits for somebody to serve it.
+    """
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        ended: Callable[[Handed], None],
+        given_up: Callable[[Neighbor, int], bool],
+    ) -> None:
         self._accounts = accounts
         self._ended = ended
+        self._given_up = given_up
 
     def opening(self, handed: Handed, member: Neighbor, hop: int) -> None:
         """An opening was handed to `member` under `hop`."""
@@ -43,6 +52,8 @@ class Tunnels:
         if tunnel is None:
             if not neighbor.greeted:
                 raise PeerProtocolError("a data frame before HELLO")
+            if not count and self._given_up(neighbor, hop):
+                return
             accounts.in_ += count
             accounts.drop("late tunnel frame", count)
             return

@@ -187,7 +187,8 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start a process on this host; `streams` are those of `subprocess.Popen`.
 
-        Its id is the command's own: both wrappers become the next in line. It dies with the thread that started it.
+        Its id is the command's own: both wrappers become the next in line. It dies with the thread that started it; killed
+        in the first instant, before it could ask for that, it is left to the next `Lan`.
         """
         wrapped = [
             "setpriv",

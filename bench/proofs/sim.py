@@ -1,0 +1,94 @@
+"""N lives of simulated networks, a seed each: 5 to 8 relays, members that come and go, links that flap, relays that crash.
+
+The code is that of `tests/support/sim`, which `make test` runs with ten fixed seeds. A seed whose life breaks a promise is
+named, with what happened last; `python -m support.sim SEED STEPS` in tests/ replays it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+from harness import BENCH
+
+from proofs.common import Proof
+
+STEPS = 360
+SHOWN = 5
+"""Broken seeds that are written down."""
+sys.path.insert(0, str(BENCH.parent / "tests"))
+
+
+def live(seed: int) -> tuple[int, str, Counter[str]]:
+    """Play one life; return its seed, what it broke (empty: nothing) and what happened in it."""
+    from support.sim import Chaos, Violation
+
+    chaos = Chaos(seed)
+    broken = ""
+    try:
+        chaos.run(STEPS)
+    except Violation as err:
+        broken = str(err)
+    ledger = chaos.net.ledger
+    counted = Counter(ledger.outcomes)
+    counted |= Counter(
+        {
+            "relays": len(chaos.net.relays),
+            "events": chaos.net.clock.events,
+            "virtual ms": chaos.net.now_us // 1000,
+            "copies": ledger.cast_copies,
+            "audited": ledger.audited,
+            "told": ledger.told_lost,
+            "over links": ledger.loops_checked,
+            "garbled": chaos.garbled,
+            "rests": chaos.rounds,
+        }
+    )
+    counted.update({f"did {name}": number for name, number in chaos.did.items()})
+    return seed, broken, counted
+
+
+def ended(total: Counter[str], kind: str) -> str:
+    """Return how all calls of a kind ended."""
+    ends = {name.partition(" ")[2]: n for name, n in total.items() if name.startswith(f"{kind} ")}
+    shown = ", ".join(f"{n:,} {end}" for end, n in sorted(ends.items(), key=lambda item: -item[1]))
+    return f"{sum(ends.values()):,}: {shown}"
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it with `count` seeds, from `seed` on."""
+    proof = Proof()
+    begin_s = time.monotonic()
+    total: Counter[str] = Counter()
+    broken: list[tuple[int, str]] = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for number, text, counted in pool.map(live, range(seed, seed + count), chunksize=4):
+            total.update(counted)
+            if text:
+                broken.append((number, text))
+                print(text, file=sys.stderr)
+    faults = ("cut", "stop", "crash", "freeze", "stall", "die", "garble")
+    did = ", ".join(f"{total[f'did {name}']:,} {name}" for name in faults)
+    proof.figures = {
+        "lives": f"{count:,}, seeds {seed} to {seed + count - 1}, {STEPS} steps each, {total['relays'] / count:.1f} relays each",
+        "virtual time": f"{total['virtual ms'] / 3.6e6:,.1f} hours, {total['events']:,} events",
+        "in": f"{time.monotonic() - begin_s:,.0f} s on {os.cpu_count()} processors",
+        "faults": f"{did}; {total['garbled']:,} changes of interest lost or repeated",
+        "requests": ended(total, "request"),
+        "pushes": ended(total, "push"),
+        "surveys": ended(total, "survey"),
+        "tunnels": ended(total, "tunnel_open"),
+        "bundles that arrived": f"{total['copies']:,}",
+        "bundles with an unbroken way": f"{total['audited']:,}, of which {total['told']:,} were dropped and told",
+        "data frames over links": f"{total['over links']:,}, none of which went on over another",
+        "times at rest with all copies true": f"{total['rests']:,}",
+    }
+    for number, text in broken[:SHOWN]:
+        what = text.rsplit("\n", 1)[-1]
+        proof.promise(f"{what} (replay: python -m support.sim {number} {STEPS})", False)
+    proof.promise(f"no seed breaks a promise ({len(broken)} did)", not broken)
+    return proof

@@ -1,0 +1,325 @@
+"""A program on a host: it serves, listens and calls as it is told. Uses nothing but the public names of Iris.
+
+Reads a JSON object a line, {"id": 1, "do": "request", …}, and does each as a task of its own. Writes a JSON object a line:
+{"id": 1, "value": …}, {"id": 1, "error": "NoMembers", "detail": …, "may_have_run": false}, or {"event": "holding", …} by
+itself. Ends, leaving gracefully, at the end of its input.
+
+The service answers with its own name and what it got, "b: hello". A request, or a tunnel's message, that begins with "hold"
+is kept until "release" is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import iris
+
+Value = Any
+"""What JSON can say."""
+PROBE = "-1"
+"""Published to find out whether a subscription is known yet; kept apart from what is heard otherwise."""
+
+
+def write(document: dict[str, Any]) -> None:
+    """Write one line."""
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+class Heard:
+    """What came in by one way, in order; wait for enough of it."""
+
+    def __init__(self) -> None:
+        self.items: list[Value] = []
+        self._changed = asyncio.Event()
+
+    def add(self, item: Value) -> None:
+        self.items.append(item)
+        self._changed.set()
+
+    async def wait(self, count: int) -> None:
+        """Return when at least `count` are there."""
+        while len(self.items) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Program:
+    """One client, and what it was told to do with it."""
+
+    def __init__(self, name: str, client: iris.Client) -> None:
+        self.name = name
+        self.client = client
+        self.heard = {
+            name: Heard()
+            for name in (
+                "request",
+                "push",
+                "survey",
+                "broadcast",
+                "publish",
+                "named",
+                "probe",
+                "gap",
+            )
+        }
+        self.released = asyncio.Event()
+        self.endings: dict[str, contextlib.AsyncExitStack] = {}
+        self.tunnels: dict[str, iris.Tunnel] = {}
+        client.on_loss = self.lost
+
+    def lost(self, lost: iris.Lost) -> None:
+        self.heard["gap"].add(
+            {"kind": lost.kind, "name": lost.name, "count": lost.count, "cause": lost.cause}
+        )
+
+    async def hold(self, text: str) -> None:
+        """Wait for "release" if the text asks for it."""
+        if text.startswith("hold"):
+            write({"event": "holding", "payload": text})
+            await self.released.wait()
+
+    # -- serving -----------------------------------------------------------------------------------------------
+
+    def service(self, cluster: str, concurrency: int) -> iris.Service:
+        """Return a service of all kinds."""
+        service = iris.Service(cluster, limits=iris.Limits(concurrency=concurrency))
+
+        @service.on_request
+        async def request(payload: bytes) -> bytes:
+            text = payload.decode()
+            self.heard["request"].add(text)
+            await self.hold(text)
+            if text == "fail":
+                raise ValueError("on purpose")
+            return b"" if text == "empty" else f"{self.name}: {text}".encode()
+
+        @service.on_push
+        def push(payload: bytes) -> None:
+            self.heard["push"].add(payload.decode())
+
+        @service.on_survey
+        async def survey(payload: bytes) -> bytes:
+            text = payload.decode()
+            self.heard["survey"].add(text)
+            await self.hold(text)
+            return b"" if text == "empty" else f"{self.name}: {text}".encode()
+
+        @service.on_broadcast
+        def broadcast(payload: bytes) -> None:
+            self.heard["broadcast"].add(payload.decode())
+
+        @service.on_tunnel
+        async def tunnel(tunnel: iris.Tunnel) -> None:
+            write({"event": "tunnel opened"})
+            try:
+                async for message in tunnel:
+                    if message.startswith(b"hold"):
+                        await self.hold(message.decode())
+                    await tunnel.send(message)
+            except iris.TunnelBroken as broken:
+                write({"event": "tunnel broken", "detail": str(broken)})
+            else:
+                write({"event": "tunnel ended"})
+
+        service.on_gap(self.lost)
+        return service
+
+    async def do_serve(self, cluster: str, concurrency: int = 8) -> None:
+        """Join a cluster; returns when the relay of this host knows."""
+        stack = contextlib.AsyncExitStack()
+        await stack.enter_async_context(self.client.serve(self.service(cluster, concurrency)))
+        self.endings[cluster] = stack
+
+    async def do_leave(self, cluster: str) -> None:
+        """Leave a cluster, or end a subscription."""
+        await self.endings.pop(cluster).aclose()
+
+    async def do_release(self) -> None:
+        """Let go what is held, and hold nothing any more."""
+        self.released.set()
+
+    async def do_subscribe(self, pattern: str, group: str = "") -> None:
+        """Subscribe; returns when the relay of this host knows."""
+
+        def hear(message: iris.Message) -> None:
+            text = message.payload.decode()
+            if text == PROBE:
+                self.heard["probe"].add(text)
+            else:
+                self.heard["publish"].add(text)
+                self.heard["named"].add(f"{message.name} {text}")
+
+        stack = contextlib.AsyncExitStack()
+        await stack.enter_async_context(
+            self.client.subscribe(pattern, hear, group=group, on_gap=self.lost)
+        )
+        self.endings[pattern] = stack
+
+    async def do_heard(self, what: str, count: int = 0, timeout: float = 0.0) -> list[Value]:
+        """Return what came in by one way, once that is `count`; with fewer after `timeout` seconds, those."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.heard[what].wait(count)
+        return self.heard[what].items
+
+    async def do_forget(self) -> None:
+        """Forget what came in."""
+        for heard in self.heard.values():
+            heard.items.clear()
+
+    async def do_forget_probes(self) -> None:
+        """Forget that a subscription was known."""
+        self.heard["probe"].items.clear()
+
+    async def do_await_last(self, what: str, item: Value, timeout: float) -> None:
+        """Return when the latest of what came in by one way is `item`, or after `timeout` seconds."""
+        heard = self.heard[what]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while heard.items[-1:] != [item]:
+                    await heard.wait(len(heard.items) + 1)
+
+    # -- calling -----------------------------------------------------------------------------------------------
+
+    async def do_request(
+        self, cluster: str, payload: str, timeout: float, idempotent: bool = False
+    ) -> str:
+        reply: bytes = await self.client.request(
+            cluster, payload, timeout=timeout, idempotent=idempotent, type=bytes
+        )
+        return reply.decode()
+
+    async def do_requests(
+        self, cluster: str, count: int, in_flight: int, timeout: float, first: int = 0
+    ) -> Value:
+        """Send requests numbered from `first`, some at once; return how many ended how: by the answering member, or error."""
+        ended: dict[str, int] = {}
+        numbers = iter(range(first, first + count))
+
+        async def caller() -> None:
+            for number in numbers:
+                try:
+                    reply: bytes = await self.client.request(
+                        cluster, str(number), timeout=timeout, type=bytes
+                    )
+                    who, _, text = reply.decode().partition(": ")
+                    end = who if text == str(number) else "wrong"
+                except iris.RequestError as err:
+                    end = type(err).__name__
+                ended[end] = ended.get(end, 0) + 1
+
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return ended
+
+    async def do_push(self, cluster: str, payloads: list[str]) -> None:
+        for payload in payloads:
+            await self.client.push(cluster, payload, timeout=20.0)
+        await self.client.flush(timeout=20.0)
+
+    async def do_survey(self, cluster: str, payload: str, timeout: float) -> Value:
+        survey = self.client.survey(cluster, payload, timeout=timeout, type=bytes)
+        answers = [answer.decode() async for answer in survey]
+        return {"answers": sorted(answers), "missing": survey.missing, "failed": survey.failed}
+
+    async def do_broadcast(self, cluster: str, payloads: list[str]) -> None:
+        for payload in payloads:
+            await self.client.broadcast(cluster, payload)
+        await self.client.flush(timeout=20.0)
+
+    async def do_publish(self, topic: str, first: int, count: int) -> None:
+        """Publish `count` numbers from `first` on."""
+        for number in range(first, first + count):
+            await self.client.publish(topic, str(number))
+        await self.client.flush(timeout=20.0)
+
+    async def do_tunnel(self, cluster: str, count: int, size: int, timeout: float) -> Value:
+        """Send `count` messages through a tunnel while reading them back; return how many came back right, in order."""
+        right = 0
+        async with self.client.tunnel(cluster, timeout=timeout) as tunnel:
+
+            async def send() -> None:
+                for number in range(count):
+                    await tunnel.send(number.to_bytes(4, "little") * (size // 4))
+                await tunnel.finish()
+
+            sending = asyncio.create_task(send())
+            async for message in tunnel:
+                right += message == right.to_bytes(4, "little") * (size // 4)
+            await sending
+        return right
+
+    async def do_open_tunnel(self, cluster: str, number: str, timeout: float) -> None:
+        self.tunnels[number] = await self.client.open_tunnel(cluster, timeout=timeout)
+
+    async def do_pass(self, number: str, payload: str) -> str:
+        """Send one message through an open tunnel and return the answer."""
+        tunnel = self.tunnels[number]
+        await tunnel.send(payload)
+        return (await tunnel.recv()).decode()
+
+    async def do_wait_members(self, cluster: str, count: int, timeout: float) -> list[str]:
+        """Return the ids of the members once there are at least `count`."""
+        members = await self.client.wait_for_members(cluster, count, timeout=timeout)
+        return [member.member for member in members]
+
+    async def do_watch_members(self, cluster: str, count: int, timeout: float) -> int:
+        """Return how many members there are, once that is `count`, or at the end of `timeout` seconds."""
+        there = -1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                async for members in self.client.watch_members(cluster):
+                    there = len(members)
+                    if there == count:
+                        break
+        return there
+
+    async def do_status(self) -> Value:
+        return await self.client.status(timeout=20.0)
+
+
+async def perform(program: Program, command: dict[str, Any]) -> None:
+    """Do one command and write how it ended."""
+    number = command.pop("id")
+    work: Callable[..., Awaitable[Value]] = getattr(program, f"do_{command.pop('do')}")
+    try:
+        write({"id": number, "value": await work(**command)})
+    except iris.IrisError as err:
+        may_have_run = err.may_have_run if isinstance(err, iris.RequestError) else None
+        write({"id": number, "error": type(err).__name__, "detail": str(err), "may_have_run": may_have_run})  # fmt: skip
+    except iris.EndOfTunnel as end:
+        write({"id": number, "error": "EndOfTunnel", "detail": str(end), "may_have_run": None})
+
+
+async def commands() -> AsyncIterator[dict[str, Any]]:
+    """Iterate over the commands until the end of the input."""
+    reader = asyncio.StreamReader(limit=8 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        yield json.loads(line)
+
+
+async def main(name: str) -> None:
+    """Run until the input ends. A command that fails other than by an error of Iris ends the program."""
+    config = iris.ClientConfig(label=name, drain_timeout_s=1.0, reconnect_max_s=0.2)
+    async with iris.connect(config=config) as client, asyncio.TaskGroup() as group:
+        program = Program(name, client)
+        write({"event": "ready"})
+        tasks = []
+        async for command in commands():
+            tasks.append(group.create_task(perform(program, command)))
+        for task in tasks:
+            task.cancel()
+        for stack in program.endings.values():
+            await stack.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

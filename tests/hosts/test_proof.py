@@ -1,0 +1,28 @@
+"""The proof of discovery, at its smallest count."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROOF = Path(__file__).resolve().parents[2] / "bench" / "proof.py"
+
+
+@pytest.mark.net
+@pytest.mark.timeout(120)
+def test_the_proof_of_discovery_runs_and_writes_its_figures_down(tmp_path: Path) -> None:
+    record = tmp_path / "proof.md"
+    # Bounded by the proof itself, which ends its processes.
+    done = subprocess.run(
+        [sys.executable, PROOF, "discovery", "1", "--record", record],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = record.read_text()
+    assert "## discovery 1\n" in text
+    for figure in ("alone and serving", "linked to the other host", "idle, alone"):
+        assert figure in text
