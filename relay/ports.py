@@ -118,6 +118,7 @@ class Secured:
         """Fill `buffer` with what has come; return how much that is. Fewer bytes than fit: there is no more. -1: the end."""
         filled = 0
         read = self.tls.read
+        incoming = self._incoming
         size = len(buffer)
         while filled < size:
             try:
@@ -127,6 +128,8 @@ class Secured:
             if not got:
                 return filled or -1
             filled += cast(int, got)
+            if not incoming.pending and not self.tls.pending():
+                break  # one more read could only raise, which costs as much as this one
         if self._outgoing.pending:
             self._write_out()  # TLS itself had to answer
         return filled

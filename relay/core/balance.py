@@ -3,7 +3,8 @@
 Members of this relay that have a free handler come first, the one with the fewest outstanding among them; then a relay
 that has one, the freer of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing",
 1996), so that relays whose picture is a few milliseconds old do not all run to the same one. Only when no handler is free
-anywhere does work queue: where the queue is shortest for the handlers there, up to the member's byte limit.
+anywhere does work queue: where the wait is shortest by the pace at which messages end there, up to the member's byte limit, so
+that a slow member is not given as many as a fast one.
 """
 
 from __future__ import annotations
@@ -40,51 +41,46 @@ def pick(
             and load not in tried
         ):
             best = load
-    if best is not None and best.messages >= best.concurrency:
+    if best is not None and best.messages < best.concurrency:
+        return best
+    if best is not None:
         # The fewest outstanding is saturated; another with more handlers may still have one free.
         for load in loads:
             if load.messages < load.concurrency and load not in tried:
                 return load
-    if not peers or (best is not None and best.messages < best.concurrency):
-        return best
-    return _among_peers(best, loads, peers, size, tried, turn)
+        if count == 1 and not peers:
+            return best
+    if len(peers) == 1 and best is None:
+        return peers[0] if peers[0] not in tried else None
+    return _saturated(loads, peers, size, tried, turn)
 
 
-def _among_peers(
-    best: Load | None,
-    loads: Sequence[Load],
-    peers: Sequence[Load],
-    size: int,
-    tried: Sequence[Load],
-    turn: int,
+def _saturated(
+    loads: Sequence[Load], peers: Sequence[Load], size: int, tried: Sequence[Load], turn: int
 ) -> Load | None:
+    """Return a relay with a free handler, else where the wait is shortest."""
     count = len(peers)
-    mixed = turn * _MIX & (1 << 64) - 1
-    one, other = peers[(mixed >> 32) % count], peers[(mixed >> 8) % count]
-    if _free(other) > _free(one):
-        one = other
-    if _free(one) > 0 and one not in tried:
-        return one
-    if count <= SAMPLE:
-        sample: Sequence[Load] = [peers[(turn + n) % count] for n in range(count)]
-    else:
-        sample = [peers[(turn + n) * _MIX % count] for n in range(SAMPLE)]
-    sample = [load for load in sample if load not in tried]
-    free = max(sample, key=_free, default=None)
-    if free is not None and _free(free) > 0:
-        return free
-    queues = [
+    sample: list[Load] = []
+    if peers:
+        mixed = turn * _MIX & (1 << 64) - 1
+        one, other = peers[(mixed >> 32) % count], peers[(mixed >> 8) % count]
+        if _free(other) > _free(one):
+            one = other
+        if _free(one) > 0 and one not in tried:
+            return one
+        step = 1 if count <= SAMPLE else _MIX
+        looked_at = (peers[(turn + n) * step % count] for n in range(min(count, SAMPLE)))
+        sample = [load for load in looked_at if load not in tried]
+        free = max(sample, key=_free, default=None)
+        if free is not None and _free(free) > 0:
+            return free
+    here = [
         load
         for load in loads
         if load not in tried and (load.bytes + size <= load.limit_bytes or not load.messages)
     ]
-    return min((*queues, *sample), key=_queue, default=best)
+    return min((*here, *sample), key=Load.wait_us, default=None)
 
 
 def _free(load: Load) -> int:
     return load.concurrency - load.messages - load.others
-
-
-def _queue(load: Load) -> float:
-    """Return what waits or runs for each handler."""
-    return (load.messages + load.others) / load.concurrency

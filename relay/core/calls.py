@@ -468,8 +468,7 @@ class Calls:
 
     def _ended(self, handed: Handed) -> None:
         load = handed.load
-        load.messages -= 1
-        load.bytes -= handed.size
+        load.ended(handed.size, self._now_us)
         asked = handed.route.asked
         if asked is not None and handed.survey is None:
             asked.messages -= 1

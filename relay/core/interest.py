@@ -6,7 +6,7 @@ Addresses are (name, key id) throughout. `version` rises with every change that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iris.wire.frames import Serving
 
@@ -15,22 +15,18 @@ if TYPE_CHECKING:
     from relay.core.session import Neighbor, Session
 
 Address = tuple[str, bytes]
+PACE_WEIGHT: Final = 0.125
+"""Of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
+UNKNOWN_PACE_US: Final = 1000
+"""Taken for one handler until the pace is known."""
 
 
 class Load:
     """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
 
     __slots__ = (
-        "bytes",
-        "concurrency",
-        "handed",
-        "kind",
-        "limit_bytes",
-        "member",
-        "messages",
-        "neighbor",
-        "others",
-    )
+        "_done_us", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -51,6 +47,9 @@ class Load:
         self.others = 0
         """Handed over by others, as the other relay said last."""
         self.bytes = 0
+        self.pace_us = 0.0
+        """Time from one end to the next while all handlers are busy, a moving average; 0 while it is not known."""
+        self._done_us = 0
         self.handed: dict[int, int] = {}
         """Pushes that a member was handed, by hop id."""
 
@@ -58,6 +57,22 @@ class Load:
     def serial(self) -> int:
         """The member that is meant; 0 behind a link."""
         return 0 if self.member is None else self.member.serial
+
+    def ended(self, size: int, now_us: int) -> None:
+        """A message of `size` bytes ended."""
+        self.bytes -= size
+        if self.messages + self.others >= self.concurrency:
+            if self._done_us:
+                self.pace_us += (now_us - self._done_us - self.pace_us) * PACE_WEIGHT
+            self._done_us = now_us
+        else:
+            self._done_us = 0
+        self.messages -= 1
+
+    def wait_us(self) -> float:
+        """Return how long a message more would wait, as far as the pace tells."""
+        pace_us = self.pace_us or UNKNOWN_PACE_US / self.concurrency
+        return (self.messages + self.others) * pace_us
 
     def forget_if_done(self) -> None:
         """A message ended: a member that has left, and finished all, is forgotten."""
