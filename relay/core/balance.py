@@ -9,6 +9,7 @@ that a slow member is not given as many as a fast one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -60,26 +61,35 @@ def _saturated(
 ) -> Load | None:
     """Return a relay with a free handler, else where the wait is shortest."""
     count = len(peers)
-    sample: list[Load] = []
-    if peers:
+    if count > 1:
         mixed = turn * _MIX & (1 << 64) - 1
         one, other = peers[(mixed >> 32) % count], peers[(mixed >> 8) % count]
         if _free(other) > _free(one):
             one = other
         if _free(one) > 0 and one not in tried:
             return one
-        step = 1 if count <= SAMPLE else _MIX
-        looked_at = (peers[(turn + n) * step % count] for n in range(min(count, SAMPLE)))
-        sample = [load for load in looked_at if load not in tried]
-        free = max(sample, key=_free, default=None)
-        if free is not None and _free(free) > 0:
-            return free
-    here = [
-        load
-        for load in loads
-        if load not in tried and (load.bytes + size <= load.limit_bytes or not load.messages)
-    ]
-    return min((*here, *sample), key=Load.wait_us, default=None)
+    best: Load | None = None
+    shortest_us = math.inf
+    for load in loads:
+        if load.messages and load.bytes + size > load.limit_bytes:
+            continue
+        wait_us = load.wait_us()
+        if wait_us < shortest_us and load not in tried:
+            best, shortest_us = load, wait_us
+    freest: Load | None = None
+    most = 0
+    step = 1 if count <= SAMPLE else _MIX
+    for number in range(min(count, SAMPLE)):
+        load = peers[(turn + number) * step % count]
+        free = load.concurrency - load.messages - load.others
+        if free > most:
+            if load not in tried:
+                freest, most = load, free
+        elif freest is None:
+            wait_us = load.wait_us()
+            if wait_us < shortest_us and load not in tried:
+                best, shortest_us = load, wait_us
+    return best if freest is None else freest
 
 
 def _free(load: Load) -> int:

@@ -71,8 +71,7 @@ class Load:
 
     def wait_us(self) -> float:
         """Return how long a message more would wait, as far as the pace tells."""
-        pace_us = self.pace_us or UNKNOWN_PACE_US / self.concurrency
-        return (self.messages + self.others) * pace_us
+        return (self.messages + self.others) * (self.pace_us or UNKNOWN_PACE_US / self.concurrency)
 
     def forget_if_done(self) -> None:
         """A message ended: a member that has left, and finished all, is forgotten."""
