@@ -10,6 +10,7 @@ import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
 from iris.wire.frames import Kind, MemberInfo
+from iris.wire.names import printable
 
 
 def members(
@@ -90,7 +91,8 @@ def _print_change(sign: str, member: MemberInfo, *, as_json: bool) -> None:
         output.write_json({"change": sign, **as_document(member)})
     else:
         what = ", ".join(served(member))
-        output.write(f"{sign} {member.member}  {what}  {member.label}\n".encode())
+        line = f"{sign} {member.member}  {what}  {member.label}"
+        output.write(printable(line).encode() + b"\n")
 
 
 def _print_table(found: iris.Members) -> None:
@@ -101,7 +103,8 @@ def _print_table(found: iris.Members) -> None:
         table.add_column(title, no_wrap=True)
     for member in found:
         keys = " ".join(key_id.hex()[:8] for key_id in member.key_ids)
-        table.add_row(member.member, ", ".join(served(member)), keys, member.site, member.label)
+        shown = (member.member, ", ".join(served(member)), keys, member.site, member.label)
+        table.add_row(*map(output.cell, shown))
     output.console().print(table)
 
 

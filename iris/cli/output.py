@@ -10,15 +10,24 @@ import msgspec
 
 from iris.core.message import MEMBER_HEADER, Message
 from iris.errors import DecodeError
+from iris.wire.names import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 
 def write(data: bytes) -> None:
     """Write bytes, at once: a reader of our pipe waits for them."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
+
+
+def cell(value: object) -> Text:
+    """Return a table's cell that shows what others wrote as it is: no markup, no control characters."""
+    from rich.text import Text
+
+    return Text(printable(str(value)))
 
 
 def write_json(document: object) -> None:

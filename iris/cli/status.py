@@ -61,13 +61,13 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     for name in columns:
         sessions.add_column(name.upper(), justify="right")
     for session in report["sessions"]:
-        sessions.add_row(session["label"], *(str(session[name]) for name in columns))
+        sessions.add_row(output.cell(session["label"]), *(str(session[name]) for name in columns))
     clusters = Table(box=None, pad_edge=False, title="clusters", title_justify="left")
     for name in ("NAME", "KEY", "MEMBERS"):
         clusters.add_column(name, no_wrap=True)
     for name, by_key in report["clusters"].items():
         for key, count in by_key.items():
-            clusters.add_row(name, key + "…", str(count))
+            clusters.add_row(output.cell(name), key + "…", str(count))
     accounts = report["accounts"]
     dropped = ", ".join(f"{count} {cause}" for cause, count in accounts["dropped"].items())
     for table in (sessions, clusters, _links(report, before)):
@@ -125,9 +125,9 @@ def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:
         )
         rtt = f"{link['rtt_us'] / 1000:.1f} ms"
         table.add_row(
-            link["label"],
+            output.cell(link["label"]),
             link["peer"][:8] + "…",
-            str(link.get("address", "")),
+            output.cell(link.get("address", "")),
             rtt,
             *rates,
             *counts,

@@ -73,3 +73,8 @@ def _check(name: object, grammar: re.Pattern[str], what: str) -> str:
     if len(name.encode()) > MAX_NAME_BYTES or name.count(".") >= MAX_TOKENS:
         raise InvalidName(f"{what} {shown!r} is over {MAX_NAME_BYTES} bytes or {MAX_TOKENS} tokens")
     return name
+
+
+def printable(text: str) -> str:
+    """Return what another process wrote as a terminal may show it: nobody moves somebody's cursor."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

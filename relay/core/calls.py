@@ -74,6 +74,8 @@ class Calls:
         self._now_us = 0
         self.parked: deque[Parked] = deque()
         self._parked_bytes = 0
+        self._parked_tunnels: set[tuple[int, int]] = set()
+        """Number of the opener and its hop id."""
         self._parked_version = 0
         self._unpark_us = NEVER_US
         self.tunnels = Tunnels(accounts, self._ended, self._give_up)
@@ -100,7 +102,9 @@ class Calls:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
         if hop & neighbor.own_hop_mask == neighbor.own_hop:
             raise PeerProtocolError("a hop id of those that this relay chooses")
-        if kind == Kind.TUNNEL_OPEN and hop in neighbor.tunnels:
+        if kind == Kind.TUNNEL_OPEN and (
+            hop in neighbor.tunnels or (neighbor.number, hop) in self._parked_tunnels
+        ):
             raise PeerProtocolError(f"tunnel {hop} is open already")
         self._accounts.in_ += 1
         if neighbor.hop_class:
@@ -134,7 +138,7 @@ class Calls:
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         if route.kind == Kind.SURVEY:
-            self.surveys.start(origin, route, hop, buf, start, end)
+            self.surveys.start(origin, route, hop, deadline_us, buf, start, end)
             return
         handed = Handed(origin, hop, route, end - start)
         handed.deadline_us = deadline_us
@@ -228,6 +232,8 @@ class Calls:
         else:
             self.parked.append(Parked(origin, route, hop, deadline_us, bytes(buf[start:end])))
             self._parked_bytes += size
+            if route.kind == Kind.TUNNEL_OPEN:
+                self._parked_tunnels.add((origin.number, hop))
             self._accounts.out += 1  # and held, until it is unparked
             origin.pending += 1
             self._unpark_us = min(self._unpark_us, self._now_us + PARKED_US)
@@ -247,19 +253,24 @@ class Calls:
         self._now_us = now_us
         self._unpark_us = now_us + PARKED_US
         self._parked_version = self._interest.version
+        verdicts: dict[tuple[int, str, bytes], tuple[bool, bool]] = {}
         for _ in range(len(self.parked)):
             entry = self.parked.popleft()
             origin, route = entry.origin, entry.route
             if not origin.closed:
-                self._resolve(route)
                 late = entry.deadline_us and entry.deadline_us <= now_us
-                served = bool(route.loads or route.peers)
-                if not (late or served) and self._might_serve(route):
+                place = (route.kind, route.name, route.key_id)
+                verdict = verdicts.get(place)
+                if verdict is None:
+                    self._resolve(route)
+                    found = bool(route.loads or route.peers)
+                    verdict = verdicts[place] = (found, not found and self._might_serve(route))
+                served, waits = verdict
+                if waits and not late:
                     self.parked.append(entry)
                     continue
-            self._parked_bytes -= len(entry.frame)
-            self._accounts.out -= 1
-            origin.pending -= 1
+                self._resolve(route)
+            self._forget_parked(entry)
             if origin.closed:
                 self._accounts.drop("session lost", 1)
             elif late:
@@ -272,15 +283,21 @@ class Calls:
 
     def _give_up(self, origin: Neighbor, hop: int) -> bool:
         """A tunnel's opener wants it no more; whether its opening waited here."""
+        if (origin.number, hop) not in self._parked_tunnels:
+            return False
         for entry in self.parked:
             if entry.origin is origin and entry.hop == hop and entry.route.kind == Kind.TUNNEL_OPEN:
                 self.parked.remove(entry)
-                self._parked_bytes -= len(entry.frame)
-                self._accounts.out -= 1
+                self._forget_parked(entry)
                 self._accounts.drop("given up", 1)
-                origin.pending -= 1
                 return True
         return False
+
+    def _forget_parked(self, entry: Parked) -> None:
+        self._parked_bytes -= len(entry.frame)
+        self._parked_tunnels.discard((entry.origin.number, entry.hop))
+        self._accounts.out -= 1
+        entry.origin.pending -= 1
 
     def _retry(self, entry: Parked, frame: memoryview, served: bool) -> None:
         origin, route, hop = entry.origin, entry.route, entry.hop

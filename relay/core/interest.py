@@ -73,11 +73,6 @@ class Load:
         """Return how long a message more would wait, as far as the pace tells."""
         return (self.messages + self.others) * (self.pace_us or UNKNOWN_PACE_US / self.concurrency)
 
-    def forget_if_done(self) -> None:
-        """A message ended: a member that has left, and finished all, is forgotten."""
-        if self.member is not None and self.member.left:
-            self.member.forget_if_done()
-
 
 class Member:
     """One JOIN of one session."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import Final
 
 from iris.core.pulse import Pulse
-from iris.errors import PeerProtocolError
+from iris.errors import LocalProtocolError, PeerProtocolError
 from iris.wire import frames
-from iris.wire.frames import SERVED_KINDS, HopClass, MemberEntry
+from iris.wire.codec import encode_control
+from iris.wire.frames import SERVED_KINDS, Control, HopClass, MemberEntry
 from relay.core.interest import Address, Load
 from relay.core.ports import Port
 from relay.core.session import Asked, Neighbor
 
+SUSPENDED_US: Final = 3_000_000
+"""How long a copy outlives its link, and how long a snapshot is waited for."""
 MAX_COPY: Final = 1 << 20
 """Members, and topics, of one relay: more is a fault of that relay."""
 LINK_HOP: Final = 1 << 62
@@ -83,7 +86,7 @@ class Link(Neighbor):
     """The router's side of one link."""
 
     __slots__ = (
-        "addresses", "asked", "beats", "bye", "copy", "hello", "loads", "relay_id", "resyncing", "resyncs", "stale", "topics",
+        "addresses", "asked", "beats", "bye", "copy", "hello", "loads", "relay_id", "resyncing", "resyncs", "settle_us", "stale", "topics",
         "waiting", "weights",
     )  # fmt: skip
     hop_class = HopClass.MESH
@@ -104,6 +107,8 @@ class Link(Neighbor):
         """The snapshot that is coming in."""
         self.stale = True
         """The copy is from before this link: the first snapshot has not come."""
+        self.settle_us = now_us + SUSPENDED_US
+        """Until then its snapshot may come and have what nobody else serves."""
         self.resyncing = False
         self.resyncs = 0
         self.addresses: dict[Address, int] = {}
@@ -144,6 +149,15 @@ class Link(Neighbor):
         """Nobody serves an address there any more."""
         for kind in SERVED_KINDS:
             self.loads.pop((kind, name, key_id), None)
+
+    def control(self, body: Control) -> None:
+        """Send it a control frame; one that cannot be said ends the link, and nobody else's call."""
+        try:
+            frame = encode_control(body)
+        except LocalProtocolError as err:
+            self.port.abort(str(err))
+        else:
+            self.port.control(frame)
 
     def asking(self, kind: int, name: str, key_id: bytes) -> Asked:
         """Return where what this link hands to an address is counted."""

@@ -18,13 +18,12 @@ from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, MemberEntry, TopicEntry
-from iris.wire.names import check_cluster, check_filter, check_group
+from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
 from relay.core.interest import Interest, Member
-from relay.core.link import MAX_COPY, Copy, Link
+from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link
 from relay.core.ports import Port
 
-SUSPENDED_US: Final = 3_000_000
 GATHER_US: Final = 2_000
 LOADS_US: Final = 10_000
 ASKED_US: Final = 1_000_000
@@ -32,9 +31,13 @@ ASKED_US: Final = 1_000_000
 PEERS_US: Final = 30_000_000
 """How often one peer is asked for its peers: once linked, everybody finds everybody."""
 NEVER_US: Final = (1 << 63) - 1
+MAX_GROUPS_HERE: Final = 128
+"""Queue groups of one relay under one key: a DECLARE over a link may name them all, and is a control frame."""
 MAX_SHARED: Final = 8192
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
+_LOAD_ENTRIES: Final = 48
+"""Names are 255 bytes at most: this many always fit a control frame."""
 
 Topic = tuple[str, bytes, str]
 
@@ -64,6 +67,8 @@ class Mesh:
         self._left: list[int] = []
         self._topics: dict[Topic, int] = {}
         self._changed: dict[Topic, int] = {}
+        self._groups: dict[bytes, dict[str, int]] = {}
+        """Key id -> queue group -> subscriptions of this relay in it."""
         self._flush_us = NEVER_US
         self._loads_us = NEVER_US
         self._peers_us = 0
@@ -81,12 +86,12 @@ class Mesh:
         relay_id = hello.relay_id
         copy = self.copies.get(relay_id)
         if copy is None:
-            label = "".join(c if c.isprintable() else "?" for c in hello.label)
-            copy = self.copies[relay_id] = Copy(relay_id.hex(), hello.site, label)
+            site, label = printable(hello.site), printable(hello.label)
+            copy = self.copies[relay_id] = Copy(relay_id.hex(), site, label)
+        self._flush()  # to the others; the new one gets the snapshot
         link = Link(port, number, hello, copy, self._relay_id, now_us)
         copy.link = link
         self.links[relay_id] = link
-        self._flush()
         for frame in self._snapshot_frames():
             link.port.control(frame)
         if not self._peers_us or len(self.links) < 4:
@@ -152,6 +157,8 @@ class Mesh:
         """One session more (`by` 1) or less (-1) of this relay wants a topic."""
         for key_id in key_ids:
             place = (topic, key_id, group)
+            if group:
+                self._count_group(key_id, group, by)
             count = self._topics.get(place, 0) + by
             if count:
                 self._topics[place] = count
@@ -161,6 +168,22 @@ class Mesh:
                 self._changed[place] = count if group else min(count, 1)
                 self._gather(now_us)
         self._snapshot_version = 0
+
+    def _count_group(self, key_id: bytes, group: str, by: int) -> None:
+        here = self._groups.setdefault(key_id, {})
+        here[group] = here.get(group, 0) + by
+        if not here[group]:
+            del here[group]
+            if not here:
+                del self._groups[key_id]
+
+    def group_error(self, group: str, key_ids: Iterable[bytes]) -> str:
+        """Return why one queue group more is too many here, or an empty text: an alias over a link may have to name them all."""
+        for key_id in key_ids:
+            here = self._groups.get(key_id, {})
+            if group not in here and len(here) >= MAX_GROUPS_HERE:
+                return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key"
+        return ""
 
     def leave(self) -> None:
         """This relay is about to stop: others send nothing new to its members."""
@@ -221,6 +244,7 @@ class Mesh:
         if change.reset:
             copy = link.copy
             link.waiting = Copy(copy.relay, copy.site, copy.label)
+            link.settle_us = link.beats.last_us + SUSPENDED_US
             self._empty(link)
         waiting = link.waiting
         if waiting is not None:
@@ -256,6 +280,7 @@ class Mesh:
                 link.forget_loads(name, key_id)
         link.waiting = None
         link.stale = link.resyncing = False
+        link.settle_us = 0
         self._interest.version += 1
 
     def _apply(self, link: Link, change: frames.Interest) -> None:
@@ -284,7 +309,7 @@ class Mesh:
             self._kinds.clear()
         key_ids = self._key_ids.setdefault(tuple(entry.key_ids), entry.key_ids)
         kinds = self._kinds.setdefault(tuple(sorted(entry.kinds.items())), entry.kinds)
-        name, label = sys.intern(entry.name), sys.intern(entry.label)
+        name, label = sys.intern(entry.name), sys.intern(printable(entry.label))
         return MemberEntry(entry.serial, name, key_ids, kinds, label)
 
     def _lead(self, link: Link, entry: MemberEntry) -> None:
@@ -304,6 +329,8 @@ class Mesh:
             if entry.count:
                 if not known:
                     _check_topic(entry)
+                    if entry.group and len(link.weights) >= MAX_COPY:
+                        raise PeerProtocolError(f"more than {MAX_COPY} queue groups at one relay")
                     if len(link.topics) >= MAX_COPY:
                         raise PeerProtocolError(f"more than {MAX_COPY} topics at one relay")
                     self._interest.subscribe(link, entry.filter, entry.group, (entry.key_id,))
@@ -323,6 +350,7 @@ class Mesh:
         self.resyncs += 1
         link.resyncs += 1
         link.resyncing = True
+        link.settle_us = link.beats.last_us + SUSPENDED_US
         link.control(frames.Resync(link.copy.version))
 
     def _tell(
@@ -359,7 +387,7 @@ class Mesh:
         if now_us < self.settle_us:
             return True
         return any(
-            link.stale for link in self.links.values()
+            now_us < link.settle_us for link in self.links.values()
         ) or any(
             copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values()
         )  # fmt: skip
@@ -398,8 +426,8 @@ class Mesh:
                 if others != asked.told:
                     asked.told = others
                     told.append(frames.Load(kind, name, key_id, others))
-            for at in range(0, len(told), _FRAME_ENTRIES):
-                link.control(frames.Loads(told[at : at + _FRAME_ENTRIES]))
+            for at in range(0, len(told), _LOAD_ENTRIES):
+                link.control(frames.Loads(told[at : at + _LOAD_ENTRIES]))
 
     # -- introductions ---------------------------------------------------------------------------------------
 
@@ -409,8 +437,13 @@ class Mesh:
             for other in self.links.values()
             if other is not link and other.hello.addresses
         ]
-        for at in range(0, len(peers), _FRAME_ENTRIES // 2):
-            link.control(frames.Peers(peers[at : at + _FRAME_ENTRIES // 2]))
+        while peers:
+            part: list[frames.PeerEntry] = []
+            size = 0
+            while peers and size < _FRAME_BYTES and len(part) < _FRAME_ENTRIES:
+                part.append(peers.pop())
+                size += 32 + sum(8 + 4 * len(address) for address in part[-1].addresses)
+            link.control(frames.Peers(part))
 
     def _on_peers(self, link: Link, told: frames.Peers) -> None:
         for peer in told.peers:

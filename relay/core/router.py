@@ -29,7 +29,7 @@ from iris.wire.frames import (
     HopClass,
     Kind,
 )
-from iris.wire.names import check_cluster, check_filter, check_group, check_topic
+from iris.wire.names import check_cluster, check_filter, check_group, check_topic, printable
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.interest import Interest, Member, Watch
@@ -329,7 +329,7 @@ class Router:
             self._pulse_us = 0
         session.greeted = True
         # Shown in terminals: no session may move somebody's cursor.
-        session.label = "".join(c if c.isprintable() else "?" for c in hello.label)
+        session.label = printable(hello.label)
         session.pid = hello.pid
         session.control(
             frames.Welcome(
@@ -445,6 +445,8 @@ class Router:
         if not error and session.places + places > self.limits.subscriptions:
             error = f"the subscriptions of this session are over {self.limits.subscriptions} tokens"
         groups = session.groups
+        if not error and subscribe.group:
+            error = self.mesh.group_error(subscribe.group, subscribe.key_ids)
         if not error and subscribe.group:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
                 error = f"this session is already in {MAX_GROUPS} queue groups"

@@ -131,11 +131,12 @@ class Route:
 class Survey:
     """One survey on the way: who has not answered, and who was lost."""
 
-    __slots__ = ("hop", "lost", "open", "origin", "waits")
+    __slots__ = ("deadline_us", "hop", "lost", "open", "origin", "waits")
 
-    def __init__(self, origin: Neighbor, hop: int) -> None:
+    def __init__(self, origin: Neighbor, hop: int, deadline_us: int) -> None:
         self.origin = origin
         self.hop = hop
+        self.deadline_us = deadline_us
         self.open = 0
         self.lost: list[str] = []
         self.waits = True
@@ -226,10 +227,6 @@ class Neighbor:
         self.tunnels: dict[int, Tunnel] = {}
         self.gaps: dict[Delivery, list[int]] = {}
         """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
-
-    def ours(self, hop: int) -> bool:
-        """Whether we chose this hop id."""
-        return hop & self.own_hop_mask == self.own_hop
 
     def forget(self) -> None:
         """Its connection is gone: whoever still refers to it keeps little."""

@@ -33,10 +33,10 @@ class Surveys:
         self._ended = ended
 
     def start(
-        self, origin: Neighbor, route: Route, hop: int, buf: memoryview, start: int, end: int
-    ) -> None:
+        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
+    ) -> None:  # fmt: skip
         """To every member that serves surveys and has room: a copy each, under a hop id each."""
-        survey = Survey(origin, hop)
+        survey = Survey(origin, hop, deadline_us)
         roster = []
         size = end - start
         self._accounts.copied += len(route.loads) + len(route.peers) - 1
@@ -81,6 +81,7 @@ class Surveys:
         self._accounts.out += 1
         handed = Handed(survey.origin, survey.hop, route, size)
         handed.survey = survey
+        handed.deadline_us = survey.deadline_us
         handed.load = load
         load.messages += 1
         load.bytes += size

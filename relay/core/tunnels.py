@@ -38,7 +38,8 @@ class Tunnels:
 
     def refused(self, handed: Handed, member: Neighbor, hop: int) -> None:
         """The opening came back."""
-        del member.tunnels[hop], handed.origin.tunnels[handed.hop]
+        member.tunnels.pop(hop, None)
+        handed.origin.tunnels.pop(handed.hop, None)
 
     def frame(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """A tunnel frame: to the other side, under that side's hop id."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from protocol.kit import KEY, OTHER_KEY, Network, kind_of
+from protocol.kit import KEY, OTHER_KEY, Network, Port, Result, kind_of
 
 from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import Kind, Refusal
+from relay.core import mesh as mesh_module
 from relay.core import router as router_module
+from relay.core.link import Copy, Link
+from relay.core.router import Limits
 
 
 def reply(text: bytes):
@@ -593,3 +596,133 @@ def test_loads_are_reported_no_longer_than_somebody_asks() -> None:
     net.run()
     net.pass_time(2)
     assert net.routers[1].mesh._loads_us > net.routers[1].now_us + 60_000_000
+
+
+def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_module, "MAX_GROUPS_HERE", 3)
+    net = linked()
+    first, second = net.host("first"), net.host("second")
+    for number in range(3):
+        first.subscribe("jobs.*", group=f"g{number}")
+    second.subscribe("jobs.*", group="g0")
+    with pytest.raises(AssertionError, match="already in 3 queue groups"):
+        second.subscribe("jobs.*", group="another")
+    assert set(net.router.mesh._groups[KEY.key_id]) == {"g0", "g1", "g2"}
+    first.lose()
+    second.lose()
+    assert not net.router.mesh._groups
+
+
+def test_as_many_groups_as_a_relay_takes_fit_an_alias_over_a_link() -> None:
+    net = linked()
+    alice = net.host("alice")
+    names = [f"{'x' * 240}.{number}" for number in range(mesh_module.MAX_GROUPS_HERE)]
+    inboxes = []
+    for at in range(0, len(names), 64):
+        bob = net.host("bob", relay=1)
+        inboxes += [bob.subscribe("jobs.*", group=name) for name in names[at : at + 64]]
+    alice.publish("jobs.a", b"1")
+    net.run()
+    assert net.router.links
+    assert all(inbox.payloads == [b"1"] for inbox in inboxes)
+
+
+def test_long_introductions_come_in_frames_that_fit() -> None:
+    net = Network(relays=2)
+    here, _ = net.link(0, 1)
+    mesh = net.routers[1].mesh
+    heard: list[bytes] = []
+    net.router.mesh.introduced = lambda relay_id, addresses: heard.append(relay_id)
+    for number in range(150):
+        hello = frames.LinkHello(
+            1, 0, number.to_bytes(16, "big"), 1, 1, 1 << 20, addresses=["x" * 300] * 16
+        )
+        mesh.links[hello.relay_id] = Link(
+            Port(), 1000 + number, hello, Copy("", "", ""), bytes(16), 1
+        )
+    here.link.control(frames.AskPeers())
+    while here.speak() or here.other.speak():
+        pass
+    assert len(set(heard)) == 150
+
+
+def test_a_tunnel_id_that_waits_here_is_not_opened_twice() -> None:
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    bob.serve("db")
+    alice.open_tunnel("db")
+    alice.speak()
+    net.run()
+    net.cut(ends)
+    opening = alice.open_tunnel("db")
+    alice.session.flush()
+    data = b"".join(alice.session.out.chunks)
+    alice.session.out.chunks = []
+    alice.say(data)
+    assert opening.hop
+    alice.say(data)
+    assert alice.peer.closed
+    assert "open already" in alice.ended_because
+
+
+def test_loads_of_many_long_names_fit_their_frames() -> None:
+    net = linked()
+    alice, bob, carol = net.host("alice"), net.host("bob", relay=1), net.host("carol", relay=1)
+    names = [f"{'n' * 250}.{number}" for number in range(120)]
+    for name in names:
+        bob.serve(name, concurrency=4)
+    for name in names:
+        carol.request(name, timeout_ms=60_000)
+        alice.request(name, timeout_ms=60_000)
+    net.run()
+    link = net.router.links[net.routers[1].relay_id]
+    assert [load.others for load in link.loads.values()] == [1] * 120
+
+
+def test_surveys_that_nobody_answers_do_not_close_the_caller_for_good() -> None:
+    net = Network(limits=Limits(pending=3))
+    alice, bob = net.host("alice"), net.host("bob")
+    bob.serve("db", concurrency=100)
+    for _ in range(3):
+        alice.survey("db", b"?", timeout_ms=500)
+    net.pass_time(2)
+    answers = alice.survey("db", b"?", timeout_ms=500)
+    net.run()
+    assert len(answers.roster_ids) == 1
+
+
+def test_a_link_whose_snapshot_never_comes_keeps_nobody_waiting_for_long() -> None:
+    net = Network(relays=2)
+    alice = net.host("alice")
+    silent = Port()
+    hello = net.routers[1].hello(0)
+    link = net.router.link_up(silent, hello)
+    answer = alice.request("db", b"?", timeout_ms=60_000)
+    net.run()
+    assert not answer.done()
+    for _ in range(8):
+        link.beats.last_us = net.router.now_us
+        net.pass_time(0.5)
+    with pytest.raises(NoMembers):
+        _ = answer.value
+
+
+def test_labels_of_other_relays_are_cleaned_for_terminals() -> None:
+    net = linked()
+    net.host("\x1b]0;gotcha\x07", relay=1).serve("db")
+    (info,) = net.router.mesh.infos("db", [KEY.key_id])
+    assert info.label == "?]0;gotcha?"
+
+
+def test_a_change_gathered_when_a_link_comes_up_is_told_once() -> None:
+    net = Network(relays=3)
+    net.link(0, 1)
+    bob = net.host("bob")
+    bob.session.out.prove(KEY)
+    bob.session.ask(lambda number: frames.Subscribe(number, "a", [KEY.key_id], ""), Result())
+    bob.speak()
+    net.link(0, 2)
+    assert [router.mesh.resyncs for router in net.routers] == [0, 0, 0]
