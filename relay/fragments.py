@@ -3,11 +3,15 @@
 A frame of more than `WHOLE_BYTES` goes as several of the same alias: each has the whole header and up to `PIECE_BYTES` of the
 body, all but the last the flag MORE. What may overtake what:
 
-    frames and DECLARE of an alias     stay behind a long frame of that alias that is not through
-    GAP                                stays behind the frames of the delivery that it tells of
+    casts of a flow, DECLARE, GAP      stay behind a long cast of that flow that is not through, whatever their aliases
+    other frames and DECLARE           stay behind a long frame of their alias that is not through
+    DECLARE of an alias in use         stays behind what the alias meant before, and is overtaken by nothing of what it means now
     DONE                               stays behind long answers, of whatever alias
     BYE, PING, PONG                    stay behind everything
-    all else                           overtakes: other aliases, other control frames, tunnels
+    all else                           overtakes: other flows, other aliases, other control frames, tunnels
+
+A flow is what has one sequence at the receiver: a kind of cast, a name, a key and a sender. It may have several aliases at once,
+one for each delivery set, and a new number for an old one.
 
 The sender has at most `MAX_OPEN` unfinished frames of `MAX_OPEN_BYTES` together (or one alone, of any size that the receiver
 takes), which is what a receiver has to have room for.
@@ -16,7 +20,7 @@ takes), which is what a receiver has to have room for.
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from typing import Final, NamedTuple
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
@@ -38,20 +42,39 @@ MAX_OPEN: Final = 64
 MAX_OPEN_BYTES: Final = 32 << 20
 _FENCES: Final = frozenset({Kind.BYE, Kind.PING, Kind.PONG})
 _CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
-_Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
+_Flow = tuple[int, str, bytes, bytes]
+
+
+class _Entry(NamedTuple):
+    """A frame that waits."""
+
+    frame: bytes
+    count: int
+    """Messages in it."""
+    serial: int
+    alias: int
+    """-1: it is of none."""
+    after: tuple[_Lane, int] | None
+    """A lane, and the serial there that has to be through before."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something of another lane has to be through before."""
+        return self.after is not None and self.after[0].through < self.after[1]
 
 
 class _Lane:
-    """What waits of one alias, in order; the first may be partly through."""
+    """What waits of one flow, or of one alias of other frames, in order; the first may be partly through."""
 
-    __slots__ = ("alias", "answers", "frames", "offset")
+    __slots__ = ("answers", "frames", "key", "offset", "through")
 
-    def __init__(self, alias: int) -> None:
-        self.alias = alias
-        self.frames: deque[tuple[bytes, int, int]] = deque()
-        """Frame, messages in it, serial."""
+    def __init__(self, key: int | _Flow) -> None:
+        self.key = key
+        self.frames: deque[_Entry] = deque()
         self.offset = 0
         """How much of the first one's body is through."""
+        self.through = 0
+        """The last serial that is through."""
         self.answers = False
 
 
@@ -59,24 +82,28 @@ class Lanes:
     """The sending side: long frames, and what has to stay behind them."""
 
     __slots__ = (
-        "_active", "_behind", "_casts", "_deliveries", "_lanes", "_open", "_open_bytes", "_serial", "_waiting", "bytes",
+        "_active", "_behind", "_blocked", "_flows", "_lanes", "_open", "_open_bytes", "_serial", "_tails", "_waiting", "bytes",
         "messages",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int | _Flow, _Lane] = {}
+        """By flow, or by alias."""
         self._active: deque[_Lane] = deque()
         """Lanes whose first frame is short, or may be sent now: they take turns."""
         self._waiting: deque[_Lane] = deque()
         """Lanes whose first frame is long, and would be more than the receiver has to take now."""
+        self._blocked: list[_Lane] = []
+        """Lanes whose first frame waits for another lane, for something older than itself."""
         self._open = 0
         self._open_bytes = 0
         self._serial = 0
         self._behind: deque[tuple[bytes, int, bool]] = deque()
         """Control frames, the serial that they stay behind, and whether of answers only."""
-        self._casts: dict[_Delivery, int] = {}
-        self._deliveries: dict[int, _Delivery] = {}
-        """Aliases that a GAP may be about: as many as the receiver allows aliases."""
+        self._flows: dict[int, _Flow] = {}
+        """What aliases of casts stand for: as many as the receiver allows aliases."""
+        self._tails: dict[int, tuple[_Lane, int]] = {}
+        """Alias -> where its last frame waits, and the serial of that."""
         self.bytes = 0
         """Bytes that wait here."""
         self.messages = 0
@@ -87,41 +114,26 @@ class Lanes:
 
     def __contains__(self, alias: int) -> bool:
         """Whether frames of `alias` have to go through here."""
-        return alias in self._lanes
+        return self._flows.get(alias, alias) in self._lanes
 
     def put(self, alias: int, frame: bytes, count: int) -> None:
         """Take a frame of `count` messages: a long one, or one whose alias is here."""
-        lane = self._lanes.get(alias)
-        if lane is None:
-            lane = self._lanes[alias] = _Lane(alias)
-            (self._waiting if len(frame) > WHOLE_BYTES else self._active).append(lane)
-        lane.answers = lane.answers or frame[KIND_AT] == Kind.ANSWER
-        self._serial += 1
-        lane.frames.append((frame, count, self._serial))
-        self.bytes += len(frame)
-        self.messages += count
+        self._put(self._flows.get(alias, alias), alias, frame, count)
 
     def control(self, frame: bytes) -> bool:
         """Take a control frame that must not overtake what is here; False: it goes now."""
         kind = frame[KIND_AT]
         if kind == Kind.DECLARE:
-            declared = decode_control(memoryview(frame), 0, len(frame))
-            assert isinstance(declared, Declare)
-            if declared.kind in _CASTS:
-                self._remember(declared)
-            if declared.alias not in self._lanes:
-                return False
-            self.put(declared.alias, frame, 0)
-            return True
+            return self._declare(frame)
         if not self._lanes:
             return False
         if kind == Kind.GAP:
             gap = decode_control(memoryview(frame), 0, len(frame))
             assert isinstance(gap, Gap)
-            alias = self._casts.get(_delivery(gap), -1)
-            if alias not in self._lanes:
+            flow = _flow(gap)
+            if flow not in self._lanes:
                 return False
-            self.put(alias, frame, 0)
+            self._put(flow, -1, frame, 0)
             return True
         if kind in _FENCES or (
             kind == Kind.DONE and any(lane.answers for lane in self._lanes.values())
@@ -132,23 +144,27 @@ class Lanes:
         return False
 
     def take(self, budget: int) -> list[bytes]:
-        """Return what is sent next: about `budget` bytes, a piece of each alias in turn."""
+        """Return what is sent next: about `budget` bytes, a piece of each lane in turn."""
         chunks: list[bytes] = []
         before = self.bytes
         self._start_more()
         while self._active and before - self.bytes < budget:
             lane = self._active.popleft()
-            if len(lane.frames[0][0]) > WHOLE_BYTES:
+            if len(lane.frames[0].frame) > WHOLE_BYTES:
                 through = self._piece(lane, chunks)
             else:
                 through = self._short(lane, chunks)
             if not lane.frames:
-                del self._lanes[lane.alias]
-            elif through and len(lane.frames[0][0]) > WHOLE_BYTES:
-                self._waiting.append(lane)
+                del self._lanes[lane.key]
+            elif through:
+                self._place(lane)
             else:
                 self._active.append(lane)
             if through:
+                if self._blocked:
+                    blocked, self._blocked = self._blocked, []
+                    for waiting in blocked:
+                        self._place(waiting)
                 if self._behind:
                     self._release(chunks)
                 self._start_more()
@@ -159,12 +175,65 @@ class Lanes:
         self._lanes.clear()
         self._active.clear()
         self._waiting.clear()
+        self._blocked.clear()
         self._behind.clear()
+        self._tails.clear()
         self.bytes = self.messages = 0
+
+    def _declare(self, frame: bytes) -> bool:
+        """Take a DECLARE if frames of its alias wait, or of the flow that it is of from now on."""
+        declared = decode_control(memoryview(frame), 0, len(frame))
+        assert isinstance(declared, Declare)
+        alias = declared.alias
+        if declared.kind in _CASTS:
+            self._flows[alias] = _flow(declared)
+        else:
+            self._flows.pop(alias, None)
+        key = self._flows.get(alias, alias)
+        tail = self._tails.get(alias)
+        if tail is None and key not in self._lanes:
+            return False
+        if tail is not None and tail[0] is self._lanes.get(key):
+            tail = None  # in order anyway
+        self._put(key, alias, frame, 0, tail)
+        return True
+
+    def _put(
+        self,
+        key: int | _Flow,
+        alias: int,
+        frame: bytes,
+        count: int,
+        after: tuple[_Lane, int] | None = None,
+    ) -> None:
+        self._serial += 1
+        entry = _Entry(frame, count, self._serial, alias, after)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(key)
+            lane.frames.append(entry)
+            self._place(lane)
+        else:
+            lane.frames.append(entry)
+        lane.answers = lane.answers or frame[KIND_AT] == Kind.ANSWER
+        if alias >= 0:
+            self._tails[alias] = (lane, entry.serial)
+        self.bytes += len(frame)
+        self.messages += count
+
+    def _place(self, lane: _Lane) -> None:
+        """Put a lane, none of whose first frame is through, where that frame belongs."""
+        first = lane.frames[0]
+        if first.blocked:
+            self._blocked.append(lane)
+        elif len(first.frame) > WHOLE_BYTES:
+            self._waiting.append(lane)
+        else:
+            self._active.append(lane)
 
     def _start_more(self) -> None:
         while self._waiting:
-            size = len(self._waiting[0].frames[0][0])
+            size = len(self._waiting[0].frames[0].frame)
             if self._open and (self._open >= MAX_OPEN or self._open_bytes + size > MAX_OPEN_BYTES):
                 return
             self._open += 1
@@ -173,7 +242,7 @@ class Lanes:
 
     def _piece(self, lane: _Lane, chunks: list[bytes]) -> bool:
         """Send one piece of a lane's first frame; whether it was the last."""
-        frame, count, _ = lane.frames[0]
+        frame = lane.frames[0].frame
         start = BODY_AT + lane.offset
         end = min(start + PIECE_BYTES, len(frame))
         last = end == len(frame)
@@ -188,8 +257,7 @@ class Lanes:
         lane.offset += end - start
         if last:
             lane.offset = 0
-            lane.frames.popleft()
-            self.messages -= count
+            self._pop(lane)
             self._open -= 1
             self._open_bytes -= len(frame)
         return last
@@ -198,17 +266,27 @@ class Lanes:
         """Send short frames of a lane, as many as make up a piece."""
         size = 0
         frames = lane.frames
-        while frames and size < PIECE_BYTES and len(frames[0][0]) <= WHOLE_BYTES:
-            frame, count, _ = frames.popleft()
-            chunks.append(frame)
-            size += len(frame)
-            self.messages -= count
+        while frames and size < PIECE_BYTES:
+            first = frames[0]
+            if len(first.frame) > WHOLE_BYTES or first.blocked:
+                break
+            self._pop(lane)
+            chunks.append(first.frame)
+            size += len(first.frame)
         self.bytes -= size
         return True
 
+    def _pop(self, lane: _Lane) -> None:
+        """A lane's first frame is through."""
+        entry = lane.frames.popleft()
+        lane.through = entry.serial
+        self.messages -= entry.count
+        if self._tails.get(entry.alias) == (lane, entry.serial):
+            del self._tails[entry.alias]
+
     def _release(self, chunks: list[bytes]) -> None:
         """Send the control frames that nothing is before any more."""
-        oldest = [(lane.frames[0][2], lane.answers) for lane in self._lanes.values()]
+        oldest = [(lane.frames[0].serial, lane.answers) for lane in self._lanes.values()]
         while self._behind:
             frame, serial, answers_only = self._behind[0]
             if any(first <= serial and (answers or not answers_only) for first, answers in oldest):
@@ -217,19 +295,9 @@ class Lanes:
             self.bytes -= len(frame)
             chunks.append(frame)
 
-    def _remember(self, declared: Declare) -> None:
-        before = self._deliveries.get(declared.alias)
-        if before is not None and self._casts.get(before) == declared.alias:
-            del self._casts[before]
-        delivery = _delivery(declared)
-        self._deliveries[declared.alias] = delivery
-        self._casts[delivery] = declared.alias
 
-
-def _delivery(body: Declare | Gap) -> _Delivery:
-    return (
-        body.kind, body.name, body.key_id, body.sender_id, body.plain, tuple(body.groups), body.member
-    )  # fmt: skip
+def _flow(body: Declare | Gap) -> _Flow:
+    return (body.kind, body.name, body.key_id, body.sender_id)
 
 
 class _Part:
