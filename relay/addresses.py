@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from iris.errors import ConfigError
 from relay.config import RelayConfig
-from relay.dialling import DEFAULT_PORT
 
+DEFAULT_PORT: Final = 7430
+"""Where links are accepted without a choice. Discovery, which this must not import, dials the same."""
 UNSENT_BYTES: Final = 128 << 10
 """Kept back by the kernel on a link, so that what waits waits here, where short frames overtake long ones."""
 UNREAD_BYTES: Final = 256 << 10
@@ -51,29 +52,44 @@ def _bind_all(addresses: Sequence[str], port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as undo:
         for host in addresses:
             try:
-                found = socket.getaddrinfo(
-                    host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-                )
-            except socket.gaierror as err:
-                raise ConfigError(f"bind: {host!r} is not an IP address of this host") from err
-            family, _, _, _, place = found[0]
-            try:
-                listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD_BYTES)
-                listener.bind(place)
+                listener = undo.enter_context(listen_at("bind", host, port, UNREAD_BYTES))
             except OSError as err:
                 if wildcards and err.errno in _NO_SUCH_ADDRESS and host == "::":
                     continue  # a host without IPv6
                 raise
-            listener.setblocking(False)
-            listener.listen(BACKLOG)
             port = listener.getsockname()[1]
             listeners.append(listener)
         undo.pop_all()
     return listeners
+
+
+def listen_at(setting: str, host: str, port: int, unread_bytes: int = 0) -> socket.socket:
+    """Return a listening socket at one address; `unread_bytes`, if given, bounds what the kernel buffers of a connection.
+
+    Raises:
+        ConfigError: `host`, of this setting, is no numeric address.
+        OSError: the address or the port cannot be had.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+    except (socket.gaierror, ValueError) as err:
+        raise ConfigError(f"{setting}: {host!r} is not an IP address of this host") from err
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if unread_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, unread_bytes)
+        listener.bind(place)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 async def connect(loop: asyncio.AbstractEventLoop, connection: socket.socket, place: Any) -> None:

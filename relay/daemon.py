@@ -144,30 +144,34 @@ class Relay:
             self.driver.settle()
             until_s = time.monotonic() + bound_s
             quiet = 0
-            while time.monotonic() < until_s and self.hub.ports and quiet < DRAIN_QUIET_POLLS:
+            while time.monotonic() < until_s and quiet < DRAIN_QUIET_POLLS:
+                if not self.hub.ports and self._links_idle:
+                    break  # nobody is here
                 await asyncio.sleep(DRAIN_POLL_S)
-                quiet = quiet + 1 if self.hub.idle else 0
+                quiet = quiet + 1 if self.hub.idle and self._links_idle else 0
             if self.links is not None:
                 await self.links.close()
         finally:
             for task in self._tasks:
                 task.cancel()
             self._tasks.clear()
-            for port in list(self.hub.ports):
-                port.abort("the relay stopped")
+            self.hub.end()
             if self.links is not None:
-                for link in list(self.links.ports):
-                    link.abort("the relay stopped")
+                self.links.end()
             if self._socket is not None:
                 self._socket.release()
                 self._socket = None
-        await asyncio.sleep(0)
+        await self.hub.close()
         self.driver.close()
         account = self.router.accounts.report(self.router.held_messages)
         log.info(
             "relay.stopped",
             extra={"fields": {"relay": self.router.relay_id.hex(), "account": account}},
         )
+
+    @property
+    def _links_idle(self) -> bool:
+        return self.links is None or self.links.idle
 
     def garbled_name(self) -> None:
         """A stranger named a network by what is no text at all."""

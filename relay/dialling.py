@@ -1,7 +1,9 @@
 """Which relays to dial, and when: what was sighted or introduced, a bounded table, backoff, and no dial too many.
 
 A target is dialled while its relay is not linked: at once when it is sighted, at once when its link is lost, and after failures
-later and later. Of two relays that see each other, the one with the higher id gives the other a moment to dial first.
+later and later. A target whose relay is known by its id (from an advert, or from a peer) is tried at each of its addresses until
+that relay is linked; who else answers at one of them, as at an address that several hosts have, is an error of that address. A
+seed stands for whoever answers. Of two relays that see each other, the one with the higher id gives the other a moment to dial first.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from relay.addresses import show
+
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT: Final = 7430
 MAX_TARGETS: Final = 4096
 MAX_DIALS: Final = 32
 """Dials at once."""
@@ -34,7 +37,9 @@ STABLE_S: Final = 10.0
 """A link that lived so long starts the backoff anew."""
 WAIT_FOR_OTHER_S: Final = 1.0
 SELF_S: Final = 60.0
-"""An address that turned out to be our own is tried again only after this."""
+"""A seed that turned out to be ourselves is tried again only after this."""
+
+Address = tuple[str, int]
 
 UP: Final = "up"
 LINKED: Final = "linked already"
@@ -65,7 +70,7 @@ class Target:
     networks: tuple[bytes, ...]
     source: str
     relay_id: bytes | None
-    """Who answers there, as far as we know."""
+    """Who it is: known from the start, or of a seed who answered last."""
     told_by_peer: bool = False
     network: bytes = b""
     """The one that it was linked under last."""
@@ -81,7 +86,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a dial ended: UP, LINKED, OURSELVES or an error; and who answered, if that is known."""
+    """How a dial of one address ended: UP, LINKED, OURSELVES or an error; and who answered, if that is known."""
 
     what: str
     relay_id: bytes | None = None
@@ -93,11 +98,11 @@ class Dialler:
     def __init__(
         self,
         own_id: bytes,
-        dial: Callable[[Target], Awaitable[Outcome]],
+        dial: Callable[[Target, Address], Awaitable[Outcome]],
         linked: Callable[[bytes], bool],
         rng: random.Random | None = None,
     ) -> None:
-        """`dial` tries one target and raises nothing; `linked` says whether a relay is linked now."""
+        """`dial` tries one address of a target; `linked` says whether a relay is linked now."""
         self._own_id = own_id
         self._dial = dial
         self._linked = linked
@@ -213,12 +218,15 @@ class Dialler:
         self._schedule(target, WAIT_FOR_OTHER_S if waits else 0)
 
     def _make_room(self, for_peer: bool) -> bool:
-        """Forget the oldest target that a peer told and that is not linked; else, if this is no peer's, one that fails."""
+        """Forget a target that is not linked: the oldest that a peer told; else, if this is no peer's, the oldest of others.
+
+        For a peer one that was linked and has not failed since stays.
+        """
         for told in (True,) if for_peer else (True, False):
             for target in self._targets.values():
                 linked = target.relay_id is not None and self._linked(target.relay_id)
                 if target.told_by_peer == told and not linked and not target.dialling:
-                    if for_peer and not target.failures:
+                    if for_peer and not target.failures and target.lost_s > -math.inf:
                         continue
                     self._forget(target)
                     self.evicted += 1
@@ -229,6 +237,9 @@ class Dialler:
         if target is not None:
             target.gone = True
             self._targets.pop(target.key, None)
+            if target.queued:
+                target.queued = False
+                self._ready.remove(target)
             if target.timer is not None:
                 target.timer.cancel()
                 target.timer = None
@@ -271,17 +282,19 @@ class Dialler:
         while self._ready and len(self._tasks) < MAX_DIALS and not self._stopped:
             target = self._ready.popleft()
             target.queued = False
-            if not target.gone and not (target.relay_id and self._linked(target.relay_id)):
+            if not (target.relay_id and self._linked(target.relay_id)):
                 self._start(target)
 
     async def _run(self, target: Target) -> None:
         began_s = time.monotonic()
         try:
-            outcome = await self._dial(target)
+            outcome = await self._try_all(target)
+        except Exception as err:  # a fault of ours costs this dial, and not the target
+            outcome = Outcome(f"internal error: {err!r}")
+            if target.error != outcome.what:
+                log.exception("link.dial_fault")
         finally:
             target.dialling = False
-        if outcome.relay_id is not None:
-            target.relay_id = outcome.relay_id
         linked = target.relay_id is not None and self._linked(target.relay_id)
         target.error = "" if linked else outcome.what
         if not linked and not target.failures and not target.told_by_peer:
@@ -300,3 +313,28 @@ class Dialler:
             delay_s = self._backoff_s(target)
             target.failures += 1
             self._schedule(target, max(0.0, delay_s - (time.monotonic() - began_s)))
+
+    async def _try_all(self, target: Target) -> Outcome:
+        """Dial a target's addresses in turn until its relay is linked; of a seed, until anybody is."""
+        wanted = target.key if isinstance(target.key, bytes) else None
+        outcome = Outcome("it has no address")
+        for number, address in enumerate(target.addresses):
+            if wanted is not None and self._linked(wanted):
+                return Outcome(LINKED, wanted)  # it has dialled us meanwhile
+            found = await self._dial(target, address)
+            answered = found.what in (UP, LINKED)
+            if wanted is None:
+                if answered:
+                    target.relay_id = found.relay_id
+                    return found
+                # Only if all its addresses are ours is it we.
+                if found.what != OURSELVES or not number:
+                    outcome = found
+            elif answered and found.relay_id == wanted:
+                return found
+            elif answered or found.what == OURSELVES:
+                who = "ourselves" if found.what == OURSELVES else "another relay"
+                outcome = Outcome(f"{show(*address)}: {who}")
+            else:
+                outcome = found
+        return outcome

@@ -49,8 +49,8 @@ class _Entry(NamedTuple):
     """A frame that waits."""
 
     frame: bytes
-    count: int
-    """Messages in it."""
+    messages: int
+    """How many are in it."""
     serial: int
     alias: int
     """-1: it is of none."""
@@ -280,7 +280,7 @@ class Lanes:
         """A lane's first frame is through."""
         entry = lane.frames.popleft()
         lane.through = entry.serial
-        self.messages -= entry.count
+        self.messages -= entry.messages
         if self._tails.get(entry.alias) == (lane, entry.serial):
             del self._tails[entry.alias]
 

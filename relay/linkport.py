@@ -110,6 +110,8 @@ class LinkPort(ConnectionPort):
         self.credentials = credentials
         self._secured: Secured
         self._shaking = True
+        self._broken = False
+        """TLS has failed: nothing can be written any more."""
         self._relay_id = b""
         self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self._entry: Callable[[memoryview, int, int], None]
@@ -152,6 +154,9 @@ class LinkPort(ConnectionPort):
             return
         self._router.now_us = time.monotonic_ns() // 1000
         self.in_bytes += nbytes
+        if self.link is not None and self.link.pulse is not None:
+            # Part of a frame is a sign of life, too.
+            self.link.pulse.last_us = self._router.now_us
         try:
             self._secured.received(self._driver.buffer.view[:nbytes])
             if not self._shaking or self._shake():
@@ -161,6 +166,7 @@ class LinkPort(ConnectionPort):
             self._protocol_error(err)
         except ssl.SSLError as err:
             reason = _TLS_REASONS.get(err.reason or "", "TLS failure")
+            self._broken = True
             self.refuse(Refused(reason, err.reason or str(err)))
         except Exception:  # a fault of ours costs this link, and nobody else theirs
             log.exception("link.fault", extra={"fields": {"address": self.address}})
@@ -227,9 +233,9 @@ class LinkPort(ConnectionPort):
         """The first frame: HELLO, or why there is none."""
         body = decode_control(buf, start, end)
         if isinstance(body, frames.Error):
+            if body.detail == LINKED:
+                raise Refused(LINKED)
             raise Refused("refused by the other relay", _printable(body.detail))
-        if isinstance(body, frames.Bye):
-            raise Refused(LINKED, _printable(body.reason))
         if not isinstance(body, frames.LinkHello):
             raise PeerProtocolError(f"{type(body).__name__} before HELLO")
         if body.version != PROTOCOL_VERSION:
@@ -282,9 +288,12 @@ class LinkPort(ConnectionPort):
             self._hub.refused(self.address, why.reason, str(why))
         self._settle_dial(Outcome(why.reason, self._relay_id or None))
         self._hub.known(self)
-        if not self._shaking:
-            last = frames.Bye(why.reason) if why.reason == LINKED else frames.Error(str(why)[:1024])
-            self._put(encode_control(last), 0, None)
+        if not self.made:
+            self._closed = True  # its connection is closed as soon as it is made
+            return
+        if not (self._shaking or self._broken):
+            # No BYE: the other side may hold this one as its link, and must not think that this relay stops.
+            self._put(encode_control(frames.Error(str(why)[:1024])), 0, None)
         self.finish()
         self._driver.settle()
 
@@ -464,8 +473,17 @@ class LinkPort(ConnectionPort):
     def _pump_on(self) -> None:
         self._pumped = False
         if not self._closed:
-            self._pump()
+            if not self._dirty:
+                self._dirty = True
+                self._driver.dirty.append(self)
             self._driver.settle()
+
+    def _write(self, chunks: list[bytes]) -> None:
+        try:
+            super()._write(chunks)
+        except ssl.SSLError as err:
+            self._broken = True
+            self.abort(f"TLS failure: {err.reason or err}")
 
     def _done(self) -> bool:
         return not self._queue and not self._lanes

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 import ssl
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 from iris.crypto.keys import NetworkKey
@@ -24,10 +24,10 @@ from iris.wire.frames import MAX_ADDRESSES
 from relay.addresses import bind, connect, parse_addresses, prepare, show
 from relay.config import RelayConfig
 from relay.core.link import Link
-from relay.dialling import LINKED, OURSELVES, UP, Dialler, Outcome, Seen, Target
+from relay.dialling import LINKED, UP, Dialler, Outcome, Seen, Target
 from relay.linkport import FINISH_S, WRONG_NETWORK, LinkPort, Refused
 from relay.logs import Quiet
-from relay.ports import Driver
+from relay.ports import ACCEPT_RETRY_S, OUT_OF_DESCRIPTORS, Driver
 from relay.tls import Credentials, link_server_context
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,6 @@ CONNECT_S: Final = 2.0
 MAX_HALF_OPEN: Final = 128
 ACCEPTS: Final = 4
 ACCEPT_PAUSE_S: Final = 0.002
-ACCEPT_RETRY_S: Final = 0.2
-_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LinkHub:
@@ -109,7 +107,7 @@ class LinkHub:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as err:
-                if err.errno not in _OUT_OF_DESCRIPTORS:
+                if err.errno not in OUT_OF_DESCRIPTORS:
                     raise
                 self.quiet.warning(
                     log, "links.no_descriptors", "", time.monotonic(), {"error": str(err)}
@@ -121,7 +119,7 @@ class LinkHub:
                 next(iter(self._half_open)).refuse(Refused("too many half-open"))
             task = self._loop.create_task(self._attach(connection, address), name="iris-accept")
             self._accepting.add(task)
-            task.add_done_callback(self._accepting.discard)
+            task.add_done_callback(partial(self._attached, connection))
         self._loop.remove_reader(listener)
         self._pauses[listener] = self._loop.call_later(pause_s, self._accept_again, listener)
 
@@ -137,6 +135,11 @@ class LinkHub:
         except OSError as err:
             connection.close()
             self.quiet.warning(log, "link.not_attached", "", time.monotonic(), {"error": str(err)})
+
+    def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._accepting.discard(task)
+        if task.cancelled():
+            connection.close()
 
     # -- strangers -------------------------------------------------------------------------------------------
 
@@ -231,20 +234,16 @@ class LinkHub:
         """A peer told of another relay. Only numeric addresses count: a peer does not make us resolve names."""
         self._dialler.introduced(relay_id, list(parse_addresses(addresses[:MAX_ADDRESSES])))
 
-    async def _dial(self, target: Target) -> Outcome:
+    async def _dial(self, target: Target, address: tuple[str, int]) -> Outcome:
         outcome = Outcome("none of our networks")
         # The network that it was linked under last comes first.
-        known = sorted(self.credentials, key=lambda c: c.fingerprint != target.network)
-        for address in target.addresses:
-            for credentials in known:
-                if target.networks and credentials.fingerprint not in target.networks:
-                    continue
-                outcome = await self._try(address, credentials)
-                if outcome.what == UP:
-                    target.network = credentials.fingerprint
-                if outcome.what != WRONG_NETWORK:
-                    break
-            if outcome.what in (UP, LINKED, OURSELVES):
+        for credentials in sorted(self.credentials, key=lambda c: c.fingerprint != target.network):
+            if target.networks and credentials.fingerprint not in target.networks:
+                continue
+            outcome = await self._try(address, credentials)
+            if outcome.what == UP:
+                target.network = credentials.fingerprint
+            if outcome.what != WRONG_NETWORK:
                 break
         return outcome
 
@@ -255,8 +254,8 @@ class LinkHub:
                 *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )[0]
             connection = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as err:
-            return Outcome(f"{show(*address)}: {err.strerror}")
+        except (OSError, ValueError) as err:  # ValueError: what cannot be a host's name
+            return Outcome(f"{show(*address)}: {getattr(err, 'strerror', None) or err}")
         try:
             prepare(connection)
             dial_us = time.monotonic_ns() // 1000
@@ -336,11 +335,21 @@ class LinkHub:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            for task in list(self._accepting):
-                task.cancel()
-            for port in list(self.ports):
-                port.abort("the relay stopped")
+            self.end()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         await asyncio.sleep(0)
+
+    def end(self) -> None:
+        """End every connection now, those that are being accepted included. Idempotent."""
+        for task in self._accepting:
+            task.cancel()
+        for port in list(self.ports):
+            port.abort("the relay stopped")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to be written."""
+        return not any(port.unwritten_bytes for port in self.ports)
 
     def status(self) -> dict[str, object]:
         """Return links, refusals and dials, ready for JSON."""

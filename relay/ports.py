@@ -7,21 +7,30 @@ writing whatever it put on the way to any other, runs of frames to one port as o
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import ssl
 import time
 from collections import deque
 from typing import Final, cast
 
+from iris.core.asks import NEVER_US
 from iris.transport import Writer
 from iris.wire.codec import ReceiveBuffer
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.core.router import Router
 
+log = logging.getLogger(__name__)
+
 HIGH_WATER_BYTES: Final = 1 << 20
 """Write buffer of a connection beyond which a port queues itself, so that it can count and refuse."""
 CONTROL_LIMIT_BYTES: Final = 64 << 20
-NEVER_US: Final = 1 << 62
+ACCEPT_RETRY_S: Final = 0.2
+"""A listener that got no descriptor tries again after this."""
+OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+FAULT_PAUSE_US: Final = 200_000
+"""After a fault of ours the router is called no sooner than this."""
 _RECORD_BYTES: Final = 16 << 10
 """Most that one TLS record carries."""
 
@@ -29,7 +38,7 @@ _RECORD_BYTES: Final = 16 << 10
 class Driver:
     """One router's clock and turn: the receive buffer, the ports that have something to write, the timer."""
 
-    __slots__ = ("_loop", "_timer", "_timer_us", "buffer", "dirty", "router")
+    __slots__ = ("_loop", "_pause_us", "_timer", "_timer_us", "buffer", "dirty", "router")
 
     def __init__(self, router: Router) -> None:
         self.router = router
@@ -38,6 +47,8 @@ class Driver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = NEVER_US
+        self._pause_us = 0
+        """The router is not called before this."""
 
     def turn(self) -> None:
         """Tell the router the time."""
@@ -48,7 +59,11 @@ class Driver:
         while self.dirty:
             dirty, self.dirty = self.dirty, []
             for port in dirty:
-                port.flush()
+                try:
+                    port.flush()
+                except Exception:  # a fault of ours costs this port, and nobody else theirs
+                    log.exception("port.fault")
+                    port.abort("internal error")
         if self.router.deadline_us < self._timer_us:
             self._arm()
 
@@ -64,7 +79,7 @@ class Driver:
             self._timer.cancel()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        self._timer_us = self.router.deadline_us
+        self._timer_us = max(self.router.deadline_us, self._pause_us)
         delay_s = max(0.0, self._timer_us / 1e6 - time.monotonic())
         # Event loops round to a millisecond: not too early, or it would have to be called again.
         self._timer = self._loop.call_later(delay_s + 0.0005, self._expire)
@@ -73,7 +88,11 @@ class Driver:
         self._timer = None
         self._timer_us = NEVER_US
         self.turn()
-        self.router.expire()
+        try:
+            self.router.expire()
+        except Exception:  # what is due stays due: sessions and links go on, and it is tried again
+            log.exception("router.fault")
+            self._pause_us = self.router.now_us + FAULT_PAUSE_US
         self.settle()
 
 

@@ -12,11 +12,14 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from iris.errors import ConfigError
+from relay.addresses import listen_at
 from relay.config import parse_listen
 from relay.logs import Quiet
+from relay.ports import ACCEPT_RETRY_S, OUT_OF_DESCRIPTORS
 from relay.sessions import SessionHub
 from relay.tls import Credentials, refusal, session_server_context
 
@@ -26,7 +29,6 @@ HANDSHAKE_S: Final = 5.0
 MAX_HALF_OPEN: Final = 128
 ACCEPTS: Final = 4
 ACCEPT_PAUSE_S: Final = 0.002
-BACKLOG: Final = 512
 
 
 class RemoteListener:
@@ -89,13 +91,18 @@ class RemoteListener:
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept a few, then let the others have their turn: strangers must not slow members down."""
+        pause_s = ACCEPT_PAUSE_S
         for _ in range(ACCEPTS):
             try:
                 connection, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as err:  # no descriptor is free; those we have go on
+            except OSError as err:
+                if err.errno not in OUT_OF_DESCRIPTORS:
+                    raise
+                # Those we have go on; the backlog waits until a descriptor is free.
                 self._refused("", f"not accepted: {err.strerror}")
+                pause_s = ACCEPT_RETRY_S
                 break
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,9 +115,9 @@ class RemoteListener:
                 oldest.cancel()
             task = self._loop.create_task(self._attach(connection, address[0]), name="iris-accept")
             self._half_open[task] = address[0]
-            task.add_done_callback(lambda done: self._half_open.pop(done, None))
+            task.add_done_callback(partial(self._attached, connection))
         self._loop.remove_reader(listener)
-        self._pauses[listener] = self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listener)
+        self._pauses[listener] = self._loop.call_later(pause_s, self._accept_again, listener)
 
     def _accept_again(self, listener: socket.socket) -> None:
         del self._pauses[listener]
@@ -127,9 +134,11 @@ class RemoteListener:
         except (OSError, ssl.SSLError) as err:
             connection.close()
             self._refused(host, refusal(err))
-        except BaseException:
+
+    def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._half_open.pop(task, None)
+        if task.cancelled():
             connection.close()
-            raise
 
     def _refused(self, host: str, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
@@ -138,22 +147,7 @@ class RemoteListener:
 
 
 def _bind(text: str) -> socket.socket:
-    host, port = parse_listen(text)
     try:
-        family, _, _, _, place = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        return listen_at("listen", *parse_listen(text))
     except OSError as err:
-        raise ConfigError(f"listen: {host!r} is not an IP address of this host") from err
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(place)
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
-    except OSError as err:
-        listener.close()
         raise ConfigError(f"listen: no sessions at {text}: {err.strerror}") from err
-    return listener

@@ -6,11 +6,11 @@ One `SessionHub` serves all sessions; what their ports share with those of links
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
 import time
+from functools import partial
 
 from iris.errors import PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
@@ -20,7 +20,7 @@ from iris.wire.frames import Error
 from relay.config import RelayConfig
 from relay.core.session import Session
 from relay.logs import Quiet
-from relay.ports import ConnectionPort, Driver
+from relay.ports import ACCEPT_RETRY_S, OUT_OF_DESCRIPTORS, ConnectionPort, Driver
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ CONTROL_PAUSE_BYTES = 1 << 20
 FIRST_LIMIT_BYTES = 64 << 10
 """Longest frame before a session has proven a key."""
 SWEEP_S = 0.5
-ACCEPT_RETRY_S = 0.2
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SessionHub:
@@ -74,7 +72,7 @@ class SessionHub:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as err:
-                if err.errno not in _OUT_OF_DESCRIPTORS:
+                if err.errno not in OUT_OF_DESCRIPTORS:
                     raise
                 # Serve those we have; the backlog waits until a descriptor is free.
                 self.quiet.warning(
@@ -88,9 +86,10 @@ class SessionHub:
                 connection.close()
                 continue
             self.attaching += 1
-            task = self._loop.create_task(self._attach(connection), name="iris-accept")
+            port = SessionPort(self, accepted=True)
+            task = self._loop.create_task(self._attach(connection, port), name="iris-accept")
             self._accepting.add(task)
-            task.add_done_callback(self._accepting.discard)
+            task.add_done_callback(partial(self._attached, connection, port))
 
     def has_place(self) -> bool:
         """Whether one more session may come; if not, it is counted and said."""
@@ -108,23 +107,26 @@ class SessionHub:
             self._loop.add_reader(self._listener, self._accept)
             self._accept()
 
-    async def _attach(self, connection: socket.socket) -> None:
+    async def _attach(self, connection: socket.socket, port: SessionPort) -> None:
         try:
-            await self._loop.connect_accepted_socket(self.accepted, connection)
+            await self._loop.connect_accepted_socket(lambda: port, connection)
         except OSError as err:
-            self.attaching -= 1
             connection.close()
             self.quiet.warning(
                 log, "session.not_attached", "", time.monotonic(), {"error": str(err)}
             )
 
+    def _attached(
+        self, connection: socket.socket, port: SessionPort, task: asyncio.Task[None]
+    ) -> None:
+        self._accepting.discard(task)
+        self.attaching -= port.attaching
+        if task.cancelled():
+            connection.close()
+
     def port(self) -> SessionPort:
         """Return the protocol object of a new connection."""
         return SessionPort(self)
-
-    def accepted(self) -> SessionPort:
-        """As `port`, for a connection that was counted when it was accepted."""
-        return SessionPort(self, accepted=True)
 
     def remote_port(self) -> SessionPort:
         """As `port`, for a session of another host whose TLS handshake is done."""
@@ -140,19 +142,27 @@ class SessionHub:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs at any member, and nothing waits to be written."""
-        return all(
-            not port.session.handed and not port.session.tunnels and not port.unwritten_bytes
+        """Nothing runs at any member, nobody waits for an answer, and nothing waits to be written."""
+        return not any(
+            port.session.handed
+            or port.session.pending
+            or port.session.tunnels
+            or port.unwritten_bytes
             for port in self.ports
         )
 
-    async def close(self) -> None:
-        """End every session now."""
+    def end(self) -> None:
+        """End every session now, those that are being accepted included. Idempotent."""
         self.stop_listening()
-        for task in list(self._accepting):
+        for task in self._accepting:
             task.cancel()
         for port in list(self.ports):
             port.abort("the relay stopped")
+
+    async def close(self) -> None:
+        """End every session, and wait until the connections are closed. Idempotent."""
+        self.end()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         await asyncio.sleep(0)
 
 
@@ -167,7 +177,8 @@ class SessionPort(ConnectionPort):
         """Under which a session of another host was admitted."""
         self._reader = FrameReader(self._frame, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
-        self._accepted = accepted
+        self.attaching = accepted
+        """It is counted as such by the hub."""
         self._left_bytes = -1
         self._reading_paused = False
         self._busy_since_s = time.monotonic()
@@ -179,7 +190,8 @@ class SessionPort(ConnectionPort):
         self._writer = Writer(self._transport)
         self.session = self._router.session_up(self, remote=self._remote)
         self._hub.ports.add(self)
-        self._hub.attaching -= self._accepted
+        self._hub.attaching -= self.attaching
+        self.attaching = False
         if self._remote:
             self._admit(transport.get_extra_info("ssl_object"))
 
@@ -202,6 +214,9 @@ class SessionPort(ConnectionPort):
             return
         now_ns = time.monotonic_ns()
         self._router.now_us = now_ns // 1000
+        pulse = self.session.pulse
+        if pulse is not None:  # part of a frame is a sign of life, too
+            pulse.last_us = now_ns // 1000
         try:
             self._reader.received(nbytes)
         except PeerProtocolError as err:

@@ -14,8 +14,9 @@ from typing import Self, TypeVar
 import pytest
 from adversity.kit import PATIENCE_S, data_frame, eventually
 
-from iris.crypto.certificates import relay_leaf
+from iris.crypto.certificates import network_authority, relay_leaf
 from iris.crypto.keys import NetworkKey
+from iris.remote import mutual_context
 from iris.wire import frames
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import FLAG_MORE, Control, Kind
@@ -389,10 +390,61 @@ async def test_an_older_dial_that_comes_late_does_not_replace_a_newer_one(relay:
         await newer.say(newer.hello(dial_us=6))
         await newer.hear(frames.Interest)
         await older.say(older.hello(dial_us=5))
-        assert (await older.hear(frames.Bye)).reason == "linked already"
+        # No BYE: whoever took it for a link already would think that the relay stops.
+        assert (await older.hear(frames.Error)).detail == "linked already"
         await older.gone()
         await newer.hear(frames.Beat)
         assert len(relay.router.links) == 1
+
+
+async def test_a_relay_that_drops_a_link_as_one_too_many_does_not_thereby_say_goodbye(
+    relay: Relay,
+) -> None:
+    async with Impostor(relay) as impostor:
+        await impostor.link()
+        await impostor.say(frames.Error("linked already"))
+        await impostor.gone()
+    await eventually(lambda: not hub(relay).ports)
+    assert hub(relay).protocol_errors == 0
+    # It may be linked again in a moment: what its members are is remembered until then.
+    assert relay.router.mesh.copies[impostor.relay_id].link is None
+
+
+async def test_a_relay_that_refuses_our_certificate_after_the_handshake_is_no_fault_of_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In TLS 1.3 the dialler is done before the other side has looked at its certificate."""
+    foreign = mutual_context(
+        ssl.PROTOCOL_TLS_SERVER,
+        alpn=LINK_ALPN,
+        leaf=relay_leaf(NETWORK, b"\x42" * 16, os.urandom(32)),
+        trusted=network_authority(OTHER),
+    )
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = foreign.wrap_bio(incoming, outgoing, server_side=True)
+        shaking = True
+        while shaking and (data := await reader.read(65_536)):
+            incoming.write(data)
+            try:
+                tls.do_handshake()
+            except ssl.SSLWantReadError:
+                pass  # more is to come
+            except ssl.SSLError:
+                shaking = False
+            writer.write(outgoing.read())
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    dialler = await start(tmp_path / "dialler", f"127.0.0.1:{port}")
+    await eventually(lambda: hub(dialler).refusals.get("refused our certificate", 0) > 1)
+    await dialler.stop(drain_s=0)
+    server.close()
+    await server.wait_closed()
+    assert set(hub(dialler).refusals) == {"refused our certificate"}
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_relay_that_falls_silent_is_given_up(relay: Relay) -> None:
@@ -414,3 +466,19 @@ async def test_what_a_peer_tells_of_others_is_taken_as_addresses_only(relay: Rel
         await eventually(lambda: hub(relay).status()["dialling"]["targets"])  # type: ignore[index]  # JSON
         (target,) = hub(relay).status()["dialling"]["unlinked"]  # type: ignore[index]  # JSON
         assert target["addresses"] == ["127.0.0.1:1"]
+
+
+async def test_an_address_that_no_host_can_have_costs_a_dial_and_no_more(
+    relay: Relay, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Impostor(relay) as impostor:
+        await impostor.link()
+        entry = frames.PeerEntry(b"\x44" * 16, [f"[fe80::1%{'a' * 100}]:7430"])
+        await impostor.say(frames.Peers([entry]))
+
+        def failures() -> list[int]:
+            unlinked = hub(relay).status()["dialling"]["unlinked"]  # type: ignore[index]  # JSON
+            return [target["failures"] for target in unlinked]
+
+        await eventually(lambda: failures() and failures()[0] > 1)
+    assert not [record for record in caplog.records if record.exc_info]

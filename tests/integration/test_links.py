@@ -6,7 +6,8 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from iris.crypto.keyring import dump_network_keys
 from iris.crypto.keys import ClusterKey, NetworkKey
 from relay.addresses import show
 from relay.config import RelayConfig
-from relay.daemon import Relay
+from relay.daemon import DRAIN_QUIET_POLLS, Relay
 from relay.discovery import Sighting
 from relay.linkport import LinkPort
 from relay.links import LinkHub
+from relay.sessions import SessionHub
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -367,6 +369,73 @@ async def test_a_relay_that_stops_says_goodbye_so_nobody_waits_for_it(site: Site
     await site.stop(two, drain_s=1)
     await eventually(lambda: not one.router.links)
     assert gone.reason == "the other relay said goodbye"
+
+
+async def test_a_relay_that_stops_waits_for_answers_from_other_hosts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await site.start()
+    two = await site.start(one)
+    await eventually(lambda: linked(one, two))
+    begun, answer = asyncio.Event(), asyncio.Event()
+    service = iris.Service("slow")
+
+    @service.on_request
+    async def slow(payload: bytes) -> bytes:
+        begun.set()
+        await answer.wait()
+        return payload + b", late"
+
+    looks: list[bool] = []
+    idle: Callable[[SessionHub], bool] = vars(SessionHub)["idle"].fget
+
+    def looked(hub: SessionHub) -> bool:
+        looks.append(idle(hub))
+        return looks[-1]
+
+    async with (
+        client(two.config.socket_path) as member,
+        client(one.config.socket_path) as caller,
+        member.serve(service),
+    ):
+        await eventually(lambda: one.router.mesh.copies[two.router.relay_id].members)
+        asked = asyncio.create_task(caller.request("slow", b"yes", timeout=PATIENCE_S))
+        await eventually(begun.is_set)
+        monkeypatch.setattr(SessionHub, "idle", property(looked))
+        stopping = asyncio.create_task(site.stop(one, drain_s=5))
+        await eventually(lambda: len(looks) > 2 * DRAIN_QUIET_POLLS)
+        assert not stopping.done()
+        assert not any(looks)
+        answer.set()
+        assert await asked == b"yes, late"
+        await stopping
+    assert one.router.accounts.balance() == 0
+
+
+async def test_connections_that_are_accepted_while_a_relay_stops_are_closed(
+    site: Site,
+) -> None:
+    one = await site.start()
+    hubs = (one.hub, hub(one))
+    strangers = []
+    for family, place in (
+        (socket.AF_UNIX, str(one.config.socket_path)),
+        (socket.AF_INET, hub(one).addresses[0]),
+    ):
+        stranger = socket.socket(family)
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(place)
+        strangers.append(stranger)
+    # Called, not awaited: both are in the middle of it.
+    one.hub._accept()
+    hub(one)._accept(hub(one)._listeners[0])
+    assert all(h._accepting for h in hubs)
+    await site.stop(one)
+    for stranger in strangers:
+        with stranger:
+            assert stranger.recv(1) == b""
+    assert not any(h._accepting for h in hubs)
+    assert one.hub.attaching == 0
 
 
 async def test_the_usual_port_is_left_to_who_has_it_and_a_chosen_one_is_insisted_on(

@@ -18,6 +18,7 @@ from iris.wire.codec import (
     FLAGS_AT,
     HOP,
     KIND_AT,
+    decode_control,
     encode_control,
     tunnel_frame,
 )
@@ -35,8 +36,11 @@ def frame(
     return HOP.pack(22 + len(end) + len(body), kind, flags, alias, hop, 99) + end + body
 
 
-def declare(alias: int, *, kind: int = Kind.REQUEST, name: str = "a") -> bytes:
-    return encode_control(frames.Declare(alias, kind, name, b"k" * 16, b"s" * 16))
+def declare(
+    alias: int, *, kind: int = Kind.REQUEST, name: str = "a", groups: tuple[str, ...] = ()
+) -> bytes:
+    body = frames.Declare(alias, kind, name, b"k" * 16, b"s" * 16, not groups, list(groups))
+    return encode_control(body)
 
 
 def split(data: bytes) -> list[bytes]:
@@ -144,6 +148,43 @@ def test_a_gap_finds_its_alias_after_the_number_was_taken_for_something_else() -
     of_b = frames.Gap(Kind.PUBLISH, "b", b"k" * 16, b"s" * 16, 5, 0, "slow receiver")
     assert not lanes.control(encode_control(of_a))
     assert lanes.control(encode_control(of_b))
+
+
+def test_a_short_cast_stays_behind_a_long_one_of_its_flow_under_another_alias() -> None:
+    lanes = Lanes()
+    assert not lanes.control(declare(1, kind=Kind.PUBLISH))
+    assert not lanes.control(declare(3, kind=Kind.PUBLISH, name="b"))
+    lanes.put(1, frame(1, bytes(200_000), kind=Kind.PUBLISH), 1)
+    assert 3 not in lanes
+    # A group joins: the same topic and sender, for another delivery set.
+    assert lanes.control(declare(2, kind=Kind.PUBLISH, groups=("g",)))
+    assert 2 in lanes
+    lanes.put(2, frame(2, b"short", kind=Kind.PUBLISH), 1)
+    sent = drained(lanes)
+    assert [piece[KIND_AT] for piece in sent] == [Kind.PUBLISH] * 4 + [Kind.DECLARE, Kind.PUBLISH]
+    assert alias_of(sent[-1]) == 2
+    assert 2 not in lanes
+
+
+def test_an_alias_that_is_declared_anew_means_its_new_flow_only_after_the_old_is_through() -> None:
+    lanes = Lanes()
+    assert not lanes.control(declare(1, kind=Kind.PUBLISH))
+    lanes.put(1, frame(1, bytes(300_000), kind=Kind.PUBLISH), 1)
+    lanes.take(1)
+    assert lanes.control(declare(1, kind=Kind.PUBLISH, name="b"))
+    lanes.put(1, frame(1, b"short", kind=Kind.PUBLISH), 1)
+    assert not lanes.control(declare(2, kind=Kind.PUBLISH, name="c"))
+    assert lanes.control(declare(2, kind=Kind.PUBLISH, name="a"))
+    lanes.put(2, frame(2, bytes(100_000), kind=Kind.PUBLISH), 1)
+    assert lanes.control(declare(2))
+    lanes.put(2, frame(2, b"a request"), 1)
+    sent = drained(lanes)
+    kinds = [(piece[KIND_AT], alias_of(piece)) for piece in sent if piece[KIND_AT] != Kind.DECLARE]
+    first, second = kinds.index((Kind.PUBLISH, 2)), kinds.index((Kind.REQUEST, 2))
+    assert kinds[:4] == [(Kind.PUBLISH, 1)] * 4
+    assert kinds[first : first + 2] == [(Kind.PUBLISH, 2)] * 2
+    assert first < second
+    assert (lanes.bytes, lanes.messages) == (0, 0)
 
 
 def test_done_stays_behind_long_answers_and_a_goodbye_behind_everything() -> None:
@@ -292,3 +333,54 @@ def test_whatever_is_sent_arrives_once_whole_and_in_the_order_of_its_alias(
         got[alias].append(whole)
     assert got == expected
     assert (lanes.bytes, lanes.messages) == (0, 0)
+
+
+CAST = st.tuples(
+    st.integers(0, 2),  # flow
+    st.integers(0, 1),  # delivery set
+    st.integers(0, 3),  # alias
+    st.sampled_from([0, 100, PIECE_BYTES, WHOLE_BYTES, WHOLE_BYTES + 1, 200_000]),
+    st.integers(0, 2),  # turns
+)
+
+
+@given(st.lists(CAST, max_size=40))
+def test_the_casts_of_a_flow_arrive_in_order_whatever_aliases_they_go_under(
+    sent: list[tuple[int, int, int, int, int]],
+) -> None:
+    """Aliases are given to flow after flow, a flow has several, and one of them is for requests now and then."""
+    lanes = Lanes()
+    written: list[bytes] = []
+    means: dict[int, tuple[int, int]] = {}
+    expected: dict[int, list[tuple[bytes, int]]] = defaultdict(list)
+    for number, (flow, groups, alias, size, turns) in enumerate(sent):
+        kind = Kind.PUBLISH if flow else Kind.REQUEST
+        if means.get(alias) != (flow, groups):
+            means[alias] = (flow, groups)
+            data = declare(alias, kind=kind, name=f"n{flow}", groups=("g",) * groups)
+            if not lanes.control(data):
+                written.append(data)
+        data = frame(alias, bytes(size), kind=kind, first=number)
+        # Requests have an order by alias.
+        expected[flow or -1 - alias].append((data, groups))
+        if len(data) > WHOLE_BYTES or alias in lanes:
+            lanes.put(alias, data, 1)
+        else:
+            written.append(data)
+        for _ in range(turns):
+            written += split(b"".join(lanes.take(TURN)))
+    written += drained(lanes)
+    # The receiver knows what each alias means from what came before.
+    means.clear()
+    got: dict[int, list[tuple[bytes, int]]] = defaultdict(list)
+    for whole in put_together(written):
+        if whole[KIND_AT] == Kind.DECLARE:
+            body = decode_control(memoryview(whole), 0, len(whole))
+            assert isinstance(body, frames.Declare)
+            means[body.alias] = (int(body.name[1:]), len(body.groups))
+        else:
+            flow, groups = means[alias_of(whole)]
+            got[flow or -1 - alias_of(whole)].append((whole, groups))
+    assert got == expected
+    assert (lanes.bytes, lanes.messages) == (0, 0)
+    assert not lanes._tails

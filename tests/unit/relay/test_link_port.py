@@ -16,7 +16,8 @@ from iris.wire.frames import Kind
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
-from relay.linkport import BULK_TURN_BYTES, LinkPort
+from relay.dialling import LINKED
+from relay.linkport import BULK_TURN_BYTES, LinkPort, Refused
 from relay.links import LinkHub
 from relay.ports import Driver
 
@@ -38,6 +39,9 @@ class Connection(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
 
     def is_closing(self) -> bool:
         return self.closed
@@ -164,3 +168,82 @@ async def test_what_a_lost_link_held_is_dropped_and_counted_as_whole_messages(ri
     assert rig.router.accounts.out == 0
     assert rig.port.held_messages == 0
     assert rig.router.accounts.balance() == 0
+
+
+async def test_a_fault_while_one_port_is_written_costs_that_port_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = LinkPort(rig.hub, "peer:2", rig.hub._context)
+    broken.made = True
+    broken._transport = rig.connection
+
+    def fail(chunks: list[bytes]) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(broken, "_write", fail)
+    for _ in range(2):
+        broken.control(encode_control(frames.Beat(1)))
+        rig.port.control(encode_control(frames.Beat(2)))
+        rig.driver.settle()
+    assert rig.kinds == [Kind.BEAT] * 2
+    assert rig.connection.aborted
+    assert broken.reason == "internal error"
+    assert [record.message for record in caplog.records if record.exc_info] == ["port.fault"]
+
+
+async def test_a_fault_when_something_is_due_does_not_stop_the_clock(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[int] = []
+
+    def fail() -> None:
+        called.append(rig.router.now_us)
+        if len(called) < 3:
+            raise RuntimeError("a bug")
+        rig.driver.close()
+        rig.router.mesh.deadline_us = 1 << 62
+
+    monkeypatch.setattr(rig.router, "expire", fail)
+    monkeypatch.setattr("relay.ports.FAULT_PAUSE_US", 20_000)
+    rig.router.mesh.deadline_us = 1
+    rig.driver.settle()
+    await until(lambda: len(called) == 3)
+    assert called[1] - called[0] >= 20_000
+    assert [record.message for record in caplog.records if record.exc_info] == ["router.fault"] * 2
+
+
+async def test_a_link_is_alive_when_any_part_of_a_frame_comes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB)
+    rig.port.link = link = rig.router.link_up(rig.port, hello)
+    assert link.pulse is not None
+    link.pulse.last_us = 0
+
+    class Clear:
+        """No TLS: what comes is a part of something."""
+
+        def received(self, data: memoryview) -> None:
+            assert len(data) == 100
+
+        def read_into(self, buffer: memoryview) -> int:
+            return 0
+
+    rig.port._shaking = False
+    monkeypatch.setattr(rig.port, "_secured", Clear(), raising=False)
+    rig.port.buffer_updated(100)
+    assert link.pulse.last_us == rig.router.now_us > 0
+    rig.driver.close()
+
+
+async def test_a_connection_that_is_given_up_before_it_is_made_is_closed_when_it_is(
+    rig: Rig,
+) -> None:
+    port = LinkPort(rig.hub, "peer:2", rig.hub._context)
+    port.refuse(Refused(LINKED))
+    rig.driver.settle()
+    assert port.ended
+    assert (await port.outcome).what == LINKED
+    port.connection_made(rig.connection)
+    assert rig.connection.aborted
+    assert port not in rig.hub.ports
