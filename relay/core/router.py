@@ -446,11 +446,11 @@ class Router:
             error = f"the subscriptions of this session are over {self.limits.subscriptions} tokens"
         groups = session.groups
         if not error and subscribe.group:
-            error = self.mesh.group_error(subscribe.group, subscribe.key_ids)
-        if not error and subscribe.group:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
                 error = f"this session is already in {MAX_GROUPS} queue groups"
             else:
+                error = self.mesh.group_error(subscribe.group, subscribe.key_ids)
+            if not error:
                 groups[subscribe.group] = groups.get(subscribe.group, 0) + 1
         if not error:
             key_ids = session.subscriptions[place] = tuple(dict.fromkeys(subscribe.key_ids))

@@ -379,7 +379,7 @@ LIMITS: Final = {
     "key ids per frame": frames.MAX_KEY_IDS,
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,
-    "queue groups per session": router.MAX_GROUPS,
+    "queue groups per session, and per relay under one key": router.MAX_GROUPS,
     "watches per session": router.MAX_WATCHES,
     "waiting per session": (_CONFIG.max_pending_per_session, asks.MAX_PENDING),
     "members tried per message": calls.MAX_ATTEMPTS,
