@@ -15,7 +15,7 @@ from typing import Final
 
 from iris import paths
 from iris.config import ClientConfig
-from iris.errors import ConfigError, RelayUnavailable
+from iris.errors import ConfigError, KeyringError, RelayUnavailable
 from iris.keyfiles import config_directory
 from iris.remote import load_access
 
@@ -37,6 +37,8 @@ async def reach(
         ConfigError, KeyringError: the address, or the access file that TLS takes, cannot be used.
     """
     relay = config.relay or environ.get(paths.RELAY_VARIABLE)
+    if relay and "://" in str(relay) and not str(relay).startswith(REMOTE):
+        raise ConfigError(f"relay: {str(relay)!r} is neither a path nor tls://host:port")
     if str(relay).startswith(REMOTE):
         named = config.access or environ.get(ACCESS_VARIABLE)
         access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
@@ -77,14 +79,21 @@ async def dial_remote(
         RelayUnavailable: nobody answers there, or whoever does is no relay of the network of the access file.
         KeyringError: the access file cannot be used.
     """
-    access = load_access(access_file)
+    try:
+        access = load_access(access_file)
+    except KeyringError as err:
+        raise KeyringError(
+            f"{err}; tls:// takes a file of `iris key access`, here or named by ${ACCESS_VARIABLE}"
+        ) from err
     try:
         await asyncio.get_running_loop().create_connection(
             factory, *address, ssl=access.context, server_hostname=access.server_name
         )
-    except ssl.SSLError as err:
+    except (ssl.SSLError, ConnectionResetError) as err:
+        why = getattr(err, "reason", None) or str(err) or "it closed the handshake"
         raise RelayUnavailable(
-            f"{address[0]}:{address[1]} is no relay of the network of {access_file} ({err.reason or err})"
+            f"{address[0]}:{address[1]} takes no session with {access_file} ({why}): the file is of another network, or this is not the "
+            "port of `iris relay --listen`"
         ) from err
     except OSError as err:
         raise RelayUnavailable(f"no relay at {address[0]}:{address[1]} ({err})") from err
@@ -114,7 +123,8 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
     except OSError as err:
         connection.close()
         raise RelayUnavailable(
-            f"no relay at {path} ({err.strerror}); start one with `iris relay --dev`"
+            f"no relay at {path} ({err.strerror}); start one with `iris relay`, or to try things out on this host alone with "
+            "`iris relay --dev`"
         ) from err
     except BaseException:
         connection.close()

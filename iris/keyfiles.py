@@ -62,7 +62,12 @@ def load_keys(environ: Mapping[str, str]) -> Keyring:
         if os.path.exists(dev):
             return load_keyring(dev)
     raise KeyringError(
-        f"no keyring in {directory}; make one with `iris key new`, or start `iris relay --dev`"
+        f"no keyring in {directory}; make one with `iris key new`, or "
+        + (
+            "unset IRIS_CONFIG, which hides the keys of `iris relay --dev`"
+            if environ.get("IRIS_CONFIG")
+            else "start `iris relay --dev`"
+        )
     )
 
 

@@ -138,7 +138,9 @@ def check_alpn(tls: ssl.SSLObject | ssl.SSLSocket, expected: str) -> None:
     """
     chosen = tls.selected_alpn_protocol()
     if chosen != expected:
-        raise PeerProtocolError(f"the peer does not speak {expected} here")
+        raise PeerProtocolError(
+            f"the peer does not speak {expected} here (links and sessions have ports of their own)"
+        )
 
 
 def peer_relay_id(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:

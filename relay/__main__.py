@@ -37,7 +37,8 @@ def relay(
         bool, typer.Option("--no-mdns", help="Do not look for relays by multicast.")
     ] = False,
     port: Annotated[
-        int | None, typer.Option(help="Where relays link, 0: any. Default: 7430, or any.")
+        int | None,
+        typer.Option(help="Where relays link; 0: any. Default: 7430, or any if it is taken."),
     ] = None,
     bind: Annotated[
         list[str] | None,
@@ -51,12 +52,17 @@ def relay(
         ),
     ] = None,
     dev: Annotated[
-        bool, typer.Option("--dev", help="Throw-away keys, which clients on this host find.")
+        bool,
+        typer.Option("--dev", help="Alone, with throw-away keys that this user's programs find."),
     ] = False,
 ) -> None:
-    """Run this host's relay until SIGTERM or Ctrl-C.
+    """Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).
 
-    Example: iris relay --dev
+    \b
+    Examples:
+      iris relay --dev
+      iris relay --join 10.0.0.7:7430
+      iris relay --listen tls://0.0.0.0:7431
     """
     try:
         overrides: dict[str, object] = {

@@ -42,7 +42,12 @@ def bind(config: RelayConfig) -> list[socket.socket]:
             return _bind_all(config.bind, number)
         except OSError as err:
             if err.errno != errno.EADDRINUSE or (wanted and config.port is not None):
-                raise ConfigError(f"port: no links at {number}: {err}") from err
+                if err.errno == errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"port: no links at {number}: it is in use, by another relay perhaps; choose another --port"
+                    ) from err
+                shown = ", ".join(config.bind)
+                raise ConfigError(f"bind: no links at {shown}: {err.strerror}") from err
     raise ConfigError("port: no port is free at all addresses")
 
 

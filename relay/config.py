@@ -165,8 +165,14 @@ class RelayConfig:
                 ipaddress.ip_address(address)
             except ValueError as err:
                 raise ConfigError(f"bind: {address!r} is not an IP address") from err
-        if len(self.listen) > MAX_LISTEN or (self.listen and self.dev):
-            raise ConfigError(f"listen: at most {MAX_LISTEN}, and not for a development relay")
+        for name in ("join", "listen", "port") if self.dev else ():
+            if getattr(self, name) not in ((), None):
+                raise ConfigError(
+                    f"{name}: a development relay stays alone; make keys with `iris key new`, copy network.toml to the other hosts, and "
+                    "leave out --dev"
+                )
+        if len(self.listen) > MAX_LISTEN:
+            raise ConfigError(f"listen: {len(self.listen)} entries, over {MAX_LISTEN}")
         for text in self.listen:
             parse_listen(text)
         if len(self.join) > MAX_JOINS:

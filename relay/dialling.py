@@ -335,6 +335,9 @@ class Dialler:
             elif answered or found.what == OURSELVES:
                 who = "ourselves" if found.what == OURSELVES else "another relay"
                 outcome = Outcome(f"{show(*address)}: {who}")
+                if target.told_by_peer:  # it is gone, and its address another's: no hurry
+                    target.lost_s = -math.inf
+                    target.failures = max(target.failures, 6)
             else:
                 outcome = found
         return outcome

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
+from iris.wire.names import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,6 +75,10 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         if table.row_count:
             console.print()
             console.print(table)
+    for target in report.get("dialling", {}).get("unlinked", ()):
+        if target["error"]:
+            said = f"not linked: {target['source']}: {target['error']} ({target['failures']} tries)"
+            console.print(printable(said), markup=False)
     found = report.get("discovery", {}).get("nothing_found")
     if found:
         tried = ", ".join(found["tried"]) or "nothing"

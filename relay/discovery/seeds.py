@@ -80,6 +80,8 @@ def parse_join(text: str) -> Join:
     Raises:
         ConfigError: it says none of that; the error names the text.
     """
+    if "://" in text:
+        raise ConfigError(f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT")
     kind: Literal["join", "dns"] = "dns" if text.startswith(_DNS) else "join"
     rest = text.removeprefix(_DNS) if kind == "dns" else text
     if rest.startswith("["):
@@ -102,7 +104,9 @@ def parse_join(text: str) -> Join:
         raise ConfigError(f"join: {text!r} has an address where a name belongs; leave out dns:")
     port = DEFAULT_PORT if port_text is None else _port(port_text)
     if port is None:
-        raise ConfigError(f"join: {text!r} has no port from 1 to 65535")
+        raise ConfigError(
+            f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT: {port_text!r} is no port from 1 to 65535"
+        )
     return Join(text, kind, host, port, numeric)
 
 
