@@ -25,6 +25,7 @@ from iris.wire.codec import (
     encode_control,
 )
 from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION, TUNNEL_KINDS
+from iris.wire.names import printable
 from relay.core.link import Link
 from relay.dialling import LINKED, OURSELVES, UP, Outcome
 from relay.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
@@ -67,6 +68,7 @@ _TLS_REASONS: Final = {
     "PACKET_LENGTH_TOO_LONG": "not TLS",
 }
 """What OpenSSL calls it -> what we count it as."""
+_LOOPBACK: Final = ("127.", "[::1]")
 
 
 class Refused(PeerProtocolError):
@@ -235,7 +237,7 @@ class LinkPort(ConnectionPort):
         if isinstance(body, frames.Error):
             if body.detail == LINKED:
                 raise Refused(LINKED)
-            raise Refused("refused by the other relay", _printable(body.detail))
+            raise Refused("refused by the other relay", printable(body.detail))
         if not isinstance(body, frames.LinkHello):
             raise PeerProtocolError(f"{type(body).__name__} before HELLO")
         if body.version != PROTOCOL_VERSION:
@@ -268,8 +270,10 @@ class LinkPort(ConnectionPort):
         seen = self.address if self.dialled else f"{self.address.rpartition(':')[0]}:{port}"
         if seen in hello.addresses or "%" in seen:
             return hello
-        others = hello.addresses[: MAX_ADDRESSES - 1]
-        local = self.address.startswith(("127.", "[::1]"))
+        local = self.address.startswith(_LOOPBACK)
+        # A relay that has not looked at its addresses yet gives loopback, which is another relay's to others.
+        others = [one for one in hello.addresses if local or not one.startswith(_LOOPBACK)]
+        others = others[: MAX_ADDRESSES - 1]
         addresses = [*others, seen] if local else [seen, *others]
         return msgspec.structs.replace(hello, addresses=addresses)
 
@@ -519,7 +523,3 @@ class LinkPort(ConnectionPort):
             self.control(encode_control(frames.Error(str(err)[:1024])))
             self.finish()
             self._gone()
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -21,13 +21,14 @@ from typing import Any, Final, cast
 from iris.crypto.keys import NetworkKey
 from iris.wire import frames
 from iris.wire.frames import MAX_ADDRESSES
+from relay.accepting import Acceptor
 from relay.addresses import bind, connect, parse_addresses, prepare, show
 from relay.config import RelayConfig
 from relay.core.link import Link
 from relay.dialling import LINKED, UP, Dialler, Outcome, Seen, Target
 from relay.linkport import FINISH_S, WRONG_NETWORK, LinkPort, Refused
 from relay.logs import Quiet
-from relay.ports import ACCEPT_RETRY_S, OUT_OF_DESCRIPTORS, Driver
+from relay.ports import Driver
 from relay.tls import Credentials, link_server_context
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ class LinkHub:
         """Accepted and not yet up, the oldest first -> when its time is up."""
         self._listeners: list[socket.socket] = []
         self._accepting: set[asyncio.Task[None]] = set()
-        self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._acceptor = Acceptor(
+            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
         self._stopping = False
@@ -77,8 +80,7 @@ class LinkHub:
         self._loop = asyncio.get_running_loop()
         self._listeners = bind(self.config)
         self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
-        for listener in self._listeners:
-            self._loop.add_reader(listener, self._accept, listener)
+        self._acceptor.listen(self._listeners)
         shown = [show(*address) for address in self.addresses]
         log.info("links.listening", extra={"fields": {"addresses": shown}})
 
@@ -89,43 +91,20 @@ class LinkHub:
 
     def stop_listening(self) -> None:
         """Accept no more. Idempotent."""
-        for pause in self._pauses.values():
-            pause.cancel()
+        self._acceptor.stop()
         for listener in self._listeners:
-            if listener not in self._pauses:
-                self._loop.remove_reader(listener)
             listener.close()
-        self._pauses.clear()
         self._listeners.clear()
 
-    def _accept(self, listener: socket.socket) -> None:
-        """Accept a few, then let the others have their turn: strangers must not slow members down."""
-        pause_s = ACCEPT_PAUSE_S
-        for _ in range(ACCEPTS):
-            try:
-                connection, address = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as err:
-                if err.errno not in OUT_OF_DESCRIPTORS:
-                    raise
-                self.quiet.warning(
-                    log, "links.no_descriptors", "", time.monotonic(), {"error": str(err)}
-                )
-                pause_s = ACCEPT_RETRY_S
-                break
-            connection.setblocking(False)
-            if len(self._half_open) + len(self._accepting) >= MAX_HALF_OPEN and self._half_open:
-                next(iter(self._half_open)).refuse(Refused("too many half-open"))
-            task = self._loop.create_task(self._attach(connection, address), name="iris-accept")
-            self._accepting.add(task)
-            task.add_done_callback(partial(self._attached, connection))
-        self._loop.remove_reader(listener)
-        self._pauses[listener] = self._loop.call_later(pause_s, self._accept_again, listener)
+    def _accepted(self, connection: socket.socket, address: Any) -> None:
+        if len(self._half_open) + len(self._accepting) >= MAX_HALF_OPEN and self._half_open:
+            next(iter(self._half_open)).refuse(Refused("too many half-open"))
+        task = self._loop.create_task(self._attach(connection, address), name="iris-accept")
+        self._accepting.add(task)
+        task.add_done_callback(partial(self._attached, connection))
 
-    def _accept_again(self, listener: socket.socket) -> None:
-        del self._pauses[listener]
-        self._loop.add_reader(listener, self._accept, listener)
+    def _starved(self, err: OSError) -> None:
+        self.quiet.warning(log, "links.no_descriptors", "", time.monotonic(), {"error": str(err)})
 
     async def _attach(self, connection: socket.socket, address: Any) -> None:
         port = LinkPort(self, show(*address[:2]), self._context)

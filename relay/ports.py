@@ -7,7 +7,6 @@ writing whatever it put on the way to any other, runs of frames to one port as o
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import ssl
 import time
@@ -26,9 +25,6 @@ log = logging.getLogger(__name__)
 HIGH_WATER_BYTES: Final = 1 << 20
 """Write buffer of a connection beyond which a port queues itself, so that it can count and refuse."""
 CONTROL_LIMIT_BYTES: Final = 64 << 20
-ACCEPT_RETRY_S: Final = 0.2
-"""A listener that got no descriptor tries again after this."""
-OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FAULT_PAUSE_US: Final = 200_000
 """After a fault of ours the router is called no sooner than this."""
 _RECORD_BYTES: Final = 16 << 10

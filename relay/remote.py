@@ -13,13 +13,13 @@ import ssl
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from iris.errors import ConfigError
+from relay.accepting import Acceptor
 from relay.addresses import listen_at
 from relay.config import parse_listen
 from relay.logs import Quiet
-from relay.ports import ACCEPT_RETRY_S, OUT_OF_DESCRIPTORS
 from relay.sessions import SessionHub
 from relay.tls import Credentials, refusal, session_server_context
 
@@ -42,7 +42,9 @@ class RemoteListener:
         self._credentials = credentials
         self._context = session_server_context(credentials)
         self._listeners: list[socket.socket] = []
-        self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._acceptor = Acceptor(
+            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
+        )
         self._half_open: dict[asyncio.Task[None], str] = {}
         """The oldest first -> address."""
         self._quiet = Quiet()
@@ -56,21 +58,16 @@ class RemoteListener:
                 self._listeners.append(undo.enter_context(_bind(text)))
             undo.pop_all()
         self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
-        for listener in self._listeners:
-            self._loop.add_reader(listener, self._accept, listener)
+        self._acceptor.listen(self._listeners)
         if self.addresses:
             shown = [f"{host}:{port}" for host, port in self.addresses]
             log.info("sessions.listening", extra={"fields": {"addresses": shown}})
 
     def stop_listening(self) -> None:
         """Accept no more, and give up handshakes. Idempotent."""
-        for pause in self._pauses.values():
-            pause.cancel()
+        self._acceptor.stop()
         for listener in self._listeners:
-            if listener not in self._pauses:
-                self._loop.remove_reader(listener)
             listener.close()
-        self._pauses.clear()
         self._listeners.clear()
         for task in list(self._half_open):
             task.cancel()
@@ -89,39 +86,21 @@ class RemoteListener:
             "sessions_refused": dict(self.refusals),
         }
 
-    def _accept(self, listener: socket.socket) -> None:
-        """Accept a few, then let the others have their turn: strangers must not slow members down."""
-        pause_s = ACCEPT_PAUSE_S
-        for _ in range(ACCEPTS):
-            try:
-                connection, address = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as err:
-                if err.errno not in OUT_OF_DESCRIPTORS:
-                    raise
-                # Those we have go on; the backlog waits until a descriptor is free.
-                self._refused("", f"not accepted: {err.strerror}")
-                pause_s = ACCEPT_RETRY_S
-                break
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self._hub.has_place():
-                connection.close()
-                continue
-            if len(self._half_open) >= MAX_HALF_OPEN:
-                oldest = next(iter(self._half_open))
-                self._refused(self._half_open.pop(oldest), "too many half-open")
-                oldest.cancel()
-            task = self._loop.create_task(self._attach(connection, address[0]), name="iris-accept")
-            self._half_open[task] = address[0]
-            task.add_done_callback(partial(self._attached, connection))
-        self._loop.remove_reader(listener)
-        self._pauses[listener] = self._loop.call_later(pause_s, self._accept_again, listener)
+    def _accepted(self, connection: socket.socket, address: Any) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not self._hub.has_place():
+            connection.close()
+            return
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            oldest = next(iter(self._half_open))
+            self._refused(self._half_open.pop(oldest), "too many half-open")
+            oldest.cancel()
+        task = self._loop.create_task(self._attach(connection, address[0]), name="iris-accept")
+        self._half_open[task] = address[0]
+        task.add_done_callback(partial(self._attached, connection))
 
-    def _accept_again(self, listener: socket.socket) -> None:
-        del self._pauses[listener]
-        self._loop.add_reader(listener, self._accept, listener)
+    def _starved(self, err: OSError) -> None:
+        self._refused("", f"not accepted: {err.strerror}")
 
     async def _attach(self, connection: socket.socket, host: str) -> None:
         try:

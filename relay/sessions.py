@@ -17,16 +17,18 @@ from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
 from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
 from iris.wire.frames import Error
+from relay.accepting import Acceptor
 from relay.config import RelayConfig
 from relay.core.session import Session
 from relay.logs import Quiet
-from relay.ports import ACCEPT_RETRY_S, OUT_OF_DESCRIPTORS, ConnectionPort, Driver
+from relay.ports import ConnectionPort, Driver
 
 log = logging.getLogger(__name__)
 
 CONTROL_PAUSE_BYTES = 1 << 20
 FIRST_LIMIT_BYTES = 64 << 10
 """Longest frame before a session has proven a key."""
+ACCEPTS = 64
 SWEEP_S = 0.5
 
 
@@ -43,53 +45,33 @@ class SessionHub:
         self.turned_away = 0
         self.attaching = 0
         """Connections accepted whose ports are not made yet."""
-        self._listener: socket.socket | None = None
+        self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
         self._loop: asyncio.AbstractEventLoop
         self._accepting: set[asyncio.Task[None]] = set()
-        self._retry: asyncio.TimerHandle | None = None
 
     def listen(self, listener: socket.socket) -> None:
         """Accept sessions from `listener`, which stays the caller's to close after `stop_listening`."""
         self._loop = asyncio.get_running_loop()
-        self._listener = listener
-        self._loop.add_reader(listener, self._accept)
+        self._acceptor.listen((listener,))
 
     def stop_listening(self) -> None:
         """Accept no more. Idempotent."""
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener)
-            self._listener = None
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+        self._acceptor.stop()
 
-    def _accept(self) -> None:
-        for _ in range(64):
-            if self._listener is None:
-                return
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as err:
-                if err.errno not in OUT_OF_DESCRIPTORS:
-                    raise
-                # Serve those we have; the backlog waits until a descriptor is free.
-                self.quiet.warning(
-                    log, "sessions.no_descriptors", "", time.monotonic(), {"error": str(err)}
-                )
-                self._loop.remove_reader(self._listener)
-                self._retry = self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
-                return
-            connection.setblocking(False)
-            if not self.has_place():
-                connection.close()
-                continue
-            self.attaching += 1
-            port = SessionPort(self, accepted=True)
-            task = self._loop.create_task(self._attach(connection, port), name="iris-accept")
-            self._accepting.add(task)
-            task.add_done_callback(partial(self._attached, connection, port))
+    def _accepted(self, connection: socket.socket, address: object) -> None:
+        if not self.has_place():
+            connection.close()
+            return
+        self.attaching += 1
+        port = SessionPort(self, accepted=True)
+        task = self._loop.create_task(self._attach(connection, port), name="iris-accept")
+        self._accepting.add(task)
+        task.add_done_callback(partial(self._attached, connection, port))
+
+    def _starved(self, err: OSError) -> None:
+        self.quiet.warning(
+            log, "sessions.no_descriptors", "", time.monotonic(), {"error": str(err)}
+        )
 
     def has_place(self) -> bool:
         """Whether one more session may come; if not, it is counted and said."""
@@ -100,12 +82,6 @@ class SessionHub:
         fields = {"max_sessions": limit}
         self.quiet.warning(log, "sessions.full", "", time.monotonic(), fields)
         return False
-
-    def _accept_again(self) -> None:
-        self._retry = None
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept)
-            self._accept()
 
     async def _attach(self, connection: socket.socket, port: SessionPort) -> None:
         try:

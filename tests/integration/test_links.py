@@ -427,8 +427,8 @@ async def test_connections_that_are_accepted_while_a_relay_stops_are_closed(
         stranger.connect(place)
         strangers.append(stranger)
     # Called, not awaited: both are in the middle of it.
-    one.hub._accept()
-    hub(one)._accept(hub(one)._listeners[0])
+    for h in hubs:
+        h._acceptor._accept(h._acceptor._listeners[0])
     assert all(h._accepting for h in hubs)
     await site.stop(one)
     for stranger in strangers:

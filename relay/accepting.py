@@ -1,0 +1,75 @@
+"""Accepting connections: so many per turn of the event loop, and patience while no descriptor is free."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+RETRY_S: Final = 0.2
+"""A listener that got no descriptor tries again after this."""
+_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Acceptor:
+    """Gives every connection, non-blocking, and the address of its other end to `accepted`, whose it is then.
+
+    Of one listener it accepts up to `per_turn` and then leaves it alone for `pause_s`, so that strangers do not slow members down.
+    While no descriptor is free it says so by `starved`, and the backlog waits: those that are served go on.
+    """
+
+    def __init__(
+        self, accepted: Callable[[socket.socket, Any], None], starved: Callable[[OSError], None], *, per_turn: int,
+        pause_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._accepted = accepted
+        self._starved = starved
+        self._per_turn = per_turn
+        self._pause_s = pause_s
+        self._loop: asyncio.AbstractEventLoop
+        self._listeners: list[socket.socket] = []
+        self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
+
+    def listen(self, listeners: Sequence[socket.socket]) -> None:
+        """Accept from `listeners`, which stay the caller's to close after `stop`."""
+        self._loop = asyncio.get_running_loop()
+        for listener in listeners:
+            self._listeners.append(listener)
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def stop(self) -> None:
+        """Accept no more. Idempotent."""
+        for listener in self._listeners:
+            pause = self._pauses.pop(listener, None)
+            if pause is None:
+                self._loop.remove_reader(listener)
+            else:
+                pause.cancel()
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        pause_s = self._pause_s
+        for _ in range(self._per_turn):
+            try:
+                connection, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as err:
+                if err.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                self._starved(err)
+                pause_s = RETRY_S
+                break
+            connection.setblocking(False)
+            self._accepted(connection, address)
+            if listener not in self._listeners:
+                return  # it was the last to be accepted
+        if pause_s:
+            self._loop.remove_reader(listener)
+            self._pauses[listener] = self._loop.call_later(pause_s, self._go_on, listener)
+
+    def _go_on(self, listener: socket.socket) -> None:
+        del self._pauses[listener]
+        self._loop.add_reader(listener, self._accept, listener)
