@@ -157,7 +157,7 @@ SELF_ROWS: Final = (
     ),
     Row(
         what="request p99: with 10,000 strangers at the link port / without",
-        command=["strangers.py", "--seconds=12"],
+        command=["strangers.py", "--seconds=20"],
         key="p99_us",
         other="alone",
         unit="µs",

@@ -133,7 +133,7 @@ def measure(count: int, seconds: float) -> Result:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.set_defaults(seconds=12.0, rounds=3)
+    parser.set_defaults(seconds=20.0, rounds=3)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--pace", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)

@@ -37,8 +37,8 @@ HELLO_S: Final = 5.0
 """TLS and HELLO together take no longer."""
 CONNECT_S: Final = 2.0
 MAX_HALF_OPEN: Final = 128
-ACCEPTS: Final = 4
-ACCEPT_PAUSE_S: Final = 0.002
+ACCEPTS: Final = 1
+ACCEPT_PAUSE_S: Final = 0.001
 
 
 class LinkHub:

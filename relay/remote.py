@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S: Final = 5.0
 MAX_HALF_OPEN: Final = 128
-ACCEPTS: Final = 4
-ACCEPT_PAUSE_S: Final = 0.002
+ACCEPTS: Final = 1
+ACCEPT_PAUSE_S: Final = 0.001
 
 
 class RemoteListener:

@@ -202,8 +202,7 @@ class Calls:
         if not neighbor.port.forward(buf, start, end, 1):
             return False
         handed.load = load
-        load.messages += 1
-        load.bytes += handed.size
+        load.taken(handed.size, self._now_us)
         if route.asked is not None:
             route.asked.messages += 1
         neighbor.handed[hop] = handed

@@ -25,7 +25,7 @@ class Load:
     """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
 
     __slots__ = (
-        "_done_us", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us",
+        "_since_us", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +48,9 @@ class Load:
         """Handed over by others, as the other relay said last."""
         self.bytes = 0
         self.pace_us = 0.0
-        """Time from one end to the next while all handlers are busy, a moving average; 0 while it is not known."""
-        self._done_us = 0
+        """Time from one end of ours to the next while all handlers are busy, a moving average; 0 while it is not known."""
+        self._since_us = 0
+        """Since when all handlers are busy, or the last end after that."""
         self.handed: dict[int, int] = {}
         """Pushes that a member was handed, by hop id."""
 
@@ -58,20 +59,33 @@ class Load:
         """The member that is meant; 0 behind a link."""
         return 0 if self.member is None else self.member.serial
 
+    def taken(self, size: int, now_us: int) -> None:
+        """A message of `size` bytes was handed over."""
+        self.bytes += size
+        self.messages += 1
+        if self.messages + self.others == self.concurrency:
+            # What its handlers waited for us does not make it slow.
+            self._since_us = now_us
+
     def ended(self, size: int, now_us: int) -> None:
         """A message of `size` bytes ended."""
         self.bytes -= size
         if self.messages + self.others >= self.concurrency:
-            if self._done_us:
-                self.pace_us += (now_us - self._done_us - self.pace_us) * PACE_WEIGHT
-            self._done_us = now_us
+            if self._since_us:
+                self.pace_us += (now_us - self._since_us - self.pace_us) * PACE_WEIGHT
+            self._since_us = now_us
         else:
-            self._done_us = 0
+            self._since_us = 0
         self.messages -= 1
 
     def wait_us(self) -> float:
-        """Return how long a message more would wait, as far as the pace tells."""
-        return (self.messages + self.others) * (self.pace_us or UNKNOWN_PACE_US / self.concurrency)
+        """Return how long a message more would take, as far as the pace tells.
+
+        Little's law on what we handed over alone: the pace at which that ends tells what others' share of the handlers costs us.
+        """
+        if self.pace_us:
+            return (self.messages + 1) * self.pace_us
+        return (self.messages + self.others + 1) * UNKNOWN_PACE_US / self.concurrency
 
 
 class Member:

@@ -106,3 +106,17 @@ def test_what_was_tried_is_not_chosen_again_and_nobody_free_is_missed_here(
         ]
         assert not free or chosen in free
         assert (chosen is None) == (not left)
+
+
+def test_a_member_that_waited_for_us_is_not_thought_slow() -> None:
+    member = load(concurrency=1)
+    for turn in range(1, 50):
+        member.taken(10, turn * 10_000)
+        member.ended(10, turn * 10_000 + 100)  # then it has nothing to do for 9.9 ms
+    assert 99 < member.pace_us <= 100
+
+
+def test_what_others_take_of_a_relay_is_in_the_pace_of_ours_and_not_counted_again() -> None:
+    shared = load(messages=4, concurrency=4, others=4, pace_us=200)
+    alone = load(messages=9, concurrency=4, pace_us=100)
+    assert shared.wait_us() == alone.wait_us() == 1000
