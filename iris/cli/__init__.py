@@ -22,6 +22,7 @@ VERBS: Final = {
     "run": "iris.cli.run",
     "relay": "relay.__main__",
     "key": "iris.cli.key",
+    "bench": "iris.cli.bench",
     "demo": "iris.cli.demo",
 }
 """Verb -> the module with a function of that name, or with an `app` of further verbs."""

@@ -1,0 +1,415 @@
+"""The tables of a report, without a format: Markdown and HTML are two ways to print these."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from reports.latency import PERCENTILES
+from reports.results import Cell, Peer, Results, Run
+
+KINDS = {
+    "publish": "publish",
+    "closed": "requests, closed loop",
+    "rate": "requests, closed loop",
+    "open": "requests at a fixed rate, open loop",
+    "stream": "streams",
+}
+NONE = "-"
+Show = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    text: str
+    note: str = ""
+    """Beside the text, smaller."""
+    marks: tuple[str, ...] = ()
+    """Footnotes of the section, by number."""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[Row]
+    below: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    tables: list[Table]
+    footnotes: list[str] = field(default_factory=list)
+    """Numbered from 1, each text once."""
+    plot: Cell | None = None
+
+
+# -- numbers ----------------------------------------------------------------------------------------------
+
+
+def digits(value: float) -> str:
+    """Three significant digits, with commas from a thousand on: 0.0312, 4.10, 56.2, 12,300."""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.3g}")
+    decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def rate(value: float) -> str:
+    for unit, factor in ((" M", 1_000_000), (" k", 1_000)):
+        if float(f"{value:.3g}") >= factor:
+            return digits(value / factor) + unit
+    return digits(value)
+
+
+def milliseconds(value_ns: float) -> str:
+    return digits(value_ns / 1_000_000)
+
+
+def megabytes(value: float) -> str:
+    return digits(value / 1_000_000)
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def seconds(value_s: float) -> str:
+    whole = round(value_s)
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{digits(value_s)} s"
+
+
+def share(of: float, total: float) -> str:
+    """A percentage that never rounds something to nothing, or a part to all of it."""
+    percent = 100 * of / total
+    if percent >= 99.5 and of < total:
+        return "over 99 %"
+    if percent < 0.01:
+        return "under 0.01 %"
+    return f"{percent:.0f} %" if percent >= 1 else f"{percent:.1g} %"
+
+
+# -- figures ----------------------------------------------------------------------------------------------
+
+
+def figure(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.figures.get(name)
+
+
+def total(runs: Sequence[Run], name: str) -> float:
+    return sum(run.figures.get(name) or 0 for run in runs)
+
+
+def losses(runs: Sequence[Run]) -> str:
+    told = faults(runs, "wrong")
+    if (lost := total(runs, "lost")) > 0:
+        sent = statistics.median(run.figures["sent_rate"] or 0 for run in runs)
+        part = share(lost, lost + total(runs, "received"))
+        told.insert(0, f"{rate(sent)} sent, {part} lost")
+    return ", ".join(told)
+
+
+def mistakes(runs: Sequence[Run]) -> str:
+    return ", ".join(faults(runs, "lost", "wrong"))
+
+
+def faults(runs: Sequence[Run], *names: str) -> list[str]:
+    return [f"{count(total(runs, name))} {name}" for name in names if total(runs, name)]
+
+
+class Builder:
+    """The tables of one section, which share their footnotes."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.columns = [peer.title for peer in results.peers]
+        self.footnotes: list[str] = []
+
+    def mark(self, text: str) -> str:
+        if text not in self.footnotes:
+            self.footnotes.append(text)
+        return str(self.footnotes.index(text) + 1)
+
+    def marks(self, peer: Peer, cell: Cell) -> tuple[str, ...]:
+        runs = self.results.of(peer, cell)
+        texts = [
+            f"{run.status}: {run.reason or 'no reason was given'}"
+            for run in runs
+            if run.status != "ok"
+        ]
+        if not runs:
+            texts.append("not run: the results have no run of it")
+        if any(not run.steady for run in runs):
+            texts.append("a round of it was not steady")
+        return tuple(dict.fromkeys(self.mark(text) for text in texts))
+
+    def row(
+        self,
+        label: str,
+        cell: Cell,
+        take: Callable[[Run], float | None],
+        show: Show,
+        *,
+        better: Callable[[list[float]], float] | None,
+        note: Callable[[Sequence[Run]], str] = lambda runs: "",
+        absent: Callable[[Sequence[Run]], str] = lambda runs: NONE,
+        lossy_too: bool = False,
+    ) -> Row:
+        """Medians over the rounds. `better` (max, min) picks the best of those without a fault;
+        `lossy_too` says that the figure itself leaves faults out."""
+        entries: list[Entry] = []
+        fair: dict[int, float] = {}
+        for peer in self.results.peers:
+            runs, good = self.results.of(peer, cell), self.results.good(peer, cell)
+            marks = self.marks(peer, cell)
+            values = [value for run in good if (value := take(run)) is not None]
+            if not good:
+                entries.append(Entry(self.results.outcome(peer, cell), marks=marks))
+                continue
+            notes = [note(good)] if note(good) else []
+            if len(values) > 1:
+                notes.insert(0, f"({show(min(values))}-{show(max(values))})")
+            if len(good) < len(runs):
+                notes.append(f"{len(good)} of {len(runs)} rounds")
+            elif values and len(values) < len(good):
+                notes.append(f"in {len(values)} of {len(good)} rounds")
+            if not values:
+                entries.append(Entry(absent(good), "; ".join(notes), marks))
+                continue
+            median = statistics.median(values)
+            if lossy_too or all(run.faultless for run in good):
+                fair[len(entries)] = median
+            entries.append(Entry(show(median), "; ".join(notes), marks))
+        return Row(label, bold(entries, fair, better))
+
+    def figures(self, cell: Cell) -> list[Row]:
+        if cell.shows == "publish":
+            return self._publish(cell)
+        if cell.shows == "rate":
+            label = f"{cell.title}, requests/s"
+            return [self.row(label, cell, figure("rate"), rate, better=max, note=mistakes)]
+        if cell.shows == "stream":
+            label = f"{cell.title}, MB/s"
+            return [self.row(label, cell, figure("rate_mb_s"), digits, better=max, note=mistakes)]
+        if cell.shows == "closed":
+            label = f"{cell.title}, requests/s"
+            first = self.row(label, cell, figure("rate"), rate, better=max, note=mistakes)
+        else:
+            first = self._answered(cell)
+        return [first, *self._latencies(cell)]
+
+    def _publish(self, cell: Cell) -> list[Row]:
+        def none(runs: Sequence[Run]) -> str:
+            return NONE if all(run.faultless for run in runs) else "none"
+
+        received = self.row(
+            f"{cell.title}, received msg/s",
+            cell,
+            figure("received_rate"),
+            rate,
+            better=max,
+            note=losses,
+        )
+        lossless = self.row(
+            f"{cell.title}, highest msg/s tried without loss",
+            cell,
+            figure("lossless_rate"),
+            rate,
+            better=max,
+            absent=none,
+            lossy_too=True,
+        )
+        return [received, lossless]
+
+    def _answered(self, cell: Cell) -> Row:
+        entries = []
+        for peer in self.results.peers:
+            good, marks = self.results.good(peer, cell), self.marks(peer, cell)
+            if not good:
+                entries.append(Entry(self.results.outcome(peer, cell), marks=marks))
+                continue
+            unanswered = total(good, "unanswered")
+            asked = unanswered + total(good, "answered")
+            text = f"{share(unanswered, asked)} unanswered" if unanswered else "all answered"
+            text = ", ".join([text, *faults(good, "errors", "wrong")])
+            wanted, sent = total(good, "asked_rate"), total(good, "sent_rate")
+            slow = f"{rate(sent / len(good))}/s sent" if sent < 0.99 * wanted else ""
+            entries.append(Entry(text, slow, marks))
+        return Row(f"{cell.title}, answered", entries)
+
+    def _latencies(self, cell: Cell) -> list[Row]:
+        def at(label: str) -> Callable[[Run], float | None]:
+            if label == "max":
+                return lambda run: run.samples(cell.latency).max_ns
+            return lambda run: run.samples(cell.latency).at(PERCENTILES[label])
+
+        return [
+            self.row(f"{cell.title}, {label}, ms", cell, at(label), milliseconds, better=min)
+            for label in ("p50", "p99", "p99.9", "max")
+        ]
+
+    def cost(self, cell: Cell) -> list[Row]:
+        same_work = min if cell.shows == "open" else None
+        return [
+            self.row(f"{cell.title}, CPU s", cell, lambda run: run.cpu_s, digits, better=same_work),
+            self.row(
+                f"{cell.title}, peak MB",
+                cell,
+                lambda run: run.peak_bytes,
+                megabytes,
+                better=min,
+            ),
+        ]
+
+    def percentiles(self, cell: Cell) -> list[Row]:
+        """All good rounds together; the uncorrected value is the note."""
+        labels = [*PERCENTILES, "max"]
+        entries: dict[str, list[Entry]] = {label: [] for label in labels}
+        fair: dict[str, dict[int, float]] = {label: {} for label in labels}
+        samples: list[Entry] = []
+        for column, peer in enumerate(self.results.peers):
+            good = self.results.good(peer, cell)
+            if not good:
+                missing = Entry(self.results.outcome(peer, cell), marks=self.marks(peer, cell))
+                for row in (samples, *entries.values()):
+                    row.append(missing)
+                continue
+            corrected = self.results.samples(peer, cell, "corrected")
+            uncorrected = self.results.samples(peer, cell, "uncorrected")
+            samples.append(Entry(count(corrected.total), marks=self.marks(peer, cell)))
+            for label in labels:
+                one_in = PERCENTILES.get(label)
+                value = corrected.at(one_in) if one_in else corrected.max_ns
+                sent = uncorrected.at(one_in) if one_in else uncorrected.max_ns
+                note = f"({milliseconds(sent)})" if sent is not None else ""
+                entries[label].append(Entry(NONE if value is None else milliseconds(value), note))
+                if value is not None and all(run.faultless for run in good):
+                    fair[label][column] = value
+        rows = [Row(f"{label}, ms", bold(entries[label], fair[label], min)) for label in labels]
+        return [*rows, Row("samples", samples)]
+
+
+def bold(
+    entries: list[Entry], fair: dict[int, float], better: Callable[[list[float]], float] | None
+) -> list[Entry]:
+    """Mark the best, and those that print the same; a figure that stands alone beats nobody."""
+    if better is None or len(fair) < 2:
+        return entries
+    best = better(list(fair.values()))
+    text = next(entries[column].text for column, value in fair.items() if value == best)
+    return [
+        replace(entry, best=column in fair and entry.text == text)
+        for column, entry in enumerate(entries)
+    ]
+
+
+# -- sections ---------------------------------------------------------------------------------------------
+
+
+def systems(results: Results) -> Section:
+    rows = [
+        Row(peer.title, [Entry(peer.version or NONE), Entry(peer.secured or NONE)])
+        for peer in results.peers
+    ]
+    return Section("Systems", [Table("", ["version", "secured by"], rows)])
+
+
+def workloads(results: Results) -> list[Section]:
+    sections = []
+    for workload, cells in results.workloads().items():
+        builder = Builder(results)
+        kinds = dict.fromkeys(KINDS[cell.shows] for cell in cells)
+        tables = [
+            Table(
+                "",
+                builder.columns,
+                [row for cell in cells for row in builder.figures(cell)],
+                MEDIANS,
+            ),
+            Table(
+                "What it cost",
+                builder.columns,
+                [row for cell in cells for row in builder.cost(cell)],
+                COST,
+            ),
+        ]
+        sections.append(Section(f"{workload}: {', '.join(kinds)}", tables, builder.footnotes))
+    return sections
+
+
+def distributions(results: Results) -> list[Section]:
+    sections = []
+    for cell in results.cells:
+        if cell.shows == "open":
+            builder = Builder(results)
+            table = Table("", builder.columns, builder.percentiles(cell), PERCENTILES_BELOW)
+            title = f"Latency: {cell.title}"
+            sections.append(Section(title, [table], builder.footnotes, cell))
+    return sections
+
+
+def machine(results: Results) -> Section:
+    facts = [
+        Row(name.replace("_", " "), [Entry(plain(value))]) for name, value in results.facts.items()
+    ]
+    options = [
+        Row(name.replace("_", " "), [Entry(plain(value))])
+        for name, value in results.options.items()
+    ]
+    runs = [run for _, _, run in results.all_runs()]
+    tally = ", ".join(
+        f"{count(sum(run.status == status for run in runs))} {status}"
+        for status in ("ok", "failed", "not run")
+    )
+    unsteady = sum(not run.steady for run in runs)
+    done = [
+        Row("duration", [Entry(seconds(results.spent_s))]),
+        Row("runs", [Entry(f"{tally}; {count(unsteady)} not steady")]),
+        Row("CPU time stolen", [Entry(f"{digits(sum(run.stolen_s for run in runs))} s")]),
+    ]
+    return Section("Machine and duration", [Table("", [""], [*facts, *options, *done])])
+
+
+def plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {plain(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(plain(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NONE if value is None else str(value)
+
+
+def sections(results: Results) -> list[Section]:
+    return [
+        systems(results),
+        *workloads(results),
+        *distributions(results),
+        machine(results),
+    ]
+
+
+MEDIANS = (
+    "Each figure is the median of the rounds, with (lowest-highest). Bold: the best of those that lost "
+    f"nothing, got nothing wrong and left nothing unanswered. {NONE}: not measured, or fewer than ten "
+    "samples lie beyond the percentile."
+)
+COST = (
+    "All processes of a run together; memory is the sum of each one's peak. CPU seconds compare only "
+    "where every system had the same work, at a fixed rate: elsewhere none is bold."
+)
+PERCENTILES_BELOW = (
+    "All rounds together. From the time a request was due; in parentheses from the time it was sent, which "
+    f"leaves out what it waited before (coordinated omission). {NONE}: fewer than ten samples lie beyond."
+)

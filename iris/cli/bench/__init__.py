@@ -1,0 +1,327 @@
+"""`iris bench`: latency and throughput of one's own network, by the whole distribution.
+
+jobs       what is asked for and what came of it
+timer      when messages are due
+load       the generators
+samples    latencies as HDR histograms
+report     figures for people and as JSON
+workers    load from several hosts at once
+
+By the method of Tyler Treat's "Benchmarking Message Queue Latency" and his Flotilla: a fixed rate, latency from the
+intended time of sending, percentiles only where there are samples to tell them.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+import iris
+from iris.cli import options, output
+from iris.cli.bench import jobs
+from iris.cli.exits import Exit, complain, until_stopped
+from iris.cli.exits import run as run_work
+from iris.wire.names import check_cluster, check_topic, printable
+
+CLUSTER: Final = "bench"
+TOPIC: Final = "bench.load"
+MISSING: Final = "iris bench needs hdrhistogram: pip install 'iris-messaging[bench]'"
+
+app = typer.Typer(
+    name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Measure latency and throughput of your own network.
+
+    Load comes at a fixed rate, whatever became of the messages before, and
+    latency counts from the time at which a message was due: a system that
+    stalls cannot hide it by being asked less. Percentiles are printed where at
+    least 10 samples lie beyond them, averages never.
+
+    Needs the extra `bench` of iris-messaging.
+
+    \b
+    Examples:
+      iris bench serve                              on the other hosts
+      iris bench request --rate 1000 --seconds 10   on this one
+      iris bench request --rate 50000 --workers all
+      iris bench publish --rate 10000 --size 1024
+      iris bench tunnel --rate 2000 --size 65536 --json
+    """,
+)  # fmt: skip
+
+Cluster = Annotated[str, typer.Argument(metavar="CLUSTER", help="Cluster of `iris bench serve`.")]
+Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to publish to.")]
+Rate = Annotated[
+    float, typer.Option("--rate", "-r", min=0.001, max=jobs.MAX_RATE, help="Messages per second.")
+]
+Seconds = Annotated[
+    float, typer.Option("--seconds", min=0.001, max=jobs.MAX_SECONDS, help="How long to send.")
+]
+Timeout = Annotated[
+    float,
+    typer.Option("--timeout", "-t", min=0.001, max=jobs.MAX_TIMEOUT, help="Seconds to wait for an answer."),
+]  # fmt: skip
+Workers = Annotated[
+    str | None,
+    typer.Option("--workers", "-w", metavar="WHICH", help="Let workers send, not this process: 'all', how many, or hosts, labels or ids: a,b.", show_default=False),
+]  # fmt: skip
+WorkersOf = Annotated[
+    str, typer.Option("--cluster", metavar="CLUSTER", help="Whose workers --workers means.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with histograms.")]
+
+
+def _size(least: int, most: int) -> Any:
+    return typer.Option("--size", "-s", min=least, max=most, help="Bytes of a message.")
+
+
+@app.command()
+def serve(
+    cluster: Cluster = CLUSTER,
+    topic: Annotated[
+        str, typer.Option("--topic", help="Publications to receive, with those below it.")
+    ] = TOPIC,
+    label: Annotated[
+        str, typer.Option("--label", help="A name for --workers, beside the host's.")
+    ] = "",
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the start.")
+    ] = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Be a member of a bench cluster, until Ctrl-C.
+
+    It sends requests back, acknowledges the messages of tunnels, receives
+    publications and drops them, and it is a worker: it sends load when a
+    `--workers` of another host says so, one job at a time.
+
+    CLUSTER is not to be the name of a service in use: it would get requests
+    that are meant for that.
+
+    \b
+    Examples:
+      iris bench serve
+      iris bench serve --label rack-7
+    """
+    _need_histograms()
+    _checked(check_cluster, cluster, "CLUSTER")
+    _checked(check_topic, topic, "--topic")
+    if len(label) > 64 or "," in label:
+        raise typer.BadParameter("at most 64 characters, and no comma", param_hint="--label")
+
+    from contextlib import AsyncExitStack
+
+    from iris.cli.bench import workers
+    from iris.memory import keep_freed_memory
+
+    keep_freed_memory()
+
+    def tell(line: str) -> None:
+        if not json:
+            output.write(f"{printable(line)}\n".encode())
+
+    async def serving() -> None:
+        import asyncio
+
+        worker = workers.Worker(relay, label, tell)
+        config = iris.ClientConfig(relay=relay, label=f"iris bench serve {cluster}"[:64])
+        async with iris.connect(config=config) as client, AsyncExitStack() as stack:
+            stack.push_async_callback(worker.close)
+            for service in workers.services(cluster, topic, worker):
+                await stack.enter_async_context(client.serve(service))
+            if json:
+                output.write_json(
+                    {"cluster": cluster, "worker": worker.id, "host": worker.host, "label": label}
+                )
+            tell(f"serving {cluster} as worker {worker.id} of {worker.host}; Ctrl-C ends it")
+            await asyncio.Event().wait()
+
+    async def work() -> int:
+        await until_stopped(serving())
+        return Exit.OK
+
+    run_work(work)
+
+
+@app.command()
+def request(
+    cluster: Cluster = CLUSTER,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", "-r", min=0.001, max=jobs.MAX_RATE, help="Requests per second; 1000 without --inflight.", show_default=False),
+    ] = None,
+    inflight: Annotated[
+        int | None,
+        typer.Option("--inflight", min=1, max=jobs.MAX_INFLIGHT, help="No rate: so many requests at a time, each sent when one is answered.", show_default=False),
+    ] = None,
+    size: Annotated[int, _size(0, jobs.MAX_MESSAGE)] = 256,
+    seconds: Seconds = 10.0,
+    connections: Annotated[
+        int, typer.Option("--connections", "-c", min=1, max=jobs.MAX_CONNECTIONS, help="Sessions to share the requests.")
+    ] = 1,
+    timeout: Timeout = 5.0,
+    workers: Workers = None,
+    json: AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Send requests at a fixed rate and print the distribution of their latency.
+
+    The members of the cluster are `iris bench serve`, or a service of yours
+    that can take requests of zeros. --inflight asks for a closed loop, which
+    shows the highest rate and hides waiting.
+
+    \b
+    Examples:
+      iris bench request
+      iris bench request --rate 20000 --connections 4 --json
+      iris bench request --inflight 64 --seconds 5
+      iris bench request --rate 50000 --workers host1,host2
+    """
+    if rate is not None and inflight is not None:
+        raise typer.BadParameter("give --rate or --inflight, not both", param_hint="--inflight")
+    asked = _load(
+        verb="request", target=_checked(check_cluster, cluster, "CLUSTER"), size=size, seconds=seconds, timeout=timeout,
+        rate=1000.0 if rate is None and inflight is None else rate, inflight=inflight, connections=connections,
+    )  # fmt: skip
+    _run(asked, workers, cluster, relay, as_json=json)
+
+
+@app.command()
+def publish(
+    topic: Topic = TOPIC,
+    rate: Rate = 10_000.0,
+    size: Annotated[int, _size(jobs.STAMP.size, jobs.MAX_MESSAGE)] = 1024,
+    seconds: Seconds = 10.0,
+    timeout: Timeout = 5.0,
+    workers: Workers = None,
+    cluster: WorkersOf = CLUSTER,
+    json: AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Publish at a fixed rate and measure the delivery to a subscriber of its own, and what is lost.
+
+    The subscriber is a second session of this process, because only one clock
+    can tell a latency: what is measured is this host's relay, under the load
+    of every other receiver. Each `iris bench serve` is one. With --workers
+    each worker publishes to TOPIC.<worker>, to its own subscriber.
+
+    \b
+    Examples:
+      iris bench publish --rate 50000 --size 256
+      iris bench publish bench.load.blue --seconds 60 --json
+      iris bench publish --rate 100000 --workers 4
+    """
+    asked = _load(
+        verb="publish", target=_checked(check_topic, topic, "TOPIC"), size=size, seconds=seconds, timeout=timeout, rate=rate,
+    )  # fmt: skip
+    _run(asked, workers, cluster, relay, as_json=json)
+
+
+@app.command()
+def tunnel(
+    cluster: Cluster = CLUSTER,
+    rate: Rate = 1000.0,
+    size: Annotated[int, _size(jobs.NUMBER.size, jobs.MAX_TUNNEL_MESSAGE)] = 65_536,
+    seconds: Seconds = 10.0,
+    timeout: Timeout = 5.0,
+    workers: Workers = None,
+    json: AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Send messages through one tunnel at a fixed rate.
+
+    Latency is until the acknowledgement of `iris bench serve`, 8 bytes that it
+    sends back when it has the whole message. The return of send would only say
+    that the message is on the way, and a full echo would measure two streams.
+
+    \b
+    Examples:
+      iris bench tunnel --rate 500
+      iris bench tunnel --rate 4000 --size 65536 --json
+      iris bench tunnel --rate 2000 --workers all
+    """
+    asked = _load(
+        verb="tunnel", target=_checked(check_cluster, cluster, "CLUSTER"), size=size, seconds=seconds, timeout=timeout, rate=rate,
+    )  # fmt: skip
+    _run(asked, workers, cluster, relay, as_json=json)
+
+
+# -- what the verbs share ------------------------------------------------------------------------------------
+
+
+def _need_histograms() -> None:
+    try:
+        import hdrh.histogram  # type: ignore[import-untyped]  # noqa: F401 - it ships no types; is it there?
+    except ImportError:
+        complain(MISSING)
+        raise typer.Exit(int(Exit.USAGE)) from None
+
+
+def _checked(check: Any, name: str, hint: str) -> str:
+    try:
+        good: str = check(name)
+    except iris.InvalidName as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None
+    return good
+
+
+def _load(**fields: Any) -> jobs.Load:
+    try:
+        return msgspec.convert(fields, jobs.Load)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _run(
+    asked: jobs.Load, wanted: str | None, cluster: str, relay: str | None, *, as_json: bool
+) -> None:
+    """Run a load here or on workers, print the report and end with the exit code that says whether it is whole."""
+    _need_histograms()
+    from iris.cli.bench import load, report, workers
+
+    async def work() -> int:
+        import asyncio
+
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGTERM, task.cancel
+        )  # workers are told
+        parts: list[report.Part] = []
+        if wanted is not None:
+            _checked(check_cluster, workers.address(cluster), "CLUSTER")
+            async with iris.connect(relay) as client:
+                parts = await workers.run(client, cluster, wanted, asked)
+            outcomes = [part.outcome for part in parts if part.outcome is not None]
+        else:
+            try:
+                async with load.prepared(asked, relay) as run:
+                    outcomes = [await run()]
+            except iris.NoMembers:
+                command = "iris bench serve" + ("" if cluster == CLUSTER else f" {cluster}")
+                detail = f"no members; run `{command}` on another host, or here"
+                raise iris.NoMembers(cluster, detail) from None
+        found = report.Report(asked, outcomes, parts)
+        if as_json:
+            output.write_json(found.document())
+        else:
+            found.show()
+        for part in parts:
+            if part.outcome is None:
+                complain(printable(f"worker {part.worker} of {part.host}: {part.problem}"))
+        return _code(found)
+
+    run_work(work)
+
+
+def _code(found: Any) -> Exit:
+    """Return OK for a whole result; errors are part of one, as long as something was answered."""
+    if any(part.outcome is None for part in found.parts):
+        return Exit.CONNECTION
+    if found.answered:
+        return Exit.OK
+    codes = {"NoMembers": Exit.NO_MEMBERS, "Overloaded": Exit.OVERLOADED, "RequestTimeout": Exit.TIMEOUT,
+             "ConnectionLost": Exit.CONNECTION, "TunnelBroken": Exit.CONNECTION}  # fmt: skip
+    most = max(found.errors, key=found.errors.get, default="RequestTimeout")
+    return codes.get(most, Exit.ANSWER)

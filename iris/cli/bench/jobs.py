@@ -1,0 +1,91 @@
+"""What a bench is asked to do and what came of it, as it also travels between coordinator and workers."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from iris.wire.codec import DEFAULT_MESSAGE_LIMIT
+
+MAX_RATE: Final = 1_000_000.0
+MAX_SECONDS: Final = 3600.0
+MAX_CONNECTIONS: Final = 1000
+MAX_INFLIGHT: Final = 10_000
+MAX_MESSAGE: Final = DEFAULT_MESSAGE_LIMIT
+"""Bytes of a request or publication: what clients and relays take unless they are told otherwise."""
+MAX_TUNNEL_MESSAGE: Final = 16 << 20
+MAX_TIMEOUT: Final = 60.0
+MAX_HISTOGRAM: Final = 256 << 10
+"""Characters of an encoded histogram: one with every counter in use stays under it."""
+
+STAMP: Final = struct.Struct("<8sQqq")
+"""Head of a publication: run, number, intended and actual time of sending."""
+NUMBER: Final = struct.Struct("<Q")
+"""Head of a tunnel's message; what the serving side sends back."""
+
+Verb = Literal["request", "publish", "tunnel"]
+Name = Annotated[str, Meta(max_length=255)]
+Text = Annotated[str, Meta(max_length=4096)]
+Tallies = Annotated[dict[Name, Annotated[int, Meta(ge=0)]], Meta(max_length=100)]
+Encoded = Annotated[str, Meta(max_length=MAX_HISTOGRAM)]
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What one process is to send. Only `msgspec.convert` and decoding check the limits, not the constructor."""
+
+    verb: Verb
+    target: Name
+    """The cluster, or the topic."""
+    size: Annotated[int, Meta(ge=0, le=MAX_TUNNEL_MESSAGE)]
+    seconds: Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT)]
+    rate: Annotated[float, Meta(gt=0, le=MAX_RATE)] | None = None
+    """Messages per second; None: a closed loop of `inflight` requests."""
+    inflight: Annotated[int, Meta(ge=1, le=MAX_INFLIGHT)] | None = None
+    connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] = 1
+
+    def __post_init__(self) -> None:
+        if (self.rate is None) == (self.inflight is None):
+            raise ValueError("give a rate or a number in flight, and not both")
+        if self.inflight is not None and self.verb != "request":
+            raise ValueError("only requests have a closed loop")
+        if not all(map(math.isfinite, (self.rate or 1.0, self.seconds, self.timeout))):
+            raise ValueError("rate, seconds and timeout are finite")
+        least = {"request": 0, "publish": STAMP.size, "tunnel": NUMBER.size}[self.verb]
+        most = MAX_TUNNEL_MESSAGE if self.verb == "tunnel" else MAX_MESSAGE
+        if not least <= self.size <= most:
+            raise ValueError(f"size: a {self.verb} bench takes {least} to {most} bytes")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a load in one process. Histograms are HDR, in nanoseconds, base64."""
+
+    due: Annotated[int, Meta(ge=0)]
+    """Messages that the rate and the time ask for; in a closed loop, those sent."""
+    sent: Annotated[int, Meta(ge=0)]
+    answered: Annotated[int, Meta(ge=0)]
+    """Replies, deliveries or acknowledgements: as many as each histogram has samples."""
+    errors: Tallies
+    """By the name of the exception."""
+    not_sent: Tallies
+    """Due and not sent, by reason."""
+    lost: Tallies
+    """Publications that did not come, by cause."""
+    sending_s: Annotated[float, Meta(gt=0)]
+    """From the begin to the last message sent, and at least the time that was asked for."""
+    total_s: Annotated[float, Meta(gt=0)]
+    """From the begin to the last answer, and at least as long."""
+    latest_ms: Annotated[float, Meta(ge=0)]
+    """By how much the latest message left after it was due."""
+    uncorrected: Encoded
+    """From the actual time of sending."""
+    corrected: Encoded | None = None
+    """From the intended time of sending; None in a closed loop, which has none."""
+
+
+BEHIND: Final = "fell behind"
+OUTSTANDING: Final = "too many outstanding"
