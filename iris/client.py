@@ -44,6 +44,7 @@ from iris.errors import (
 )
 from iris.keyfiles import has_keys, load_keys
 from iris.membership import Members, Watcher
+from iris.memory import keep_freed_memory
 from iris.registry import Registry
 from iris.service import Service, ServiceBinding
 from iris.subscription import Policy, Subscription
@@ -132,6 +133,8 @@ class Client:
         if keyring is None and self._embedded and not has_keys(os.environ):
             keyring = Keyring.single(ClusterKey(self._entropy(32)))
         self._registry = Registry(keyring or load_keys(os.environ))
+        if self.config.keep_freed_memory:
+            keep_freed_memory()
         self._loop = asyncio.get_running_loop()
         self._attachment = Attachment(
             self, self.config, self._connector or self._default_connector(), self._entropy

@@ -128,7 +128,9 @@ class Iris(Peer):
     async def _connect(self, side: int) -> iris.Client:
         os.environ["IRIS_CONFIG"] = str(self.directory / "keys")
         number = min(side, self.place["servers"] - 1)
-        return await self._keep(iris.connect(relay=self._socket(number)))
+        # As `iris run` sets it; whoever connects on their own asks for it.
+        config = iris.ClientConfig(relay=self._socket(number), keep_freed_memory=True)
+        return await self._keep(iris.connect(config=config))
 
     async def _keep(self, opened: AbstractAsyncContextManager[Kept]) -> Kept:
         """Enter it, and leave it open until the process ends."""

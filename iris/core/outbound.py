@@ -270,9 +270,9 @@ class Outbound:
             alias = flow.alias = self._declare(flow.kind, flow.name, flow.key, flow.sender_id)
         alias.used = self._tick = self._tick + 1
         end = END.pack(self.now_us, timeout_ms, count, first)
-        body = sealer.seal(plain, flow.prefix + end + suffix)
-        size = len(body)
-        header = HOP.pack(46 + size, flow.kind, 0, alias.number, hop, deadline_us) + end
+        sealed, body = sealer.seal_apart(plain, flow.prefix + end + suffix)
+        size = len(sealed) + len(body)
+        header = HOP.pack(46 + size, flow.kind, 0, alias.number, hop, deadline_us) + end + sealed
         if size < SMALL_BYTES:
             self.chunks.append(header + body)
         else:

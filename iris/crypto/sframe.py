@@ -100,7 +100,12 @@ class Sealer:
         return self._counter
 
     def seal(self, plaintext: Buffer, metadata: bytes) -> bytes:
-        """Return header ‖ ciphertext ‖ tag: `plaintext` encrypted, `metadata` authenticated with it.
+        """Return header ‖ ciphertext ‖ tag: `plaintext` encrypted, `metadata` authenticated with it. Raises as `seal_apart`."""
+        header, ciphertext = self.seal_apart(plaintext, metadata)
+        return header + ciphertext
+
+    def seal_apart(self, plaintext: Buffer, metadata: bytes) -> tuple[bytes, bytes]:
+        """Return header, and ciphertext ‖ tag: who writes them one after the other need not copy them together.
 
         A counter is spent even when this raises.
 
@@ -117,7 +122,7 @@ class Sealer:
             self._widen(counter)
         header = (self._header_base + counter).to_bytes(self._header_bytes)
         nonce = (self._salt ^ counter).to_bytes(_NONCE_BYTES)
-        return header + self._encrypt(nonce, plaintext, header + metadata)
+        return header, self._encrypt(nonce, plaintext, header + metadata)
 
     def poison(self) -> None:
         """Make every later seal raise; for the child of a fork. Forgets the key."""
