@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,9 +103,29 @@ def test_what_the_system_started_is_counted_and_ends_with_it(tmp_path: Path) -> 
         assert served.used()["peak_bytes"] > 0
         compare.end([served])
         until_s = time.monotonic() + 10
-        while Path(f"/proc/{below}").exists():  # killed, and not its parent's any more: init reaps it
+        while Path(
+            f"/proc/{below}"
+        ).exists():  # killed, and not its parent's any more: init reaps it
             assert time.monotonic() < until_s or "Z" in Path(f"/proc/{below}/stat").read_text()
             time.sleep(0.01)
+
+
+def test_what_is_far_beyond_a_system_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = dataclasses.replace(plan("iris", cells=("w4-256b-3000", "w4-1kib-3000")), rounds=2)
+
+    def run_cell(stage: compare.Stage, cell: compare.Cell, plan: compare.Plan) -> dict[str, Any]:
+        unanswered = 6 if cell.size == 256 else 5
+        return {"requests": 100, "unanswered": unanswered, "processes": []}
+
+    monkeypatch.setattr(compare, "run_cell", run_cell)
+    runs = compare.run_all(chosen)
+    assert [(run["round"], run["cell"], run["status"]) for run in runs] == [
+        (1, "w4-256b-3000", "ok"),
+        (1, "w4-1kib-3000", "ok"),
+        (2, "w4-256b-3000", "not run"),
+        (2, "w4-1kib-3000", "ok"),
+    ]
+    assert runs[2]["reason"] == "saturated in round 1: 6% unanswered; not repeated"
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:
