@@ -1,9 +1,9 @@
-"""Every bench, beside its twin or beside another run of Iris, in two tables: `make bench`.
+"""Every bench, beside its twin or beside another run of Iris, in two tables: `make bench-floor`.
 
     python bench/run.py                 # ten to fifteen minutes
     python bench/run.py --rounds 1      # three minutes; the spread is unknown
 
-Prints Markdown to stdout and progress to stderr; everything the benches said goes to bench/results/latest.json. Exits 1 if a
+Prints Markdown to stdout and progress to stderr; everything the benches said goes to bench/results/floor.json. Exits 1 if a
 bench failed, after the others.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Final
 import harness
 from harness import BENCH, Result
 
-RESULTS: Final = BENCH / "results" / "latest.json"
+RESULTS: Final = BENCH / "results" / "floor.json"
 PUBLISH: Final = "publish 1 KiB, "
 REQUEST: Final = "request 256 B, "
 LINKED: Final = ["--relays", "2"]

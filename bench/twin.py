@@ -10,7 +10,7 @@ from harness import BENCH, Result, Roles
 from roles import encoded
 
 if TYPE_CHECKING:
-    from compare import Cell
+    from lineup import Cell
 
 
 def run(cell: Cell, seconds: float) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
+import re
 import socket
 import ssl
 import struct
@@ -22,6 +23,7 @@ from iris.remote import load_access
 REMOTE: Final = "tls://"
 ACCESS_VARIABLE: Final = "IRIS_ACCESS"
 ACCESS_FILE: Final = "access.pem"
+_HOST_AND_PORT: Final = re.compile(r"[^/]+:[0-9]{1,5}")
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -37,8 +39,8 @@ async def reach(
         ConfigError, KeyringError: the address, or the access file that TLS takes, cannot be used.
     """
     relay = config.relay or environ.get(paths.RELAY_VARIABLE)
-    if relay and "://" in str(relay) and not str(relay).startswith(REMOTE):
-        raise ConfigError(f"relay: {str(relay)!r} is neither a path nor tls://host:port")
+    if relay and not str(relay).startswith(REMOTE):
+        _check_path(str(relay))
     if str(relay).startswith(REMOTE):
         named = config.access or environ.get(ACCESS_VARIABLE)
         access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
@@ -50,6 +52,13 @@ async def reach(
     except BaseException:
         connection.close()
         raise
+
+
+def _check_path(relay: str) -> None:
+    if "://" in relay:
+        raise ConfigError(f"relay: {relay!r} is neither a path nor tls://host:port")
+    if _HOST_AND_PORT.fullmatch(relay) and not os.path.exists(relay):
+        raise ConfigError(f"relay: {relay!r} is no path; a relay on another host is tls://{relay}")
 
 
 def find_relay(environ: Mapping[str, str]) -> Path:

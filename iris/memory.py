@@ -1,8 +1,13 @@
-"""One setting of the C allocator that a process with large, short-lived buffers wants."""
+"""What a process with large, short-lived buffers wants of the C allocator: to keep freed memory, and to give it back once idle."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Final
 
 # <malloc.h>, stable since glibc 2.0
 _M_TRIM_THRESHOLD = -1
@@ -33,3 +38,37 @@ def keep_freed_memory() -> bool:
     mapped = any(mallopt(_M_MMAP_THRESHOLD, size_bytes) == 1 for size_bytes in _MMAP_BYTES)
     trimmed = bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES) == 1)
     return mapped and trimmed
+
+
+IDLE_S: Final = 10.0
+IDLE_SHARE: Final = 0.02
+"""Of a processor: a process that used less for `IDLE_S` is idle."""
+WORTH_BYTES: Final = 64 * _MIB
+"""Memory is given back when so much more is resident than after the last time."""
+
+
+async def give_back_when_idle(*, idle_s: float = IDLE_S) -> None:
+    """After a burst, return what the allocator kept of it to the system as soon as the process is idle. Runs until cancelled.
+
+    Does nothing, for good, where `keep_freed_memory` does nothing or the system does not say what is resident.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+        resident_bytes()
+    except (AttributeError, OSError, TypeError):
+        return
+    kept = 0
+    used_s = time.process_time()
+    while True:
+        await asyncio.sleep(idle_s)
+        before_s, used_s = used_s, time.process_time()
+        if used_s - before_s < IDLE_SHARE * idle_s and resident_bytes() > kept + WORTH_BYTES:
+            trim(0)
+            kept = resident_bytes()
+            used_s = time.process_time()
+
+
+def resident_bytes() -> int:
+    """Return how much memory of this process is resident. Raises OSError where /proc is missing."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from iris.errors import ConfigError
 from relay.config import RelayConfig
+from relay.discovery import DEFAULT_PORT
 
-DEFAULT_PORT: Final = 7430
-"""Where links are accepted without a choice. Discovery, which this must not import, dials the same."""
 UNSENT_BYTES: Final = 128 << 10
 """Kept back by the kernel on a link, so that what waits waits here, where short frames overtake long ones."""
 UNREAD_BYTES: Final = 256 << 10

@@ -22,7 +22,7 @@ from typing import Any
 from iris import keyfiles
 from iris.crypto.keys import NetworkKey
 from iris.errors import IrisError
-from iris.memory import keep_freed_memory
+from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify, socketfile
 from relay.addresses import show
@@ -316,11 +316,13 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     loop.add_signal_handler(signal.SIGHUP, read_keys_again, relay, environ)
     with garbled_names_told(relay.garbled_name):
         await relay.start()
+        tidying = asyncio.create_task(give_back_when_idle(), name="iris-memory")
         notify.ready(environ)
         try:
             await stop.wait()
         finally:
             notify.stopping(environ)
+            tidying.cancel()
             await relay.stop()
 
 

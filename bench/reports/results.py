@@ -53,14 +53,21 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Process:
+    """What one process used in a run; several may have one name."""
+
+    name: str
+    cpu_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
 class Run:
     status: str
     reason: str
     steady: bool
     figures: Mapping[str, float | None]
-    cpu_s: float | None
-    """Of all processes together, as is `peak_bytes`."""
-    peak_bytes: float | None
+    processes: tuple[Process, ...]
     stolen_s: float
     latency: Mapping[str, str]
 
@@ -68,6 +75,10 @@ class Run:
     def faultless(self) -> bool:
         """Nothing was lost, wrong or left unanswered: only then may a figure be the best."""
         return not any(self.figures.get(fault) for fault in FAULTS)
+
+    def total(self, what: str) -> float | None:
+        """`cpu_s` or `peak_bytes` of all processes together."""
+        return sum(getattr(used, what) for used in self.processes) if self.processes else None
 
     def samples(self, kind: str) -> Distribution:
         return merged_distribution((self.latency[kind],))
@@ -110,7 +121,7 @@ def _run(source: Any, shows: str, where: str) -> Run:
     status = _one_of(part(source, "status", str, where), STATUSES, "status", where)
     reason = str(source.get("reason") or "")
     if status != "ok":
-        return Run(status, reason, True, {}, None, None, 0.0, {})
+        return Run(status, reason, True, {}, (), 0.0, {})
     figures = part(source, "figures", Mapping, where)
     there = [key for key in (*FAULTS, "lossless_rate") if key in figures]
     for key in (*FIGURES[shows], *there):
@@ -119,7 +130,8 @@ def _run(source: Any, shows: str, where: str) -> Run:
     if not isinstance(processes, list):
         raise ReportError(f"{where}: 'processes' is {processes!r:.60}")
     used = [
-        (
+        Process(
+            part(process, "name", str, f"{where}: processes").rstrip(" 0123456789"),
             part(process, "cpu_s", (int, float), f"{where}: processes"),
             part(process, "peak_bytes", (int, float), f"{where}: processes"),
         )
@@ -130,8 +142,7 @@ def _run(source: Any, shows: str, where: str) -> Run:
         reason,
         source.get("steady") is not False,
         figures,
-        sum(cpu_s for cpu_s, _ in used) if used else None,
-        sum(peak for _, peak in used) if used else None,
+        tuple(used),
         part({"stolen_s": 0.0, **source}, "stolen_s", (int, float), where),
         source.get("latency") or {},
     )

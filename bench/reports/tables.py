@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from reports.latency import PERCENTILES
 from reports.results import Cell, Peer, Results, Run
@@ -33,6 +34,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
+    """A measure with an entry for each system; or, in a table, a system with an entry for each measure."""
+
     label: str
     entries: list[Entry]
 
@@ -114,9 +117,7 @@ def total(runs: Sequence[Run], name: str) -> float:
 def losses(runs: Sequence[Run]) -> str:
     told = faults(runs, "wrong")
     if (lost := total(runs, "lost")) > 0:
-        sent = statistics.median(run.figures["sent_rate"] or 0 for run in runs)
-        part = share(lost, lost + total(runs, "received"))
-        told.insert(0, f"{rate(sent)} sent, {part} lost")
+        told.insert(0, f"{share(lost, lost + total(runs, 'received'))} lost")
     return ", ".join(told)
 
 
@@ -128,13 +129,33 @@ def faults(runs: Sequence[Run], *names: str) -> list[str]:
     return [f"{count(total(runs, name))} {name}" for name in names if total(runs, name)]
 
 
+def processes(what: str, show: Show, runs: Sequence[Run]) -> str:
+    """The part of each process, a median of the rounds; of those with one name, together."""
+    names = dict.fromkeys(used.name for run in runs for used in run.processes)
+    told = []
+    for name in names:
+        each = [[getattr(p, what) for p in run.processes if p.name == name] for run in runs]
+        number = max(map(len, each))
+        several = f" x {number}" if number > 1 else ""
+        told.append(f"{name}{several} {show(statistics.median(map(sum, each)))}")
+    return ", ".join(told)
+
+
 class Builder:
     """The tables of one section, which share their footnotes."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self.columns = [peer.title for peer in results.peers]
         self.footnotes: list[str] = []
+
+    def table(self, title: str, cell: Cell, measures: list[Row], below: str = "") -> Table:
+        """A line for each system that has runs of the cell, a column for each measure."""
+        rows = [
+            Row(peer.title, [measure.entries[place] for measure in measures])
+            for place, peer in enumerate(self.results.peers)
+            if self.results.of(peer, cell)
+        ]
+        return Table(title, [measure.label for measure in measures], rows, below)
 
     def mark(self, text: str) -> str:
         if text not in self.footnotes:
@@ -148,8 +169,6 @@ class Builder:
             for run in runs
             if run.status != "ok"
         ]
-        if not runs:
-            texts.append("not run: the results have no run of it")
         if any(not run.steady for run in runs):
             texts.append("a round of it was not steady")
         return tuple(dict.fromkeys(self.mark(text) for text in texts))
@@ -197,14 +216,11 @@ class Builder:
         if cell.shows == "publish":
             return self._publish(cell)
         if cell.shows == "rate":
-            label = f"{cell.title}, requests/s"
-            return [self.row(label, cell, figure("rate"), rate, better=max, note=mistakes)]
+            return [self.row("requests/s", cell, figure("rate"), rate, better=max, note=mistakes)]
         if cell.shows == "stream":
-            label = f"{cell.title}, MB/s"
-            return [self.row(label, cell, figure("rate_mb_s"), digits, better=max, note=mistakes)]
+            return [self.row("MB/s", cell, figure("rate_mb_s"), digits, better=max, note=mistakes)]
         if cell.shows == "closed":
-            label = f"{cell.title}, requests/s"
-            first = self.row(label, cell, figure("rate"), rate, better=max, note=mistakes)
+            first = self.row("requests/s", cell, figure("rate"), rate, better=max, note=mistakes)
         else:
             first = self._answered(cell)
         return [first, *self._latencies(cell)]
@@ -213,8 +229,9 @@ class Builder:
         def none(runs: Sequence[Run]) -> str:
             return NONE if all(run.faultless for run in runs) else "none"
 
+        sent = self.row("sent msg/s", cell, figure("sent_rate"), rate, better=None)
         received = self.row(
-            f"{cell.title}, received msg/s",
+            "received msg/s",
             cell,
             figure("received_rate"),
             rate,
@@ -222,7 +239,7 @@ class Builder:
             note=losses,
         )
         lossless = self.row(
-            f"{cell.title}, highest msg/s tried without loss",
+            "highest msg/s tried without loss",
             cell,
             figure("lossless_rate"),
             rate,
@@ -230,7 +247,7 @@ class Builder:
             absent=none,
             lossy_too=True,
         )
-        return [received, lossless]
+        return [sent, received, lossless]
 
     def _answered(self, cell: Cell) -> Row:
         entries = []
@@ -246,7 +263,7 @@ class Builder:
             wanted, sent = total(good, "asked_rate"), total(good, "sent_rate")
             slow = f"{rate(sent / len(good))}/s sent" if sent < 0.99 * wanted else ""
             entries.append(Entry(text, slow, marks))
-        return Row(f"{cell.title}, answered", entries)
+        return Row("answered", entries)
 
     def _latencies(self, cell: Cell) -> list[Row]:
         def at(label: str) -> Callable[[Run], float | None]:
@@ -255,20 +272,28 @@ class Builder:
             return lambda run: run.samples(cell.latency).at(PERCENTILES[label])
 
         return [
-            self.row(f"{cell.title}, {label}, ms", cell, at(label), milliseconds, better=min)
+            self.row(f"{label}, ms", cell, at(label), milliseconds, better=min)
             for label in ("p50", "p99", "p99.9", "max")
         ]
 
     def cost(self, cell: Cell) -> list[Row]:
         same_work = min if cell.shows == "open" else None
         return [
-            self.row(f"{cell.title}, CPU s", cell, lambda run: run.cpu_s, digits, better=same_work),
             self.row(
-                f"{cell.title}, peak MB",
+                "CPU s",
                 cell,
-                lambda run: run.peak_bytes,
+                lambda run: run.total("cpu_s"),
+                digits,
+                better=same_work,
+                note=partial(processes, "cpu_s", digits),
+            ),
+            self.row(
+                "peak MB",
+                cell,
+                lambda run: run.total("peak_bytes"),
                 megabytes,
                 better=min,
+                note=partial(processes, "peak_bytes", megabytes),
             ),
         ]
 
@@ -331,19 +356,10 @@ def workloads(results: Results) -> list[Section]:
         builder = Builder(results)
         kinds = dict.fromkeys(KINDS[cell.shows] for cell in cells)
         tables = [
-            Table(
-                "",
-                builder.columns,
-                [row for cell in cells for row in builder.figures(cell)],
-                MEDIANS,
-            ),
-            Table(
-                "What it cost",
-                builder.columns,
-                [row for cell in cells for row in builder.cost(cell)],
-                COST,
-            ),
+            builder.table(cell.title, cell, [*builder.figures(cell), *builder.cost(cell)])
+            for cell in cells
         ]
+        tables[-1] = replace(tables[-1], below=f"{MEDIANS} {COST}")
         sections.append(Section(f"{workload}: {', '.join(kinds)}", tables, builder.footnotes))
     return sections
 
@@ -353,7 +369,7 @@ def distributions(results: Results) -> list[Section]:
     for cell in results.cells:
         if cell.shows == "open":
             builder = Builder(results)
-            table = Table("", builder.columns, builder.percentiles(cell), PERCENTILES_BELOW)
+            table = builder.table("", cell, builder.percentiles(cell), PERCENTILES_BELOW)
             title = f"Latency: {cell.title}"
             sections.append(Section(title, [table], builder.footnotes, cell))
     return sections
@@ -406,7 +422,7 @@ MEDIANS = (
     "samples lie beyond the percentile."
 )
 COST = (
-    "All processes of a run together; memory is the sum of each one's peak. CPU seconds compare only "
+    "CPU and memory: all processes of a run together; memory is the sum of each one's peak. CPU seconds compare only "
     "where every system had the same work, at a fixed rate: elsewhere none is bold."
 )
 PERCENTILES_BELOW = (

@@ -86,9 +86,10 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             f"\nno other relay found; tried {tried}. Where multicast does not reach: {found['type']}",
             markup=False,
         )
-    refused = ", ".join(f"{count} {why}" for why, count in report.get("links_refused", {}).items())
-    if refused:
-        console.print(f"\nrefused as links: {refused}", markup=False)
+    for what, key in (("links", "links_refused"), ("sessions", "sessions_refused")):
+        refused = ", ".join(f"{count} {why}" for why, count in report.get(key, {}).items())
+        if refused:
+            console.print(f"\nrefused as {what}: {refused}", markup=False)
     console.print(
         f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['refused']} refused, "
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 DEFAULT_PORT: Final = 7430
-"""TCP port on which relays accept links."""
+"""TCP port on which relays accept links, and dial, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.timeout(60)
 WAIT_S = 20.0
 VERBS = [
     "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "status", "run", "relay",
-    "key new", "key show", "key add", "key promote", "key retire", "demo",
+    "key new", "key show", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
+    "bench tunnel",
 ]  # fmt: skip
 
 SERVICES = """

@@ -17,13 +17,15 @@ sys.path.append(str(BENCH))  # its modules import each other as scripts do
 
 import compare  # noqa: E402
 import harness  # noqa: E402
+import lineup  # noqa: E402
+import loads  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
 
 
 def plan(*names: str, cells: tuple[str, ...]) -> compare.Plan:
-    systems = [system for system in compare.SYSTEMS if system.name in names]
-    chosen = [cell for cell in compare.CELLS if cell.id in cells]
+    systems = [system for system in lineup.SYSTEMS if system.name in names]
+    chosen = [cell for cell in lineup.CELLS if cell.id in cells]
     assert len(systems) == len(names)
     assert len(chosen) == len(cells)
     return compare.Plan(systems, chosen, rounds=1, burst_s=0.3, load_s=0.3)
@@ -79,9 +81,9 @@ def test_a_system_that_does_not_start_is_reported_with_what_it_said(
 ) -> None:
     from peers.iris_ import Iris
 
-    def servers(self: Iris) -> list[compare.Server]:
+    def servers(self: Iris) -> list[loads.Server]:
         command = [sys.executable, "-c", "raise SystemExit('no disk')"]
-        return [compare.Server("relay 0", command, ("127.0.0.1", self.place["nowhere"]))]
+        return [loads.Server("relay 0", command, ("127.0.0.1", self.place["nowhere"]))]
 
     monkeypatch.setattr(Iris, "prepare", lambda self: self.choose_port("nowhere"))
     monkeypatch.setattr(Iris, "servers", servers)
@@ -98,10 +100,10 @@ def test_what_the_system_started_is_counted_and_ends_with_it(tmp_path: Path) -> 
             assert role.process.poll() is None
         below = int((tmp_path / "pid").read_text())
         assert set(harness.descendants(role.process.pid)) == {role.process.pid, below}
-        served = compare.Served("server", role)
+        served = loads.Served("server", role)
         served.begin()
         assert served.used()["peak_bytes"] > 0
-        compare.end([served])
+        loads.end([served])
         until_s = time.monotonic() + 10
         while Path(
             f"/proc/{below}"
@@ -113,7 +115,7 @@ def test_what_the_system_started_is_counted_and_ends_with_it(tmp_path: Path) -> 
 def test_what_is_far_beyond_a_system_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = dataclasses.replace(plan("iris", cells=("w4-256b-3000", "w4-1kib-3000")), rounds=2)
 
-    def run_cell(stage: compare.Stage, cell: compare.Cell, plan: compare.Plan) -> dict[str, Any]:
+    def run_cell(stage: loads.Stage, cell: lineup.Cell, plan: compare.Plan) -> dict[str, Any]:
         unanswered = 6 if cell.size == 256 else 5
         return {"requests": 100, "unanswered": unanswered, "processes": []}
 

@@ -224,3 +224,12 @@ def test_a_listener_without_tls_or_port_is_refused(text: str, tmp_path: Path) ->
 def test_a_relay_address_that_is_neither_path_nor_tls_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="relay"):
         parse_remote(text)
+
+
+async def test_a_host_and_port_without_tls_is_named_as_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IRIS_RELAY", "relay.example:7431")
+    client = iris.connect(keyring=iris.Keyring.single(iris.ClusterKey(bytes(32))))
+    with pytest.raises(ConfigError, match=r"another host is tls://relay\.example:7431"):
+        await client.open()

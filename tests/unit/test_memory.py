@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import platform
 import subprocess
@@ -48,6 +49,42 @@ def test_a_freed_buffer_is_kept_for_the_next_one() -> None:
 @on_glibc
 def test_without_the_call_a_freed_buffer_goes_back_to_the_kernel() -> None:
     assert shrinks_mib("default") >= 22
+
+
+# Fills and frees what a burst would, then idles; says by how many MiB the process shrinks, and whether it did meanwhile.
+GIVES_BACK = """
+import asyncio
+from iris.memory import give_back_when_idle, keep_freed_memory, resident_bytes
+
+async def main():
+    assert keep_freed_memory()
+    giving = asyncio.create_task(give_back_when_idle(idle_s=0.2))
+    burst = [b"x" * (64 << 10) for _ in range(3200)]
+    del burst
+    full = resident_bytes()
+    for _ in range(100):
+        await asyncio.sleep(0.1)
+        if full - resident_bytes() > 150 << 20:
+            break
+    giving.cancel()
+    print((full - resident_bytes()) >> 20)
+
+asyncio.run(main())
+"""
+
+
+@on_glibc
+def test_an_idle_process_gives_back_what_it_kept_of_a_burst() -> None:
+    command = [sys.executable, "-c", GIVES_BACK]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(run.stdout) > 150
+
+
+async def test_where_the_c_library_is_not_glibc_nothing_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    await asyncio.wait_for(memory.give_back_when_idle(), 5)
 
 
 def test_nothing_is_promised_where_the_c_library_is_not_glibc(

