@@ -198,7 +198,7 @@ def document(
                 "title": system.title,
                 "secured": system.says,
                 "version": versions(system),
-                "servers": system.servers,
+                "floor": system.floor,
             }
             for system in plan.systems
         ],
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--cells", default="", metavar="ID,…", help="these loads")
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="of an open loop")
-    parser.add_argument("--burst", type=float, default=1.2, help="seconds of every other load")
+    parser.add_argument("--burst", type=float, default=1.0, help="seconds of every other load")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIRECTORY")
     args = parser.parse_args()
     plan = plan_of(args)

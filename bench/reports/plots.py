@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reports.latency import PERCENTILES, Distribution
-from reports.results import TLS, Cell, Peer, Results
+from reports.results import PAIR, TLS, Cell, Peer, Results
 from reports.tables import count, digits, share, total
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ COLOURS = (
     "#7f7f7f",
 )
 """Of the plain systems, by the order of columns; each reads on white and on black."""
-TINT = 0.45
+TINT, SHADE = 0.45, 0.55
 SATURATED_NS = 1_000_000_000
 LOG_FROM = 100
 SIZE_INCHES = (10, 6.6)
@@ -52,17 +52,22 @@ PAGE = Shades("currentColor", "var(--line)", "none")
 
 
 def colours(results: Results) -> dict[str, str]:
-    """By the name of a peer, the same in every plot; with TLS it is a tint of the plain one's."""
+    """By the name of a peer, the same in every plot. With TLS it is a tint of the plain one's, with two servers a shade."""
+    drawn = [cell for cell in results.cells if cell.shows == "open"]
     chosen: dict[str, str] = {}
+    taken = 0
     for peer in results.peers:
-        plain = chosen.get(peer.name.removesuffix(TLS))
-        if plain is None:
-            taken = sum(colour in COLOURS for colour in chosen.values())
+        plain = chosen.get(peer.name.removesuffix(TLS).removesuffix(PAIR))
+        if plain is not None:
+            parts = [int(plain[i : i + 2], 16) for i in (1, 3, 5)]
+            if peer.name.endswith(TLS):
+                parts = [round(part + TINT * (255 - part)) for part in parts]
+            else:
+                parts = [round(part * SHADE) for part in parts]
+            chosen[peer.name] = "#" + "".join(f"{part:02x}" for part in parts)
+        elif any(results.good(peer, cell) for cell in drawn):
             chosen[peer.name] = COLOURS[taken % len(COLOURS)]
-        else:
-            parts = (int(plain[i : i + 2], 16) for i in (1, 3, 5))
-            tinted = (round(part + TINT * (255 - part)) for part in parts)
-            chosen[peer.name] = "#" + "".join(f"{part:02x}" for part in tinted)
+            taken += 1
     return chosen
 
 
@@ -102,7 +107,7 @@ def _title(results: Results, cell: Cell, curves: list[Distribution]) -> str:
 def _label(results: Results, peer: Peer, cell: Cell, top_ms: float | None) -> str:
     good = results.good(peer, cell)
     if not good:
-        return f"{peer.title}: {results.outcome(peer, cell)}"
+        return f"{peer.title}: failed"
     label = peer.title
     median = results.samples(peer, cell, "corrected").at(2)
     if median is None:
@@ -152,11 +157,13 @@ def draw(results: Results, cell: Cell, shades: Shades) -> Figure:
     handles, labels = [], []
     by_name = colours(results)
     for peer in results.peers:
-        colour = by_name[peer.name]
+        if results.outcome(peer, cell) == "not run":
+            continue  # the table says why
         labels.append(_label(results, peer, cell, top_ms))
         if peer not in measured:
             handles.append(Line2D([], [], color="none"))
             continue
+        colour = by_name[peer.name]
         for kind, style in (("uncorrected", (0, (4, 2))), ("corrected", "-")):
             across, up = results.samples(peer, cell, kind).curve()
             heights = [value / 1e6 for value in up]

@@ -22,7 +22,8 @@ FIGURES = {
 FAULTS = ("lost", "wrong", "unanswered", "errors")
 LATENCIES = {"closed": ("uncorrected",), "open": ("corrected", "uncorrected")}
 STATUSES = ("ok", "failed", "not run")
-TLS = "-tls"
+TLS, PAIR = "-tls", "-2"
+"""Ends of the names of systems that are another one with TLS, or with two servers."""
 
 
 class ReportError(ValueError):
@@ -35,6 +36,8 @@ class Peer:
     title: str
     secured: str
     version: str
+    floor: bool
+    """Nothing that anybody would use: it is not compared for the best."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _one_of(value: str, known: Any, what: str, where: str) -> str:
 def _peer(source: Any, where: str) -> Peer:
     name = part(source, "name", str, where)
     texts = (str(source.get(key) or "") for key in ("secured", "version"))
-    return Peer(name, part(source, "title", str, where), *texts)
+    return Peer(name, part(source, "title", str, where), *texts, source.get("floor") is True)
 
 
 def _cell(source: Any, where: str) -> Cell:

@@ -207,7 +207,7 @@ class Builder:
                 entries.append(Entry(absent(good), "; ".join(notes), marks))
                 continue
             median = statistics.median(values)
-            if lossy_too or all(run.faultless for run in good):
+            if not peer.floor and (lossy_too or all(run.faultless for run in good)):
                 fair[len(entries)] = median
             entries.append(Entry(show(median), "; ".join(notes), marks))
         return Row(label, bold(entries, fair, better))
@@ -319,7 +319,7 @@ class Builder:
                 sent = uncorrected.at(one_in) if one_in else uncorrected.max_ns
                 note = f"({milliseconds(sent)})" if sent is not None else ""
                 entries[label].append(Entry(NONE if value is None else milliseconds(value), note))
-                if value is not None and all(run.faultless for run in good):
+                if not peer.floor and value is not None and all(run.faultless for run in good):
                     fair[label][column] = value
         rows = [Row(f"{label}, ms", bold(entries[label], fair[label], min)) for label in labels]
         return [*rows, Row("samples", samples)]
@@ -417,7 +417,7 @@ def sections(results: Results) -> list[Section]:
 
 
 MEDIANS = (
-    "Each figure is the median of the rounds, with (lowest-highest). Bold: the best of those that lost "
+    "Each figure is the median of the rounds, with (lowest-highest). Bold: the best, floors apart, of those that lost "
     f"nothing, got nothing wrong and left nothing unanswered. {NONE}: not measured, or fewer than ten "
     "samples lie beyond the percentile."
 )

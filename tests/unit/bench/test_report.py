@@ -311,6 +311,12 @@ def test_a_stream_that_lost_or_spoiled_messages_says_how_many_and_is_not_the_bes
     assert [cell.startswith("**") for cell in rates] == [False, False, False, True, False]
 
 
+def test_a_floor_is_shown_and_not_compared(report: ModuleType, document: dict[str, Any]) -> None:
+    document["peers"][0]["floor"] = True
+    p50 = column(report.markdown(document), "request 1 KiB, 16 connections", "p50")
+    assert [cell.startswith("**") for cell in p50] == [False, True, False, False, False]
+
+
 def test_what_each_process_used_stands_beside_the_sum(
     report: ModuleType, document: dict[str, Any]
 ) -> None:
