@@ -1,0 +1,1 @@
+"""Durable streams: the log of one stream on disk. Imports nothing of the relay's routing."""

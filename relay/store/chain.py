@@ -1,0 +1,197 @@
+"""The chain of entries from `oldest` until `next`, on disk and in sums.
+
+Everything that adds, walks or removes entries goes through here, so that one place answers for it that they lie side by side.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator
+from copy import copy
+from typing import Final
+
+from relay.store.database import Batch, Database
+from relay.store.errors import LogDamaged
+from relay.store.records import KEY, Entry, Hole, Item, decode, encode_record
+from relay.store.segments import Segment, Slot
+
+DUE: Final = struct.Struct(">QQ")
+"""Due time, offset: the key of a deferred record among the due ones."""
+
+
+class Chain:
+    """The entries of one log. `oldest` and `next` are always where one begins or the last one ends."""
+
+    def __init__(self, database: Database) -> None:
+        """Raises LogDamaged, struct.error or ValueError if what is on disk does not fit together."""
+        self.database = database
+        self.path = database.path
+        self.oldest, self.next = self._load_offset(b"o"), self._load_offset(b"n")
+        self.segments: deque[Segment] = deque()
+        """Full ones; the first may reach below `oldest`, and then sums up only what is not."""
+        self.open = Segment(self.oldest)
+        """What follows them."""
+        self.head: deque[Slot] | None = None
+        """Entries of the first segment, once retention had to look into it."""
+        self._load_segments()
+        self.size = sum(segment.size for segment in self.every)
+        """Bytes of keys and values."""
+        self.messages = sum(segment.messages for segment in self.every)
+
+    @property
+    def every(self) -> list[Segment]:
+        """All segments in order."""
+        return [*self.segments, self.open]
+
+    @property
+    def first(self) -> Segment:
+        """The segment that holds `oldest`."""
+        return self.segments[0] if self.segments else self.open
+
+    def walk(self, start: int, end: int | None = None) -> Iterator[tuple[Item, int]]:
+        """Yield each entry from the one that contains `start` until `end` (`next`), and its size on disk.
+
+        Raises LogDamaged where the chain of entries breaks.
+        """
+        self.database.check_open()
+        end = self.next if end is None else end
+        if start >= end:
+            return
+        at = start
+        try:
+            rows = self.database.records()
+            rows.seek_for_prev(KEY.pack(start))
+            if rows.valid():
+                at = KEY.unpack(rows.key())[0]
+            while at < end:
+                if not rows.valid():
+                    rows.status()
+                    raise LogDamaged(self.path, "entries are missing", at)
+                key, value = rows.key(), rows.value()
+                if key != KEY.pack(at):
+                    raise LogDamaged(self.path, "entries are missing", at)
+                item = decode(key, value)
+                if item.next <= start or at < self.oldest:
+                    raise LogDamaged(self.path, "entries are missing", start)
+                yield item, len(key) + len(value)
+                at = item.next
+                if isinstance(item, Hole):
+                    rows.seek(KEY.pack(at))  # not through what was deleted in between
+                else:
+                    rows.next()
+            if at > end:
+                raise LogDamaged(self.path, "an entry reaches over its end", end)
+        except LogDamaged:
+            raise
+        except Exception as err:  # rocksdict raises nothing narrower
+            raise LogDamaged(self.path, str(err), at) from err
+
+    def draft(self) -> Draft:
+        """Return an empty draft of what comes at `next`."""
+        return Draft(self.database, self.next, self.open)
+
+    def finish(self, draft: Draft) -> None:
+        """Put `draft` on disk and take it over. Raises LogWriteFailed, and is then as it was."""
+        if draft.next == self.next:
+            return
+        draft.batch.put(b"n", KEY.pack(draft.next))
+        self.database.write(draft.batch, draft.next, sync=True)
+        if self.head is not None and not self.segments:
+            self.head.extend(draft.slots_of_first())
+        self.segments.extend(draft.full)
+        self.open = draft.open
+        self.next = draft.next
+        self.size += sum(slot.size for slot in draft.slots)
+        self.messages += sum(slot.messages for slot in draft.slots)
+
+    def write(self, batch: Batch, *, sync: bool) -> None:
+        """Write what adds no entries. Raises LogWriteFailed."""
+        self.database.write(batch, self.next, sync=sync)
+
+    def drop_rows(self, batch: Batch, slot: Slot) -> None:
+        """Remove what the entry of `slot` has outside the records."""
+        if slot.key_hash is not None:
+            key = b"k" + slot.key_hash
+            if self.database.get(key) == KEY.pack(slot.first):
+                batch.delete(key)
+        if slot.due_us:
+            batch.delete(b"d" + DUE.pack(slot.due_us, slot.first))
+
+    def _load_offset(self, name: bytes) -> int:
+        row = self.database.get(name)
+        if row is None:
+            raise LogDamaged(self.path, f"its row {name.decode()!r} is missing")
+        offset: int = KEY.unpack(row)[0]
+        return offset
+
+    def _load_segments(self) -> None:
+        at: int | None = None
+        for row, summary in self.database.rows(b"s"):
+            segment = Segment.unpack(KEY.unpack(row)[0], summary)
+            if segment.first != (segment.first if at is None else at):
+                raise LogDamaged(self.path, "a segment summary is missing", at)
+            at = segment.next
+            self.segments.append(segment)
+        if self.segments and self.segments[0].first > self.oldest:
+            raise LogDamaged(self.path, "a segment summary is missing", self.oldest)
+        self.open = Segment(max(self.oldest, at or 0))
+        for item, size in self.walk(self.open.first):
+            self.open.add(Slot.of(item, size))
+        if self.segments and self.segments[0].first < self.oldest:
+            whole = self.segments[0]
+            kept = Segment(whole.first)
+            for item, size in self.walk(self.oldest, whole.next):
+                kept.add(Slot.of(item, size))
+            self.segments[0] = kept
+
+
+class Draft:
+    """Entries on their way to disk, and how the log's end looks when they are there."""
+
+    __slots__ = ("batch", "full", "next", "open", "slots")
+
+    def __init__(self, database: Database, at: int, segment: Segment) -> None:
+        self.batch = database.batch()
+        self.next = at
+        self.open = copy(segment)
+        self.full: list[Segment] = []
+        self.slots: list[Slot] = []
+
+    def add_entry(self, entry: Entry, first: int, count: int, now_us: int) -> None:
+        deferred = entry.due_us > now_us
+        key = KEY.pack(first)
+        value = encode_record(key, entry, now_us, deferred=deferred)
+        if entry.key_hash is not None:
+            self.batch.put(b"k" + entry.key_hash, key)
+        if deferred:
+            self.batch.put(b"d" + DUE.pack(entry.due_us, first), b"")
+        self.add(
+            key,
+            value,
+            Slot(
+                first,
+                first + count,
+                len(key) + len(value),
+                count,
+                now_us,
+                entry.key_hash,
+                entry.due_us if deferred else 0,
+                entry.expires_us,
+            ),
+        )
+
+    def add(self, key: bytes, value: bytes, slot: Slot) -> None:
+        self.batch.put_record(key, value)
+        self.slots.append(slot)
+        self.open.add(slot)
+        self.next = slot.next
+        if self.open.full:
+            self.batch.put(b"s" + KEY.pack(self.open.first), self.open.pack())
+            self.full.append(self.open)
+            self.open = Segment(self.next)
+
+    def slots_of_first(self) -> list[Slot]:
+        """Return the new entries that belong to the segment that was open before."""
+        end = self.full[0].next if self.full else self.next
+        return [slot for slot in self.slots if slot.next <= end]

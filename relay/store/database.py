@@ -1,0 +1,342 @@
+"""RocksDB as a log needs it: its settings, what its errors mean, and a mark that proves that nothing synced is gone.
+
+RocksDB cannot tell a write-ahead log that a power cut tore from one that lost synced writes to damage: depending on the
+recovery mode it refuses both, or drops both without a word. So after every sync the log's *mark* (a file of 44
+bytes beside RocksDB's own) gets the sequence number of the last synced write, in place and without a sync of its own. It outlives
+the process exactly and is never ahead of the disk; a power cut may leave it a few seconds behind. What a log has after recovery must
+reach its mark: less is damage, a torn end behind it is normal.
+
+docs/decisions/0015 argues the settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+from rocksdict import (
+    AccessType,
+    BlockBasedOptions,
+    Cache,
+    ColumnFamily,
+    DBCompressionType,
+    DBRecoveryMode,
+    Options,
+    Rdict,
+    RdictIter,
+    ReadOptions,
+    WriteBatch,
+    WriteOptions,
+)
+
+from iris.errors import Closed
+from relay.store.errors import LogBusy, LogDamaged, LogMissing, LogWriteFailed
+from relay.store.journal import foreign_record
+
+MARK_NAME: Final = "MARK"
+_CONFIG_NAME: Final = "rocksdict-config.json"
+_RECORDS: Final = "records"
+_MARK: Final = struct.Struct("<16sQQ")
+"""uuid, sequence number of RocksDB, next offset; a CRC-32 follows."""
+
+WRITE_BUFFER_BYTES: Final = 32 << 20
+BLOCK_BYTES: Final = 32 << 10
+CACHE_BYTES: Final = 8 << 20
+READAHEAD_BYTES: Final = 1 << 20
+OPEN_FILES: Final = 256
+
+
+def _options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -> Options:
+    table = BlockBasedOptions()
+    table.set_block_size(BLOCK_BYTES)
+    table.set_block_cache(cache)
+    options = Options(raw_mode=True)
+    options.set_block_based_table_factory(table)
+    options.create_missing_column_families(True)
+    options.set_paranoid_checks(True)
+    options.set_wal_recovery_mode(recovery)
+    options.set_compression_type(DBCompressionType.none())
+    options.set_write_buffer_size(write_buffer)
+    options.set_max_total_wal_size(4 * WRITE_BUFFER_BYTES)
+    options.set_max_open_files(OPEN_FILES)
+    options.set_keep_log_file_num(2)
+    options.set_max_log_file_size(1 << 20)
+    options.set_manifest_preallocation_size(64 << 10)
+    options.set_stats_dump_period_sec(0)
+    options.set_stats_persist_period_sec(0)
+    return options
+
+
+def _rocksdb(path: str, recovery: DBRecoveryMode, access: AccessType) -> Rdict:
+    # rocksdict writes this file at every open and never syncs it. It says only that keys are raw
+    # bytes, which the options say too, so one that a power cut emptied is not worth a log.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, _CONFIG_NAME))
+    cache = Cache(CACHE_BYTES)
+    meta = _options(WRITE_BUFFER_BYTES // 8, recovery, cache)
+    records = _options(WRITE_BUFFER_BYTES, recovery, cache)
+    return Rdict(path, meta, {"default": meta, _RECORDS: records}, access)
+
+
+class Batch:
+    """Writes that reach the disk together or not at all."""
+
+    __slots__ = ("_records", "raw")
+
+    def __init__(self, records: ColumnFamily) -> None:
+        self.raw = WriteBatch(raw_mode=True)
+        self._records = records
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self.raw.put(key, value)
+
+    def delete(self, key: bytes) -> None:
+        self.raw.delete(key)
+
+    def delete_range(self, begin: bytes, end: bytes) -> None:
+        self.raw.delete_range(begin, end)
+
+    def put_record(self, key: bytes, value: bytes) -> None:
+        self.raw.put(key, value, self._records)
+
+    def delete_record(self, key: bytes) -> None:
+        self.raw.delete(key, self._records)
+
+
+class Database:
+    """One RocksDB: `records` by offset in a column family of their own, everything else by prefixed key."""
+
+    def __init__(self, path: str, rocksdb: Rdict) -> None:
+        self.path = path
+        self._open = True
+        self._meta = rocksdb
+        self._records = rocksdb.get_column_family(_RECORDS)
+        self.records_handle = rocksdb.get_column_family_handle(_RECORDS)
+        self._synced = WriteOptions()
+        self._synced.sync = True
+        self._unsynced = WriteOptions()
+        self._mark_fd = -1
+        self._uuid = bytes(16)
+        self.failed: str | None = None
+        """Why a write failed; every later one does too, since RocksDB may hold half of it."""
+
+    @classmethod
+    def create(cls, path: str) -> Database:
+        """Return a new database in the new directory `path`; `make_mark` completes it.
+
+        Raises:
+            LogWriteFailed: the files could not be made.
+        """
+        try:
+            os.mkdir(path)
+            read_write = AccessType.read_write()
+            return cls(path, _rocksdb(path, DBRecoveryMode.point_in_time(), read_write))
+        except Exception as err:  # rocksdict raises nothing narrower
+            raise LogWriteFailed(path, str(err)) from err
+
+    @classmethod
+    def open(cls, path: str) -> Database:
+        """Return the database at `path` with all that its mark covers.
+
+        Raises:
+            LogMissing: there is no directory.
+            LogBusy: it is open elsewhere.
+            LogDamaged: anything else. Files that hold what the mark covers are as they were.
+        """
+        if not os.path.isdir(path):
+            raise LogMissing(path, "there is none")
+        try:
+            packed = Path(path, MARK_NAME).read_bytes()
+        except OSError as err:
+            raise LogDamaged(path, f"its mark cannot be read: {err}") from err
+        if len(packed) != _MARK.size + 4 or crc32(packed[:-4]) != int.from_bytes(
+            packed[-4:], "little"
+        ):
+            raise LogDamaged(path, "its mark is damaged")
+        uuid, sequence, next_offset = _MARK.unpack_from(packed)
+        if not os.path.exists(os.path.join(path, "CURRENT")):
+            raise LogDamaged(path, "CURRENT is missing")
+        try:
+            if (foreign := foreign_record(path)) is not None:
+                raise LogDamaged(path, foreign)
+            database = cls(path, _recovered(path, sequence))
+            found = database._meta.latest_sequence_number()
+        except (LogBusy, LogDamaged):
+            raise
+        except Exception as err:
+            raise LogDamaged(path, str(err)) from err
+        if found < sequence:
+            database.close()
+            raise LogDamaged(
+                path, f"{sequence - found} synced writes are gone, up to offset {next_offset}"
+            )
+        database._uuid = uuid
+        database._mark_fd = os.open(os.path.join(path, MARK_NAME), os.O_RDWR | os.O_CLOEXEC)
+        return database
+
+    @property
+    def uuid(self) -> bytes:
+        """Whose mark it is."""
+        return self._uuid
+
+    def batch(self) -> Batch:
+        """Return an empty batch. Raises Closed."""
+        self.check_open()
+        return Batch(self.records_handle)
+
+    def check_open(self) -> None:
+        """Raise Closed if `close` was called."""
+        if not self._open:
+            raise Closed(f"log {self.path} is closed")
+
+    def make_mark(self, uuid: bytes, next_offset: int) -> None:
+        """Write the first mark and sync it.
+
+        Raises:
+            OSError: it was not written.
+        """
+        self._uuid = uuid
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._mark_fd = os.open(os.path.join(self.path, MARK_NAME), flags, 0o600)
+        self._write_mark(next_offset)
+        os.fsync(self._mark_fd)
+        sync_directory(self.path)
+
+    def write(self, batch: Batch, next_offset: int, *, sync: bool) -> None:
+        """Write `batch`; if `sync`, return after it and all before it is on disk and marked.
+
+        Raises:
+            LogWriteFailed: it may or may not be there after a reopen; later writes raise too.
+        """
+        if self.failed is not None:
+            raise LogWriteFailed(self.path, self.failed)
+        try:
+            self._meta.write(batch.raw, self._synced if sync else self._unsynced)
+            if sync:
+                self._write_mark(next_offset)
+        except Exception as err:
+            self.failed = str(err)
+            raise LogWriteFailed(self.path, self.failed) from err
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return what is at `key` outside the records. Raises LogDamaged if the disk does not say."""
+        self.check_open()
+        try:
+            value: bytes | None = self._meta.get(key)
+        except Exception as err:
+            raise LogDamaged(self.path, str(err)) from err
+        return value
+
+    def rows(self, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Yield the keys after `prefix` that are `start` or later, and their values.
+
+        Raises:
+            LogDamaged: RocksDB stopped early. Its iterator just ends where a block is damaged; only the status tells.
+        """
+        self.check_open()
+        try:
+            rows = self._meta.iter()
+            rows.seek(prefix + start)
+            while rows.valid():
+                key = rows.key()
+                if not key.startswith(prefix):
+                    break
+                yield key[len(prefix) :], rows.value()
+                rows.next()
+            rows.status()
+        except Exception as err:
+            raise LogDamaged(self.path, str(err)) from err
+
+    def records(self) -> RdictIter:
+        """Return an iterator over the records; whoever uses it checks that offsets are covered."""
+        self.check_open()
+        options = ReadOptions()
+        options.set_readahead_size(READAHEAD_BYTES)
+        return self._records.iter(options)
+
+    def first_record(self, default: int) -> int:
+        """Return the lowest offset that is on disk, also of what was dropped and not yet freed."""
+        try:
+            rows = self._records.iter()
+            rows.seek_to_first()
+            rows.status()
+            return int.from_bytes(rows.key(), "big") if rows.valid() else default
+        except Exception as err:
+            raise LogDamaged(self.path, str(err)) from err
+
+    def free(self, begin: bytes, end: bytes) -> None:
+        """Give the disk space of the records from `begin` until `end` back. The caller has moved `oldest` past them.
+
+        The tombstone is flushed by itself and compacted at once: one that shares a file with new records would drag the
+        whole log into the next compaction.
+
+        Raises:
+            LogWriteFailed: as `write`.
+        """
+        self.check_open()
+        try:
+            self._records.flush()
+            self._records.delete_range(begin, end)
+            self._records.flush()
+            self._records.compact_range(begin, end)
+        except Exception as err:
+            self.failed = str(err)
+            raise LogWriteFailed(self.path, self.failed) from err
+
+    def close(self) -> None:
+        """Give the files back; idempotent. What was synced stays so whatever fails here."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(Exception):
+            self._records.close()
+        with contextlib.suppress(Exception):
+            self._meta.close()
+        # RocksDB's lock goes with the last reference.
+        del self._records, self._meta, self.records_handle
+        if self._mark_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.fsync(self._mark_fd)
+            os.close(self._mark_fd)
+            self._mark_fd = -1
+
+    def _write_mark(self, next_offset: int) -> None:
+        packed = _MARK.pack(self._uuid, self._meta.latest_sequence_number(), next_offset)
+        os.pwrite(self._mark_fd, packed + crc32(packed).to_bytes(4, "little"), 0)
+
+
+def _recovered(path: str, sequence: int) -> Rdict:
+    """Open `path`. If the write-ahead log is damaged, only when that cost nothing up to `sequence`.
+
+    RocksDB deletes a write-ahead log once it has recovered what it could. So the strict mode goes first, which
+    takes a log that just ends early; what it refuses is looked at read-only before anything is changed.
+    """
+    try:
+        mode = DBRecoveryMode.tolerate_corrupted_tail_records()
+        return _rocksdb(path, mode, AccessType.read_write())
+    except Exception as err:
+        if "/LOCK:" in str(err):
+            raise LogBusy(path, "it is open elsewhere") from err
+        refusal = err
+    mode = DBRecoveryMode.point_in_time()
+    look = _rocksdb(path, mode, AccessType.read_only(False))
+    found = look.latest_sequence_number()
+    look.close()
+    del look
+    if found < sequence:
+        raise LogDamaged(path, str(refusal)) from refusal
+    return _rocksdb(path, mode, AccessType.read_write())
+
+
+def sync_directory(path: str) -> None:
+    """Make what was created or renamed in `path` last. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

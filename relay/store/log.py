@@ -1,0 +1,464 @@
+"""One stream's log: sealed bundles by offset, and what goes with them, in one RocksDB.
+
+Offsets number messages; a bundle of n messages takes n of them. `next` only grows, also when retention took everything, so
+an offset names the same message for ever within a log's uuid. From `oldest` until `next` entries lie side by side:
+records, gaps (messages that could not be taken) and holes (records that were taken out). `read` follows that
+chain and never steps over a break, since RocksDB's iterator simply ends where a block is damaged.
+
+Outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `p` producers, `k` key
+hash -> its last record, `d` due time and offset of deferred records, `c` cursors. Rows of `k` and `d` come and go in
+the batch of their record, so there are never more of them than records.
+
+The entries themselves are the `chain`, which `retention` and `compaction` shorten; the bytes of an entry are in `records`,
+sums over many in `segments`, who appended what in `producers`, RocksDB in `database`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from typing import Final
+from zlib import crc32
+
+from msgspec import Struct
+from rocksdict import Rdict
+
+from relay.store.chain import DUE, Chain
+from relay.store.compaction import Compaction
+from relay.store.database import Database, sync_directory
+from relay.store.errors import (
+    CursorsFull,
+    LogBusy,
+    LogDamaged,
+    LogError,
+    LogExists,
+    LogMissing,
+    LogWriteFailed,
+)
+from relay.store.producers import Duplicate, Fenced, OutOfOrder, Producers
+from relay.store.records import (
+    ID_BYTES,
+    KEY,
+    Entry,
+    Hole,
+    Item,
+    Reason,
+    Record,
+    check_entry,
+    encode_gap,
+)
+from relay.store.retention import Retention
+from relay.store.segments import Limits, Slot
+
+MAX_CURSORS: Final = 4096
+MAX_CURSOR_NAME_BYTES: Final = 1024
+MAX_CURSOR_BYTES: Final = 1 << 20
+MAX_OFFSET: Final = 1 << 63
+_IDENTITY: Final = struct.Struct("<B16sQq")
+_FORMAT: Final = 1
+
+
+class Stored(Struct, frozen=True):
+    """On disk, at these offsets."""
+
+    first: int
+    next: int
+
+
+class Conflict(Struct, frozen=True):
+    """Not stored: `expect` is not the next offset."""
+
+    next: int
+
+
+Outcome = Stored | Duplicate | OutOfOrder | Fenced | Conflict
+
+
+class Chunk(Struct, frozen=True):
+    """What a read found: `items` lie side by side in offset order, the last one ends at `next`."""
+
+    items: list[Item]
+    next: int
+    """Where to read on."""
+    oldest: int
+    high_water: int
+
+
+class Log:
+    """The log of one stream. Open one with `open` or `create`; use it from one thread at a time.
+
+    It has no clock: `now_us` is µs since 1970 and does not fall from call to call. After `LogWriteFailed` reads go on
+    and every write is refused until the log is opened again.
+    """
+
+    uuid: bytes
+    """16 bytes. A log that is created again has another."""
+    epoch: int
+    created_us: int
+    definition: bytes
+    """Opaque to the log."""
+
+    def __init__(self, database: Database) -> None:
+        """Use `open` or `create`. Raises LogDamaged or struct.error if the rows do not fit together."""
+        self._database = database
+        self._path = database.path
+        self._load_identity()
+        self._chain = Chain(database)
+        self._retention = Retention(self._chain)
+        self._compaction = Compaction(self._chain)
+        self._producers = Producers(database.rows(b"p"))
+        self._cursors = {name.decode() for name, _ in database.rows(b"c")}
+
+    # Opening and closing
+
+    @classmethod
+    def create(
+        cls, path: str, *, uuid: bytes, definition: bytes, created_us: int, epoch: int = 0
+    ) -> Log:
+        """Return a new, empty log at `path`, whose parent directory exists. It is there whole or not at all.
+
+        Raises:
+            LogExists: something is at `path`.
+            LogWriteFailed: the disk refused; nothing is at `path`.
+        """
+        if len(uuid) != ID_BYTES:
+            raise ValueError(f"uuid: {len(uuid)} bytes instead of {ID_BYTES}")
+        if os.path.lexists(path):
+            raise LogExists(path, "something is there already")
+        made = f"{path}.new"
+        shutil.rmtree(made, ignore_errors=True)
+        try:
+            _make(made, uuid, _pack_identity(uuid, epoch, created_us, definition))
+            os.rename(made, path)
+            sync_directory(os.path.dirname(os.path.abspath(path)))
+        except OSError as err:
+            raise LogWriteFailed(path, str(err)) from err
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: str) -> Log:
+        """Return the log at `path` with everything that was acknowledged.
+
+        Reads the summaries and the unfinished segment; damage elsewhere shows when it is read.
+
+        Raises:
+            LogMissing: there is none.
+            LogBusy: it is open elsewhere.
+            LogDamaged: it does not hold what was written. It is not repaired.
+        """
+        database = Database.open(path)
+        try:
+            return cls(database)
+        except LogError:
+            database.close()
+            raise
+        except (struct.error, ValueError) as err:
+            database.close()
+            raise LogDamaged(path, f"a row is malformed: {err}") from err
+
+    @staticmethod
+    def destroy(path: str) -> None:
+        """Remove the log at `path`, damaged or not.
+
+        Raises:
+            LogMissing: there is none.
+            LogBusy: it is open; it was not touched.
+            OSError: files are left; call again.
+        """
+        if not os.path.isdir(path):
+            raise LogMissing(path, "there is none")
+        try:
+            Rdict.destroy(path)
+        except Exception as err:  # rocksdict raises nothing narrower
+            if "/LOCK:" in str(err):
+                raise LogBusy(path, "it is open elsewhere") from err
+        shutil.rmtree(path)
+
+    def close(self) -> None:
+        """Give the files back; idempotent. The log cannot be used any more."""
+        self._database.close()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What it is
+
+    @property
+    def oldest(self) -> int:
+        """The first offset that is kept; equal to `next` when nothing is."""
+        return self._chain.oldest
+
+    @property
+    def next(self) -> int:
+        """The offset of the next message. Everything below it is on disk: it is the high-water mark too."""
+        return self._chain.next
+
+    @property
+    def size_bytes(self) -> int:
+        """Stored keys and values from `oldest` on."""
+        return self._chain.size
+
+    @property
+    def messages(self) -> int:
+        """Messages from `oldest` on; a gap counts one, a hole none."""
+        return self._chain.messages
+
+    @property
+    def failed(self) -> str | None:
+        """Why writes are refused, None while they are not."""
+        return self._database.failed
+
+    def define(self, definition: bytes) -> None:
+        """Replace the definition; synced. Raises LogWriteFailed."""
+        batch = self._database.batch()
+        batch.put(b"i", _pack_identity(self.uuid, self.epoch, self.created_us, definition))
+        self._chain.write(batch, sync=True)
+        self.definition = definition
+
+    # Appending
+
+    def append(self, entries: Sequence[Entry], now_us: int) -> list[Outcome]:
+        """Write `entries` in one batch with one sync and return the outcome of each, in order.
+
+        An entry that is refused does not hold up those after it, but a later one of the same producer is then out of
+        order. A duplicate is known as one before `expect` is looked at. An entry whose due time has come is not
+        deferred. The message count is the publisher's: nothing here can look under the seal.
+
+        Raises:
+            ValueError: an entry is malformed; nothing was written.
+            LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what was stored.
+        """
+        counts = [check_entry(entry) for entry in entries]
+        draft = self._chain.draft()
+        outcomes = []
+        try:
+            for entry, count in zip(entries, counts, strict=True):
+                outcome = self._judge(entry, draft.next)
+                if outcome is None:
+                    outcome = Stored(draft.next, draft.next + count)
+                    if outcome.next > MAX_OFFSET:
+                        raise ValueError("end: the log has no such offsets")
+                    draft.add_entry(entry, outcome.first, count, now_us)
+                    if entry.stamp is not None:
+                        self._producers.take(entry.stamp, outcome.first, count, now_us)
+                outcomes.append(outcome)
+            for producer, row in self._producers.changes():
+                if row is None:
+                    draft.batch.delete(b"p" + producer)
+                else:
+                    draft.batch.put(b"p" + producer, row)
+            self._chain.finish(draft)
+        except BaseException:
+            self._producers.forget()
+            raise
+        self._producers.commit()
+        return outcomes
+
+    def gap(self, count: int | None, cause: str, now_us: int) -> int:
+        """Note in order that `count` messages (None: unknown) were lost, and why; return the offset of the note.
+
+        Synced. A `cause` of more than 1024 bytes is cut. Raises LogWriteFailed.
+        """
+        if count is not None and not 0 <= count < MAX_OFFSET:
+            raise ValueError(f"count: {count} is out of range")
+        draft = self._chain.draft()
+        offset = draft.next
+        key = KEY.pack(offset)
+        value = encode_gap(key, count, cause, now_us)
+        draft.add(key, value, Slot(offset, offset + 1, len(key) + len(value), 1, now_us))
+        self._chain.finish(draft)
+        return offset
+
+    # Reading
+
+    def read(self, start: int, max_bytes: int, *, now_us: int, deferred: bool = True) -> Chunk:
+        """Return entries from the one that contains `start` on, until they have about `max_bytes`; at least one.
+
+        What was removed or has expired is a hole and counts by its size on disk, so a call never reads much more than
+        `max_bytes`. A record that a later one of its key supersedes is shown until `compact` has run.
+        With `deferred=False` records that were appended for later are holes too, before and after they are
+        due: `due` names them, and reading at their offset gets them.
+
+        Raises:
+            ValueError: `start` is not between 0 and `next`.
+            LogDamaged: the entries there are not what was written; those before them can be read.
+        """
+        if not 0 <= start <= self._chain.next:
+            raise ValueError(f"start: {start} is not between 0 and {self._chain.next}")
+        items: list[Item] = []
+        at = max(start, self._chain.oldest)
+        if start < at:
+            items.append(Hole(start, at, Reason.RETENTION))
+        used = 0
+        for item, size in self._chain.walk(at):
+            shown = _shown(item, now_us, deferred)
+            last = items[-1] if items else None
+            if isinstance(shown, Hole) and isinstance(last, Hole) and shown.reason == last.reason:
+                items[-1] = Hole(last.first, shown.next, last.reason)
+            else:
+                items.append(shown)
+            at = item.next
+            used += size
+            if used >= max_bytes:
+                break
+        return Chunk(items, at, self._chain.oldest, self._chain.next)
+
+    def find(self, time_us: int) -> int:
+        """Return the offset of the first entry that was stored at `time_us` or later, else `next`.
+
+        Raises LogDamaged.
+        """
+        for segment in self._chain.every:
+            if segment.newest_us >= time_us and segment.entries:
+                for item, _ in self._chain.walk(
+                    max(segment.first, self._chain.oldest), segment.next
+                ):
+                    if not isinstance(item, Hole) and item.stored_us >= time_us:
+                        return item.first
+        return self._chain.next
+
+    def due(
+        self, now_us: int, *, after: tuple[int, int] = (0, 0), limit: int = 1024
+    ) -> list[tuple[int, int]]:
+        """Return (due time, offset) of up to `limit` deferred records that are due, in that order, later than `after`.
+
+        Each is listed until its record is removed. None comes to stand before one that was listed, as long as the clock does not
+        fall, so the last pair is all that a consumer has to remember. Raises LogDamaged.
+        """
+        found: list[tuple[int, int]] = []
+        for row, _ in self._database.rows(b"d", DUE.pack(*after)):
+            due_us, offset = DUE.unpack(row)
+            if due_us > now_us or len(found) >= limit:
+                break
+            if (due_us, offset) > after:
+                found.append((due_us, offset))
+        return found
+
+    # Retention and compaction
+
+    def enforce(self, limits: Limits, now_us: int) -> int:
+        """Drop the oldest entries until `limits` hold, and return how many messages went.
+
+        Cheap when there is nothing to do: the sums are in memory. Not synced: a power cut may bring entries back. Disk space
+        comes back in lumps of 64 MiB. A whole entry goes or none of it.
+
+        Raises:
+            LogDamaged: the first segment cannot be read; what went before it is gone, as `oldest` says.
+            LogWriteFailed: likewise; space may not have come back.
+        """
+        before = self._chain.messages
+        self._retention.enforce(limits, now_us)
+        return before - self._chain.messages
+
+    def compact(self, now_us: int) -> bool:
+        """Take out expired records, and all but the last of each key; return whether that is now done.
+
+        Each call goes on where the last one stopped and reads about 64 MiB; when a pass has ended the next
+        call starts another. Only segments that hold keys, or something that has expired, are read. Not synced.
+        Holes keep the place of what went; neighbours of one reason become one. A tombstone is the last record of
+        its key and stays, until it expires if it has an expiry.
+
+        Raises:
+            LogDamaged: a segment cannot be read; it is as it was.
+            LogWriteFailed: the segment is as it was, or compacted.
+        """
+        return self._compaction.step(now_us)
+
+    # Cursors
+
+    def put_cursor(self, name: str, state: bytes, *, sync: bool = True) -> None:
+        """Keep `state`, up to 1 MiB, under `name`. Without `sync` a power cut may bring the former one back.
+
+        Raises:
+            ValueError: name or state is too long.
+            CursorsFull: there are `MAX_CURSORS` others.
+            LogWriteFailed: the former state may still be there.
+        """
+        if len(name.encode()) > MAX_CURSOR_NAME_BYTES or len(state) > MAX_CURSOR_BYTES:
+            raise ValueError(f"cursor {name[:64]!r}: name or state is too long")
+        if name not in self._cursors and len(self._cursors) >= MAX_CURSORS:
+            raise CursorsFull(self._path, f"it keeps {MAX_CURSORS} cursors already")
+        batch = self._database.batch()
+        batch.put(b"c" + name.encode(), state)
+        self._chain.write(batch, sync=sync)
+        self._cursors.add(name)
+
+    def get_cursor(self, name: str) -> bytes | None:
+        """Return the state of `name`. Raises LogDamaged."""
+        return self._database.get(b"c" + name.encode())
+
+    def cursors(self) -> list[str]:
+        """Return the names, sorted."""
+        return sorted(self._cursors)
+
+    def delete_cursor(self, name: str) -> bool:
+        """Forget `name`, synced; return whether it was there. Raises LogWriteFailed."""
+        if name not in self._cursors:
+            return False
+        batch = self._database.batch()
+        batch.delete(b"c" + name.encode())
+        self._chain.write(batch, sync=True)
+        self._cursors.discard(name)
+        return True
+
+    # Inside
+
+    def _load_identity(self) -> None:
+        row = self._database.get(b"i") or b""
+        if len(row) < 4 + _IDENTITY.size or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
+            raise LogDamaged(self._path, "its identity is damaged")
+        version, self.uuid, self.epoch, self.created_us = _IDENTITY.unpack_from(row, 4)
+        self.definition = row[4 + _IDENTITY.size :]
+        if version != _FORMAT:
+            raise LogDamaged(self._path, f"its format is {version}, not {_FORMAT}")
+        if self.uuid != self._database.uuid:
+            raise LogDamaged(self._path, "its mark is another log's")
+
+    def _judge(self, entry: Entry, at: int) -> Outcome | None:
+        if entry.stamp is not None:
+            outcome = self._producers.judge(entry.stamp)
+            if outcome is not None:
+                return outcome
+        if entry.expect is not None and entry.expect != at:
+            return Conflict(at)
+        return None
+
+
+def _shown(item: Item, now_us: int, deferred: bool) -> Item:
+    """Return `item` as a reader sees it."""
+    if isinstance(item, Record):
+        if 0 < item.expires_us <= now_us:
+            return Hole(item.first, item.next, Reason.EXPIRED)
+        if item.deferred and not deferred:
+            return Hole(item.first, item.next, Reason.DEFERRED)
+    return item
+
+
+def _make(path: str, uuid: bytes, identity: bytes) -> None:
+    """Write an empty log and close it. Raises LogWriteFailed, OSError.
+
+    A function of its own, so that nothing of it is left when the directory gets its name: RocksDB's lock on the file is gone
+    for all of this process as soon as any descriptor of it is closed.
+    """
+    database = Database.create(path)
+    try:
+        database.make_mark(uuid, 0)
+        batch = database.batch()
+        batch.put(b"i", identity)
+        batch.put(b"o", KEY.pack(0))
+        batch.put(b"n", KEY.pack(0))
+        database.write(batch, 0, sync=True)
+    finally:
+        database.close()
+
+
+def _pack_identity(uuid: bytes, epoch: int, created_us: int, definition: bytes) -> bytes:
+    rest = _IDENTITY.pack(_FORMAT, uuid, epoch, created_us) + definition
+    return crc32(rest).to_bytes(4, "little") + rest

@@ -1,0 +1,125 @@
+"""Who appended what last: a retry is stored once, and an older self of a producer is shut out.
+
+A producer numbers its entries from 0 in every epoch. What is judged here is written by the log in the same batch as
+the entries themselves, so both are on disk or neither is. The table is bounded: when it is full the producer
+that has been idle longest is forgotten. If that one comes back it is told `OutOfOrder(0)` and has to start a new
+epoch; whether its unanswered appends were stored is then for it to read. Nothing is ever stored twice by forgetting.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Final
+
+from msgspec import Struct
+
+from relay.store.records import Stamp
+
+MAX_PRODUCERS: Final = 16_384
+"""Per log; at most 900 bytes each, so 15 MB in memory."""
+RECENT: Final = 64
+"""Last sequences of which the offsets are kept: what a producer may have unanswered and still learn on a retry."""
+_STATE: Final = struct.Struct("<IQq")
+_PLACE: Final = struct.Struct("<QI")
+
+
+class Duplicate(Struct, frozen=True):
+    """Stored before, at these offsets; None when it is more than `RECENT` sequences ago."""
+
+    first: int | None
+    next: int | None
+
+
+class OutOfOrder(Struct, frozen=True):
+    """Not stored: an earlier sequence is missing. 0 is expected of an unknown producer or a new epoch."""
+
+    expected: int
+
+
+class Fenced(Struct, frozen=True):
+    """Not stored: the producer has gone on in this later epoch."""
+
+    epoch: int
+
+
+class _State:
+    __slots__ = ("epoch", "last", "recent", "used_us")
+
+    def __init__(self, epoch: int, last: int, used_us: int, recent: bytes) -> None:
+        self.epoch = epoch
+        self.last = last
+        self.used_us = used_us
+        self.recent = recent
+        """Packed places (first offset, count) of the sequences up to `last`."""
+
+    def place(self, sequence: int) -> Duplicate:
+        at = len(self.recent) - _PLACE.size * (self.last - sequence + 1)
+        if at < 0:
+            return Duplicate(None, None)
+        first, count = _PLACE.unpack_from(self.recent, at)
+        return Duplicate(first, first + count)
+
+
+class Producers:
+    """The table of a log. `judge` and `take` see what this batch took; `commit` or `forget` ends the batch."""
+
+    def __init__(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises struct.error if a row is not one of `changes`."""
+        states = []
+        for producer, row in rows:
+            epoch, last, used_us = _STATE.unpack_from(row)
+            states.append((producer, _State(epoch, last, used_us, row[_STATE.size :])))
+        states.sort(key=lambda pair: pair[1].used_us)
+        self._table = OrderedDict(states)
+        self._batch: dict[bytes, _State] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def judge(self, stamp: Stamp) -> Duplicate | OutOfOrder | Fenced | None:
+        """Return why `stamp` is not to be stored, None if it is next."""
+        state = self._batch.get(stamp.producer) or self._table.get(stamp.producer)
+        if state is not None and stamp.epoch < state.epoch:
+            return Fenced(state.epoch)
+        if state is None or stamp.epoch > state.epoch:
+            return None if stamp.sequence == 0 else OutOfOrder(0)
+        if stamp.sequence <= state.last:
+            return state.place(stamp.sequence)
+        return None if stamp.sequence == state.last + 1 else OutOfOrder(state.last + 1)
+
+    def take(self, stamp: Stamp, first: int, count: int, now_us: int) -> None:
+        """Note that `stamp`, judged to be next, is stored at `first`."""
+        state = self._batch.get(stamp.producer) or self._table.get(stamp.producer)
+        recent = state.recent if state is not None and state.epoch == stamp.epoch else b""
+        recent = (recent + _PLACE.pack(first, count))[-RECENT * _PLACE.size :]
+        self._batch[stamp.producer] = _State(stamp.epoch, stamp.sequence, now_us, recent)
+
+    def changes(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """Yield what the batch has to write: the row of each producer, None for those to forget."""
+        if not self._batch:
+            return
+        new = sum(producer not in self._table for producer in self._batch)
+        over = len(self._table) + new - MAX_PRODUCERS
+        idle = (producer for producer in self._table if producer not in self._batch)
+        for producer in islice(idle, max(0, over)):
+            yield producer, None
+        for producer, state in self._batch.items():
+            yield producer, _STATE.pack(state.epoch, state.last, state.used_us) + state.recent
+
+    def commit(self) -> None:
+        """The batch is on disk."""
+        if not self._batch:
+            return
+        for producer, state in self._batch.items():
+            self._table[producer] = state
+            self._table.move_to_end(producer)
+        self._batch.clear()
+        while len(self._table) > MAX_PRODUCERS:
+            self._table.popitem(last=False)
+
+    def forget(self) -> None:
+        """The batch is not to be."""
+        self._batch.clear()

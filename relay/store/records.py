@@ -1,0 +1,254 @@
+"""What a log holds, and its bytes: the only home of the layout of a stored value.
+
+The offsets of a log are tiled: every entry says where the next one begins, and where a record was taken out a hole stays in its
+place, so a reader can prove that it missed nothing. Integers are little-endian, keys big-endian (RocksDB orders
+bytes). Key: u64 first offset. Value:
+
+    u32 crc | u8 form | rest           crc = CRC-32 of key, form and rest
+    record: u8 flags | u8 kind | u16 name length | i64 stored | i64 expires | i64 due | key id | sender id
+            | 24 end fields | 32 key hash, if flagged | name | body
+    gap:    i64 stored | u64 count + 1, 0 = unknown | cause
+    hole:   u8 reason | u64 next
+
+The CRC guards against software and bit errors; forgers meet the seal of the body, which a log never opens.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Final
+from zlib import crc32
+
+from msgspec import Struct
+
+from iris.wire.codec import END
+
+KEY: Final = struct.Struct(">Q")
+CRC: Final = struct.Struct("<I")
+_RECORD: Final = struct.Struct("<BBBHqqq16s16s24s")
+_GAP: Final = struct.Struct("<BqQ")
+_HOLE: Final = struct.Struct("<BBQ")
+_HASHED, _TOMBSTONE, _DEFERRED = 1, 2, 4
+_FORM_RECORD, _FORM_GAP, _FORM_HOLE = 1, 2, 3
+
+ID_BYTES: Final = 16
+HASH_BYTES: Final = 32
+MAX_NAME_BYTES: Final = 1024
+MAX_CAUSE_BYTES: Final = 1024
+
+
+class Reason(IntEnum):
+    """Why offsets hold nothing that a reader gets."""
+
+    RETENTION = 1
+    """Below the oldest offset that the limits keep."""
+    COMPACTED = 2
+    """A later record has the same key."""
+    EXPIRED = 3
+    DEFERRED = 4
+    """Left out on request: `Log.due` lists it when its time comes."""
+
+
+class Stamp(Struct, frozen=True):
+    """Says which append of which producer this is, so that a retry is known for one."""
+
+    producer: bytes
+    """16 bytes."""
+    epoch: int
+    """u32; a higher one fences the producer's older self, and starts again at sequence 0."""
+    sequence: int
+    """u64; rises by one with every entry."""
+
+
+class Entry(Struct, frozen=True, gc=False):
+    """One sealed bundle to append. Times are µs since 1970, 0 = none."""
+
+    kind: int
+    name: str
+    key_id: bytes
+    sender_id: bytes
+    end: bytes
+    """The 24 bytes of the frame's end fields; their count says how many offsets the entry takes."""
+    body: bytes
+    stamp: Stamp | None = None
+    key_hash: bytes | None = None
+    """32 bytes; compaction keeps the last record of each."""
+    tombstone: bool = False
+    """Says that the key was deleted. A sealed body is never empty, so a flag has to."""
+    expires_us: int = 0
+    due_us: int = 0
+    expect: int | None = None
+    """Append only if this is the next offset."""
+
+
+class Record(Struct, frozen=True, gc=False):
+    """A sealed bundle as it was published; its messages are `first` to `first + count`. Times are µs, 0 = none."""
+
+    first: int
+    count: int
+    kind: int
+    name: str
+    key_id: bytes
+    sender_id: bytes
+    end: bytes
+    body: bytes
+    stored_us: int
+    key_hash: bytes | None
+    tombstone: bool
+    expires_us: int
+    due_us: int
+    deferred: bool
+    """Its due time was still to come when it was appended."""
+
+    @property
+    def next(self) -> int:
+        return self.first + self.count
+
+
+class Gap(Struct, frozen=True, gc=False):
+    """One offset that stands for `count` messages (None: unknown) that could not be taken, and why."""
+
+    first: int
+    count: int | None
+    cause: str
+    stored_us: int
+
+    @property
+    def next(self) -> int:
+        return self.first + 1
+
+
+class Hole(Struct, frozen=True, gc=False):
+    """Offsets from `first` until `next` hold nothing any more."""
+
+    first: int
+    next: int
+    reason: Reason
+
+
+Item = Record | Gap | Hole
+
+
+def check_entry(entry: Entry) -> int:
+    """Return how many messages `entry` holds.
+
+    Raises:
+        ValueError: a field has the wrong length or is out of range; the text names it.
+    """
+    for what, value, size in (
+        ("key_id", entry.key_id, ID_BYTES),
+        ("sender_id", entry.sender_id, ID_BYTES),
+        ("end", entry.end, END.size),
+        ("key_hash", entry.key_hash or bytes(HASH_BYTES), HASH_BYTES),
+        ("producer", entry.stamp.producer if entry.stamp else bytes(ID_BYTES), ID_BYTES),
+    ):
+        if len(value) != size:
+            raise ValueError(f"{what}: {len(value)} bytes instead of {size}")
+    if len(entry.name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"name: over {MAX_NAME_BYTES} bytes")
+    if not 0 <= entry.kind < 256:
+        raise ValueError(f"kind: {entry.kind} is no byte")
+    if min(entry.expires_us, entry.due_us) < 0 or max(entry.expires_us, entry.due_us) >= 1 << 63:
+        raise ValueError("expires_us, due_us: out of range")
+    if entry.tombstone and entry.key_hash is None:
+        raise ValueError("tombstone: needs a key_hash")
+    if entry.stamp and not (
+        0 <= entry.stamp.epoch < 1 << 32 and 0 <= entry.stamp.sequence < 1 << 64
+    ):
+        raise ValueError("stamp: epoch or sequence out of range")
+    count: int = END.unpack(entry.end)[2]
+    if count < 1:
+        raise ValueError("end: a record holds at least one message")
+    return count
+
+
+def encode_record(key: bytes, entry: Entry, stored_us: int, *, deferred: bool) -> bytes:
+    """Return the value of a checked `entry` under `key`."""
+    name = entry.name.encode()
+    flags = (
+        (_HASHED if entry.key_hash else 0)
+        | (_TOMBSTONE if entry.tombstone else 0)
+        | (_DEFERRED if deferred else 0)
+    )
+    head = _RECORD.pack(
+        _FORM_RECORD,
+        flags,
+        entry.kind,
+        len(name),
+        stored_us,
+        entry.expires_us,
+        entry.due_us,
+        entry.key_id,
+        entry.sender_id,
+        entry.end,
+    )
+    head += (entry.key_hash or b"") + name
+    return b"".join((CRC.pack(crc32(entry.body, crc32(head, crc32(key)))), head, entry.body))
+
+
+def encode_gap(key: bytes, count: int | None, cause: str, stored_us: int) -> bytes:
+    """Return the value of a gap; a long `cause` is cut at `MAX_CAUSE_BYTES`."""
+    text = cause.encode()[:MAX_CAUSE_BYTES]
+    return _sealed(key, _GAP.pack(_FORM_GAP, stored_us, 0 if count is None else count + 1) + text)
+
+
+def encode_hole(key: bytes, reason: Reason, end: int) -> bytes:
+    """Return the value of a hole from `key` until `end`."""
+    return _sealed(key, _HOLE.pack(_FORM_HOLE, reason, end))
+
+
+def decode(key: bytes, value: bytes) -> Item:
+    """Return what is stored under `key`.
+
+    Raises:
+        ValueError: it is not what was written there.
+    """
+    try:
+        (crc,) = CRC.unpack_from(value)
+        if crc != crc32(memoryview(value)[4:], crc32(key)):
+            raise ValueError("checksum mismatch")
+        (first,) = KEY.unpack(key)
+        form = value[4]
+        if form == _FORM_RECORD:
+            return _decode_record(first, value)
+        if form == _FORM_GAP:
+            _, stored_us, count = _GAP.unpack_from(value, 4)
+            cause = value[4 + _GAP.size :].decode(errors="replace")
+            return Gap(first, count - 1 if count else None, cause, stored_us)
+        if form == _FORM_HOLE:
+            _, reason, end = _HOLE.unpack_from(value, 4)
+            return Hole(first, end, Reason(reason))
+    except (struct.error, IndexError) as err:
+        raise ValueError(f"cut short: {err}") from err
+    raise ValueError(f"unknown form {form}")
+
+
+def _decode_record(first: int, value: bytes) -> Record:
+    fields = _RECORD.unpack_from(value, 4)
+    _, flags, kind, name_bytes, stored_us, expires_us, due_us, key_id, sender_id, end = fields
+    at = 4 + _RECORD.size
+    key_hash = None
+    if flags & _HASHED:
+        key_hash = value[at : at + HASH_BYTES]
+        at += HASH_BYTES
+    return Record(
+        first,
+        END.unpack(end)[2],
+        kind,
+        value[at : at + name_bytes].decode(),
+        key_id,
+        sender_id,
+        end,
+        value[at + name_bytes :],
+        stored_us,
+        key_hash,
+        bool(flags & _TOMBSTONE),
+        expires_us,
+        due_us,
+        bool(flags & _DEFERRED),
+    )
+
+
+def _sealed(key: bytes, rest: bytes) -> bytes:
+    return CRC.pack(crc32(rest, crc32(key))) + rest

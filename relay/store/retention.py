@@ -1,0 +1,111 @@
+"""Retention: the oldest entries go until the limits hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from relay.store.chain import Chain
+from relay.store.database import Batch
+from relay.store.records import KEY
+from relay.store.segments import Limits, Segment, Slot
+
+FREE_BYTES: Final = 64 << 20
+"""Disk space is given back in lumps of this size."""
+
+
+class Retention:
+    """Moves `oldest` of a chain, and frees the disk behind it."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._dead_from = chain.database.first_record(chain.oldest)
+        # How much an earlier run left behind is not known: the first move frees it.
+        self._dead_bytes = FREE_BYTES if self._dead_from < chain.oldest else 0
+
+    def enforce(self, limits: Limits, now_us: int) -> None:
+        """See `Log.enforce`."""
+        chain = self._chain
+        while chain.first.entries:
+            head = chain.first
+            if head is not chain.open and not head.indexed and self._wants(limits, now_us, head):
+                self._drop_segment(head)
+                continue
+            over = self._over(limits, now_us)
+            if not over:
+                break
+            self._drop_entries(head, over)
+        if self._dead_bytes >= FREE_BYTES:
+            chain.database.free(KEY.pack(self._dead_from), KEY.pack(chain.oldest))
+            self._dead_from, self._dead_bytes = chain.oldest, 0
+
+    def _wants(self, limits: Limits, now_us: int, segment: Segment) -> bool:
+        """Whether the limits want all of the first `segment` gone."""
+        chain = self._chain
+        return (
+            (limits.max_bytes is not None and chain.size - segment.size >= limits.max_bytes)
+            or (
+                limits.max_messages is not None
+                and chain.messages - segment.messages >= limits.max_messages
+            )
+            or (limits.max_age_us is not None and segment.newest_us < now_us - limits.max_age_us)
+        )
+
+    def _over(self, limits: Limits, now_us: int) -> list[Slot]:
+        """Return the entries of the first segment that have to go."""
+        chain = self._chain
+        max_bytes = chain.size if limits.max_bytes is None else limits.max_bytes
+        max_messages = chain.messages if limits.max_messages is None else limits.max_messages
+        since_us = 0 if limits.max_age_us is None else now_us - limits.max_age_us
+        size, messages = chain.size, chain.messages
+        if chain.head is None:
+            if size <= max_bytes and messages <= max_messages and limits.max_age_us is None:
+                return []
+            walk = chain.walk(max(chain.first.first, chain.oldest), chain.first.next)
+            chain.head = deque(Slot.of(item, size) for item, size in walk)
+        over: list[Slot] = []
+        for slot in chain.head:
+            if size <= max_bytes and messages <= max_messages and slot.stored_us >= since_us:
+                break
+            over.append(slot)
+            size -= slot.size
+            messages -= slot.messages
+        return over
+
+    def _drop_segment(self, segment: Segment) -> None:
+        chain = self._chain
+        batch = chain.database.batch()
+        batch.delete(b"s" + KEY.pack(segment.first))
+        self._move(batch, segment.next, segment.size, segment.messages)
+        chain.segments.popleft()
+        chain.head = None
+
+    def _drop_entries(self, segment: Segment, slots: list[Slot]) -> None:
+        chain = self._chain
+        assert chain.head is not None
+        batch = chain.database.batch()
+        for slot in slots:
+            chain.drop_rows(batch, slot)
+        emptied = len(slots) == len(chain.head)
+        if emptied and segment is not chain.open:
+            batch.delete(b"s" + KEY.pack(segment.first))
+        size = sum(slot.size for slot in slots)
+        self._move(batch, slots[-1].next, size, sum(slot.messages for slot in slots))
+        for slot in slots:
+            chain.head.popleft()
+            segment.drop(slot)
+        if emptied:
+            chain.head = None
+            if segment is chain.open:
+                chain.open = Segment(chain.oldest)
+            else:
+                chain.segments.popleft()
+
+    def _move(self, batch: Batch, oldest: int, size: int, messages: int) -> None:
+        chain = self._chain
+        batch.put(b"o", KEY.pack(oldest))
+        chain.write(batch, sync=False)
+        chain.oldest = oldest
+        chain.size -= size
+        chain.messages -= messages
+        self._dead_bytes += size
