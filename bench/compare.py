@@ -129,8 +129,8 @@ def saturated(figures: Result, number: int) -> str:
     return f"saturated in round {number}: {share:.0%} unanswered; not repeated"
 
 
-def run_all(plan: Plan) -> list[Result]:
-    """Run every system in every round, in each round from another one on."""
+def run_all(plan: Plan, keep: Callable[[list[Result]], None] | None = None) -> list[Result]:
+    """Run every system in every round, in each round from another one on; `keep` is given what there is after each."""
     runs: list[Result] = []
     skipped: Skipped = {}
     for number in range(1, plan.rounds + 1):
@@ -148,6 +148,8 @@ def run_all(plan: Plan) -> list[Result]:
                 file=sys.stderr,
                 flush=True,
             )
+        if keep is not None:
+            keep(runs)
     return runs
 
 
@@ -240,7 +242,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     facts = harness.facts()
     begin_s = time.monotonic()
-    runs = run_all(plan)
     options = {
         "rounds": plan.rounds,
         "load_s": plan.load_s,
@@ -248,12 +249,17 @@ def main() -> None:
         "quick": args.quick,
         "full": args.full,
     }
-    made = document(plan, facts, options, runs, time.monotonic() - begin_s)
     args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "latest.json").write_text(json.dumps(made, indent=1) + "\n")
+
+    def keep(runs: list[Result]) -> None:
+        """Write the figures; a full run takes hours, and the rounds done are worth having whatever ends it."""
+        made = document(plan, facts, options, runs, time.monotonic() - begin_s)
+        (args.output / "latest.json").write_text(json.dumps(made, indent=1) + "\n")
+
+    runs = run_all(plan, keep)
     import report
 
-    report.write(made, args.output)
+    report.write(json.loads((args.output / "latest.json").read_text()), args.output)
     print((args.output / "report.md").read_text())
     if failed := [
         f"{r['peer']} {r['cell']}: {r['reason']}" for r in runs if r["status"] == "failed"
