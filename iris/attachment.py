@@ -58,7 +58,7 @@ class Attachment:
     ) -> None:  # fmt: skip
         self.session: Session | None = None
         self.out: Outbound | None = None
-        self.pump: Pump | None = None
+        self.pump: Pump[Session] | None = None
         self.blocked = True
         """The write buffer is over its high-water mark, or there is no relay."""
         self.state = "open"
@@ -150,7 +150,7 @@ class Attachment:
             finally:
                 old.abort("replaced")
 
-    async def _fence(self, pump: Pump) -> None:
+    async def _fence(self, pump: Pump[Session]) -> None:
         """Return when the relay has routed all that was sent on `pump`."""
         waiter = self._loop.create_future()
         pump.turn()
@@ -159,7 +159,7 @@ class Attachment:
         pump.flush()
         await waiter
 
-    async def _leave_all(self, pump: Pump) -> None:
+    async def _leave_all(self, pump: Pump[Session]) -> None:
         """Return when no member of this session is handed anything more."""
         pump.turn()
         waiters = []
@@ -171,7 +171,7 @@ class Attachment:
         if waiters:
             await asyncio.gather(*waiters)
 
-    async def _bye(self, pump: Pump, reason: str) -> None:
+    async def _bye(self, pump: Pump[Session], reason: str) -> None:
         if pump.connected:
             pump.turn()
             pump.session.flush()
@@ -195,7 +195,7 @@ class Attachment:
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(2 * pause_s, self._config.reconnect_max_s)
 
-    async def _attach(self, *, hold: bool = False) -> Pump:
+    async def _attach(self, *, hold: bool = False) -> Pump[Session]:
         """Return a pump whose session is up, with everything registered; `hold`: until it is told to release casts."""
         config = self._config
         session = Session(
@@ -230,14 +230,14 @@ class Attachment:
             closed.cancel()
         return pump
 
-    def _take(self, pump: Pump) -> None:
+    def _take(self, pump: Pump[Session]) -> None:
         """Adopt `pump` unless another was found meanwhile: there is one session at a time."""
         if self.pump is None:
             self._adopt(pump)
         else:
             pump.abort("another session is in use")
 
-    def _adopt(self, pump: Pump) -> None:
+    def _adopt(self, pump: Pump[Session]) -> None:
         """From now on everything goes through this session; raises RelayUnavailable if it has ended meanwhile."""
         if not pump.connected:
             raise RelayUnavailable(pump.reason or "the relay closed the connection")
@@ -263,7 +263,7 @@ class Attachment:
         if self.state != "open":
             raise Closed(f"this client is {self.state}")
 
-    async def ready(self, name: str, timeout: float) -> tuple[Pump, Session]:
+    async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         """Return the session, waiting at most `timeout` seconds for a lost relay to come back.
 
         Raises ConnectionLost for `name`, with may_have_run=False, when it did not.
@@ -345,18 +345,18 @@ class Attachment:
         if self.pump is not None:
             self.pump.write()
 
-    def writing_paused(self, pump: Pump) -> None:
+    def writing_paused(self, pump: Pump[Session]) -> None:
         """The write buffer is over its high-water mark."""
         if pump is self.pump:
             self.blocked = True
 
-    def writing_resumed(self, pump: Pump) -> None:
+    def writing_resumed(self, pump: Pump[Session]) -> None:
         """There is room again."""
         if pump is self.pump:
             self.blocked = False
             self._wake_writers()
 
-    def disconnected(self, pump: Pump, reason: str) -> None:
+    def disconnected(self, pump: Pump[Session], reason: str) -> None:
         """A connection ended. What no bundle took yet is kept for the next."""
         session = pump.session
         if session.started:

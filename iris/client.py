@@ -47,6 +47,7 @@ from iris.membership import Members, Watcher
 from iris.memory import keep_freed_memory
 from iris.registry import Registry
 from iris.service import Service, ServiceBinding
+from iris.streams import Streams
 from iris.subscription import Policy, Subscription
 from iris.survey import Survey
 from iris.transport import Pump
@@ -112,6 +113,7 @@ class Client:
         self._attachment: Attachment | None = None
         self._relay: EmbeddedRelay | None = None
         self._closed = False
+        self._streams: Streams | None = None
         self._quiet_until_s = 0.0
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -171,11 +173,15 @@ class Client:
                         subscription.stop()
                     await asyncio.gather(*leaving, *(s.finish() for s in list(self.working)))
                     await asyncio.gather(*(binding.stop() for binding in bindings))
+                    if self._streams is not None:
+                        await self._streams.finish()
                     attachment.state = "closing"
                     await attachment.say_bye()
         finally:
             attachment.close()
             self._registry.end()
+            if self._streams is not None:
+                self._streams.end()
             for subscription in list(self.working):
                 subscription.give_up()
             await asyncio.gather(*(binding.stop() for binding in self._registry.services))
@@ -217,7 +223,18 @@ class Client:
         attachment.check_open()
         return attachment
 
-    async def _ready(self, name: str, timeout: float) -> tuple[Pump, Session]:
+    @property
+    def streams(self) -> Streams:
+        """Durable streams: create, append, read, consume."""
+        if self._streams is None:
+            self._streams = Streams(self)
+        return self._streams
+
+    async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
+        """Return what to send with, waiting at most `timeout` seconds for a lost relay (for `streams`)."""
+        return await self._ready(name, timeout)
+
+    async def _ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         return await (self._attachment or self._attached()).ready(name, timeout)
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -729,9 +746,14 @@ class Client:
             check_headers(headers)
         return data, packed
 
-    def _check_size(self, data: bytes) -> None:
+    @property
+    def message_limit(self) -> int:
+        """Bytes of the longest payload."""
         session = self._attachment.session if self._attachment is not None else None
-        limit = session.message_limit if session is not None else self.config.message_limit_bytes
+        return session.message_limit if session is not None else self.config.message_limit_bytes
+
+    def _check_size(self, data: bytes) -> None:
+        limit = self.message_limit
         if len(data) > limit:
             raise MessageTooLarge(
                 f"{len(data)} bytes are over the limit of {limit}; send it through a tunnel"

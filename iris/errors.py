@@ -18,6 +18,13 @@
     │   ├── RequestTimeout     no reply in time (also a TimeoutError); it may have run
     │   ├── ConnectionLost     the member, its relay or ours went away on the way
     │   └── RemoteError        the handler raised, or the body did not decode; the text is the member's
+    ├── StreamError            a durable stream did not do what was asked
+    │   ├── NoStream           no store holds it under our keys
+    │   ├── StreamExists       it is there and defined otherwise; names the holder
+    │   ├── AmbiguousStream    two stores hold one of this name; name the uuid
+    │   ├── OffsetConflict     the next offset is not the expected one; nothing was stored
+    │   ├── StreamDamaged      the store's disk does not hold what was written
+    │   └── StreamUnavailable  the store, its disk or the way to it; says `may_have_run`
     ├── TunnelBroken           the tunnel ended without both sides closing it
     └── ProtocolError          bytes that the protocol does not allow
         ├── LocalProtocolError we erred
@@ -122,6 +129,49 @@ class RemoteError(RequestError):
 
     def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
         super().__init__(cluster, detail)
+        self.may_have_run = may_have_run
+
+
+class StreamError(IrisError):
+    """A durable stream did not do what was asked; `may_have_run` is False when nothing was stored or changed."""
+
+    may_have_run = False
+
+    def __init__(self, stream: str, detail: str) -> None:
+        super().__init__(f"stream {stream}: {detail}")
+        self.stream = stream
+        self.detail = detail
+
+
+class NoStream(StreamError):
+    """No store holds it under our keys."""
+
+
+class StreamExists(StreamError):
+    """A stream of this name is there, and defined otherwise."""
+
+
+class AmbiguousStream(StreamError):
+    """Two stores hold a stream of this name; the text lists them by uuid."""
+
+
+class OffsetConflict(StreamError):
+    """The next offset is `next`, not the expected one; nothing was stored."""
+
+    def __init__(self, stream: str, detail: str, next: int) -> None:
+        super().__init__(stream, detail)
+        self.next = next
+
+
+class StreamDamaged(StreamError):
+    """The store's disk does not hold what was written there; what is before can be read."""
+
+
+class StreamUnavailable(StreamError):
+    """The store, its disk or the way to it did not do it in time."""
+
+    def __init__(self, stream: str, detail: str, *, may_have_run: bool = False) -> None:
+        super().__init__(stream, detail)
         self.may_have_run = may_have_run
 
 

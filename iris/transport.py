@@ -6,10 +6,9 @@ import asyncio
 import logging
 import os
 import time
-from typing import Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from iris.core.asks import NEVER_US
-from iris.core.session import Session
 from iris.errors import IrisError, PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_relay_id
 from iris.wire.codec import (
@@ -19,6 +18,7 @@ from iris.wire.codec import (
     ReceiveBuffer,
     encode_control,
 )
+from iris.wire.frames import Hello
 
 log = logging.getLogger(__name__)
 
@@ -61,22 +61,55 @@ class Writer:
                 sent -= len(chunk)
 
 
+class Outgoing(Protocol):
+    """What a conversation has to say, in order; the pump writes it and starts a new list."""
+
+    chunks: list[bytes]
+    chunk_bytes: int
+
+
+class Conversation(Protocol):
+    """A sans-IO session with a relay, as `iris.core.session` describes how it is driven."""
+
+    message_limit: int
+    state: str
+    deadline_us: int
+
+    @property
+    def out(self) -> Outgoing: ...
+    @property
+    def greeting(self) -> Hello: ...
+    @property
+    def silent(self) -> bool: ...
+    def frame(self, buf: memoryview, start: int, end: int) -> None: ...
+    def turn(self, now_us: int, mono_us: int) -> None: ...
+    def flush(self) -> None: ...
+    def expire(self, mono_us: int) -> None: ...
+    def heard(self) -> None: ...
+    def over_tls(self, relay_id: bytes) -> None: ...
+    def release_casts(self) -> None: ...
+    def end(self, reason: str, *, routed: bool = False) -> None: ...
+
+
+S = TypeVar("S", bound=Conversation)
+
+
 class PumpOwner(Protocol):
     """Who hears of the connection's fate."""
 
-    def writing_paused(self, pump: Pump) -> None: ...
-    def writing_resumed(self, pump: Pump) -> None: ...
-    def disconnected(self, pump: Pump, reason: str) -> None: ...
+    def writing_paused(self, pump: Any) -> None: ...
+    def writing_resumed(self, pump: Any) -> None: ...
+    def disconnected(self, pump: Any, reason: str) -> None: ...
 
 
-class Pump(asyncio.BufferedProtocol):
+class Pump(asyncio.BufferedProtocol, Generic[S]):
     """One connection and the session on it.
 
     What the session wants sent is written at the end of each batch of frames, or of the turn in which `touch` was called.
     """
 
     def __init__(
-        self, owner: PumpOwner, session: Session, buffer: ReceiveBuffer, high_bytes: int
+        self, owner: PumpOwner, session: S, buffer: ReceiveBuffer, high_bytes: int
     ) -> None:
         self.session = session
         self._owner = owner

@@ -51,6 +51,10 @@ def relay(
             help="Take sessions of programs on hosts without a relay (`iris key access`). Repeatable.",
         ),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Keep durable streams here: starts a store.", file_okay=False),
+    ] = None,
     dev: Annotated[
         bool,
         typer.Option("--dev", help="Alone, with throw-away keys that this user's programs find."),
@@ -63,12 +67,13 @@ def relay(
       iris relay --dev
       iris relay --join 10.0.0.7:7430
       iris relay --listen tls://0.0.0.0:7431
+      iris relay --data /var/lib/iris
     """
     try:
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
-            "listen": listen or None,
+            "listen": listen or None, "data": data and data.absolute(),
         }  # fmt: skip
         chosen = load_config(overrides, os.environ, config)
         keys = _dev_keys(os.environ) if chosen.dev else _network_keys(os.environ)

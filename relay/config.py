@@ -85,8 +85,8 @@ class RelayConfig:
     max_keys_per_session: int = 1024
     """Key ids that one session may prove; each costs the relay one check of a signature."""
 
-    max_joins_per_session: int = 1024
-    """Clusters that one session may serve."""
+    max_joins_per_session: int = 4096
+    """Clusters that one session may serve. A store takes up to four for a stream."""
 
     hello_timeout_s: float = 5.0
     """Seconds in which a connection has to say HELLO, so that silent ones hold no place."""
@@ -106,6 +106,10 @@ class RelayConfig:
 
     listen: tuple[str, ...] = ()
     """Where sessions of processes on hosts without a relay are accepted, each tls://HOST:PORT. They show what `iris key access` made."""
+
+    data: Path | None = None
+    """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless a store is
+    started otherwise."""
 
     mdns: bool = True
     """Whether relays on the same LAN are found, and find this one, by multicast DNS."""
@@ -341,6 +345,7 @@ _WANTED: dict[Callable[[object], object], str] = {
 }
 _BY_ANNOTATION: dict[object, Callable[[object], object]] = {
     "Path": _path,
+    "Path | None": _path,
     "str": _text,
     "str | None": _text,
     "int": _whole,

@@ -38,6 +38,7 @@ from relay.logs import configure
 from relay.ports import Driver
 from relay.remote import RemoteListener
 from relay.sessions import SessionHub
+from relay.supervisor import StoreSupervisor
 from relay.tls import garbled_names_told
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,11 @@ class Relay:
             self.remote = RemoteListener(self.hub, self.links.credentials)
         self._discoveries: dict[str, Discovery] = {}
         self._sighted: set[object] = set()
+        self._store: StoreSupervisor | None = None
+        if config.data is not None:
+            self._store = StoreSupervisor(
+                config.data.absolute(), config.socket_path, config.log_level
+            )
         self._socket: socketfile.SocketFile | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._found: asyncio.TimerHandle | None = None
@@ -117,6 +123,8 @@ class Relay:
             raise
         self.hub.listen(self._socket.listener)
         self._task(self.hub.sweep(), "iris-sweep")
+        if self._store is not None:
+            self._task(self._store.run(), "iris-store")
         if self.links is not None:
             self._discover(self.links)
         fields = {
@@ -149,9 +157,13 @@ class Relay:
                     break  # nobody is here
                 await asyncio.sleep(DRAIN_POLL_S)
                 quiet = quiet + 1 if self.hub.idle and self._links_idle else 0
+            if self._store is not None:
+                await self._store.stop()
             if self.links is not None:
                 await self.links.close()
         finally:
+            if self._store is not None:
+                self._store.kill()
             for task in self._tasks:
                 task.cancel()
             self._tasks.clear()
@@ -286,6 +298,8 @@ class Relay:
             "protocol_errors": self.hub.protocol_errors,
             "turned_away": self.hub.turned_away,
         }
+        if self._store is not None:
+            status["store"] = self._store.status()
         if self.links is None:
             return status
         status.update(self.links.status())

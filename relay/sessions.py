@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
+import struct
 import time
 from functools import partial
 
@@ -30,6 +32,8 @@ FIRST_LIMIT_BYTES = 64 << 10
 """Longest frame before a session has proven a key."""
 ACCEPTS = 64
 SWEEP_S = 0.5
+_CREDENTIALS = struct.Struct("3i")
+"""struct ucred: pid, uid, gid."""
 
 
 class SessionHub:
@@ -164,7 +168,8 @@ class SessionPort(ConnectionPort):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._writer = Writer(self._transport)
-        self.session = self._router.session_up(self, remote=self._remote)
+        ours = not self._remote and _is_ours(transport.get_extra_info("socket"))
+        self.session = self._router.session_up(self, remote=self._remote, ours=ours)
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching
         self.attaching = False
@@ -214,7 +219,7 @@ class SessionPort(ConnectionPort):
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
         """Route a frame of a session that has not proven a key yet; the first proof ends this."""
         self._router.frame_in(self.session, buf, start, end)
-        if self.session.proven and not self._finishing:
+        if (self.session.proven or self.session.granted) and not self._finishing:
             self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
             self._reader.on_frame = self._router.entry(self.session)
 
@@ -301,3 +306,12 @@ class SessionPort(ConnectionPort):
             self.control(encode_control(Error(str(err)[:1024])))
             self.finish()
             self._router.session_down(self.session)
+
+
+def _is_ours(connection: socket.socket | None) -> bool:
+    """Whether root or the user that this process runs as is at the other end; without a socket it is this process."""
+    if connection is None:
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return uid in (0, os.geteuid())

@@ -47,6 +47,8 @@ class Inbound:
         self._find_key = find_key
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
+        self.replies: set[int] = set()
+        """Aliases of stores' answers."""
 
     def declare(self, declared: Declare) -> None:
         """Take a declaration; the alias replaces what it stood for.
@@ -56,6 +58,10 @@ class Inbound:
         """
         if declared.kind not in DECLARED_KINDS:
             raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
+        if declared.kind == Kind.STREAM_REPLY:  # in clear: whose it is, its hop id says
+            self._place(declared.alias, None)
+            self.replies.add(declared.alias)
+            return
         key = self._find_key(declared.key_id)
         if key is None:
             raise PeerProtocolError(
@@ -69,10 +75,14 @@ class Inbound:
                 if len(self._openers) >= MAX_OPENERS:
                     self._openers.clear()  # flows keep theirs; the rest is derived again when declared again
                 opener = self._openers[place] = Opener(key, declared.sender_id)
+        self.replies.discard(declared.alias)
+        self._place(declared.alias, InFlow(declared, key, opener))
+
+    def _place(self, alias: int, flow: InFlow | None) -> None:
         flows = self._flows
-        if declared.alias >= len(flows):
-            flows.extend([None] * (min(MAX_ALIASES, max(16, 2 * declared.alias + 1)) - len(flows)))
-        flows[declared.alias] = InFlow(declared, key, opener)
+        if alias >= len(flows):
+            flows.extend([None] * (min(MAX_ALIASES, max(16, 2 * alias + 1)) - len(flows)))
+        flows[alias] = flow
 
     def flow(self, alias: int, kind: int) -> InFlow:
         """Return the flow of an alias; raises PeerProtocolError if it was not declared for this kind."""

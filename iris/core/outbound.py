@@ -6,7 +6,7 @@ would take it over the cut; then they are sealed and framed as one. Requests and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
@@ -20,7 +20,7 @@ from iris.core.bundle import (
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import END, HOP, encode_control, metadata_prefix
-from iris.wire.frames import Control, Declare, Kind, Prove
+from iris.wire.frames import NO_KEY, Control, Declare, Kind, Prove
 
 SMALL_BYTES: Final = 8192
 """A body below this is cheaper to copy behind its header than to write as a piece of its own."""
@@ -109,6 +109,8 @@ class Outbound:
         """What is published to, by topic: the look-up of the hot path."""
         self._dirty: list[OutFlow] = []
         self._proven: set[bytes] = set()
+        self._caller = b""
+        """Tells our calls of stores from those of other sessions."""
         self._tick = 0
 
     def control(self, body: Control) -> None:
@@ -196,13 +198,40 @@ class Outbound:
     def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
         """Frame the first handshake message of a tunnel. Each has an alias of its own: its id is the sender id."""
         self.prove(key)
-        alias = self._declare(Kind.TUNNEL_OPEN, name, key, tunnel_id)
+        alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id)
         self.sent_messages += 1
         self.raw(
             HOP.pack(46 + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
             + END.pack(self.now_us, timeout_ms, 1, 0)
             + body
         )
+
+    def call(self, name: str, key: ClusterKey | None, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
+        """Frame a call of a store; `key` is of the stream, None for a call of the store itself."""
+        if key is not None:
+            self.prove(key)
+        self._caller = self._caller or self._entropy(16)
+        place = (Kind.STREAM, name, key.key_id if key is not None else NO_KEY, self._caller)
+        alias = self._aliases.get(place) or self._declare(*place)
+        alias.used = self._tick = self._tick + 1
+        self.sent_messages += 1
+        self.raw(
+            HOP.pack(46 + len(body), Kind.STREAM, 0, alias.number, hop, deadline_us)
+            + END.pack(self.now_us, timeout_ms, 1, 0)
+            + body
+        )
+
+    def record(
+        self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool
+    ) -> tuple[bytes, bytes, bytes]:  # fmt: skip
+        """Seal messages for a stream; return (sender id, end fields, body). Nothing is framed."""
+        flow = self.flow(Kind.STREAM, name, key)
+        if flow.sealer.counter >= SEALS_PER_SENDER:
+            self._renew(key)
+        end = END.pack(self.now_us, 0, len(payloads), flow.first)
+        flow.first += len(payloads)
+        plain = encode_bundle(payloads, headers, packed)
+        return flow.sender_id, end, flow.sealer.seal(plain, flow.prefix + end)
 
     def unsent(self) -> list[tuple[int, str, bytes, Headers | None, bool]]:
         """Return and forget the messages that no bundle took yet: (kind, name, payload, headers, packed)."""
@@ -245,13 +274,11 @@ class Outbound:
             if flow.key.key_id == key.key_id:
                 flow.take(*entry)
 
-    def _declare(self, kind: int, name: str, key: ClusterKey, sender_id: bytes) -> Alias:
+    def _declare(self, kind: int, name: str, key_id: bytes, sender_id: bytes) -> Alias:
         self._tick += 1
-        alias = self._aliases.add((kind, name, key.key_id, sender_id), self._tick)
+        alias = self._aliases.add((kind, name, key_id, sender_id), self._tick)
         self.control(
-            Declare(
-                alias=alias.number, kind=kind, name=name, key_id=key.key_id, sender_id=sender_id
-            )
+            Declare(alias=alias.number, kind=kind, name=name, key_id=key_id, sender_id=sender_id)
         )
         return alias
 
@@ -267,7 +294,9 @@ class Outbound:
             flow.first = count
         alias = flow.alias
         if alias is None or alias.number < 0:
-            alias = flow.alias = self._declare(flow.kind, flow.name, flow.key, flow.sender_id)
+            alias = flow.alias = self._declare(
+                flow.kind, flow.name, flow.key.key_id, flow.sender_id
+            )
         alias.used = self._tick = self._tick + 1
         end = END.pack(self.now_us, timeout_ms, count, first)
         sealed, body = sealer.seal_apart(plain, flow.prefix + end + suffix)

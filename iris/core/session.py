@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from iris.core.asks import NEVER_US, Asks
 from iris.core.bundle import Headers, decode_bundle
+from iris.core.calling import Calling
 from iris.core.guard import Guard
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
@@ -76,6 +77,7 @@ class Session:
         self.session_id = b""
         self.asks = asks = Asks(self)
         self.tunneling = tunneling = Tunneling(self)
+        self.calling = Calling(self)
         self.members: list[int] = []
         """The members of ours that joined through this session."""
         self.registered: set[object] = set()
@@ -91,6 +93,8 @@ class Session:
         self.out: Outbound
         self.entropy = entropy
         self._inbound = Inbound(owner.find_key)
+        self.replies = self._inbound.replies
+        """Aliases of the relay's that were declared for stores' answers."""
         self.flow = self._inbound.flow
         """The flow of an alias of the relay's, declared for a kind."""
         self._guard = guard
@@ -109,6 +113,7 @@ class Session:
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
         table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = asks.answered
         table[Kind.BROADCAST] = self._broadcast
+        table[Kind.STREAM_REPLY] = self.calling.answered
         table[Kind.TUNNEL_OPEN] = tunneling.opening
         table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = (
             tunneling.frame
@@ -167,7 +172,9 @@ class Session:
     def expire(self, mono_us: int) -> None:
         """End what is past its deadline."""
         self.mono_us = mono_us
-        self.deadline_us = min(self.asks.expire(mono_us), self.tunneling.expire(mono_us))
+        self.deadline_us = min(
+            self.asks.expire(mono_us), self.tunneling.expire(mono_us), self.calling.expire(mono_us)
+        )
         pulse = self._pulse
         if pulse is not None and self.state == "up":
             if mono_us >= pulse.beat_us:
@@ -216,6 +223,7 @@ class Session:
         self.state = "ended"
         self.asks.end(reason, routed=routed)
         self.tunneling.end(reason)
+        self.calling.end(reason)
         acks, self._acks = self._acks, {}
         for _, waiter, _ in acks.values():
             if not waiter.done():
@@ -246,12 +254,13 @@ class Session:
         heard: Callable[[frames.Membership], None],
         *,
         stay: bool,
+        streams: bool = False,
     ) -> int:
-        """Ask who serves `name`; `heard` gets the answer, and the changes if `stay`."""
+        """Ask who serves `name`, or with `streams` which stores hold it; `heard` gets the answer, and the changes if `stay`."""
         number = self._next_id
         self._next_id += 1
         self._watches[number] = heard
-        self.out.control(frames.Members(number, name, key_ids, stay))
+        self.out.control(frames.Members(number, name, key_ids, stay, streams))
         return number
 
     def unwatch(self, number: int) -> None:
@@ -459,7 +468,7 @@ class Session:
     @property
     def busy(self) -> bool:
         """Requests of ours or for us, or tunnels, are still in flight here."""
-        return bool(len(self.asks) or self.tunneling.ends or self.running)
+        return bool(len(self.asks) or self.tunneling.ends or self.running or self.calling.writes)
 
     # -- what comes in: control ------------------------------------------------------------------------------
 
@@ -475,6 +484,7 @@ class Session:
     def _on_fail(self, fail: frames.Fail) -> None:
         self.asks.failed(fail)
         self.tunneling.failed(fail)
+        self.calling.failed(fail)
 
     def _on_welcome(self, welcome: frames.Welcome) -> None:
         if self.state != "connecting":

@@ -36,6 +36,8 @@ SESSION_ID_BYTES: Final = 8
 CHALLENGE_BYTES: Final = 32
 
 _PROOF: Final = b"iris-proof-1"
+_STORE_PROOF: Final = b"iris-store-proof-1"
+_ORDER: Final = b"iris-stream-order-1"
 
 
 class _Secret:
@@ -130,6 +132,36 @@ class ClusterKey(_Secret):
         """
         return self._signer.sign(_proof(relay_id, session_id, challenge, self.key_id))
 
+    def sign_order(self, order: bytes) -> bytes:
+        """Return the 64-byte signature by which a store may keep a stream of this key's, or has to end it."""
+        return self._signer.sign(_ORDER + order)
+
+
+class StoreKey(_Secret):
+    """A store's own key: it seals and opens nothing, and shows that an order names this store. `public_key` is 32 bytes."""
+
+    __slots__ = ("_signer", "public_key")
+    _kind = "store key"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self._signer: Final = Ed25519PrivateKey.from_private_bytes(
+            _derive(self._secret, b"iris-store-sign-1")
+        )
+        self.public_key: Final = self._signer.public_key().public_bytes_raw()
+
+    @property
+    def _public_id(self) -> bytes:
+        return public_id(self.public_key)
+
+    def sign_proof(
+        self, order: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes
+    ) -> bytes:
+        """Return the 64-byte signature that shows to one relay, in one session, that `order` is to us."""
+        return self._signer.sign(
+            _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
+        )
+
 
 class NetworkKey(_Secret):
     """The key that the relays of one network share: it admits relays and opens no payload.
@@ -158,9 +190,7 @@ class NetworkKey(_Secret):
 
 def public_id(public_key: bytes) -> bytes:
     """Return the 16-byte name of a 32-byte Ed25519 public key: key id or network fingerprint."""
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(public_key)
-    return digest.finalize()[:KEY_ID_BYTES]
+    return _digest(public_key)
 
 
 def verify_proof(
@@ -176,16 +206,46 @@ def verify_proof(
             `public_key` (32 bytes) or `signature` (64 bytes) is malformed.
         LocalProtocolError: relay id, session id or challenge have another length than ours have.
     """
+    key_id = public_id(public_key)
+    message = _proof(relay_id, session_id, challenge, key_id)
+    _verify(public_key, signature, message, "the proof of the key id does not hold")
+    return key_id
+
+
+def verify_order(public_key: bytes, signature: bytes, order: bytes) -> bytes:
+    """Return the id of the cluster key (16 bytes) that signed `order`.
+
+    Raises:
+        OpenError: the signature is not this key's over this order, or one of the two is malformed.
+    """
+    _verify(public_key, signature, _ORDER + order, "the signature of the order does not hold")
+    return public_id(public_key)
+
+
+def verify_store_proof(
+    public_key: bytes, signature: bytes, order: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes
+) -> None:  # fmt: skip
+    """Return if the store of `public_key` signed this order in this session; raises OpenError otherwise."""
+    message = _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
+    _verify(public_key, signature, message, "the store's proof does not hold")
+
+
+def _verify(public_key: bytes, signature: bytes, message: bytes, text: str) -> None:
     if len(public_key) == PUBLIC_KEY_BYTES and len(signature) == SIGNATURE_BYTES:
-        key_id = public_id(public_key)
-        message = _proof(relay_id, session_id, challenge, key_id)
         try:
             Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
         except (InvalidSignature, ValueError):
             pass
         else:
-            return key_id
-    raise OpenError("the proof of the key id does not hold")
+            return
+    raise OpenError(text)
+
+
+def _digest(data: bytes) -> bytes:
+    """Return the first 16 bytes of SHA-256."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(data)
+    return digest.finalize()[:KEY_ID_BYTES]
 
 
 def _proof(relay_id: bytes, session_id: bytes, challenge: bytes, key_id: bytes) -> bytes:

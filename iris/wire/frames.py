@@ -44,6 +44,7 @@ class Kind(IntEnum):
     REPORT = 0x16
     PING = 0x17
     PONG = 0x18
+    GRANT = 0x19
     LINK_HELLO = 0x20
     BEAT = 0x21
     INTEREST = 0x22
@@ -64,6 +65,8 @@ class Kind(IntEnum):
     TUNNEL_ACCEPT = 0x49
     TUNNEL_DATA = 0x4A
     TUNNEL_END = 0x4B
+    STREAM = 0x4C
+    STREAM_REPLY = 0x4D
 
 
 FIRST_DATA_KIND: Final = 0x40
@@ -80,13 +83,19 @@ DECLARED_KINDS: Final = frozenset(
         Kind.BROADCAST,
         Kind.PUBLISH,
         Kind.TUNNEL_OPEN,
+        Kind.STREAM,
+        Kind.STREAM_REPLY,
     }
 )
 """Kinds that an alias can stand for."""
 SERVED_KINDS: Final = frozenset(
-    {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN}
+    {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN, Kind.STREAM}
 )
-"""Kinds that a member can serve."""
+"""Kinds that a member can serve. Who serves STREAM alone is a store, and no member of a cluster of the same name."""
+NO_KEY: Final = bytes(16)
+"""Key id of calls to stores themselves: their bodies are clear, and orders in them are signed."""
+STORES: Final = "stores"
+"""Name that every store serves under NO_KEY."""
 
 FLAG_MORE: Final = 0x01
 """The body continues in the next frame of this alias (links only)."""
@@ -208,6 +217,19 @@ class Ack(Struct, frozen=True):
     member: U63 = 0
 
 
+class Grant(Struct, frozen=True):
+    """An order to keep a stream (`iris.wire.streams.Order`), in place of a proof for what it names.
+
+    `signature` is the cluster key's over the order, `proof` the store's own over this session and the order.
+    """
+
+    id: U63
+    order: Annotated[bytes, Meta(max_length=8192)]
+    public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    proof: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
 class Prove(Struct, frozen=True):
     """Proof that the session holds a cluster key; the key id is derived from `public_key`."""
 
@@ -249,6 +271,8 @@ class Join(Struct, frozen=True):
     name: Name
     key_ids: KeyIds
     kinds: Annotated[dict[int, Serving], Meta(min_length=1, max_length=8)]
+    tag: Annotated[str, Meta(max_length=64)] = ""
+    """Told with the member: of a stream, which log it is."""
 
 
 class Leave(Struct, frozen=True):
@@ -329,12 +353,16 @@ class Done(Struct, frozen=True):
 
 
 class Members(Struct, frozen=True):
-    """Ask who serves a cluster; with `watch`, hear of changes until Unwatch of the same id."""
+    """Ask who serves a cluster; with `watch`, hear of changes until Unwatch of the same id.
+
+    With `streams`: which stores hold a stream of this name. That is answered once.
+    """
 
     id: U63
     name: Name
     key_ids: KeyIds
     watch: bool = False
+    streams: bool = False
 
 
 class Unwatch(Struct, frozen=True):
@@ -352,6 +380,7 @@ class MemberInfo(Struct, frozen=True):
     relay: Annotated[str, Meta(max_length=32)]
     site: Text = ""
     label: Annotated[str, Meta(max_length=64)] = ""
+    tag: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Membership(Struct, frozen=True):
@@ -437,6 +466,7 @@ class MemberEntry(Struct, frozen=True, array_like=True):
     key_ids: KeyIds
     kinds: Annotated[dict[int, Annotated[int, Meta(ge=1, le=1 << 20)]], Meta(max_length=8)]
     label: Annotated[str, Meta(max_length=64)] = ""
+    tag: Annotated[str, Meta(max_length=64)] = ""
 
 
 class TopicEntry(Struct, frozen=True, array_like=True):
@@ -513,6 +543,7 @@ Control = (
     | Drain
     | Ack
     | Prove
+    | Grant
     | Declare
     | Join
     | Leave
@@ -547,6 +578,7 @@ CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
     Drain: Kind.DRAIN,
     Ack: Kind.ACK,
     Prove: Kind.PROVE,
+    Grant: Kind.GRANT,
     Declare: Kind.DECLARE,
     Join: Kind.JOIN,
     Leave: Kind.LEAVE,

@@ -1,4 +1,4 @@
-"""Requests, pushes, surveys and tunnel openings: handed to members or other relays, answered, refused, lost.
+"""Requests, pushes, surveys, tunnel openings and calls of stores: handed to members or other relays, answered, refused, lost.
 
 What a neighbor was handed stands in its `handed` table under a hop id that this relay chose, so an answer is accepted from
 that neighbor alone. A refusal brings the frame itself back, over links too, to the relay of the caller: no relay keeps
@@ -86,7 +86,7 @@ class Calls:
     def called(
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, now_us: int
     ) -> None:
-        """A request, push, survey or tunnel opening came; or one that was refused where it was handed to."""
+        """A request, push, survey, tunnel opening or a store's call came; or one that was refused where it was handed to."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
         _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
@@ -454,6 +454,9 @@ class Calls:
             detail = f"all {len(route.loads)} members{where} are full or refused it"
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
+        if route.kind == Kind.STREAM:
+            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, "no store holds it"))
+            return
         text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
         others = self._interest.others(route.name, (route.key_id,))
         for short, more in self._mesh.others(route.name, (route.key_id,)).items():
@@ -510,7 +513,7 @@ class Calls:
                 handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
 
 
-_ANSWERED: Final = frozenset({Kind.REQUEST, Kind.SURVEY})
+_ANSWERED: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: "stale",
     Refusal.REPLAYED: "the member has seen this message before",

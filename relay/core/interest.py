@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from iris.wire.frames import Serving
+from iris.wire.frames import Kind, Serving
 
 if TYPE_CHECKING:
     from relay.core.link import Link
@@ -91,7 +91,7 @@ class Load:
 class Member:
     """One JOIN of one session."""
 
-    __slots__ = ("key_ids", "left", "loads", "name", "serial", "session")
+    __slots__ = ("key_ids", "left", "listed", "loads", "name", "serial", "session", "tag")
 
     def __init__(
         self,
@@ -100,11 +100,14 @@ class Member:
         name: str,
         key_ids: tuple[bytes, ...],
         kinds: dict[int, Serving],
+        tag: str = "",
     ) -> None:
         self.session = session
         self.serial = serial
         self.name = name
         self.key_ids = key_ids
+        self.tag = tag
+        self.listed = is_listed(kinds)
         self.left = False
         """It takes nothing new, and stays known until it finished what it was handed."""
         self.loads = {
@@ -116,6 +119,11 @@ class Member:
         """Once it has left and finished all, nothing refers to it any more."""
         if self.left and not any(load.messages for load in self.loads.values()):
             self.session.members.pop(self.serial, None)
+
+
+def is_listed(kinds: Iterable[int]) -> bool:
+    """Whether who serves these kinds is a member of its cluster; who serves a stream alone is a store of that name."""
+    return any(kind != Kind.STREAM for kind in kinds)
 
 
 class Watch:
@@ -169,6 +177,8 @@ class Interest:
         self.version += 1
         for key_id in member.key_ids:
             self._clusters.setdefault((member.name, key_id), {})[member.serial] = member
+            if not member.listed:
+                continue
             counts = self._names.setdefault(member.name, {})
             counts[key_id] = counts.get(key_id, 0) + 1
 
@@ -181,6 +191,8 @@ class Interest:
             del members[member.serial]
             if not members:
                 del self._clusters[address]
+            if not member.listed:
+                continue
             counts = self._names[member.name]
             counts[key_id] -= 1
             if not counts[key_id]:
@@ -195,12 +207,17 @@ class Interest:
             return []
         return [member.loads[kind] for member in members.values() if kind in member.loads]
 
-    def members(self, name: str, key_ids: Iterable[bytes]) -> list[Member]:
-        """Return the members under any of the key ids, each once, oldest first."""
+    def members(
+        self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
+    ) -> list[Member]:
+        """Return the members under any of the key ids, each once, oldest first; with `streams` the stores that hold one instead."""
         found: dict[int, Member] = {}
         for key_id in key_ids:
             found.update(self._clusters.get((name, key_id), {}))
-        return [found[serial] for serial in sorted(found)]
+        members = [found[serial] for serial in sorted(found)]
+        if streams:
+            return [member for member in members if Kind.STREAM in member.loads]
+        return [member for member in members if member.listed]
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many serve `name` under other keys: first 4 bytes of the key id in hex -> count."""

@@ -78,7 +78,7 @@ class Copy:
     def info(self, entry: MemberEntry) -> frames.MemberInfo:
         """Return a member as sessions see it."""
         return frames.MemberInfo(
-            self.member_id(entry.serial), list(entry.kinds), entry.key_ids, self.relay, self.site, entry.label
+            self.member_id(entry.serial), list(entry.kinds), entry.key_ids, self.relay, self.site, entry.label, entry.tag
         )  # fmt: skip
 
 

@@ -17,10 +17,17 @@ from typing import Final
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, MemberEntry, TopicEntry
+from iris.wire.frames import (
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    SERVED_KINDS,
+    Kind,
+    MemberEntry,
+    TopicEntry,
+)
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
-from relay.core.interest import Interest, Member
+from relay.core.interest import Interest, Member, is_listed
 from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link
 from relay.core.ports import Port
 
@@ -310,7 +317,7 @@ class Mesh:
         key_ids = self._key_ids.setdefault(tuple(entry.key_ids), entry.key_ids)
         kinds = self._kinds.setdefault(tuple(sorted(entry.kinds.items())), entry.kinds)
         name, label = sys.intern(entry.name), sys.intern(printable(entry.label))
-        return MemberEntry(entry.serial, name, key_ids, kinds, label)
+        return MemberEntry(entry.serial, name, key_ids, kinds, label, printable(entry.tag))
 
     def _lead(self, link: Link, entry: MemberEntry) -> None:
         """Calls for the addresses of a member may go over the link."""
@@ -356,18 +363,26 @@ class Mesh:
     def _tell(
         self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
     ) -> None:
+        if not is_listed(entry.kinds):
+            return
         for watch in self._interest.watchers(entry.name, entry.key_ids):
             if not watch.session.closed:
                 watch.session.control(frames.Membership(watch.number, list(joined), list(left)))
 
-    def infos(self, name: str, key_ids: Iterable[bytes]) -> list[frames.MemberInfo]:
-        """Return the members of other relays under any of the key ids, those of suspended relays included."""
+    def infos(
+        self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
+    ) -> list[frames.MemberInfo]:
+        """Return the members of other relays under any of the key ids, those of suspended relays included.
+
+        With `streams` the stores that hold a stream of the name instead.
+        """
         wanted = set(key_ids)
         return [
             copy.info(entry)
             for copy in self.copies.values()
             for entry in copy.names.get(name, {}).values()
             if not wanted.isdisjoint(entry.key_ids)
+            and (Kind.STREAM in entry.kinds if streams else is_listed(entry.kinds))
         ]
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
@@ -376,7 +391,7 @@ class Mesh:
         found: dict[str, int] = {}
         for copy in self.copies.values():
             for entry in copy.names.get(name, {}).values():
-                for key_id in entry.key_ids:
+                for key_id in entry.key_ids if is_listed(entry.kinds) else ():
                     if key_id not in known:
                         short = key_id[:4].hex()
                         found[short] = found.get(short, 0) + 1
@@ -528,7 +543,7 @@ class Mesh:
 def _entry(member: Member) -> MemberEntry:
     kinds = {kind: load.concurrency for kind, load in member.loads.items()}
     return MemberEntry(
-        member.serial, member.name, list(member.key_ids), kinds, member.session.label
+        member.serial, member.name, list(member.key_ids), kinds, member.session.label, member.tag
     )
 
 
@@ -542,7 +557,13 @@ def _cut(
         for item in items:
             part[index].append(item)  # type: ignore[arg-type]  # each list takes its own kind
             if isinstance(item, MemberEntry):
-                size += 96 + 4 * len(item.name) + 18 * len(item.key_ids) + 4 * len(item.label)
+                size += (
+                    96
+                    + 4 * len(item.name)
+                    + 18 * len(item.key_ids)
+                    + 4 * len(item.label)
+                    + 4 * len(item.tag)
+                )
             elif isinstance(item, TopicEntry):
                 size += 64 + 4 * len(item.filter) + 4 * len(item.group)
             else:

@@ -23,6 +23,7 @@ from iris.wire import frames
 from iris.wire.codec import KIND_AT, decode_control, encode_control
 from iris.wire.frames import (
     DECLARED_KINDS,
+    NO_KEY,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
     SERVED_KINDS,
@@ -32,6 +33,7 @@ from iris.wire.frames import (
 from iris.wire.names import check_cluster, check_filter, check_group, check_topic, printable
 from relay.core.calls import Calls
 from relay.core.casts import Casts
+from relay.core.grants import barred, take_grant
 from relay.core.interest import Interest, Member, Watch
 from relay.core.link import Link
 from relay.core.mesh import NEVER_US, Mesh
@@ -115,6 +117,7 @@ class Router:
         }
         self._controls: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
+            frames.Grant: self._on_grant,
             frames.Declare: self._on_declare,
             frames.Join: self._on_join,
             frames.Leave: self._on_leave,
@@ -132,10 +135,10 @@ class Router:
 
     # -- driving ---------------------------------------------------------------------------------------------
 
-    def session_up(self, port: Port, *, remote: bool = False) -> Session:
-        """A connection came, from another host if it is `remote`; it has yet to say HELLO."""
+    def session_up(self, port: Port, *, remote: bool = False, ours: bool = True) -> Session:
+        """A connection came, from another host if it is `remote`, of the relay's own user or root if it is `ours`; it has yet to say HELLO."""
         number = self._number()
-        session = Session(port, number, self._entropy(32), self.limits.aliases, remote)
+        session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours)
         self.sessions[number] = self.neighbors[number] = session
         return session
 
@@ -363,8 +366,20 @@ class Router:
             raise PeerProtocolError("the proof of a key does not hold") from err
         session.proven.add(key_id)
 
+    def _on_grant(self, session: Session, grant: frames.Grant) -> None:
+        session.proofs += 1
+        if session.proofs > self.limits.keys:
+            error = f"more than {self.limits.keys} keys and grants"
+        else:
+            error = take_grant(session, grant, self.relay_id)
+        session.control(frames.Ack(grant.id, error))
+
     def _on_declare(self, session: Session, declared: frames.Declare) -> None:
-        if declared.key_id not in session.proven:
+        # An answer goes to whom its hop id says; calls under no key are to the stores themselves.
+        open_to_all = declared.kind == Kind.STREAM_REPLY or (
+            declared.kind == Kind.STREAM and declared.key_id == NO_KEY
+        )
+        if declared.key_id not in session.proven and not open_to_all:
             raise PeerProtocolError(
                 f"alias under key {declared.key_id.hex()[:8]}, which was not proven"
             )
@@ -393,11 +408,13 @@ class Router:
         routes[declared.alias] = Route(neighbor, declared, self.neighbors)
 
     def _on_join(self, session: Session, join: frames.Join) -> None:
-        error = self._unproven(session, join.key_ids)
+        error = barred(session, join)
         if not error and len(session.members) >= self.limits.joins:
             error = f"this session already has {self.limits.joins} members"
         if not error and not set(join.kinds) <= SERVED_KINDS:
-            error = "a member serves requests, pushes, surveys, broadcasts and tunnels only"
+            error = (
+                "a member serves requests, pushes, surveys, broadcasts, tunnels and streams only"
+            )
         if not error:
             error = _grammar(check_cluster, join.name)
         if error:
@@ -405,12 +422,13 @@ class Router:
             return
         serial = self._next_serial
         self._next_serial += 1
-        member = Member(session, serial, join.name, tuple(dict.fromkeys(join.key_ids)), join.kinds)
+        key_ids = tuple(dict.fromkeys(join.key_ids))
+        member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
         session.members[serial] = member
         self.interest.join(member)
         self.mesh.joined(member, self.now_us)
         session.control(frames.Ack(join.id, "", serial))
-        for watch in self.interest.watchers(member.name, member.key_ids):
+        for watch in self._watchers(member):
             watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
 
     def _on_leave(self, session: Session, leave: frames.Leave) -> None:
@@ -426,17 +444,24 @@ class Router:
         self.interest.leave(member)
         self.mesh.left(member, self.now_us)
         member.forget_if_done()
-        for watch in self.interest.watchers(member.name, member.key_ids):
+        for watch in self._watchers(member):
             if not watch.session.closed:
                 watch.session.control(
                     frames.Membership(watch.number, left=[self.member_id(member)])
                 )
 
+    def _watchers(self, member: Member) -> Sequence[Watch]:
+        return self.interest.watchers(member.name, member.key_ids) if member.listed else ()
+
     def _on_subscribe(self, session: Session, subscribe: frames.Subscribe) -> None:
         place = (subscribe.filter, subscribe.group)
-        error = self._unproven(session, subscribe.key_ids) or _grammar(
-            check_filter, subscribe.filter
-        )
+        granted = [
+            key_id
+            for key_id in subscribe.key_ids
+            if ("topic", subscribe.filter, key_id) in session.granted
+        ]
+        unproven = [key_id for key_id in subscribe.key_ids if key_id not in granted]
+        error = self._unproven(session, unproven) or _grammar(check_filter, subscribe.filter)
         if not error and subscribe.group:
             error = _grammar(check_group, subscribe.group)
         if not error and place in session.subscriptions:
@@ -481,17 +506,18 @@ class Router:
             self._calls.credited(session, load, credit.hops)
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
-        if self._unproven(session, ask.key_ids):
+        if self._unproven(session, [k for k in ask.key_ids if not ask.streams or k != NO_KEY]):
             raise PeerProtocolError("members asked for under a key that was not proven")
         if error := _grammar(check_cluster, ask.name):
             raise PeerProtocolError(error)
-        if ask.watch:
+        if ask.watch and not ask.streams:
             if len(session.watches) >= MAX_WATCHES or ask.id in session.watches:
                 raise PeerProtocolError(f"more than {MAX_WATCHES} watches, or one id twice")
             watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, tuple(ask.key_ids))
             self.interest.watch(watch)
-        found = [self._info(member) for member in self.interest.members(ask.name, ask.key_ids)]
-        found += self.mesh.infos(ask.name, ask.key_ids)
+        here = self.interest.members(ask.name, ask.key_ids, streams=ask.streams)
+        found = [self._info(member) for member in here]
+        found += self.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
         others = self.interest.others(ask.name, ask.key_ids)
         for short, count in self.mesh.others(ask.name, ask.key_ids).items():
             others[short] = others.get(short, 0) + count
@@ -526,7 +552,7 @@ class Router:
     def _info(self, member: Member) -> frames.MemberInfo:
         return frames.MemberInfo(
             self.member_id(member), list(member.loads), list(member.key_ids), self.relay_id.hex(), self.site,
-            member.session.label,
+            member.session.label, member.tag,
         )  # fmt: skip
 
     @property
@@ -580,7 +606,9 @@ def _table(
     table = [control] * 256
     table[Kind.PUBLISH] = table[Kind.BROADCAST] = casts.cast
     table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = table[Kind.TUNNEL_OPEN] = call
+    table[Kind.STREAM] = call
     table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = calls.answered
+    table[Kind.STREAM_REPLY] = calls.answered
     tunnel = calls.tunnels.frame
     table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = tunnel
     return table

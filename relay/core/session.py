@@ -15,6 +15,8 @@ from relay.core.ports import Held, Port
 MAX_GAPS: Final = 65_536
 MAX_TARGETS: Final = 1024
 
+Granted = tuple[str, str, bytes]
+"""What for ("stream", "topic" or "cluster"), name or filter, key id."""
 Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
 """kind, name, key id, sender id, plain, groups, member: all that an alias towards a session or link stands for."""
 
@@ -287,20 +289,24 @@ class Session(Neighbor):
     """A process of this host, or over TLS (`remote`) of another."""
 
     __slots__ = (
-        "challenge", "groups", "members", "pid", "places", "proofs", "proven", "remote", "session_id", "subscriptions", "watches",
+        "challenge", "granted", "groups", "members", "ours", "pid", "places", "proofs", "proven", "remote", "session_id", "subscriptions", "watches",
     )  # fmt: skip
 
     def __init__(
-        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool
+        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool, ours: bool
     ) -> None:
         super().__init__(port, number, max_aliases)
         self.remote = remote
+        self.ours = ours
+        """A process of the relay's own user or of root: it may be a store."""
         self.session_id = number.to_bytes(8, "little")
         self.challenge = challenge
         self.pid = 0
         self.proven: set[bytes] = set()
         self.proofs = 0
         """Signatures checked, those that held before included."""
+        self.granted: set[Granted] = set()
+        """What a store may do without holding the key."""
         self.places = 0
         """Nodes of the topic tree that its subscriptions may take."""
         self.members: dict[int, Member] = {}

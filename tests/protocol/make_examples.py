@@ -5,21 +5,24 @@ Everything follows from fixed keys, ids, clocks and counters, so that a run chan
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from iris.core.bundle import Headers, encode_bundle
 from iris.core.tunnel import prologue
-from iris.crypto.keys import ClusterKey
+from iris.crypto.keys import ClusterKey, StoreKey, public_id, verify_order, verify_store_proof
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Sealer, derive_key_and_salt
-from iris.wire import frames
+from iris.streams.records import RecordOpener
+from iris.wire import frames, streams
 from iris.wire.codec import END, HOP, RELAY_HOP, answer_suffix, encode_control, metadata_prefix
 from iris.wire.frames import FLAG_REFUSED, Cause, Control, Kind, Refusal, Serving
 
@@ -42,6 +45,19 @@ DEADLINE_US: Final = 90_000_000_000
 MEMBER_ID: Final = f"{RELAY_ID.hex()}.7"
 CLUSTER: Final = "databases"
 TOPIC: Final = "flights.JFK.AA"
+APPENDER: Final = bytes(range(0x40, 0x50))
+STORE_KEY: Final = StoreKey(bytes(range(0x20, 0x40)))
+STORE_SENDER: Final = bytes(range(0x30, 0x40))
+STREAM: Final = "orders"
+STREAM_UUID: Final = bytes(range(0x80, 0x90))
+PRODUCER: Final = bytes(range(0x90, 0xA0))
+RECORD_KEY: Final = b"AA"
+ORDER: Final = streams.encode(
+    streams.Order(
+        streams.KEEP, STREAM_UUID, KEY.key_id, STORE_KEY.public_key, SENT_US,
+        streams.Definition(STREAM, "orders.>", max_bytes=1 << 30, compact=True),
+    )
+)  # fmt: skip
 
 CONTROLS: Final[dict[str, Control]] = {
     "hello": frames.Hello(1, 0, "billing", 4711),
@@ -54,6 +70,10 @@ CONTROLS: Final[dict[str, Control]] = {
     "ack": frames.Ack(2, "", 7),
     "prove": frames.Prove(
         0, KEY.public_key, KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE)
+    ),
+    "grant": frames.Grant(
+        1, ORDER, KEY.public_key, KEY.sign_order(ORDER),
+        STORE_KEY.sign_proof(ORDER, relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE),
     ),
     "declare": frames.Declare(0, Kind.REQUEST, CLUSTER, KEY.key_id, CALLER),
     "declare-delivery": frames.Declare(3, Kind.PUBLISH, TOPIC, KEY.key_id, CALLER, False, ["archive"]),
@@ -235,7 +255,7 @@ def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
 def derived() -> dict[str, dict[str, Any]]:
     """Return the blocks without a frame: what follows from the key, and from senders under it."""
     senders = {}
-    for name, sender_id in (("caller", CALLER), ("member", MEMBER)):
+    for name, sender_id in (("caller", CALLER), ("member", MEMBER), ("appender", APPENDER)):
         kid = int.from_bytes(sender_id[:8])
         key, salt = derive_key_and_salt(base_key(sender_id), kid)
         senders[name] = {
@@ -255,7 +275,76 @@ def derived() -> dict[str, dict[str, Any]]:
             "opener_ephemeral_secret": OPENER_EPHEMERAL.hex(),
             "member_ephemeral_secret": MEMBER_EPHEMERAL.hex(),
         },
+        "order": readable(msgspec.msgpack.decode(ORDER)),
+        "stream": {
+            "store_secret": bytes(range(0x20, 0x40)).hex(), "store_public_key": STORE_KEY.public_key.hex(),
+            "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
+            "dead_uuid": streams.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
+        },
     }  # fmt: skip
+
+
+def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
+    """Return an append of one sealed record to a store, and the answer to a fetch that holds it."""
+    prefix = metadata_prefix(Kind.STREAM, STREAM, KEY.key_id, APPENDER)
+    end = END.pack(SENT_US, 0, 1, 0)
+    body = Sealer(KEY, APPENDER).seal(encode_bundle([b"paid"], None, False), prefix + end)
+    new = streams.NewRecord(0, end, body, _key_hash(), expires_us=SENT_US + 86_400_000_000)
+    append = streams.Append(APPENDER, [new], PRODUCER, 0)
+    record = streams.Record(
+        7,
+        Kind.STREAM,
+        STREAM,
+        KEY.key_id,
+        APPENDER,
+        end,
+        body,
+        SENT_US + 1500,
+        new.key_hash,
+        False,
+        new.expires_us,
+    )
+    hole = streams.Hole(5, 6, 2)
+    gap = streams.Gap(6, 3, "slow receiver", SENT_US + 1000)
+    fetched = streams.Fetched([hole, gap, record], 8, 0, 8, STREAM_UUID)
+    opened = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None).open(record)
+    assert isinstance(opened, list), opened
+    grant = CONTROLS["grant"]
+    assert isinstance(grant, frames.Grant)
+    assert verify_order(grant.public_key, grant.signature, grant.order) == KEY.key_id
+    verify_store_proof(
+        streams.decode_order(grant.order).store, grant.proof, grant.order,
+        relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE,
+    )  # fmt: skip
+
+    def frame(
+        kind: Kind, alias: int, hop: int, call: bytes, timeout: int, sender_id: bytes, **said: Any
+    ) -> tuple[bytes, dict[str, Any]]:
+        deadline = DEADLINE_US if timeout else 0
+        shown = {
+            "frame": kind.name, "flags": 0, "alias": alias, "hop": hop, "deadline": deadline,
+            "sent": SENT_US, "timeout": timeout, "count": 1, "first": 0,
+            "declared": {"name": STREAM_UUID.hex(), "sender_id": sender_id.hex()},
+            "body": readable(msgspec.msgpack.decode(call)), **said,
+        }  # fmt: skip
+        head = HOP.pack(46 + len(call), kind, 0, alias, hop, deadline)
+        return head + END.pack(SENT_US, timeout, 1, 0) + call, shown
+
+    call, answer = streams.encode(append), streams.encode(fetched)
+    assert streams.decode_call(call) == append
+    assert streams.decode_answer(answer) == fetched
+    payloads = [message.payload.decode() for message in opened]
+    return {
+        "stream-append": frame(Kind.STREAM, 6, 7, call, 10_000, CALLER),
+        "stream-reply": frame(
+            Kind.STREAM_REPLY, 3, RELAY_HOP + 5, answer, 0, STORE_SENDER,
+            record={"metadata": (prefix + end).hex(), "payloads": payloads},
+        ),
+    }  # fmt: skip
+
+
+def _key_hash() -> bytes:
+    return hmac.digest(KEY.key_hash_key, STREAM_UUID + RECORD_KEY, "sha256")
 
 
 def base_key(sender_id: bytes) -> bytes:
@@ -272,7 +361,7 @@ def blocks() -> dict[tuple[str, str], str]:
         found["json", name] = _json(
             {"frame": frames.CONTROL_TYPES[type(body)].name, **readable(body)}
         )
-    for name, (frame, said) in {**sealed(), **tunnel()}.items():
+    for name, (frame, said) in {**sealed(), **tunnel(), **stream()}.items():
         found["hex", name] = _hex(frame)
         found["json", name] = _json(said)
     for name, payloads, headers in (

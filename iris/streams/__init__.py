@@ -1,0 +1,516 @@
+"""Durable streams: logs of what was published, pushed, broadcast or appended, kept sealed by a store.
+
+`client.streams` creates, describes, changes and deletes them, appends to them and reads them. The store holds no cluster key: it
+keeps what it cannot open, by an order that a holder of the key signed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct, structs
+
+from iris.core.bundle import Headers, check_headers
+from iris.core.message import encode_payload
+from iris.crypto.keys import ClusterKey, public_id
+from iris.errors import (
+    ConfigError,
+    InvalidName,
+    MessageTooLarge,
+    NoStream,
+    OffsetConflict,
+    StreamError,
+    StreamExists,
+    StreamUnavailable,
+)
+from iris.streams.appending import PLAIN, Extras, Producer
+from iris.streams.calls import Place, Stores
+from iris.streams.consuming import TAKE_MESSAGES, Consumer
+from iris.streams.reading import FETCH_BYTES, Reader, Start
+from iris.streams.records import StreamGap, StreamMessage
+from iris.wire.frames import NO_KEY, STORES
+from iris.wire.names import check_cluster, check_filter
+from iris.wire.streams import (
+    CONFLICT,
+    DEAD,
+    DUPLICATE,
+    END,
+    KEEP,
+    STORED,
+    Append,
+    Appended,
+    Change,
+    ConsumerInfo,
+    Consumers,
+    Create,
+    Definition,
+    Delete,
+    DeleteConsumer,
+    Describe,
+    DescribeConsumers,
+    Described,
+    Listed,
+    ListStreams,
+    NewRecord,
+    Order,
+    Settled,
+    SignedOrder,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from iris.client import Client
+
+MAX_PRODUCERS: Final = 1024
+_ConsumerInfos = list[ConsumerInfo]
+_Infos = list["StreamInfo"]
+_Offsets = list[int]
+_Orders = list[SignedOrder]
+_Found = list[Described]
+_Places = list[tuple[asyncio.Future[int], int]]
+"""`list` is a method of Streams."""
+PATIENCE_S: Final = 30.0
+__all__ = [
+    "Consumer",
+    "ConsumerInfo",
+    "Reader",
+    "StreamGap",
+    "StreamInfo",
+    "StreamMessage",
+    "Streams",
+]
+
+
+class StreamInfo(Struct, frozen=True):
+    """A stream as its store knows it. Limits of 0 are none; times are µs since 1970."""
+
+    name: str
+    uuid: str
+    """Which log it is, in hex: one that is created again has another."""
+    topic: str
+    cluster: str
+    max_bytes: int
+    max_messages: int
+    max_age: float
+    """Seconds."""
+    compact: bool
+    paused: bool
+    oldest: int
+    next: int
+    """The offset of the next message: the high-water mark."""
+    messages: int
+    size_bytes: int
+    epoch: int
+    created_us: int
+    store: str
+    """Id of the store, in hex."""
+    host: str
+    lost: int
+    """Messages that it could not record since it started, told in gaps."""
+    failed: str
+    """Why it takes no writes, or cannot be read."""
+    key_ids: list[str]
+
+
+class Streams:
+    """The streams of a client's clusters and topics. Made by `client.streams`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._stores = Stores(client)
+        self._producers: dict[tuple[str, str], Producer] = {}
+
+    # -- which there are -------------------------------------------------------------------------------------
+
+    async def create(
+        self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
+        compact: bool = False, timeout: float = 10.0,
+    ) -> StreamInfo:  # fmt: skip
+        """Keep a log: of what is published to a `topic` filter, of a share of a `cluster`'s pushes and all its broadcasts, or of
+        what is appended alone. The oldest goes when there is more than `max_bytes`, `max_messages` or `max_age` seconds.
+
+        Again with the same definition it returns the stream that is there.
+
+        Raises:
+            StreamExists: one of this name is there and defined otherwise.
+            StreamUnavailable: there is no store, or it did not answer.
+        """
+        definition = Definition(
+            name, topic, cluster, max_bytes, max_messages, round(max_age * 1e6), compact
+        )
+        self._check(definition)
+        until_s = time.monotonic() + timeout
+        try:
+            found = await self._describe(name, "", timeout=timeout)
+        except NoStream:
+            pass
+        else:
+            return _same(found, definition)
+        store = await self._stores.store(timeout=_left(until_s))
+        orders = self._orders(definition, os.urandom(16), store.key)
+        address = public_id(store.key).hex()
+
+        async def once(left_s: float) -> Described:
+            return await self._stores.ask(
+                address, None, Create(orders), Described, timeout=left_s, shown=name, writes=True
+            )
+
+        try:
+            made = await self._stores.until(name, "", once, timeout=_left(until_s))
+        except StreamExists:
+            # Somebody else was faster.
+            return _same(await self._describe(name, "", timeout=_left(until_s)), definition)
+        self._stores.forget(name)
+        return _info(made)
+
+    async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
+        """Return what a stream is and holds; `uuid` in hex, where two stores hold one of the name. Raises StreamError."""
+        return _info(await self._describe(name, uuid, timeout=timeout))
+
+    async def list(self, *, timeout: float = 5.0) -> _Infos:
+        """Return all streams under our keys, of every store that our relay knows, by name."""
+        until_s = time.monotonic() + timeout
+        key_ids = {key.key_id for keys in self._client.keyring.entries().values() for key in keys}
+        stores = await self._stores.holders(STORES, [NO_KEY], timeout=timeout)
+        found: _Found = []
+        for address in sorted({holder.uuid for holder in stores}):
+            after, more = "", True
+            while more:
+                call = ListStreams(sorted(key_ids), after)
+                try:
+                    listed = await self._stores.ask(
+                        address, None, call, Listed, timeout=_left(until_s), shown="stores"
+                    )
+                except NoStream:
+                    break  # it has just gone
+                found += listed.streams
+                more = listed.more and bool(listed.streams)
+                if more:
+                    last = listed.streams[-1]
+                    after = f"{last.definition.name} {last.uuid.hex()}"
+        return sorted(map(_info, found), key=lambda info: (info.name, info.uuid))
+
+    async def change(
+        self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
+        compact: bool | None = None, paused: bool | None = None, uuid: str = "", timeout: float = 10.0,
+    ) -> StreamInfo:  # fmt: skip
+        """Change what a stream keeps, or whether it records; and let every key of ours for it be one of its keys.
+
+        Raises:
+            StreamError: there is no such stream, or its store refused.
+        """
+        found = await self._describe(name, uuid, timeout=timeout)
+        given = {
+            "max_bytes": max_bytes,
+            "max_messages": max_messages,
+            "max_age_us": None if max_age is None else round(max_age * 1e6),
+            "compact": compact,
+            "paused": paused,
+        }
+        changes = {field: value for field, value in given.items() if value is not None}
+        definition = structs.replace(found.definition, **changes)
+        orders = self._orders(definition, found.uuid, found.store, found.key_ids)
+        log = found.uuid.hex()
+        changed = await self._stores.ask_stream(
+            name, log, Change(orders), Described, timeout=timeout, writes=True
+        )
+        self._stores.forget(name)
+        self._stores.forget(name, uuid)
+        return _info(changed)
+
+    async def pause(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
+        """Record and append nothing until `resume`; what was missed is told as a gap. Raises StreamError."""
+        return await self.change(name, paused=True, uuid=uuid, timeout=timeout)
+
+    async def resume(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
+        """Record and append again. Raises StreamError."""
+        return await self.change(name, paused=False, uuid=uuid, timeout=timeout)
+
+    async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
+        """End a stream: its log, its dead letters and its consumers are removed. Raises StreamError."""
+        found = await self._describe(name, uuid, timeout=timeout)
+        orders = self._orders(found.definition, found.uuid, found.store, found.key_ids, action=END)
+        log = found.uuid.hex()
+        await self._stores.ask_stream(
+            name, log, Delete(orders), Settled, timeout=timeout, writes=True
+        )
+        self._stores.forget(name)
+        self._stores.forget(name, log)
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    async def append(
+        self, name: str, message: object, *, headers: Headers | None = None, key: str | bytes | None = None, ttl: float | None = None,
+        deliver_at: datetime | None = None, expect: int | None = None, tombstone: bool = False, uuid: str = "", timeout: float = 10.0,
+    ) -> int:  # fmt: skip
+        """Store a message and return its offset once it is on disk.
+
+        What is appended in one turn of the event loop is stored together. `key`: compaction keeps the last message of each, and
+        workers of a consumer get those of one key one after the other; a `tombstone` says that the key is deleted. `ttl`: seconds
+        after which it is gone. `deliver_at`: consumers get it then. `expect`: only if this is its offset.
+
+        Raises:
+            OffsetConflict: the next offset is another; nothing was stored.
+            StreamError: StreamUnavailable says in `may_have_run` whether it may be stored. After a timeout it may still be.
+        """
+        data, packed = self._encode(name, message, headers)
+        now_us = time.time_ns() // 1000
+        if key is None and ttl is None and deliver_at is None and not tombstone:
+            extras = PLAIN
+        else:
+            if tombstone and key is None:
+                raise StreamError(name, "a tombstone is of a key")
+            expires_us = 0 if ttl is None else now_us + _microseconds("ttl", ttl)
+            due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
+            key_hash = await self._key_hash(name, uuid, key, timeout) if key is not None else b""
+            extras = Extras(key_hash, tombstone, expires_us, due_us)
+        if expect is not None:
+            return await self._append_expecting(
+                name, uuid, data, headers, packed, extras, expect, timeout
+            )
+        producer = self._producer(name, uuid)
+        try:
+            async with asyncio.timeout(timeout):
+                if producer.full:
+                    await producer.room()
+                future, place = producer.add(data, headers, packed, extras)
+                return await asyncio.shield(future) + place
+        except TimeoutError:
+            detail = f"not acknowledged within {timeout:g} s; it may still be stored"
+            raise StreamUnavailable(name, detail, may_have_run=True) from None
+
+    async def append_many(
+        self, name: str, messages: Sequence[object], *, uuid: str = "", timeout: float = 30.0
+    ) -> _Offsets:
+        """Store messages in order and return their offsets once all are on disk; raises as `append`, and then some may be stored."""
+        producer = self._producer(name, uuid)
+        places: _Places = []
+        try:
+            async with asyncio.timeout(timeout):
+                for message in messages:
+                    data, packed = self._encode(name, message, None)
+                    if producer.full:
+                        await producer.room()
+                    places.append(producer.add(data, None, packed, PLAIN))
+                await asyncio.gather(*{id(f): asyncio.shield(f) for f, _ in places}.values())
+        except TimeoutError:
+            detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored"
+            raise StreamUnavailable(name, detail, may_have_run=True) from None
+        return [future.result() + place for future, place in places]
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def read(
+        self, name: str, start: Start = "first", *, follow: bool = True, uuid: str = "", batch_bytes: int = FETCH_BYTES,
+        patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
+    ) -> Reader:  # fmt: skip
+        """Return a reader of the messages from `start` on: "first", "last", "new", an offset, or a time.
+
+        It follows the stream as it grows; with `follow=False` it ends where the stream ended when it began. See `Reader`.
+        """
+        check_cluster(name)
+        return Reader(
+            self._stores,
+            name,
+            start,
+            follow=follow,
+            uuid=uuid,
+            batch_bytes=batch_bytes,
+            patience=patience,
+            on_gap=on_gap,
+        )
+
+    def consumer(
+        self, name: str, consumer: str, start: Start = "first", *, group: bool = False, durable: bool = True, ack_timeout: float = 30.0,
+        max_deliver: int = 0, max_messages: int = TAKE_MESSAGES, uuid: str = "", patience: float = PATIENCE_S,
+        on_gap: Callable[[StreamGap], object] | None = None,
+    ) -> Consumer:  # fmt: skip
+        """Return a worker of a consumer, whose place in the stream the store keeps; see `Consumer`.
+
+        It is made at the first take, from `start` on. With `group` several workers share its messages, those of one key in order;
+        else the latest worker has them all. One that is not `durable` is forgotten after a minute without a worker. What was
+        delivered `max_deliver` times (0: no limit) and not acknowledged goes to the dead letters, the stream `NAME.dead`.
+        """
+        check_cluster(name)
+        check_cluster(consumer)
+        return Consumer(
+            self._stores, name, consumer, start, group=group, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
+            max_messages=max_messages, uuid=uuid, patience=patience, on_gap=on_gap,
+        )  # fmt: skip
+
+    async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
+        """Return where the consumers of a stream are, by name. Raises StreamError."""
+        check_cluster(name)
+        call = DescribeConsumers()
+        answer = await self._stores.ask_stream(name, uuid, call, Consumers, timeout=timeout)
+        return answer.consumers
+
+    async def delete_consumer(
+        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
+    ) -> None:
+        """Forget a consumer: its workers end, and one of the same name starts anew. Raises StreamError."""
+        check_cluster(name)
+        call = DeleteConsumer(check_cluster(consumer))
+        await self._stores.ask_stream(name, uuid, call, Settled, timeout=timeout, writes=True)
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        """Return when all that was appended has ended (for the client)."""
+        await asyncio.gather(*(producer.finish() for producer in self._producers.values()))
+
+    def end(self) -> None:
+        """Send nothing more (for the client)."""
+        for producer in self._producers.values():
+            producer.end("the client was closed")
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    async def _describe(self, name: str, uuid: str, *, timeout: float) -> Described:
+        check_cluster(name)
+        return await self._stores.ask_stream(name, uuid, Describe(), Described, timeout=timeout)
+
+    def _check(self, definition: Definition) -> None:
+        check_cluster(definition.name)
+        if definition.name.endswith(DEAD):
+            raise InvalidName(
+                f"stream name {definition.name!r}: names that end in {DEAD!r} are of dead letters"
+            )
+        if definition.topic and definition.cluster:
+            raise ConfigError("a stream records a topic or a cluster, not both")
+        if definition.topic:
+            check_filter(definition.topic)
+        if definition.cluster:
+            check_cluster(definition.cluster)
+        for field in ("max_bytes", "max_messages", "max_age_us"):
+            if not 0 <= getattr(definition, field) < 1 << 63:
+                raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
+
+    def _orders(
+        self,
+        definition: Definition,
+        uuid: bytes,
+        store: bytes,
+        also: Sequence[bytes] = (),
+        *,
+        action: str = KEEP,
+    ) -> _Orders:
+        """Return the definition signed by every key of ours that it concerns, or that the stream has already."""
+        keyring = self._client.keyring
+        keys: dict[bytes, ClusterKey] = {}
+        for key in (
+            *self._stores.keys(definition.name),
+            *(keyring.for_filter(definition.topic) if definition.topic else ()),
+            *(keyring.for_cluster(definition.cluster) if definition.cluster else ()),
+            *filter(None, map(keyring.by_id, also)),
+        ):
+            keys[key.key_id] = key
+        issued_us = time.time_ns() // 1000
+        orders = []
+        for key_id, key in keys.items():
+            order = encode(Order(action, uuid, key_id, store, issued_us, definition))
+            orders.append(SignedOrder(order, key.public_key, key.sign_order(order)))
+        return orders
+
+    def _producer(self, name: str, uuid: str) -> Producer:
+        producer = self._producers.get((name, uuid))
+        if producer is None:
+            check_cluster(name)
+            self._stores.keys(name)
+            if len(self._producers) >= MAX_PRODUCERS:
+                raise StreamError(name, f"this client appends to {MAX_PRODUCERS} streams already")
+            producer = self._producers[name, uuid] = Producer(
+                self._stores, name, uuid, os.urandom(16)
+            )
+        return producer
+
+    def _encode(self, name: str, message: object, headers: Headers | None) -> tuple[bytes, bool]:
+        data, packed = encode_payload(message)
+        limit = self._client.message_limit
+        if len(data) > limit:
+            raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit} of a message")
+        if headers:
+            check_headers(headers)
+        return data, packed
+
+    async def _key_hash(self, name: str, uuid: str, key: str | bytes, timeout: float) -> bytes:
+        place = await self._place(name, uuid, timeout)
+        text = key.encode() if isinstance(key, str) else key
+        return hmac.digest(place.key.key_hash_key, place.uuid + text, "sha256")
+
+    async def _place(self, name: str, uuid: str, timeout: float) -> Place:
+        async def once(left_s: float) -> Place:
+            return await self._stores.find(name, uuid, timeout=left_s)
+
+        return await self._stores.until(name, uuid, once, timeout=timeout)
+
+    async def _append_expecting(
+        self, name: str, uuid: str, data: bytes, headers: Headers | None, packed: bool, extras: Extras, expect: int, timeout: float
+    ) -> int:  # fmt: skip
+        """Append one record under a condition, as a producer of its own: a retry is known for one."""
+        until_s = time.monotonic() + timeout
+        place = await self._place(name, uuid, timeout)
+        _, session = await self._client.ready(name, _left(until_s))
+        sender_id, end, body = session.out.record(
+            name, place.key, (data,), (headers,) if headers else None, packed
+        )
+        record = NewRecord(
+            0,
+            end,
+            body,
+            extras.key_hash,
+            extras.tombstone,
+            extras.expires_us,
+            extras.due_us,
+            expect,
+        )
+        call = Append(sender_id, [record], os.urandom(16))
+        answer = await self._stores.ask_stream(
+            name, uuid, call, Appended, timeout=_left(until_s), writes=True
+        )
+        outcome = answer.outcomes[0]
+        if outcome.status in (STORED, DUPLICATE) and outcome.value is not None:
+            return outcome.value
+        if outcome.status == CONFLICT and outcome.value is not None:
+            raise OffsetConflict(
+                name, f"the next offset is {outcome.value}, not {expect}", outcome.value
+            )
+        raise StreamError(name, f"the store answered with status {outcome.status}")
+
+
+def _same(found: Described, definition: Definition) -> StreamInfo:
+    if structs.replace(found.definition, paused=False) == definition:
+        return _info(found)
+    differ = [
+        f
+        for f in definition.__struct_fields__
+        if getattr(found.definition, f) != getattr(definition, f)
+    ]
+    detail = f"it is held by the store on {found.label} as log {found.uuid.hex()}, with another {', '.join(differ)}"
+    raise StreamExists(definition.name, detail)
+
+
+def _info(found: Described) -> StreamInfo:
+    definition = found.definition
+    return StreamInfo(
+        definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
+        definition.max_age_us / 1e6, definition.compact, definition.paused, found.oldest, found.next, found.messages, found.size_bytes,
+        found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
+        [key_id.hex() for key_id in found.key_ids],
+    )  # fmt: skip
+
+
+def _left(until_s: float) -> float:
+    return max(0.001, until_s - time.monotonic())
+
+
+def _microseconds(what: str, seconds: float) -> int:
+    if not seconds > 0:
+        raise ConfigError(f"{what}: {seconds} s is not above 0")
+    return round(seconds * 1e6)

@@ -1,0 +1,281 @@
+"""How streams are found and asked: which store holds one, and calls that outlive a lost relay or store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from iris.crypto.keys import ClusterKey
+from iris.errors import (
+    AmbiguousStream,
+    ConfigError,
+    ConnectionLost,
+    IrisError,
+    KeyringError,
+    NoMembers,
+    NoStream,
+    Overloaded,
+    RequestTimeout,
+    StreamDamaged,
+    StreamError,
+    StreamExists,
+    StreamUnavailable,
+)
+from iris.wire import frames
+from iris.wire.frames import NO_KEY, STORES
+from iris.wire.names import check_cluster
+from iris.wire.streams import DEAD, Call, Describe, Described, FindStore, Refused, StoreInfo, encode
+
+if TYPE_CHECKING:
+    from iris.client import Client
+
+MAX_PLACES: Final = 4096
+PLACE_S: Final = 10.0
+PAUSE_MIN_S: Final = 0.02
+PAUSE_MAX_S: Final = 1.0
+START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --data DIR`"
+T = TypeVar("T")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a stream is: its uuid, and a key that we share with it."""
+
+    uuid: bytes
+    key: ClusterKey
+    until_s: float
+    """Then it is looked up again: keys change."""
+
+    @property
+    def address(self) -> str:
+        """What calls of it are sent to."""
+        return self.uuid.hex()
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A store that holds a stream of a name. `uuid` is in hex."""
+
+    uuid: str
+    key_ids: list[bytes]
+    member: str
+
+
+class Stores:
+    """Finds streams and asks their stores, for one client."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._places: dict[tuple[str, str], Place] = {}
+        self._seen: set[tuple[str, str]] = set()
+        """Streams that were there once: they may come back."""
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    async def ask(
+        self, address: str, key: ClusterKey | None, call: Call, answer: type[T], *, timeout: float, shown: str, writes: bool = False
+    ) -> T:  # fmt: skip
+        """Send one call and return its answer.
+
+        Raises:
+            StreamError: the store refused, or there is none.
+            RequestError: the call did not come through.
+        """
+        until_s = time.monotonic() + timeout
+        pump, session = await self.client.ready(shown, timeout)
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        left_ms = max(1, round(1000 * (until_s - time.monotonic())))
+        hop = session.calling.send(
+            address,
+            key,
+            encode(call),
+            timeout_ms=left_ms,
+            waiter=waiter,
+            shown=shown,
+            writes=writes,
+        )
+        pump.touch()
+        try:
+            got = await waiter
+        except NoMembers as err:
+            raise Unheld(shown, "no store holds it under our keys") from err
+        finally:
+            if not waiter.done() or waiter.cancelled():
+                session.calling.forget(hop)
+        return checked(got, answer, shown)
+
+    async def ask_stream(
+        self, name: str, uuid: str, call: Call, answer: type[T], *, timeout: float, patience: float | None = None, writes: bool = False
+    ) -> T:  # fmt: skip
+        """Send a call that may be repeated to a stream, until it is answered; raises as `until`."""
+
+        async def once(left_s: float) -> T:
+            place = await self.find(name, uuid, timeout=left_s)
+            return await self.ask(
+                place.address, place.key, call, answer, timeout=left_s, shown=name, writes=writes
+            )
+
+        return await self.until(name, uuid, once, timeout=timeout, patience=patience)
+
+    async def until(
+        self, name: str, uuid: str, once: Callable[[float], Awaitable[T]], *, timeout: float, patience: float | None = None
+    ) -> T:  # fmt: skip
+        """Return what `once` returns, which is given the seconds left; try again while the relay or the store is away.
+
+        That goes on for `patience` seconds at most, if given. A stream that was never there is NoStream at once.
+
+        Raises:
+            StreamError: what the store said; StreamUnavailable when it said nothing in time.
+        """
+        until_s = _until(timeout)
+        pause_s = PAUSE_MIN_S
+        trying = False
+        while True:
+            left_s = until_s - time.monotonic()
+            try:
+                return await once(max(0.05, left_s))
+            except (ConnectionLost, Overloaded, Unheld, Leaving) as err:
+                self.forget(name, uuid)
+                if isinstance(err, Unheld) and (name, uuid) not in self._seen:
+                    raise
+                if not trying and patience is not None:
+                    until_s = min(until_s, time.monotonic() + patience)
+                trying = True
+                if time.monotonic() + pause_s >= until_s:
+                    if isinstance(err, Unheld):
+                        raise
+                    raise StreamUnavailable(name, str(err), may_have_run=True) from err
+            except RequestTimeout as err:
+                detail = f"no answer within {timeout:g} s"
+                raise StreamUnavailable(name, detail, may_have_run=True) from err
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    # -- finding ---------------------------------------------------------------------------------------------
+
+    def keys(self, name: str) -> tuple[ClusterKey, ...]:
+        """Return our keys for a stream; raises KeyringError if there are none."""
+        base = check_cluster(name).removesuffix(DEAD)
+        keys = self.client.keyring.for_cluster(base)
+        if not keys:
+            raise KeyringError(f"no key for stream {name!r}, and no default key")
+        return keys
+
+    async def find(self, name: str, uuid: str, *, timeout: float) -> Place:
+        """Return where a stream is; `uuid` in hex, or "" for the only one of its name.
+
+        Raises:
+            NoStream: no store holds it.
+            AmbiguousStream: two do.
+        """
+        place = self._places.get((name, uuid))
+        if place is None or place.until_s < time.monotonic():
+            keys = {key.key_id: key for key in self.keys(name)}
+            holders = await self.holders(name, list(keys), timeout=timeout)
+            if uuid:
+                holders = [holder for holder in holders if holder.uuid == uuid]
+            uuids = sorted({holder.uuid for holder in holders})
+            if len(uuids) > 1:
+                raise AmbiguousStream(
+                    name, f"there are {len(uuids)}, name one: uuid={' or uuid='.join(uuids)}"
+                )
+            if uuids:
+                key = next(key for key_id, key in keys.items() if key_id in holders[0].key_ids)
+                place = Place(bytes.fromhex(uuids[0]), key, time.monotonic() + PLACE_S)
+            else:  # not heard of yet, perhaps: the relay knows how long to wait for what may come back
+                key = next(iter(keys.values()))
+                found = await self.ask(
+                    uuid or name, key, Describe(), Described, timeout=timeout, shown=name
+                )
+                place = Place(found.uuid, key, time.monotonic() + PLACE_S)
+            if len(self._places) >= MAX_PLACES or len(self._seen) >= MAX_PLACES:
+                self._places.clear()
+                self._seen.clear()
+            self._places[name, uuid] = place
+            self._seen.add((name, uuid))
+        return place
+
+    @staticmethod
+    def passing(error: Exception) -> bool:
+        """Whether it may be over in a moment."""
+        return isinstance(error, Unheld | Leaving)
+
+    def forget(self, name: str, uuid: str = "") -> None:
+        """Look for a stream again."""
+        self._places.pop((name, uuid), None)
+
+    async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
+        """Return which stores our relay knows to hold a stream of this name; for `stores` under NO_KEY, the stores."""
+        until_s = time.monotonic() + timeout
+        _, session = await self.client.ready(name, timeout)
+        for key_id in key_ids:
+            if key_id != NO_KEY and (key := self.client.keyring.by_id(key_id)) is not None:
+                session.out.prove(key)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        found: list[frames.MemberInfo] = []
+
+        def heard(membership: frames.Membership) -> None:
+            found.extend(membership.joined)
+            if not membership.more and not done.done():
+                done.set_result(None)
+
+        number = session.watch(name, list(key_ids), heard, stay=False, streams=True)
+        self.client.touch()
+        try:
+            async with asyncio.timeout(max(0.001, until_s - time.monotonic())):
+                await done
+        except TimeoutError:
+            raise ConnectionLost(
+                name, "the relay did not say who holds it", may_have_run=False
+            ) from None
+        finally:
+            session.unwatch(number)
+        return [Holder(info.tag, info.key_ids, info.member) for info in found if info.tag]
+
+    async def store(self, *, timeout: float) -> StoreInfo:
+        """Return a store that takes a new stream: that of our own relay, if it has one. Raises StreamUnavailable."""
+        try:
+            return await self.ask(
+                STORES, None, FindStore(), StoreInfo, timeout=timeout, shown="stores"
+            )
+        except NoStream as err:
+            raise StreamUnavailable("stores", f"this network has no store: {START_HINT}") from err
+
+
+class Unheld(NoStream):
+    """No store that our relay knows holds it now; one may come back that does."""
+
+
+class Leaving(StreamError):
+    """The store or its relay is about to stop."""
+
+
+def checked(answer: object, wanted: type[T], shown: str) -> T:
+    """Return an answer of the type that was due; raises what a refusal means."""
+    if isinstance(answer, wanted):
+        return answer
+    if isinstance(answer, Refused):
+        raise _ERRORS.get(answer.code, StreamUnavailable)(shown, answer.detail)
+    raise StreamUnavailable(shown, f"the store answered {type(answer).__name__}")
+
+
+def _until(timeout: float) -> float:
+    if not timeout > 0:
+        raise ConfigError(f"timeout: {timeout} s is not above 0")
+    return time.monotonic() + timeout
+
+
+_ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
+    "no-stream": NoStream,
+    "exists": StreamExists,
+    "order": StreamError,
+    "invalid": StreamError,
+    "paused": StreamError,
+    "consumer": StreamError,
+    "offset": StreamError,
+    "damaged": StreamDamaged,
+    "leaving": Leaving,
+}

@@ -1,0 +1,305 @@
+"""Consuming a stream: workers share its messages, and say of each what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Final, Self
+
+from iris.errors import Closed, ConnectionLost, IrisError, StreamError, StreamUnavailable
+from iris.streams.calls import Place, Stores
+from iris.streams.reading import GAPS, Start, resolve_dead, start_offset
+from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
+from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
+
+TAKE_BYTES: Final = 1 << 20
+TAKE_MESSAGES: Final = 1000
+WAIT_MS: Final = 20_000
+MAX_RANGES: Final = 4000
+SETTLE_S: Final = 10.0
+
+
+class Consumer:
+    """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", group=True) as work`.
+
+    Iterate for messages, and `ack` each when it is done; `nack` has it delivered again after a delay, `touch` asks for more time.
+    What is not settled within `ack_timeout` goes to another worker, or here again: at least once. Those calls are gathered and
+    sent with the end of the turn; `flush` returns when the store has them. Messages that our keyring does not open are told to
+    `on_gap` and delivered again, to whoever can, until `max_deliver`.
+    """
+
+    def __init__(
+        self, stores: Stores, stream: str, name: str, start: Start, *, group: bool, durable: bool, ack_timeout: float,
+        max_deliver: int, max_messages: int, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
+    ) -> None:  # fmt: skip
+        self.stream = stream
+        self.name = name
+        self.lag = 0
+        """Messages that were not settled when we took some last."""
+        self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
+        self._stores = stores
+        self._start = start
+        self._group = group
+        self._durable = durable
+        self._ack_timeout_us = round(ack_timeout * 1e6)
+        self._max_deliver = max_deliver
+        self._max_messages = max_messages
+        self._uuid = uuid
+        self._patience = patience
+        self._on_gap = on_gap
+        self._worker = os.urandom(16)
+        self._opener = RecordOpener(stores.client.keyring.by_id)
+        self._ready: deque[StreamMessage] = deque()
+        self._held: set[int] = set()
+        """Offsets of what we were handed and have not settled."""
+        self._offset = -1
+        self._again = False
+        self._closed = False
+        self._done: list[int] = []
+        self._failed: dict[tuple[int, str], list[int]] = {}
+        """(delay in µs, reason) -> offsets."""
+        self._touched: list[int] = []
+        self._through = -1
+        self._settling: asyncio.Task[None] | None = None
+        self._error: IrisError | None = None
+
+    # -- taking ----------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamMessage:
+        ready = self._ready
+        while not ready:
+            ready.extend(await self.batch())
+        return ready.popleft()
+
+    async def batches(self) -> AsyncIterator[list[StreamMessage]]:
+        """Iterate over lists of messages, as they were handed out."""
+        while True:
+            yield await self.batch()
+
+    async def batch(self) -> list[StreamMessage]:
+        """Return the next messages, at least one; waits until there are some.
+
+        Raises:
+            StreamError: another worker took over, the consumer is there with other settings or was deleted, or its store is away
+                for longer than `patience`.
+        """
+        while True:
+            if self._closed:
+                raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
+            self._raise_error()
+            if self._offset < 0:
+                found, self._offset = await start_offset(
+                    self._stores, self.stream, self._uuid, self._start, patience=self._patience
+                )
+                self._uuid = self._uuid or found.uuid.hex()
+            messages = await self._take()
+            if messages:
+                return messages
+
+    async def _take(self) -> list[StreamMessage]:
+        await self._settled()
+        call = Consume(
+            self.name, self._worker, TAKE_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
+            self._ack_timeout_us, self._max_deliver, self._again,
+        )  # fmt: skip
+        # Unless the answer comes, what it hands out is asked for again.
+        self._again = True
+        place = await self._stores.until(
+            self.stream, self._uuid, self._find, timeout=self._patience, patience=self._patience
+        )
+        try:
+            taken = await self._stores.ask(
+                place.address,
+                place.key,
+                call,
+                Delivered,
+                timeout=self._patience + WAIT_MS / 1000,
+                shown=self.stream,
+            )
+        except (ConnectionLost, StreamError) as err:
+            if isinstance(err, StreamError) and not self._stores.passing(err):
+                raise
+            self._stores.forget(self.stream, self._uuid)
+            await asyncio.sleep(0.05)
+            return []
+        self._again = False
+        self.lag = taken.lag
+        if taken.fenced:
+            raise StreamError(
+                self.stream, f"another worker of consumer {self.name!r} has taken over"
+            )
+        messages: list[StreamMessage] = []
+        for handed in taken.items:
+            messages += await self._opened(handed)
+        return messages
+
+    async def _find(self, left_s: float) -> Place:
+        return await self._stores.find(self.stream, self._uuid, timeout=left_s)
+
+    async def _opened(self, handed: Handed) -> list[StreamMessage]:
+        item = handed.item
+        if not isinstance(item, Record):
+            self._tell(told(item))
+            return []
+        opened = self._opener.open(item, handed.deliveries)
+        if isinstance(opened, StreamGap):
+            self._tell(opened)
+            return []
+        wanted = int.from_bytes(handed.wanted, "little")
+        held = self._held
+        messages = [
+            message
+            for place, message in enumerate(opened)
+            if wanted >> place & 1 and message.offset not in held
+        ]
+        for message in messages:
+            held.add(message.offset)
+            if message.dead is not None:
+                await resolve_dead(
+                    self._stores,
+                    self._opener,
+                    self.stream,
+                    message,
+                    message.dead,
+                    patience=self._patience,
+                )
+        return messages
+
+    def _tell(self, gap: StreamGap) -> None:
+        self.gaps.append(gap)
+        if self._on_gap is not None:
+            self._on_gap(gap)
+
+    # -- settling --------------------------------------------------------------------------------------------
+
+    def ack(self, *messages: StreamMessage) -> None:
+        """These are done; they are not delivered again."""
+        for message in messages:
+            self._held.discard(message.offset)
+            self._done.append(message.offset)
+        self._schedule()
+
+    def ack_through(self, message: StreamMessage) -> None:
+        """This one and all that this worker was handed before it are done."""
+        self._through = max(self._through, message.offset)
+        self._held = {offset for offset in self._held if offset > message.offset}
+        self._schedule()
+
+    def nack(self, *messages: StreamMessage, delay: float = 0.0, reason: str = "") -> None:
+        """These failed: deliver them again, after `delay` seconds at the earliest. `reason` goes with a dead letter."""
+        if not 0 <= delay <= 30 * 86_400:
+            raise StreamError(self.stream, f"delay: {delay} s is not between 0 and 30 days")
+        for message in messages:
+            self._held.discard(message.offset)
+            self._failed.setdefault((round(delay * 1e6), reason[:1024]), []).append(message.offset)
+        self._schedule()
+
+    def touch(self, *messages: StreamMessage) -> None:
+        """Work on these goes on: the ack timeout begins anew."""
+        self._touched += [message.offset for message in messages]
+        self._schedule()
+
+    async def flush(self) -> None:
+        """Return when the store has all that was said. Raises StreamError if it could not be told."""
+        await self._settled()
+        self._raise_error()
+
+    def _schedule(self) -> None:
+        if self._closed:
+            raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().create_task(
+                self._settle(), name="iris-settle"
+            )
+
+    async def _settled(self) -> None:
+        while self._settling is not None:
+            await asyncio.shield(self._settling)
+
+    async def _settle(self) -> None:
+        try:
+            while call := self._said():
+                await self._stores.ask_stream(
+                    self.stream, self._uuid, call, Settled, timeout=self._patience, writes=True
+                )
+        except IrisError as err:
+            self._error = err
+        finally:
+            self._settling = None
+
+    def _said(self, *, gone: bool = False) -> Settle | None:
+        """Return what is to be told, as far as one call takes it."""
+        done, self._done = _ranges(self._done)
+        held, self._touched = _ranges(self._touched)
+        failed: list[Range] = []
+        delay_us, reason = 0, ""
+        if self._failed:
+            (delay_us, reason), offsets = self._failed.popitem()
+            failed, rest = _ranges(offsets)
+            if rest:
+                self._failed[delay_us, reason] = rest
+        through, self._through = self._through, -1
+        if not (done or held or failed or gone or through >= 0):
+            return None
+        last = None if through < 0 else through
+        return Settle(self.name, self._worker, done, failed, held, last, delay_us, reason, gone)
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if isinstance(error, StreamError):
+            raise error
+        if error is not None:
+            raise StreamUnavailable(self.stream, str(error), may_have_run=True) from error
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Tell the store what was settled, and give the rest back to other workers. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(TimeoutError, IrisError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._settled()
+                if self._offset >= 0 and (call := self._said(gone=True)) is not None:
+                    await self._stores.ask_stream(
+                        self.stream,
+                        self._uuid,
+                        call,
+                        Settled,
+                        timeout=SETTLE_S,
+                        patience=1.0,
+                        writes=True,
+                    )
+        if self._settling is not None:
+            self._settling.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _ranges(offsets: Iterable[int]) -> tuple[list[Range], list[int]]:
+    """Return offsets as ranges, as many as a call takes, and the offsets that are left."""
+    ranges: list[Range] = []
+    ordered = sorted(set(offsets))
+    first = end = -1
+    for place, offset in enumerate(ordered):
+        if offset != end:
+            if end >= 0:
+                ranges.append(Range(first, end))
+                if len(ranges) >= MAX_RANGES:
+                    return ranges, ordered[place:]
+            first = offset
+        end = offset + 1
+    if end >= 0:
+        ranges.append(Range(first, end))
+    return ranges, []

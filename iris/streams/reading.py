@@ -1,0 +1,255 @@
+"""Reading a stream: fetches of the next stretch, the one after it under way while this one is opened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from typing import Final, Self
+
+from iris.errors import Closed, StreamDamaged, StreamError
+from iris.streams.calls import Stores
+from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
+from iris.wire.codec import END
+from iris.wire.streams import (
+    DEAD,
+    DeadLetter,
+    Describe,
+    Described,
+    Fetch,
+    Fetched,
+    Find,
+    Found,
+    Record,
+)
+
+Start = str | int | datetime
+FETCH_BYTES: Final = 1 << 20
+WAIT_MS: Final = 20_000
+GAPS: Final = 1000
+
+
+class Reader:
+    """The messages of a stream from a place on: `async for message in client.streams.read("orders")`.
+
+    One task uses it. `offset` is where it goes on; a reader that starts there later misses nothing. What is missing goes to
+    `on_gap` and, the latest 1,000, to `gaps`. When the relay or the store is away it goes on when they are back, for `patience`
+    seconds without a word; then it raises StreamUnavailable.
+    """
+
+    def __init__(
+        self, stores: Stores, name: str, start: Start, *, follow: bool, uuid: str, batch_bytes: int, patience: float,
+        on_gap: Callable[[StreamGap], object] | None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.offset = -1
+        """The next one; -1 until the stream was found."""
+        self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
+        self.high_water = 0
+        """Where the stream ended when we looked last."""
+        self._stores = stores
+        self._start = start
+        self._follow = follow
+        self._uuid = uuid
+        self._batch_bytes = batch_bytes
+        self._patience = patience
+        self._on_gap = on_gap
+        self._opener = RecordOpener(stores.client.keyring.by_id)
+        self._ready: deque[StreamMessage] = deque()
+        self._fetching: asyncio.Task[Fetched] | None = None
+        self._closed = False
+        self._end: int | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamMessage:
+        ready = self._ready
+        while not ready:
+            ready.extend(await self.batch())
+        message = ready.popleft()
+        return message
+
+    async def batches(self) -> AsyncIterator[list[StreamMessage]]:
+        """Iterate over lists of messages, as they came: the fast way."""
+        while True:
+            try:
+                yield await self.batch()
+            except StopAsyncIteration:
+                return
+
+    async def batch(self) -> list[StreamMessage]:
+        """Return the next messages, at least one. Raises StopAsyncIteration at the end, unless the reader follows.
+
+        Raises:
+            StreamError: NoStream, StreamDamaged, StreamUnavailable; reading goes on at `offset` when that is mended.
+        """
+        while True:
+            if self._closed:
+                raise Closed(f"the reader of {self.name!r} was closed")
+            if self.offset < 0:
+                await self._find_start()
+            if self._end is not None and self.offset >= self._end:
+                raise StopAsyncIteration
+            fetched = await self._next()
+            messages = await self._open(fetched)
+            if messages:
+                return messages
+
+    async def close(self) -> None:
+        """Fetch no more. Idempotent."""
+        self._closed = True
+        task, self._fetching = self._fetching, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- fetching --------------------------------------------------------------------------------------------
+
+    async def _find_start(self) -> None:
+        found, self.offset = await start_offset(
+            self._stores, self.name, self._uuid, self._start, patience=self._patience
+        )
+        # From now on it is this log and no other of the same name.
+        self._uuid = self._uuid or found.uuid.hex()
+        self.high_water = found.next
+        if not self._follow:
+            self._end = found.next
+
+    async def _next(self) -> Fetched:
+        task = self._fetching or self._fetch(self.offset)
+        self._fetching = task
+        try:
+            fetched = await asyncio.shield(task)
+        except BaseException:
+            if task.done():
+                self._fetching = None
+            raise
+        # On its way while we open this one.
+        more = fetched.next > self.offset and (self._end is None or fetched.next < self._end)
+        self._fetching = self._fetch(fetched.next) if more and not self._closed else None
+        return fetched
+
+    def _fetch(self, start: int) -> asyncio.Task[Fetched]:
+        wait_ms = WAIT_MS if self._follow else 0
+        call = Fetch(start, self._batch_bytes, wait_ms)
+        work = self._stores.ask_stream(
+            self.name,
+            self._uuid,
+            call,
+            Fetched,
+            timeout=self._patience + wait_ms / 1000,
+            patience=self._patience,
+        )
+        task = asyncio.get_running_loop().create_task(work, name="iris-fetch")
+        task.add_done_callback(_seen)
+        return task
+
+    # -- opening ---------------------------------------------------------------------------------------------
+
+    async def _open(self, fetched: Fetched) -> list[StreamMessage]:
+        """Return the messages of an answer, from `offset` on; raises StreamDamaged if it does not cover what it says."""
+        messages: list[StreamMessage] = []
+        self.high_water = fetched.high_water
+        at = self.offset
+        for item in fetched.items:
+            if item.offset > at:
+                raise StreamDamaged(self.name, f"the store left out offsets {at} to {item.offset}")
+            if not isinstance(item, Record):
+                gap = told(item)
+                if gap.next > at:
+                    self._tell(gap)
+                    at = gap.next
+                continue
+            end = item.offset + END.unpack(item.end)[2]
+            if end <= at:
+                continue
+            opened = self._opener.open(item)
+            if isinstance(opened, StreamGap):
+                self._tell(opened)
+            else:
+                if item.offset < at:
+                    opened = opened[at - item.offset :]
+                for message in opened:
+                    if message.dead is not None:
+                        await resolve_dead(
+                            self._stores,
+                            self._opener,
+                            self.name,
+                            message,
+                            message.dead,
+                            patience=self._patience,
+                        )
+                messages += opened
+            at = end
+        if at != fetched.next and fetched.items:
+            raise StreamDamaged(self.name, f"the store left out offsets {at} to {fetched.next}")
+        if self._end is not None and messages and messages[-1].offset >= self._end:
+            messages = [message for message in messages if message.offset < self._end]
+        self.offset = at
+        return messages
+
+    def _tell(self, gap: StreamGap) -> None:
+        self.gaps.append(gap)
+        if self._on_gap is not None:
+            self._on_gap(gap)
+
+
+async def start_offset(
+    stores: Stores, name: str, uuid: str, start: Start, *, patience: float
+) -> tuple[Described, int]:
+    """Return a stream, and the offset that `start` means there; raises StreamError."""
+    found = await stores.ask_stream(name, uuid, Describe(), Described, timeout=patience)
+    if not found.readable:
+        raise StreamDamaged(name, found.failed)
+    if start == "first":
+        return found, found.oldest
+    if start == "new":
+        return found, found.next
+    if start == "last":
+        return found, max(found.oldest, found.next - 1)
+    if isinstance(start, datetime):
+        call = Find(int(start.timestamp() * 1e6))
+        at = await stores.ask_stream(name, found.uuid.hex(), call, Found, timeout=patience)
+        return found, at.offset
+    if isinstance(start, int) and start >= 0:
+        if start > found.next:
+            raise StreamError(name, f"offset {start} is beyond the end, {found.next}")
+        return found, start
+    raise StreamError(name, f"start: {start!r} is no offset, time, 'first', 'last' or 'new'")
+
+
+async def resolve_dead(
+    stores: Stores, opener: RecordOpener, name: str, message: StreamMessage, dead: DeadLetter, *, patience: float
+) -> None:  # fmt: skip
+    """Put the message that a dead letter of the stream `name` refers to in its place, if it can still be read."""
+    base = name.removesuffix(DEAD)
+    try:
+        fetched = await stores.ask_stream(
+            base, dead.uuid.hex(), Fetch(dead.offset, 1), Fetched, timeout=patience
+        )
+    except StreamError as err:
+        message.headers = {"unreadable": str(err)[:1024]}
+        return
+    for item in fetched.items:
+        opened = opener.open(item) if isinstance(item, Record) else told(item)
+        if isinstance(opened, StreamGap):
+            message.headers = {"unreadable": opened.cause[:1024]}
+            continue
+        for original in opened:
+            if original.offset == dead.offset:
+                message.payload, message.name = original.payload, original.name
+                message.headers, message.packed = original.headers, original.packed
+                message.source, message.sent_us = original.source, original.sent_us
+
+
+def _seen(task: asyncio.Task[Fetched]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,126 @@
+"""What readers of a stream get: messages with their offsets, and word of what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from iris.core.bundle import decode_bundle
+from iris.core.message import Message
+from iris.crypto.keys import ClusterKey
+from iris.crypto.sframe import Opener
+from iris.errors import DecodeError, OpenError
+from iris.wire.codec import END, metadata_prefix
+from iris.wire.streams import DEAD_KIND, HOLES, DeadLetter, Gap, Hole, Record, decode_dead
+
+MAX_OPENERS: Final = 16_384
+_Place = tuple[int, str, bytes, bytes]
+
+
+class StreamMessage(Message, gc=False):
+    """A message of a stream. `name` is the topic, cluster or stream that it was sent to; times are µs since 1970.
+
+    `deliveries` is how often it was handed out, to a worker of a consumer. `dead` says, of a dead letter, what became of it.
+    """
+
+    offset: int = 0
+    stored_us: int = 0
+    """When the store took it, by the store's clock."""
+    sent_us: int = 0
+    tombstone: bool = False
+    deliveries: int = 1
+    dead: DeadLetter | None = None
+
+
+class StreamGap(msgspec.Struct, frozen=True):
+    """Offsets from `first` until `next` hold no message: `count` of them are missing (None: unknown), and why.
+
+    `cause` is "retention", "compacted", "expired" or "deferred" for what the store took out itself (`count` is then 0: they were
+    there), "unreadable: …" for what our keyring does not open, else the recorder's own words.
+    """
+
+    first: int
+    next: int
+    count: int | None
+    cause: str
+
+
+class RecordOpener:
+    """Opens the records of streams with a keyring."""
+
+    def __init__(self, find_key: Callable[[bytes], ClusterKey | None]) -> None:
+        self._find_key = find_key
+        self._openers: dict[_Place, tuple[Opener, bytes]] = {}
+
+    def open(self, record: Record, deliveries: int = 1) -> list[StreamMessage] | StreamGap:
+        """Return the messages of a record, or why there are none."""
+        sent_us, _, count, _ = END.unpack(record.end)
+        end = record.offset + count
+        if record.kind == DEAD_KIND:
+            return self._dead(record)
+        place = (record.kind, record.name, record.key_id, record.sender_id)
+        found = self._openers.get(place)
+        if found is None:
+            key = self._find_key(record.key_id)
+            if key is None:
+                cause = f"unreadable: sealed under key {record.key_id.hex()[:8]}, which is not in our keyring"
+                return StreamGap(record.offset, end, count, cause)
+            if len(self._openers) >= MAX_OPENERS:
+                self._openers.clear()
+            prefix = metadata_prefix(record.kind, record.name, record.key_id, record.sender_id)
+            found = self._openers[place] = Opener(key, record.sender_id), prefix
+        opener, prefix = found
+        try:
+            _, plain = opener.open(record.body, prefix + record.end)
+            payloads, headers, packed = decode_bundle(plain)
+            if len(payloads) != count:
+                raise DecodeError(f"{len(payloads)} messages in a record of {count}")
+        except (OpenError, DecodeError) as err:
+            return StreamGap(record.offset, end, count, f"unreadable: {err}")
+        name, source, offset, stored_us = (
+            record.name,
+            record.sender_id,
+            record.offset,
+            record.stored_us,
+        )
+        tombstone = record.tombstone
+        if headers is None:
+            return [
+                StreamMessage(
+                    p,
+                    name,
+                    None,
+                    packed,
+                    source,
+                    offset + i,
+                    stored_us,
+                    sent_us,
+                    tombstone,
+                    deliveries,
+                )
+                for i, p in enumerate(payloads)
+            ]
+        return [
+            StreamMessage(
+                p, name, h, packed, source, offset + i, stored_us, sent_us, tombstone, deliveries
+            )
+            for i, (p, h) in enumerate(zip(payloads, headers, strict=True))
+        ]
+
+    def _dead(self, record: Record) -> list[StreamMessage] | StreamGap:
+        try:
+            dead = decode_dead(record.body)
+        except DecodeError as err:
+            return StreamGap(record.offset, record.offset + 1, 1, f"unreadable: {err}")
+        message = StreamMessage(b"", record.name, offset=record.offset, stored_us=record.stored_us)
+        message.dead = dead
+        return [message]
+
+
+def told(item: Gap | Hole) -> StreamGap:
+    """Return what a reader hears of offsets without messages."""
+    if isinstance(item, Gap):
+        return StreamGap(item.offset, item.offset + 1, item.count, item.cause)
+    return StreamGap(item.offset, item.next, 0, HOLES.get(item.reason, "removed"))

@@ -1,0 +1,476 @@
+"""What clients and stores say to each other: the bodies of STREAM and STREAM_REPLY frames, and the orders that holders of a key sign.
+
+A body is one MessagePack map (`Call` or `Answer`, told apart by "op"), in clear: its fields direct the store. Records in it are
+sealed as they were published. Offsets number the messages of a stream; times are µs since 1970, 0 = none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from iris.errors import DecodeError
+from iris.wire.frames import Id16, Name, Text
+
+KEEP: Final = "keep"
+END: Final = "end"
+ORDER_VERSION: Final = 1
+MAX_ORDER_BYTES: Final = 8192
+MAX_ORDERS: Final = 64
+DEAD: Final = ".dead"
+"""The dead letters of the stream `orders` are the stream `orders.dead`."""
+DEAD_KIND: Final = 0
+"""Kind of a record that is no sealed bundle but a `DeadLetter`."""
+MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
+NO_PRODUCER: Final = bytes(16)
+
+Offset = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+Time = Offset
+U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+Key32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
+End = Annotated[bytes, Meta(min_length=24, max_length=24)]
+Hash = Annotated[bytes, Meta(max_length=32)]
+ShortText = Annotated[str, Meta(max_length=255)]
+
+
+class Definition(Struct, frozen=True):
+    """What a stream records and keeps. A limit of 0 is none; what is over any of them goes, oldest first."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
+    topic: ShortText = ""
+    """A filter: what is published to matching topics is recorded."""
+    cluster: ShortText = ""
+    """It takes its share of the pushes of this cluster, and its broadcasts."""
+    max_bytes: Offset = 0
+    max_messages: Offset = 0
+    max_age_us: Time = 0
+    compact: bool = False
+    """Of the records with one key only the last is kept."""
+    paused: bool = False
+    """Nothing is recorded or appended."""
+
+
+class Order(Struct, frozen=True):
+    """What a holder of a cluster key wants of one store: to keep a stream as defined, or to end it.
+
+    The latest by `issued_us` counts; there is one for each key id under which the stream is known.
+    """
+
+    action: Annotated[str, Meta(max_length=16)]
+    uuid: Id16
+    key_id: Id16
+    store: Key32
+    """The store's public key."""
+    issued_us: Time
+    definition: Definition
+    version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = ORDER_VERSION
+
+
+class SignedOrder(Struct, frozen=True, array_like=True):
+    """An order as it was encoded, and the cluster key's signature over those bytes."""
+
+    order: Annotated[bytes, Meta(max_length=MAX_ORDER_BYTES)]
+    public_key: Key32
+    signature: Signature
+
+
+Orders = Annotated[list[SignedOrder], Meta(min_length=1, max_length=MAX_ORDERS)]
+
+
+# -- records -----------------------------------------------------------------------------------------------------
+
+
+class Record(Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """A sealed bundle as it was published or appended; its messages have the offsets from `offset` on.
+
+    `end` are the 24 bytes of end fields that were authenticated with it (see `codec`).
+    """
+
+    offset: Offset
+    kind: Annotated[int, Meta(ge=0, le=255)]
+    name: ShortText
+    key_id: Id16
+    sender_id: Id16
+    end: End
+    body: bytes
+    stored_us: Time
+    key_hash: Hash = b""
+    tombstone: bool = False
+    expires_us: Time = 0
+    due_us: Time = 0
+
+
+class Gap(Struct, frozen=True, array_like=True, tag=2):
+    """One offset that stands for `count` messages (None: unknown) that the store could not take, and why."""
+
+    offset: Offset
+    count: Offset | None
+    cause: Text
+    stored_us: Time
+
+
+class Hole(Struct, frozen=True, array_like=True, tag=3):
+    """Offsets from `offset` until `next` hold nothing any more. `reason` is one of `HOLES`."""
+
+    offset: Offset
+    next: Offset
+    reason: Annotated[int, Meta(ge=0, le=255)]
+
+
+Item = Record | Gap | Hole
+HOLES: Final = {1: "retention", 2: "compacted", 3: "expired", 4: "deferred"}
+
+
+class DeadLetter(Struct, frozen=True):
+    """The body of a record of kind `DEAD_KIND`: a message that a consumer could not deliver."""
+
+    uuid: Id16
+    """Of the log that holds it."""
+    offset: Offset
+    consumer: ShortText
+    deliveries: U32
+    reason: Text
+
+
+class NewRecord(Struct, frozen=True, array_like=True, gc=False):
+    """A record to append, sealed as kind STREAM under the stream's name and the key id of the call."""
+
+    sequence: Offset
+    """Of the call's producer: rises by one."""
+    end: End
+    body: bytes
+    key_hash: Hash = b""
+    tombstone: bool = False
+    expires_us: Time = 0
+    due_us: Time = 0
+    expect: Offset | None = None
+    """Append only if this is the next offset."""
+
+
+class Outcome(Struct, frozen=True, array_like=True):
+    """What became of a new record. `status` is one of the five below."""
+
+    status: Annotated[int, Meta(ge=0, le=255)]
+    value: Offset | None
+    """STORED, DUPLICATE: its first offset (None: too long ago to know). OUT_OF_ORDER: the sequence that is due. FENCED: the
+    producer's epoch. CONFLICT: the next offset."""
+
+
+STORED: Final = 0
+DUPLICATE: Final = 1
+OUT_OF_ORDER: Final = 2
+FENCED: Final = 3
+CONFLICT: Final = 4
+
+
+# -- calls -------------------------------------------------------------------------------------------------------
+
+
+class FindStore(Struct, frozen=True, tag_field="op", tag="store"):
+    """To the stores: which one is this? Answered with StoreInfo."""
+
+
+class Create(Struct, frozen=True, tag_field="op", tag="create"):
+    """To one store: keep a stream. Answered with Described once it can be written to."""
+
+    orders: Orders
+
+
+class ListStreams(Struct, frozen=True, tag_field="op", tag="list"):
+    """To one store: describe its streams under any of these key ids. Answered with Listed."""
+
+    key_ids: Annotated[list[Id16], Meta(max_length=1024)]
+    after: Annotated[str, Meta(max_length=300)] = ""
+    """Where the last answer ended."""
+
+
+class Describe(Struct, frozen=True, tag_field="op", tag="describe"):
+    """Answered with Described."""
+
+
+class Change(Struct, frozen=True, tag_field="op", tag="change"):
+    """Later orders: another definition, or a further key. Answered with Described."""
+
+    orders: Orders
+
+
+class Delete(Struct, frozen=True, tag_field="op", tag="delete"):
+    """End the stream and remove its log. Answered with Settled."""
+
+    orders: Orders
+
+
+class Append(Struct, frozen=True, tag_field="op", tag="append"):
+    """Answered with Appended once all of it is on disk. Records are sealed by `sender_id`."""
+
+    sender_id: Id16
+    records: Annotated[list[NewRecord], Meta(min_length=1, max_length=4096)]
+    producer: Id16 = NO_PRODUCER
+    """NO_PRODUCER: retries of these records cannot be told from new ones."""
+    epoch: U32 = 0
+
+
+class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
+    """Read from `start` on. Answered with Fetched: at once if there is something, else within `wait_ms`."""
+
+    start: Offset
+    max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
+    wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
+
+
+class Find(Struct, frozen=True, tag_field="op", tag="find"):
+    """Answered with Found: the first offset stored at `time_us` or later."""
+
+    time_us: Time
+
+
+class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
+    """Take what is next for a worker of a consumer, which is made if it is new. Answered with Delivered.
+
+    The settings count when the consumer is made; later ones have to be equal.
+    """
+
+    consumer: Name
+    worker: Id16
+    max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
+    max_messages: Annotated[int, Meta(ge=1, le=1 << 20)]
+    wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
+    start: Offset = 0
+    group: bool = False
+    durable: bool = True
+    ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] = 30_000_000
+    max_deliver: U32 = 0
+    again: bool = False
+    """The last answer was lost: what this worker holds is handed out again."""
+
+
+class Range(Struct, frozen=True, array_like=True):
+    """Messages from `first` until `next`."""
+
+    first: Offset
+    next: Offset
+
+
+class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
+    """What a worker says of what it was handed. Answered with Settled.
+
+    `through`: everything that was handed out up to this offset is done. Of `failed` (with `delay_us` and `reason`) delivery is
+    repeated, `held` get the acknowledgement time once more. `gone`: the worker ends, the rest of it goes to others.
+    """
+
+    consumer: Name
+    worker: Id16
+    done: Annotated[list[Range], Meta(max_length=4096)] = []
+    failed: Annotated[list[Range], Meta(max_length=4096)] = []
+    held: Annotated[list[Range], Meta(max_length=4096)] = []
+    through: Offset | None = None
+    delay_us: Time = 0
+    reason: Text = ""
+    gone: bool = False
+
+
+class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):
+    """Answered with Consumers."""
+
+
+class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer"):
+    """Forget a consumer's cursor. Answered with Settled."""
+
+    consumer: Name
+
+
+# -- answers -----------------------------------------------------------------------------------------------------
+
+
+class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
+    """The store's public key, by which orders name it, and the host's name."""
+
+    key: Key32
+    label: ShortText = ""
+
+
+class Described(Struct, frozen=True, tag_field="op", tag="described"):
+    """A stream as its store knows it."""
+
+    definition: Definition
+    uuid: Id16
+    epoch: Offset
+    key_ids: list[Id16]
+    store: Key32
+    label: ShortText
+    """The store's host."""
+    created_us: Time
+    oldest: Offset
+    next: Offset
+    messages: Offset
+    size_bytes: Offset
+    lost: Offset = 0
+    """Messages told in gap records since the store started."""
+    failed: Text = ""
+    """Why it takes no writes, or cannot be read at all."""
+    readable: bool = True
+
+
+class Listed(Struct, frozen=True, tag_field="op", tag="listed"):
+    """`more`: ask again, after the last."""
+
+    streams: list[Described]
+    more: bool = False
+
+
+class Appended(Struct, frozen=True, tag_field="op", tag="appended"):
+    """One outcome for each record."""
+
+    outcomes: list[Outcome]
+
+
+class Fetched(Struct, frozen=True, tag_field="op", tag="fetched"):
+    """Items side by side from where the read began until `next`; none if nothing came in time."""
+
+    items: list[Item]
+    next: Offset
+    oldest: Offset
+    high_water: Offset
+    uuid: Id16
+
+
+class Found(Struct, frozen=True, tag_field="op", tag="found"):
+    """An offset."""
+
+    offset: Offset
+
+
+class Handed(Struct, frozen=True, array_like=True):
+    """An item for a worker: of a record the messages in `wanted` (one bit each, little-endian bytes), for the nth time."""
+
+    item: Item
+    wanted: bytes = b""
+    deliveries: U32 = 1
+
+
+class Delivered(Struct, frozen=True, tag_field="op", tag="delivered"):
+    """What a worker was handed; nothing if nothing came in time."""
+
+    items: list[Handed]
+    uuid: Id16
+    lag: Offset = 0
+    fenced: bool = False
+    """Another worker has taken over: this one gets nothing any more."""
+
+
+class Settled(Struct, frozen=True, tag_field="op", tag="settled"):
+    """Done. `count`: how many messages of a Settle that was."""
+
+    count: Offset = 0
+
+
+class ConsumerInfo(Struct, frozen=True):
+    """Where a consumer is. `lag` counts what is not settled, `pending` what workers hold."""
+
+    name: Name
+    group: bool
+    durable: bool
+    floor: Offset
+    position: Offset
+    lag: Offset
+    pending: Offset
+    redelivering: Offset
+    workers: U32
+    dead: Offset = 0
+    missed: Offset = 0
+    late: Offset = 0
+
+
+class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
+    """Of one stream."""
+
+    consumers: list[ConsumerInfo]
+
+
+class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
+    """Not done. `code` is one of the `REFUSALS`."""
+
+    code: Annotated[str, Meta(max_length=32)]
+    detail: Text
+
+
+REFUSALS: Final = frozenset(
+    {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving"}
+)  # fmt: skip
+
+Call = (
+    FindStore
+    | Create
+    | ListStreams
+    | Describe
+    | Change
+    | Delete
+    | Append
+    | Fetch
+    | Find
+    | Consume
+    | Settle
+    | DescribeConsumers
+    | DeleteConsumer
+)
+Answer = (
+    StoreInfo
+    | Described
+    | Listed
+    | Appended
+    | Fetched
+    | Found
+    | Delivered
+    | Settled
+    | Consumers
+    | Refused
+)
+
+encode: Final = msgspec.msgpack.Encoder().encode
+"""Return the bytes of a call, answer or order."""
+_decode_call: Final = msgspec.msgpack.Decoder(Call).decode
+_decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
+_decode_order: Final = msgspec.msgpack.Decoder(Order).decode
+_decode_dead: Final = msgspec.msgpack.Decoder(DeadLetter).decode
+_BAD: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def dead_uuid(uuid: bytes) -> bytes:
+    """Return the uuid of the log of a stream's dead letters."""
+    return hashlib.sha256(b"iris-dead-letters-1" + uuid).digest()[:16]
+
+
+def decode_call(body: bytes | memoryview) -> Call:
+    """Return what a client asks of a store; raises DecodeError."""
+    try:
+        return _decode_call(body)  # type: ignore[no-any-return]  # a decoder of a union
+    except _BAD as err:
+        raise DecodeError(f"a call to a store: {err}") from err
+
+
+def decode_answer(body: bytes | memoryview) -> Answer:
+    """Return what a store answers; raises DecodeError."""
+    try:
+        return _decode_answer(body)  # type: ignore[no-any-return]  # a decoder of a union
+    except _BAD as err:
+        raise DecodeError(f"a store's answer: {err}") from err
+
+
+def decode_order(order: bytes) -> Order:
+    """Return an order whose signature was checked; raises DecodeError."""
+    try:
+        return _decode_order(order)
+    except _BAD as err:
+        raise DecodeError(f"an order: {err}") from err
+
+
+def decode_dead(body: bytes) -> DeadLetter:
+    """Return the reference in a record of kind `DEAD_KIND`; raises DecodeError."""
+    try:
+        return _decode_dead(body)
+    except _BAD as err:
+        raise DecodeError(f"a dead letter: {err}") from err

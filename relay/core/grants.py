@@ -1,0 +1,63 @@
+"""What a session may do that holds no key: a store, by orders that a key holder signed.
+
+An order to keep a stream stands in for the proof of its key, for what it names alone: to serve the stream and its dead
+letters, and to receive what the stream records, which is a topic filter, or the pushes and broadcasts of a cluster. The
+store signs the session's challenge with the key that the order names, so a copied order is worth nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from iris.crypto.keys import verify_order, verify_store_proof
+from iris.errors import DecodeError, OpenError
+from iris.wire import frames
+from iris.wire.frames import NO_KEY, Kind
+from iris.wire.streams import DEAD, KEEP, dead_uuid, decode_order
+from relay.core.session import Session
+
+_RECORDED: Final = frozenset({Kind.PUSH, Kind.BROADCAST})
+
+
+def take_grant(session: Session, grant: frames.Grant, relay_id: bytes) -> str:
+    """Let a session do what an order names; return why not, or nothing."""
+    if not session.ours:
+        return "a store runs as the relay's own user, or as root, on the relay's host"
+    try:
+        key_id = verify_order(grant.public_key, grant.signature, grant.order)
+        order = decode_order(grant.order)
+        verify_store_proof(
+            order.store, grant.proof, grant.order,
+            relay_id=relay_id, session_id=session.session_id, challenge=session.challenge,
+        )  # fmt: skip
+    except (DecodeError, OpenError) as err:
+        return str(err)
+    if order.key_id != key_id or order.action != KEEP:
+        return "the order is for another key, or none to keep a stream"
+    definition = order.definition
+    uuids = (order.uuid.hex(), dead_uuid(order.uuid).hex())
+    for name in (definition.name, definition.name + DEAD, *uuids):
+        session.granted.add(("stream", name, key_id))
+    if definition.topic:
+        session.granted.add(("topic", definition.topic, key_id))
+    if definition.cluster:
+        session.granted.add(("cluster", definition.cluster, key_id))
+    return ""
+
+
+def barred(session: Session, join: frames.Join) -> str:
+    """Return why a session may not serve what it asks for, or nothing."""
+    kinds = join.kinds.keys()
+    for key_id in join.key_ids:
+        if key_id in session.proven:
+            continue
+        if key_id == NO_KEY:
+            if kinds == {Kind.STREAM} and session.ours:
+                continue
+            return "under no key only a store of the relay's own user serves, and streams alone"
+        if kinds == {Kind.STREAM} and ("stream", join.name, key_id) in session.granted:
+            continue
+        if kinds <= _RECORDED and ("cluster", join.name, key_id) in session.granted:
+            continue
+        return f"key {key_id.hex()[:8]} was not proven in this session"
+    return ""

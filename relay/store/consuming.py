@@ -1,0 +1,269 @@
+"""The consumers of one stream: made at the first call, asked by workers, saved while they change, their dead letters written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from iris.errors import IrisError
+from iris.wire import streams
+from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Settle
+from relay.store.consumers import Consumer, Delivery, Taken
+from relay.store.cursor import CursorDamaged, Dead, Settings
+from relay.store.errors import CursorsFull, LogDamaged, LogWriteFailed
+from relay.store.log import Log
+from relay.store.records import Gap, Hole, Item, Record
+from relay.store.session import Question
+
+MAX_EPHEMERAL: Final = 1024
+MAX_WAITING: Final = 16_384
+IDLE_US: Final = 60_000_000
+"""An ephemeral consumer that nobody asked for so long is forgotten."""
+SAVE_US: Final = 50_000
+"""A killed store repeats what was settled since the last save."""
+
+Bury = Callable[[str, list[Dead]], None]
+"""Writes dead letters of a consumer down; raises LogError if that failed."""
+
+
+class _Waiting:
+    __slots__ = ("call", "question", "until_us")
+
+    def __init__(self, question: Question, call: Consume, until_us: int) -> None:
+        self.question = question
+        self.call = call
+        self.until_us = until_us
+
+
+class Consuming:
+    """All consumers of a log."""
+
+    def __init__(self, log: Log, bury: Bury) -> None:
+        self._log = log
+        self._bury = bury
+        self._consumers: dict[str, Consumer] = {}
+        self._used_us: dict[str, int] = {}
+        """Ephemeral ones: when somebody asked last."""
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._save_us = 0
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def take(self, question: Question, call: Consume, now_us: int, *, wait: bool = False) -> None:
+        """Answer a Consume now, or when there is something."""
+        consumer = self._consumer(call, now_us)
+        if call.again:
+            consumer.worker_gone(call.worker, now_us)
+        waiting = self._waiting.setdefault(call.consumer, [])
+        if not wait and self._answer(consumer, question, call, now_us, last=not call.wait_ms):
+            return
+        if len(waiting) >= MAX_WAITING:
+            question.answer(self._delivered(consumer, Taken([], 0, 0)))
+        else:
+            waiting.append(_Waiting(question, call, now_us + 1000 * call.wait_ms))
+
+    def settle(self, question: Question, call: Settle, now_us: int) -> None:
+        """Answer a Settle. What was handed out before a crash and not saved comes again: its settling counts for nothing."""
+        consumer = self._found(call.consumer)
+        count = 0
+        settled = [
+            lambda r=r: consumer.ack(call.worker, r.first, r.next, now_us) for r in call.done
+        ]  # type: ignore[misc]  # bound defaults
+        if call.through is not None:
+            through = call.through
+            settled.append(lambda: consumer.ack_through(call.worker, through, now_us))
+        settled += [
+            lambda r=r: consumer.nack(
+                call.worker, r.first, r.next, call.delay_us, call.reason, now_us
+            )  # type: ignore[misc]
+            for r in call.failed
+        ]
+        settled += [
+            lambda r=r: consumer.touch(call.worker, r.first, r.next, now_us) for r in call.held
+        ]  # type: ignore[misc]
+        unknown = ""
+        for one in settled:
+            try:
+                count += one()
+            except ValueError as err:
+                unknown = str(err)
+        if call.gone:
+            consumer.worker_gone(call.worker, now_us)
+        self._settled(consumer, now_us)
+        if unknown and not count:
+            question.refuse("consumer", unknown)
+        else:
+            question.answer(streams.Settled(count))
+
+    def described(self) -> list[ConsumerInfo]:
+        """Return where each is, by name."""
+        for name in self._log.cursors():
+            if name not in self._consumers:
+                self._load(name)
+        told = []
+        for name, consumer in sorted(self._consumers.items()):
+            info, settings, counts = consumer.info(), consumer.settings, consumer.counts
+            told.append(
+                ConsumerInfo(
+                    name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
+                    info.redelivering, info.workers, info.dead, counts.missed, counts.late,
+                )
+            )  # fmt: skip
+        return told
+
+    def delete(self, name: str) -> bool:
+        """Forget a consumer; whether it was there. Raises LogWriteFailed."""
+        known = self._consumers.pop(name, None) is not None
+        self._used_us.pop(name, None)
+        for waiting in self._waiting.pop(name, []):
+            waiting.question.refuse("consumer", f"consumer {name!r} was deleted")
+        return self._log.delete_cursor(name) or known
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def wake(self, now_us: int) -> None:
+        """Hand out what there is to whoever waits, and answer those whose time is over."""
+        for name, waiting in list(self._waiting.items()):
+            consumer = self._consumers.get(name)
+            if not waiting or consumer is None:
+                del self._waiting[name]
+                continue
+            # Who waited longest comes first.
+            rest = []
+            for one in waiting:
+                over = one.until_us <= now_us
+                if one.question.session.state == "up" and not self._answer(
+                    consumer, one.question, one.call, now_us, last=over
+                ):
+                    rest.append(one)
+            self._waiting[name] = rest
+
+    def tend(self, now_us: int) -> None:
+        """End leases, write dead letters, save. Raises LogError."""
+        for name, consumer in list(self._consumers.items()):
+            deadline_us = consumer.deadline_us
+            if deadline_us is not None and deadline_us <= now_us:
+                self._settled(consumer, now_us)
+            if name in self._used_us:
+                waiting = self._waiting.get(name)
+                if not waiting and self._used_us[name] + IDLE_US < now_us:
+                    del self._consumers[name], self._used_us[name]
+            elif consumer.dirty and now_us >= self._save_us:
+                consumer.save()
+        if now_us >= self._save_us:
+            self._save_us = now_us + SAVE_US
+
+    def turn_away(self, reason: str) -> None:
+        """Nobody can wait here now."""
+        for waiting in self._waiting.values():
+            for one in waiting:
+                one.question.refuse("leaving", reason)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Save all. Raises LogWriteFailed."""
+        for name, consumer in self._consumers.items():
+            if name not in self._used_us and consumer.dirty:
+                consumer.save(sync=True)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _consumer(self, call: Consume, now_us: int) -> Consumer:
+        settings = Settings(
+            group=call.group,
+            ack_timeout_us=call.ack_timeout_us,
+            max_deliver=call.max_deliver,
+            durable=call.durable,
+        )
+        consumer = self._consumers.get(call.consumer) or self._load(call.consumer)
+        if consumer is None:
+            if not call.durable and len(self._used_us) >= MAX_EPHEMERAL:
+                raise ConsumerRefused(f"there are {MAX_EPHEMERAL} ephemeral consumers already")
+            start = min(call.start, self._log.next)
+            consumer = Consumer(self._log, call.consumer, settings, start, now_us)
+            if call.durable:
+                try:
+                    consumer.save(sync=True)
+                except CursorsFull as err:
+                    raise ConsumerRefused(str(err)) from err
+            self._consumers[call.consumer] = consumer
+        elif consumer.settings != settings:
+            raise ConsumerRefused(
+                f"consumer {call.consumer!r} is there with other settings: {consumer.settings}"
+            )
+        if not call.durable:
+            self._used_us[call.consumer] = now_us
+        return consumer
+
+    def _found(self, name: str) -> Consumer:
+        consumer = self._consumers.get(name) or self._load(name)
+        if consumer is None:
+            raise ConsumerRefused(f"there is no consumer {name!r}")
+        return consumer
+
+    def _load(self, name: str) -> Consumer | None:
+        try:
+            consumer = self._consumers[name] = Consumer.load(self._log, name)
+        except KeyError:
+            return None
+        except CursorDamaged as err:
+            raise ConsumerRefused(f"{err}; delete it, and start anew") from err
+        return consumer
+
+    def _answer(
+        self, consumer: Consumer, question: Question, call: Consume, now_us: int, *, last: bool
+    ) -> bool:
+        """Hand out what there is; False if that is nothing and may wait."""
+        limit = min(call.max_bytes, question.session.message_limit)
+        try:
+            taken = consumer.take(call.worker, limit, call.max_messages, now_us)
+        except LogDamaged as err:
+            question.refuse("damaged", str(err))
+            return True
+        self._dead(consumer)
+        if not taken.items and not taken.fenced and not last:
+            return False
+        question.answer(self._delivered(consumer, taken))
+        return True
+
+    def _delivered(self, consumer: Consumer, taken: Taken) -> Delivered:
+        items = [_handed(item) for item in taken.items]
+        return Delivered(items, self._log.uuid, consumer.info().lag, taken.fenced)
+
+    def _settled(self, consumer: Consumer, now_us: int) -> None:
+        consumer.expire(now_us)
+        self._dead(consumer)
+        self.wake(now_us)
+
+    def _dead(self, consumer: Consumer) -> None:
+        letters = consumer.dead_letters()
+        if letters:
+            try:
+                self._bury(consumer.name, letters)
+            except LogWriteFailed:
+                return  # they stay listed, and are written when the disk takes them
+            consumer.forget_dead(len(letters))
+
+
+def _handed(item: Delivery | Gap | Hole) -> Handed:
+    if isinstance(item, Delivery):
+        count = item.record.count
+        wanted = item.wanted.to_bytes((count + 7) // 8, "little")
+        return Handed(told_item(item.record), wanted, item.deliveries)
+    return Handed(told_item(item))
+
+
+def told_item(item: Item) -> streams.Item:
+    """Return an item of a log as it travels."""
+    if isinstance(item, Record):
+        return streams.Record(
+            item.first, item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, item.stored_us,
+            item.key_hash or b"", item.tombstone, item.expires_us, item.due_us,
+        )  # fmt: skip
+    if isinstance(item, Gap):
+        return streams.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
+    return streams.Hole(item.first, item.next, int(item.reason))
+
+
+class ConsumerRefused(IrisError):
+    """A consumer cannot be made or found as asked."""

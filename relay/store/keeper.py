@@ -1,0 +1,517 @@
+"""The store: which streams there are, who may change them, and which stream a bundle or a question is for.
+
+Under DIR/streams each stream is a directory named by its uuid, with its orders in the log itself. An order is checked when it
+comes and again at every start; what no order covers is not served. One damaged or full stream is told and costs no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import structs
+
+from iris.crypto.keys import StoreKey, public_id, verify_order
+from iris.errors import DecodeError, InvalidName, IrisError, OpenError
+from iris.wire import frames, streams
+from iris.wire.frames import Kind, Refusal
+from iris.wire.names import check_cluster, check_filter
+from iris.wire.streams import (
+    DEAD,
+    END,
+    KEEP,
+    Definition,
+    Order,
+    SignedOrder,
+    dead_uuid,
+    decode_order,
+)
+from relay.store.consuming import ConsumerRefused, Consuming
+from relay.store.cursor import Dead
+from relay.store.errors import LogDamaged, LogError
+from relay.store.log import Log
+from relay.store.presence import Presence, Then, told
+from relay.store.session import Bundle, Question, StoreSession
+from relay.store.stream import Kept, Stream
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS: Final = 500
+"""What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
+LIST_ENTRIES: Final = 64
+COMMIT_BYTES: Final = 1 << 20
+REOPEN_US: Final = 2_000_000
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
+
+
+class Refuse(IrisError):
+    """A call is refused; `code` is one of `streams.REFUSALS`."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class Store:
+    """All streams of one data directory. `dirty` is called when there is something to commit, `urge` when it should not wait."""
+
+    def __init__(
+        self,
+        directory: Path,
+        key: StoreKey,
+        label: str,
+        dirty: Callable[[], None],
+        urge: Callable[[], None],
+    ) -> None:
+        self.directory = directory / "streams"
+        self.key = key
+        self.address = public_id(key.public_key).hex()
+        self.label = label
+        self.now_us = 0
+        self.presence = Presence(key, self.address)
+        self.blocked = False
+        """The relay does not read what we answer: readers wait."""
+        self.streams: dict[bytes, Stream] = {}
+        self._places: dict[tuple[str, bytes], Stream] = {}
+        """By (name or uuid, key id)."""
+        self._version = 0
+        self._dirty: dict[bytes, Stream] = {}
+        self._say_dirty = dirty
+        self._urge = urge
+        self._reopen_us = 0
+        self._calls: dict[type, Callable[[Question, Any], None]] = {
+            streams.FindStore: self._on_find_store,
+            streams.Create: self._on_create,
+            streams.ListStreams: self._on_list,
+            streams.Describe: self._on_describe,
+            streams.Change: self._on_change,
+            streams.Delete: self._on_delete,
+            streams.Append: self._on_append,
+            streams.Fetch: self._on_fetch,
+            streams.Find: self._on_find,
+            streams.Consume: self._on_consume,
+            streams.Settle: self._on_settle,
+            streams.DescribeConsumers: self._on_consumers,
+            streams.DeleteConsumer: self._on_delete_consumer,
+        }
+
+    # -- start and stop --------------------------------------------------------------------------------------
+
+    def load(self, now_us: int) -> None:
+        """Open every stream of the directory; one that cannot be opened is kept aside and told."""
+        self.now_us = now_us
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in sorted(self.directory.iterdir()):
+            name = path.name
+            if len(name) == 32 and path.is_dir():
+                self._load(path, bytes.fromhex(name))
+        for stream in list(self.streams.values()):
+            if stream.log is not None and (stream.definition.topic or stream.definition.cluster):
+                # Whatever was published meanwhile, nobody counted.
+                stream.note(None, "the store was not running", now_us)
+        for stream in self.streams.values():
+            self._place(stream)
+
+    def _load(self, path: Path, uuid: bytes) -> None:
+        stream = Stream(str(path), uuid, None, {})
+        try:
+            opened = Log.open(str(path))
+        except LogError as err:
+            stream.failed = str(err)
+            log.error(
+                "store.stream_quarantined", extra={"fields": {"path": str(path), "error": str(err)}}
+            )
+        else:
+            stream.opened(opened)
+            try:
+                kept = _decode_kept(opened.definition)
+                if opened.uuid != uuid:
+                    raise DecodeError("its directory bears another log's name")
+                stream.dead = bool(kept.parent)
+                stream.orders = {} if kept.parent else self._checked(kept.orders, uuid)
+                stream.redefine()
+            except (msgspec.DecodeError, IrisError) as err:
+                stream.failed = f"its orders do not hold: {err}"
+                log.error(
+                    "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
+                )
+        self.streams[uuid] = stream
+
+    def close(self) -> None:
+        """Commit what has come, and give the files back. Idempotent."""
+        self.commit()
+        for stream in self.streams.values():
+            stream.close()
+
+    # -- the session -----------------------------------------------------------------------------------------
+
+    def attached(self, session: StoreSession, *, first: bool) -> None:
+        """A relay welcomed us: show it every order, and serve every stream."""
+        self.presence.attach(session)
+        for stream in self.streams.values():
+            if stream.log is not None and stream.orders and not stream.dead:
+                if not first and (stream.definition.topic or stream.definition.cluster):
+                    stream.note(None, "the relay was away", self.now_us)
+                self._serve(stream, told(stream.name))
+
+    def detached(self) -> None:
+        """The session has ended."""
+        self.presence.detach()
+        self.commit()
+
+    def _serve(self, stream: Stream, then: Then) -> None:
+        dead = self.streams.get(dead_uuid(stream.uuid))
+        self.presence.serve(stream, dead, self.streams.values(), then)
+
+    def _leave(self, stream: Stream) -> None:
+        others = [other for other in self.streams.values() if other is not stream]
+        self.presence.leave(stream, others)
+
+    # -- what comes in ---------------------------------------------------------------------------------------
+
+    def recorded(self, bundle: Bundle) -> None:
+        """A publication or broadcast came: every stream that records it takes it."""
+        flow = bundle.flow
+        if flow.version != self._version:
+            flow.found = self._recorders(flow.declared)
+            flow.version = self._version
+        for stream in flow.found:
+            stream.record(bundle, self.now_us)
+            self._touch(stream)
+
+    def _recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
+        if declared.kind == Kind.BROADCAST:
+            stream = self.presence.members.get(declared.member)
+            return [] if stream is None else [stream]
+        return [s for s in self.streams.values() if s.records(declared.name, declared.key_id)]
+
+    def pushed(self, bundle: Bundle) -> None:
+        """A push came for the stream that takes a cluster's share."""
+        stream = self.presence.members.get(bundle.flow.declared.member)
+        refusal = Refusal.LEAVING if stream is None else stream.push(bundle)
+        if refusal is not None or stream is None:
+            bundle.session.refuse(bundle, refusal or Refusal.LEAVING)
+        else:
+            self._touch(stream)
+
+    def gap(self, gap: frames.Gap) -> None:
+        """The relay dropped something on the way here."""
+        for stream in self._recorders(gap):
+            stream.gap(gap, self.now_us)
+
+    def draining(self) -> None:
+        """The relay stops: nobody waits here any more."""
+        for stream in self.streams.values():
+            stream.turn_away("the relay stops")
+
+    def out_full(self) -> None:
+        """There is much to write."""
+        self._urge()
+
+    def asked(self, question: Question) -> None:
+        """A call came."""
+        try:
+            self._calls[type(question.call)](question, question.call)
+        except Refuse as err:
+            question.refuse(err.code, str(err))
+        except ConsumerRefused as err:
+            question.refuse("consumer", str(err))
+        except LogDamaged as err:
+            question.refuse("damaged", str(err))
+        except LogError as err:
+            question.refuse("disk", str(err))
+        except KeyError as err:
+            question.refuse("invalid", f"{type(question.call).__name__}: {err}")
+
+    def _touch(self, stream: Stream) -> None:
+        if not self._dirty:
+            self._say_dirty()
+        self._dirty[stream.uuid] = stream
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait for the commit."""
+        return sum(stream.batch_bytes for stream in self._dirty.values())
+
+    def commit(self) -> None:
+        """Write what has come to every stream, one sync each."""
+        dirty, self._dirty = self._dirty, {}
+        for stream in dirty.values():
+            stream.commit(self.now_us)
+
+    def tend(self) -> None:
+        """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
+        reopen = self.now_us >= self._reopen_us
+        if reopen:
+            self._reopen_us = self.now_us + REOPEN_US
+        for stream in list(self.streams.values()):
+            if not self.blocked:
+                stream.wake(self.now_us)
+            try:
+                if reopen and stream.orders and (stream.log is None or stream.log.failed):
+                    was_open = stream.log is not None
+                    stream.reopen(self.now_us)
+                    if not was_open:
+                        self._place(stream)
+                        self._serve(stream, told(stream.name))
+                    log.info("store.stream_reopened", extra={"fields": {"stream": stream.name}})
+                stream.tend(self.now_us)
+            except LogError as err:
+                log.warning(
+                    "store.stream_failed",
+                    extra={"fields": {"stream": stream.name, "error": str(err)}},
+                )
+
+    # -- calls of the store ----------------------------------------------------------------------------------
+
+    def _on_find_store(self, question: Question, call: streams.FindStore) -> None:
+        question.answer(streams.StoreInfo(self.key.public_key, self.label))
+
+    def _on_list(self, question: Question, call: streams.ListStreams) -> None:
+        wanted = set(call.key_ids)
+        found = [
+            s
+            for s in sorted(self.streams.values(), key=_order_of_list)
+            if not wanted.isdisjoint(s.orders) and _order_of_list(s) > call.after
+        ]
+        told = [
+            stream.described(self.key.public_key, self.label) for stream in found[:LIST_ENTRIES]
+        ]
+        question.answer(streams.Listed(told, len(found) > LIST_ENTRIES))
+
+    def _on_create(self, question: Question, call: streams.Create) -> None:
+        if question.name != self.address:
+            raise Refuse("order", "a stream is created at one store, by its own name")
+        uuid = decode_order(call.orders[0].order).uuid
+        orders = self._checked(call.orders, uuid)
+        definition = _one_definition(orders)
+        here = {id(s): s for key_id in orders if (s := self._places.get((definition.name, key_id)))}
+        for stream in here.values():
+            if stream.uuid == uuid and stream.definition == definition:
+                question.answer(stream.described(self.key.public_key, self.label))  # a retry
+                return
+            raise Refuse(
+                "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
+            )
+        if len(self.streams) >= MAX_STREAMS:
+            raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
+        path = str(self.directory / uuid.hex())
+        kept = _encode(Kept([signed for _, signed in orders.values()]))
+        made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
+        stream = self.streams[uuid] = Stream(path, uuid, made, orders)
+        self._place(stream)
+
+        def served(error: str) -> None:
+            if error:
+                question.refuse("order", f"the relay does not accept the order: {error}")
+                self._remove(stream, error)
+            else:
+                question.answer(stream.described(self.key.public_key, self.label))
+                log.info(
+                    "store.stream_created",
+                    extra={"fields": {"stream": stream.name, "uuid": uuid.hex()}},
+                )
+
+        self._serve(stream, served)
+
+    # -- calls of a stream -----------------------------------------------------------------------------------
+
+    def _stream(self, question: Question) -> Stream:
+        stream = self._places.get((question.name, question.key_id))
+        if stream is None:
+            raise Refuse(
+                "no-stream",
+                f"no stream {question.name!r} under key {question.key_id.hex()[:8]} here",
+            )
+        return stream
+
+    def _on_describe(self, question: Question, call: streams.Describe) -> None:
+        question.answer(self._stream(question).described(self.key.public_key, self.label))
+
+    def _on_change(self, question: Question, call: streams.Change) -> None:
+        stream = self._stream(question)
+        if stream.dead or stream.log is None:
+            raise Refuse("invalid", stream.failed or "dead letters follow their stream")
+        new = self._checked(call.orders, stream.uuid)
+        definition = _one_definition(new)
+        old = stream.definition
+        if (definition.name, definition.topic, definition.cluster) != (
+            old.name,
+            old.topic,
+            old.cluster,
+        ):
+            raise Refuse(
+                "invalid", "what a stream is called and records does not change; create another"
+            )
+        for key_id, (order, _) in new.items():
+            before = stream.orders.get(key_id)
+            if before is not None and order.issued_us <= before[0].issued_us:
+                raise Refuse("order", "a later order is in force")
+        orders = {**stream.orders, **new}
+        stream.commit(self.now_us)
+        stream.log.define(_encode(Kept([signed for _, signed in orders.values()])))
+        self._leave(stream)
+        self._displace(stream)
+        stream.orders = orders
+        stream.redefine()
+        if old.paused and not definition.paused and (definition.topic or definition.cluster):
+            stream.note(None, "it was paused", self.now_us)
+        self._place(stream)
+
+        def served(error: str) -> None:
+            if error:
+                question.refuse("order", f"the relay does not accept the order: {error}")
+            else:
+                question.answer(stream.described(self.key.public_key, self.label))
+
+        self._serve(stream, served)
+
+    def _on_delete(self, question: Question, call: streams.Delete) -> None:
+        stream = self._stream(question)
+        orders = self._checked(call.orders, stream.uuid, action=END)
+        if orders.keys().isdisjoint(stream.orders):
+            raise Refuse("order", "the order is under no key of this stream")
+        self._remove(stream, "the stream was deleted")
+        question.answer(streams.Settled())
+        log.info(
+            "store.stream_deleted",
+            extra={"fields": {"stream": stream.name, "uuid": stream.uuid.hex()}},
+        )
+
+    def _on_append(self, question: Question, call: streams.Append) -> None:
+        stream = self._stream(question)
+        stream.append(question, call)
+        self._touch(stream)
+
+    def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
+        self._stream(question).fetch(question, call, self.now_us, wait=self.blocked)
+
+    def _on_find(self, question: Question, call: streams.Find) -> None:
+        stream = self._stream(question)
+        if stream.log is None:
+            raise Refuse("damaged", stream.failed)
+        question.answer(streams.Found(stream.log.find(call.time_us)))
+
+    # -- calls of consumers ----------------------------------------------------------------------------------
+
+    def _consuming(self, question: Question) -> Consuming:
+        stream = self._stream(question)
+        if stream.consuming is None or stream.log is None:
+            raise Refuse("damaged", stream.failed)
+        if stream.log.failed:
+            raise Refuse("disk", stream.log.failed)
+        return stream.consuming
+
+    def _on_consume(self, question: Question, call: streams.Consume) -> None:
+        self._consuming(question).take(question, call, self.now_us, wait=self.blocked)
+
+    def _on_settle(self, question: Question, call: streams.Settle) -> None:
+        self._consuming(question).settle(question, call, self.now_us)
+
+    def _on_consumers(self, question: Question, call: streams.DescribeConsumers) -> None:
+        question.answer(streams.Consumers(self._consuming(question).described()))
+
+    def _on_delete_consumer(self, question: Question, call: streams.DeleteConsumer) -> None:
+        if not self._consuming(question).delete(call.consumer):
+            raise Refuse("consumer", f"there is no consumer {call.consumer!r}")
+        question.answer(streams.Settled(1))
+
+    def _bury(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
+        """Write dead letters to the log of its own, made for the first. Raises LogError."""
+        uuid = dead_uuid(stream.uuid)
+        grave = self.streams.get(uuid)
+        if grave is None:
+            path = str(self.directory / uuid.hex())
+            kept = _encode(Kept(parent=stream.uuid))
+            made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
+            grave = self.streams[uuid] = Stream(path, uuid, made, {})
+            grave.dead = True
+            self._place(stream)
+            self.presence.serve_dead(stream, grave)
+        grave.bury_here(stream, consumer, letters, self.now_us)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _checked(
+        self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP
+    ) -> dict[bytes, tuple[Order, SignedOrder]]:
+        """Return the orders by key id; raises Refuse unless every one is signed, for us, and for this log."""
+        orders: dict[bytes, tuple[Order, SignedOrder]] = {}
+        for one in signed:
+            try:
+                key_id = verify_order(one.public_key, one.signature, one.order)
+                order = decode_order(one.order)
+                _check_definition(order.definition)
+            except (OpenError, DecodeError, InvalidName) as err:
+                raise Refuse("order", str(err)) from err
+            if order.store != self.key.public_key:
+                raise Refuse("order", "the order is for another store")
+            if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
+                raise Refuse("order", "the order is for another key, log or purpose")
+            orders[key_id] = (order, one)
+        return orders
+
+    def _place(self, stream: Stream) -> None:
+        if stream.dead:
+            return
+        stream.bury = partial(self._bury, stream)
+        self._version += 1
+        for key_id in stream.orders:
+            self._places[stream.uuid.hex(), key_id] = stream
+            self._places[stream.name, key_id] = stream
+        dead = self.streams.get(dead_uuid(stream.uuid))
+        if dead is not None:
+            dead.orders = stream.orders
+            limits = structs.replace(
+                stream.definition, name=stream.name + DEAD, topic="", cluster=""
+            )
+            dead.define(limits)
+            for key_id in stream.orders:
+                self._places[dead.uuid.hex(), key_id] = dead
+                self._places[dead.name, key_id] = dead
+
+    def _displace(self, stream: Stream) -> None:
+        self._version += 1
+        dead = self.streams.get(dead_uuid(stream.uuid))
+        gone = (stream, dead)
+        self._places = {place: s for place, s in self._places.items() if s not in gone}
+
+    def _remove(self, stream: Stream, reason: str) -> None:
+        self._leave(stream)
+        self._displace(stream)
+        for uuid in (stream.uuid, dead_uuid(stream.uuid)):
+            gone = self.streams.pop(uuid, None)
+            self._dirty.pop(uuid, None)
+            if gone is not None:
+                gone.end(reason)
+                if os.path.isdir(gone.path):
+                    Log.destroy(gone.path)
+
+
+def _one_definition(orders: dict[bytes, tuple[Order, SignedOrder]]) -> Definition:
+    definitions = [order.definition for order, _ in orders.values()]
+    if any(definition != definitions[0] for definition in definitions):
+        raise Refuse("order", "the orders of one call define one stream")
+    return definitions[0]
+
+
+def _check_definition(definition: Definition) -> None:
+    check_cluster(definition.name)
+    if definition.name.endswith(DEAD):
+        raise InvalidName(f"names that end in {DEAD!r} are of dead letters")
+    if definition.topic and definition.cluster:
+        raise InvalidName("a stream records a topic or a cluster, not both")
+    if definition.topic:
+        check_filter(definition.topic)
+    if definition.cluster:
+        check_cluster(definition.cluster)
+
+
+def _order_of_list(stream: Stream) -> str:
+    return f"{stream.name} {stream.uuid.hex()}"

@@ -1,0 +1,200 @@
+"""What the store is at the relay: the orders it has shown, the streams it serves there, and what it receives for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from iris.crypto.keys import StoreKey
+from iris.wire.frames import NO_KEY, STORES, Kind, Leave, Serving, Subscribe, Unsubscribe
+from relay.store.session import StoreSession
+from relay.store.stream import Stream
+
+log = logging.getLogger(__name__)
+
+CALLS: Final = Serving(65_536, 1 << 30)
+"""Readers that wait count as running."""
+PUSHES: Final = Serving(4096, 64 << 20)
+_STREAM: Final = {int(Kind.STREAM): CALLS}
+_SHARE: Final = {int(Kind.PUSH): PUSHES, int(Kind.BROADCAST): PUSHES}
+
+Then = Callable[[str], None]
+"""Hears what was wrong, or ""."""
+
+
+class Heard:
+    """Waits for one Ack (a `Waiter`), and calls back with what was wrong, or "", and the member that it made."""
+
+    def __init__(self, then: Callable[[str, int], None]) -> None:
+        self._then: Callable[[str, int], None] | None = then
+
+    def done(self) -> bool:
+        return self._then is None
+
+    def set_result(self, result: Any, /) -> None:
+        self._tell(result.error, result.member)
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        self._tell(str(exception), 0)
+
+    def _tell(self, error: str, member: int) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(error, member)
+
+
+class Asks:
+    """Several control frames: `then` is called once, when the last of them is answered, with the first error."""
+
+    def __init__(self, then: Then) -> None:
+        self._then = then
+        self._open = 1
+        self._error = ""
+
+    def heard(self, also: Callable[[int], None] | None = None) -> Heard:
+        """Return what waits for one of them; `also` is called with the member it made, if all went well."""
+        self._open += 1
+
+        def then(error: str, member: int) -> None:
+            if error:
+                self._error = self._error or error
+            elif also is not None:
+                also(member)
+            self._less()
+
+        return Heard(then)
+
+    def sent(self) -> None:
+        """All of them are sent."""
+        self._less()
+
+    def _less(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._then(self._error)
+
+
+class Presence:
+    """One store at one relay; empty after every loss of the session."""
+
+    def __init__(self, key: StoreKey, address: str) -> None:
+        self.session: StoreSession | None = None
+        self.members: dict[int, Stream] = {}
+        """By the member that takes a cluster's share for it."""
+        self._key = key
+        self._address = address
+        self._served: dict[bytes, list[int]] = {}
+        """Members of a stream, by its uuid."""
+        self._filters: dict[str, tuple[bytes, ...]] = {}
+        """What we subscribed to: filter -> key ids."""
+        self._granted: set[tuple[bytes, bytes]] = set()
+        """What orders the relay knows: (uuid, key id). What they name does not change."""
+
+    def attach(self, session: StoreSession) -> None:
+        """A relay welcomed us: be there for creating streams."""
+        self.detach()
+        self.session = session
+        asks = Asks(told("stores"))
+        for name, tag in ((STORES, self._address), (self._address, "")):
+            session.join(name, [NO_KEY], _STREAM, tag, asks.heard())
+        asks.sent()
+
+    def detach(self) -> None:
+        """The session has ended."""
+        self.session = None
+        self.members.clear()
+        self._served.clear()
+        self._filters.clear()
+        self._granted.clear()
+
+    def serve(
+        self, stream: Stream, dead: Stream | None, all_streams: Iterable[Stream], then: Then
+    ) -> None:
+        """Show a stream's orders, serve it and its dead letters, and receive what it records."""
+        session = self.session
+        if session is None:
+            then("there is no relay")
+            return
+        asks = Asks(then)
+        definition, key_ids = stream.definition, stream.key_ids
+        for key_id, (_, signed) in stream.orders.items():
+            if (stream.uuid, key_id) not in self._granted:
+                self._granted.add((stream.uuid, key_id))
+                session.grant(self._key, signed, asks.heard())
+        for held in (stream, dead):
+            if held is not None and held.log is not None:
+                uuid = held.uuid.hex()
+                served = self._served.setdefault(stream.uuid, []).append
+                session.join(uuid, key_ids, _STREAM, "", asks.heard(served))
+                session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
+        if definition.cluster and not definition.paused:
+
+            def joined(member: int) -> None:
+                self.members[member] = stream
+                self._served.setdefault(stream.uuid, []).append(member)
+
+            session.join(definition.cluster, key_ids, _SHARE, "", asks.heard(joined))
+        if definition.topic and not definition.paused:
+            self._want(session, definition.topic, all_streams, asks)
+        asks.sent()
+
+    def serve_dead(self, stream: Stream, dead: Stream) -> None:
+        """A stream has dead letters now."""
+        if self.session is not None:
+            uuid = dead.uuid.hex()
+            asks = Asks(told(dead.name))
+            served = self._served.setdefault(stream.uuid, []).append
+            self.session.join(uuid, stream.key_ids, _STREAM, "", asks.heard(served))
+            self.session.join(dead.name, stream.key_ids, _STREAM, uuid, asks.heard(served))
+            asks.sent()
+
+    def leave(self, stream: Stream, others: Iterable[Stream]) -> None:
+        """Serve and receive nothing for a stream; `others` record on."""
+        session = self.session
+        members = self._served.pop(stream.uuid, [])
+        if session is None:
+            return
+        asks = Asks(told(stream.name))
+        for member in members:
+            self.members.pop(member, None)
+            _leave(session, member, asks)
+        if stream.definition.topic:
+            self._want(session, stream.definition.topic, others, asks)
+        asks.sent()
+
+    def _want(
+        self, session: StoreSession, topic: str, streams: Iterable[Stream], asks: Asks
+    ) -> None:
+        """Be subscribed to a filter under all key ids under which `streams` record it.
+
+        The frames go out together, so the relay routes nothing between the end of one subscription and the next.
+        """
+        found: dict[bytes, None] = {}
+        for stream in streams:
+            if stream.definition.topic == topic and not stream.definition.paused:
+                found.update(dict.fromkeys(stream.key_ids))
+        wanted = tuple(found)
+        if wanted == self._filters.get(topic, ()):
+            return
+        if self._filters.pop(topic, None):
+            session.ask(lambda number: Unsubscribe(number, topic), asks.heard())
+        if wanted:
+            self._filters[topic] = wanted
+            session.ask(lambda number: Subscribe(number, topic, list(wanted)), asks.heard())
+
+
+def _leave(session: StoreSession, member: int, asks: Asks) -> None:
+    session.ask(lambda number: Leave(number, member), asks.heard())
+
+
+def told(what: str) -> Then:
+    """Return what logs an error of the relay's."""
+
+    def then(error: str) -> None:
+        if error:
+            log.warning(
+                "store.refused_by_relay", extra={"fields": {"stream": what, "error": error}}
+            )
+
+    return then

@@ -1,0 +1,316 @@
+"""The store as a process: its directory and key, its session with the relay, and when it writes to disk.
+
+lock DIR -> key -> open every stream -> relay -> serve ... -> commit -> bye -> close
+
+It lives on one event loop, and a write to disk stops it: what comes meanwhile waits in the socket, and is written as one batch
+with one sync when it is read. SIGTERM and SIGINT end it, and so does the end of its standard input if a relay started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from iris.config import ClientConfig
+from iris.crypto.keys import SECRET_BYTES, StoreKey
+from iris.dialling import dial
+from iris.errors import ConfigError, IrisError, RelayUnavailable
+from iris.memory import keep_freed_memory
+from iris.transport import Pump
+from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
+from iris.wire.frames import Bye
+from relay.daemon import loop_factory, raise_descriptor_limit
+from relay.logs import configure
+from relay.store.keeper import COMMIT_BYTES, Store
+from relay.store.session import StoreSession
+
+log = logging.getLogger(__name__)
+
+KEY_FILE: Final = "store.key"
+LOCK_FILE: Final = "store.lock"
+TICK_S: Final = 0.05
+GATHER_S: Final = 0.002
+"""A commit waits so long at most for more to come, and only while more comes."""
+WRITE_HIGH_BYTES: Final = 16 << 20
+DRAIN_S: Final = 5.0
+RETRY_MIN_S: Final = 0.05
+RETRY_MAX_S: Final = 2.0
+
+Connect = Callable[[Callable[[], Pump[StoreSession]]], Awaitable[object]]
+
+
+class StoreProcess:
+    """A store on one data directory. `open`, then `run` until it is cancelled, then `close`."""
+
+    def __init__(
+        self, directory: Path, connect: Connect, *, label: str = "", entropy: Callable[[int], bytes] = os.urandom
+    ) -> None:  # fmt: skip
+        self.directory = directory
+        self.store: Store
+        self.up = asyncio.Event()
+        """A relay knows of every stream."""
+        self._connect = connect
+        self._label = label or socket.gethostname()[:64]
+        self._entropy = entropy
+        self._loop = asyncio.get_running_loop()
+        self._buffer = ReceiveBuffer()
+        self._pump: Pump[StoreSession] | None = None
+        self._lock_fd: int | None = None
+        self._committing = False
+        self._commit_s = 0.0
+        self._seen_bytes = 0
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the directory and open every stream in it.
+
+        Raises:
+            ConfigError: another store has it, or it cannot be used.
+        """
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_fd = _lock(self.directory / LOCK_FILE)
+            key = _load_key(self.directory / KEY_FILE, self._entropy)
+            self.store = Store(self.directory, key, self._label, self._dirty, self._urge)
+            self.store.load(time.time_ns() // 1000)
+        except OSError as err:
+            self._unlock()
+            raise ConfigError(f"data: {self.directory}: {err.strerror or err}") from err
+        except BaseException:
+            self._unlock()
+            raise
+
+    async def run(self) -> None:
+        """Serve a relay, and look for it again whenever it is lost. Runs until cancelled."""
+        ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
+        pause_s = RETRY_MIN_S
+        first = True
+        try:
+            while True:
+                try:
+                    pump = await self._attach()
+                except (IrisError, OSError, TimeoutError) as err:
+                    log.debug("store.reconnect", extra={"fields": {"error": str(err)}})
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                    pause_s = min(2 * pause_s, RETRY_MAX_S)
+                    continue
+                pause_s = RETRY_MIN_S
+                self._tell_time(pump)
+                self.store.attached(pump.session, first=first)
+                first = False
+                pump.flush()
+                self.up.set()
+                log.info("store.attached", extra={"fields": {"streams": len(self.store.streams)}})
+                await pump.closed.wait()
+                self.up.clear()
+                log.info("store.detached", extra={"fields": {"reason": pump.reason}})
+        finally:
+            ticking.cancel()
+
+    async def close(self) -> None:
+        """Write what has come, say goodbye, and give back the directory. Idempotent."""
+        pump, self._pump = self._pump, None
+        if self._lock_fd is None:
+            return
+        self.store.commit()
+        try:
+            if pump is not None and pump.connected:
+                pump.session.control(Bye("the store stops"))
+                pump.flush()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN_S):
+                        await pump.closed.wait()
+                pump.abort("closed")
+        finally:
+            self.store.close()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    async def _attach(self) -> Pump[StoreSession]:
+        session = StoreSession(
+            self.store,
+            self._entropy,
+            label="iris-store",
+            pid=os.getpid(),
+            message_limit=MAX_MESSAGE_LIMIT,
+        )
+        welcomed = session.on_welcome = self._loop.create_future()
+        pump = self._pump = Pump(self, session, self._buffer, WRITE_HIGH_BYTES)
+        closed = self._loop.create_task(pump.closed.wait())
+        try:
+            async with asyncio.timeout(ClientConfig().connect_timeout_s):
+                await self._connect(lambda: pump)
+                await asyncio.wait((closed, welcomed), return_when=asyncio.FIRST_COMPLETED)
+                if not welcomed.done():
+                    raise RelayUnavailable(pump.reason or "the relay closed the connection")
+        except BaseException:
+            pump.abort("could not be set up")
+            raise
+        finally:
+            closed.cancel()
+        return pump
+
+    # -- time, and the disk ----------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._now()
+            self.store.tend()
+            self._flush()
+
+    def _now(self) -> None:
+        self.store.now_us = max(self.store.now_us, time.time_ns() // 1000)
+
+    def _tell_time(self, pump: Pump[StoreSession]) -> None:
+        self._now()
+        pump.turn()
+
+    def _dirty(self) -> None:
+        """Something is to be committed, at the end of what comes now."""
+        if not self._committing:
+            self._committing = True
+            self._commit_s = self._loop.time() + GATHER_S
+            self._seen_bytes = 0
+            self._loop.call_soon(self._commit)
+
+    def _commit(self) -> None:
+        waiting = self.store.waiting_bytes
+        if (
+            waiting > self._seen_bytes
+            and waiting < COMMIT_BYTES
+            and self._loop.time() < self._commit_s
+        ):
+            # More has come since: one sync for all of it.
+            self._seen_bytes = waiting
+            self._loop.call_soon(self._commit)
+            return
+        self._committing = False
+        self._now()
+        self.store.commit()
+        self._flush()
+
+    def _flush(self) -> None:
+        pump = self._pump
+        if pump is not None and pump.connected:
+            pump.flush()
+
+    def _urge(self) -> None:
+        pump = self._pump
+        if pump is not None:
+            pump.write()
+
+    # -- what the pump calls ---------------------------------------------------------------------------------
+
+    def writing_paused(self, pump: Pump[StoreSession]) -> None:
+        """The relay does not read our answers: readers wait."""
+        self.store.blocked = True
+
+    def writing_resumed(self, pump: Pump[StoreSession]) -> None:
+        """It does again."""
+        self.store.blocked = False
+
+    def disconnected(self, pump: Pump[StoreSession], reason: str) -> None:
+        """The relay is gone."""
+        if pump is self._pump:
+            self.store.blocked = False
+            self.store.detached()
+
+
+def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
+    """Return the key of a data directory, made at first use."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return StoreKey.parse(path.read_text().strip())
+    key = StoreKey(entropy(SECRET_BYTES))
+    with os.fdopen(descriptor, "w") as file:
+        file.write(key.reveal() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return key
+
+
+def _lock(path: Path) -> int:
+    """Return a descriptor that holds the lock of a data directory; the kernel frees it however we die."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except BlockingIOError as err:
+        pid = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise ConfigError(
+            f"data: a store has {path.parent} already: process {pid or 'unknown'}"
+        ) from err
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bool) -> None:
+    """Run a store until SIGTERM or SIGINT; a second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if supervised:
+        # The relay holds the other end: when it is gone, however it went, so are we.
+        loop.add_reader(0, _heed_end, loop, stop)
+
+    async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
+        return await loop.create_unix_connection(factory, sock=await dial(relay, relay_user))
+
+    process = StoreProcess(directory, connect)
+    process.open()
+    running = loop.create_task(process.run(), name="iris-store")
+    try:
+        stopped = loop.create_task(stop.wait())
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await process.close()
+
+
+def _heed_end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    if not os.read(0, 64):
+        loop.remove_reader(0)
+        stop.set()
+
+
+def run(
+    directory: Path, relay: Path, relay_user: str, log_level: str, *, supervised: bool = False
+) -> None:
+    """Run a store in this process until it is told to stop."""
+    configure(log_level)
+    raise_descriptor_limit()
+    keep_freed_memory()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve(directory, relay, relay_user, supervised=supervised))

@@ -1,0 +1,372 @@
+"""A store's side of its session with the relay: bundles come in sealed and stay so, calls come in and are answered (sans-IO).
+
+The counterpart of `iris.core.session` for a process that holds no cluster key. Lifecycle and driving are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from iris.core.aliases import MAX_ALIASES, AliasTable
+from iris.core.asks import NEVER_US
+from iris.core.parties import Waiter
+from iris.crypto.keys import StoreKey
+from iris.errors import ConnectionLost, DecodeError, PeerProtocolError, RelayUnavailable
+from iris.wire import frames
+from iris.wire.codec import (
+    BODY_AT,
+    END,
+    END_AT,
+    FLAGS_AT,
+    HOP,
+    KIND_AT,
+    decode_control,
+    encode_control,
+)
+from iris.wire.frames import (
+    DECLARED_KINDS,
+    FLAG_REFUSED,
+    MAX_CREDIT,
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    Kind,
+    Refusal,
+    Serving,
+)
+from iris.wire.streams import Answer, Call, Refused, SignedOrder, decode_call, encode
+
+
+class Flow:
+    """One declared alias: who sends what to which address. `found` is the owner's, for one `version` of what it records."""
+
+    __slots__ = ("declared", "found", "kind", "version")
+
+    def __init__(self, declared: frames.Declare) -> None:
+        self.declared = declared
+        self.kind = declared.kind
+        self.found: Any = None
+        self.version = -1
+
+
+class Bundle:
+    """A sealed bundle that came, as it was published."""
+
+    __slots__ = ("body", "count", "end", "first", "flow", "hop", "session")
+
+    def __init__(
+        self, session: StoreSession, flow: Flow, hop: int, end: bytes, body: bytes
+    ) -> None:
+        self.session = session
+        self.flow = flow
+        self.hop = hop
+        self.end = end
+        """The 24 bytes of end fields."""
+        self.body = body
+        _, _, self.count, self.first = END.unpack(end)
+
+
+class Question:
+    """A call that came; `answer` it once."""
+
+    __slots__ = ("call", "deadline_us", "hop", "key_id", "name", "session")
+
+    def __init__(
+        self, session: StoreSession, flow: Flow, hop: int, deadline_us: int, call: Call
+    ) -> None:
+        self.session = session
+        self.name = flow.declared.name
+        self.key_id = flow.declared.key_id
+        self.hop = hop
+        self.deadline_us = deadline_us
+        self.call = call
+
+    def answer(self, answer: Answer) -> None:
+        """Send the answer; nobody hears it if the session has ended."""
+        self.session.answer(self, encode(answer))
+
+    def refuse(self, code: str, detail: str) -> None:
+        """Say that it was not done, and why."""
+        self.answer(Refused(code, detail[:1024]))
+
+
+class StoreOwner(Protocol):
+    """Who the session works for: the store."""
+
+    def recorded(self, bundle: Bundle) -> None: ...
+    def pushed(self, bundle: Bundle) -> None:
+        """A push: it is given back with `StoreSession.credit` once it is on disk, or refused."""
+
+    def gap(self, gap: frames.Gap) -> None: ...
+    def asked(self, question: Question) -> None: ...
+    def draining(self) -> None: ...
+    def out_full(self) -> None: ...
+
+
+class Out:
+    """What is to be written, in order."""
+
+    __slots__ = ("chunk_bytes", "chunks")
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.chunk_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self.chunks.append(data)
+        self.chunk_bytes += len(data)
+
+
+class StoreSession:
+    """One connection's conversation; driven as `iris.core.session.Session` is."""
+
+    def __init__(
+        self, owner: StoreOwner, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int
+    ) -> None:  # fmt: skip
+        self.owner = owner
+        self.state = "connecting"
+        self.now_us = 0
+        self.mono_us = 0
+        self.deadline_us = NEVER_US
+        self.message_limit = message_limit
+        self.out = Out()
+        self.relay_id = b""
+        self.on_welcome: Waiter | None = None
+        self.reason = ""
+        self._label = label[:64]
+        self._pid = pid
+        self._sender_id = entropy(16)
+        self._session_id = self._challenge = b""
+        self._flows: list[Flow | None] = []
+        self._aliases: AliasTable[tuple[str, bytes]] = AliasTable(MAX_ALIASES)
+        self._tick = 0
+        self._next_id = 1
+        self._acks: dict[int, Waiter] = {}
+        self._credits: dict[int, list[int]] = {}
+        table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
+        table[Kind.PUBLISH] = table[Kind.BROADCAST] = self._cast
+        table[Kind.PUSH] = self._push
+        table[Kind.STREAM] = self._call
+        self._table = table
+        self._controls: dict[type, Callable[[Any], None]] = {
+            frames.Welcome: self._on_welcome,
+            frames.Error: self._on_error,
+            frames.Bye: lambda bye: self.end(bye.reason or "the relay said goodbye"),
+            frames.Drain: lambda drain: self.owner.draining(),
+            frames.Ack: self._on_ack,
+            frames.Declare: self._on_declare,
+            frames.Gap: self._on_gap,
+            frames.Ping: lambda ping: self.control(frames.Pong(ping.id)),
+        }
+
+    # -- driving: see iris.core.session ----------------------------------------------------------------------
+
+    @property
+    def greeting(self) -> frames.Hello:
+        """HELLO."""
+        return frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, self._label, self._pid)
+
+    silent = False
+    """A relay on this host is never given up for silence."""
+
+    def over_tls(self, relay_id: bytes) -> None:
+        """A store and its relay share a host."""
+        raise PeerProtocolError("a store attaches to the relay of its own host")
+
+    def heard(self) -> None:
+        """Something came."""
+
+    def frame(self, buf: memoryview, start: int, end: int) -> None:
+        """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
+        self._table[buf[start + KIND_AT]](buf, start, end)
+
+    def turn(self, now_us: int, mono_us: int) -> None:
+        """Tell the time: µs since 1970, which does not fall here, and µs of CLOCK_MONOTONIC."""
+        self.now_us = max(self.now_us, now_us)
+        self.mono_us = mono_us
+
+    def flush(self) -> None:
+        """Give back the credit of pushes."""
+        for member, hops in self._credits.items():
+            for at in range(0, len(hops), MAX_CREDIT):
+                self.control(frames.Credit(member, Kind.PUSH, hops[at : at + MAX_CREDIT]))
+        self._credits.clear()
+
+    def expire(self, mono_us: int) -> None:
+        """Nothing here has a deadline."""
+
+    def release_casts(self) -> None:
+        """Nothing is held back."""
+
+    def end(self, reason: str, *, routed: bool = False) -> None:
+        """The connection is gone. Idempotent."""
+        if self.state == "ended":
+            return
+        self.state, self.reason = "ended", reason
+        acks, self._acks = self._acks, {}
+        for waiter in acks.values():
+            if not waiter.done():
+                waiter.set_exception(ConnectionLost("relay", reason))
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def control(self, body: frames.Control) -> None:
+        """Queue a control frame."""
+        self.out.add(encode_control(body))
+
+    def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
+        """Send the control frame that `build` makes of an id; its Ack resolves `waiter`."""
+        if self.state != "up":
+            waiter.set_exception(ConnectionLost("relay", self.reason or "the session is not up"))
+            return
+        number = self._next_id
+        self._next_id += 1
+        self._acks[number] = waiter
+        self.control(build(number))
+
+    def grant(self, key: StoreKey, signed: SignedOrder, waiter: Waiter) -> None:
+        """Show an order; the Ack says whether it holds."""
+        proof = key.sign_proof(
+            signed.order,
+            relay_id=self.relay_id,
+            session_id=self._session_id,
+            challenge=self._challenge,
+        )
+        self.ask(
+            lambda n: frames.Grant(n, signed.order, signed.public_key, signed.signature, proof),
+            waiter,
+        )
+
+    def join(
+        self, name: str, key_ids: list[bytes], kinds: dict[int, Serving], tag: str, waiter: Waiter
+    ) -> None:
+        """Serve an address."""
+        self.ask(lambda n: frames.Join(n, name, key_ids, kinds, tag), waiter)
+
+    def answer(self, question: Question, body: bytes) -> None:
+        """Send the answer to a question."""
+        if self.state != "up":
+            return
+        self._tick += 1
+        place = (question.name, question.key_id)
+        alias = self._aliases.get(place)
+        if alias is None:
+            alias = self._aliases.add(place, self._tick)
+            name, key_id = place
+            self.control(
+                frames.Declare(alias.number, Kind.STREAM_REPLY, name, key_id, self._sender_id)
+            )
+        alias.used = self._tick
+        head = HOP.pack(46 + len(body), Kind.STREAM_REPLY, 0, alias.number, question.hop, 0)
+        self.out.add(head + END.pack(self.now_us, 0, 1, 0))
+        self.out.add(body)
+        if self.out.chunk_bytes > _FULL_BYTES:
+            self.owner.out_full()
+
+    def credit(self, bundle: Bundle) -> None:
+        """A push is done with: its credit goes back with the turn's."""
+        self._credits.setdefault(bundle.flow.declared.member, []).append(bundle.hop)
+
+    def refuse(self, bundle: Bundle, reason: Refusal) -> None:
+        """Send a push back: another member may take it."""
+        if self.state != "up":
+            return
+        size = 46 + len(bundle.body)
+        flags = FLAG_REFUSED | reason << 4
+        self.out.add(HOP.pack(size, Kind.PUSH, flags, 0, bundle.hop, 0) + bundle.end + bundle.body)
+
+    # -- what comes in ---------------------------------------------------------------------------------------
+
+    def _bundle(self, buf: memoryview, start: int, end: int) -> Bundle:
+        if end - start < BODY_AT:
+            raise PeerProtocolError("a data frame is cut short")
+        _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
+        flow = self._flow(alias, kind)
+        return Bundle(
+            self,
+            flow,
+            hop,
+            bytes(buf[start + END_AT : start + BODY_AT]),
+            bytes(buf[start + BODY_AT : end]),
+        )
+
+    def _flow(self, alias: int, kind: int) -> Flow:
+        try:
+            flow = self._flows[alias]
+        except IndexError:
+            flow = None
+        if flow is None or flow.kind != kind:
+            raise PeerProtocolError(f"alias {alias} was not declared for {Kind(kind).name}")
+        return flow
+
+    def _cast(self, buf: memoryview, start: int, end: int) -> None:
+        self.owner.recorded(self._bundle(buf, start, end))
+
+    def _push(self, buf: memoryview, start: int, end: int) -> None:
+        if buf[start + FLAGS_AT] & FLAG_REFUSED:
+            raise PeerProtocolError("a refused message came to a session")
+        self.owner.pushed(self._bundle(buf, start, end))
+
+    def _call(self, buf: memoryview, start: int, end: int) -> None:
+        if end - start < BODY_AT:
+            raise PeerProtocolError("a data frame is cut short")
+        _, kind, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
+        flow = self._flow(alias, kind)
+        question = Question(self, flow, hop, deadline_us, _UNREAD)
+        try:
+            question.call = decode_call(buf[start + BODY_AT : end])
+        except DecodeError as err:
+            question.refuse("invalid", str(err))
+            return
+        self.owner.asked(question)
+
+    def _control(self, buf: memoryview, start: int, end: int) -> None:
+        body = decode_control(buf, start, end)
+        handler = self._controls.get(type(body))
+        if handler is None or (
+            self.state == "connecting" and not isinstance(body, (frames.Welcome, frames.Error))
+        ):
+            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
+        handler(body)
+
+    def _on_welcome(self, welcome: frames.Welcome) -> None:
+        if self.state != "connecting":
+            raise PeerProtocolError("a second WELCOME")
+        if welcome.version != PROTOCOL_VERSION:
+            raise PeerProtocolError(
+                f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
+            )
+        self.relay_id, self._session_id = welcome.relay_id, welcome.session_id
+        self._challenge = welcome.challenge
+        self.message_limit = min(self.message_limit, welcome.message_limit)
+        self._aliases = AliasTable(welcome.aliases)
+        self.state = "up"
+        if self.on_welcome is not None and not self.on_welcome.done():
+            self.on_welcome.set_result(welcome)
+
+    def _on_error(self, error: frames.Error) -> None:
+        raise RelayUnavailable(f"the relay ended the session: {error.detail}")
+
+    def _on_ack(self, ack: frames.Ack) -> None:
+        waiter = self._acks.pop(ack.id, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(ack)
+
+    def _on_declare(self, declared: frames.Declare) -> None:
+        if declared.kind not in DECLARED_KINDS or declared.alias >= MAX_ALIASES:
+            raise PeerProtocolError(
+                f"alias {declared.alias} for frames of kind 0x{declared.kind:02x}"
+            )
+        flows = self._flows
+        if declared.alias >= len(flows):
+            flows.extend([None] * (min(MAX_ALIASES, max(16, 2 * declared.alias + 1)) - len(flows)))
+        flows[declared.alias] = Flow(declared)
+
+    def _on_gap(self, gap: frames.Gap) -> None:
+        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        self.owner.gap(gap)
+
+
+_FULL_BYTES: Final = 1 << 20
+_UNREAD: Final[Any] = None

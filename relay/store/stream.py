@@ -1,0 +1,476 @@
+"""One stream as its store keeps it: what comes in is gathered and written as one batch, whoever reads waits here for more.
+
+    publish, broadcast ─┐                        ┌─► acknowledged (appends), credited (pushes)
+    push, append ───────┴─► batch ── commit ──► log ─► readers that wait ─► consumers
+    what is missing ───────► gap records
+
+Sans-IO but for the log: the store hands in bundles and questions, tells the time, and calls `commit` soon after `dirty`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import Struct
+
+from iris.core.guard import Guard
+from iris.errors import IrisError
+from iris.wire import frames, streams
+from iris.wire.codec import END
+from iris.wire.frames import UNKNOWN_COUNT, Kind, Refusal
+from iris.wire.names import matches
+from iris.wire.streams import (
+    DEAD_KIND,
+    Append,
+    DeadLetter,
+    Definition,
+    Described,
+    Fetch,
+    Order,
+    SignedOrder,
+)
+from relay.store.consuming import Consuming, told_item
+from relay.store.cursor import Dead
+from relay.store.errors import LogDamaged, LogError, LogWriteFailed
+from relay.store.log import Chunk, Conflict, Log, Outcome, Stored
+from relay.store.producers import Duplicate, Fenced, OutOfOrder
+from relay.store.records import Entry, Record, Stamp, check_entry
+from relay.store.segments import Limits
+from relay.store.session import Bundle, Question
+
+MAX_WAITING: Final = 16_384
+"""Readers that wait at one stream; one more is answered at once, with nothing."""
+MAX_SENDERS: Final = 65_536
+COMPACT_US: Final = 10_000_000
+RECORD_BYTES: Final = 640
+"""What a record adds to its body in an answer, at most: names, ids, numbers."""
+FRESH_US: Final = 600_000_000
+"""Senders that were silent for twice as long make room in the table of sequences."""
+
+
+class Kept(Struct, frozen=True):
+    """What a log's definition holds."""
+
+    orders: list[SignedOrder] = []
+    parent: bytes = b""
+    """Of dead letters: the stream's uuid."""
+
+
+class _Pending:
+    """An Append call that waits for the disk."""
+
+    __slots__ = ("outcomes", "question")
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.outcomes: list[streams.Outcome] = []
+
+
+Sink = Bundle | _Pending | None
+"""Who hears that an entry is on disk: a push, an append, or nobody."""
+
+
+class Stream:
+    """One stream. `log` is None while it cannot be opened; `failed` then says why."""
+
+    def __init__(
+        self,
+        path: str,
+        uuid: bytes,
+        log: Log | None,
+        orders: dict[bytes, tuple[Order, SignedOrder]],
+    ) -> None:
+        self.path = path
+        self.uuid = uuid
+        self.log = log
+        self.orders = orders
+        """By key id."""
+        self.failed = ""
+        self.lost = 0
+        """Messages told in gap records."""
+        self.name = ""
+        self.definition = Definition("?")
+        self.dead = False
+        """Holds the dead letters of another stream."""
+        self._limits = Limits()
+        self._batch: list[tuple[Entry, Sink]] = []
+        self.batch_bytes = 0
+        self._unrecorded = 0
+        """Messages that a failed disk did not take, to be told when it does again."""
+        self._waiting: list[tuple[int, Question, Fetch]] = []
+        self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
+        self._compact_us = 0
+        self.consuming: Consuming | None = None
+        """None while there is no log."""
+        self.bury: Callable[[str, list[Dead]], None] = _nowhere
+        self.redefine()
+        if log is not None:
+            self.opened(log)
+
+    def opened(self, log: Log) -> None:
+        """The log can be used, for the first time or again."""
+        self.log = log
+        self.consuming = Consuming(log, lambda consumer, dead: self.bury(consumer, dead))
+
+    # -- what it is ------------------------------------------------------------------------------------------
+
+    def redefine(self) -> None:
+        """Take up what the latest order says."""
+        if not self.orders:
+            return
+        latest = max(
+            (order for order, _ in self.orders.values()), key=lambda order: order.issued_us
+        )
+        self.define(latest.definition)
+
+    def define(self, definition: Definition) -> None:
+        """Take up a definition."""
+        self.definition = definition
+        self.name = definition.name
+        self._limits = Limits(
+            max_bytes=definition.max_bytes or None,
+            max_messages=definition.max_messages or None,
+            max_age_us=definition.max_age_us or None,
+        )
+
+    @property
+    def key_ids(self) -> list[bytes]:
+        """Under which it is known."""
+        return list(self.orders)
+
+    def records(self, topic: str, key_id: bytes) -> bool:
+        """Whether what is published to `topic` under this key belongs here."""
+        wanted = self.definition.topic
+        return bool(wanted) and key_id in self.orders and matches(wanted, topic)
+
+    def described(self, store: bytes, label: str) -> Described:
+        """Return what users see of it."""
+        log = self.log
+        numbers = (
+            (log.created_us, log.oldest, log.next, log.messages, log.size_bytes)
+            if log
+            else (0,) * 5
+        )
+        failed = self.failed or (log.failed if log else "") or ""
+        return Described(
+            self.definition, self.uuid, log.epoch if log else 0, self.key_ids, store, label, *numbers,
+            lost=self.lost, failed=failed[:1024], readable=log is not None,
+        )  # fmt: skip
+
+    # -- in: what is recorded --------------------------------------------------------------------------------
+
+    def record(self, bundle: Bundle, now_us: int) -> None:
+        """Take a publication or broadcast, unless it is late or repeated; what is missing before it is noted."""
+        if self.definition.paused:
+            return
+        declared = bundle.flow.declared
+        place = (declared.kind, 0, declared.name, declared.key_id, declared.sender_id)
+        expected = self._guard.sequence(place, now_us)
+        if expected is not None:
+            if bundle.first < expected.next:
+                return
+            if expected.known and bundle.first > expected.next:
+                self.note(bundle.first - expected.next, "missing on the way", now_us)
+            expected.next = bundle.first + bundle.count
+            expected.known = True
+            expected.used_us = now_us
+        self._add(bundle, None)
+
+    def gap(self, gap: frames.Gap, now_us: int) -> None:
+        """The relay says what it dropped on the way here."""
+        if gap.count == UNKNOWN_COUNT:
+            self.note(None, gap.cause, now_us)
+            return
+        place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
+        expected = self._guard.sequence(place, now_us)
+        end = gap.first + gap.count
+        if expected is None or end < expected.next:
+            return
+        if expected.known and gap.first > expected.next:
+            self.note(gap.first - expected.next, "missing on the way", now_us)
+        if missing := end - max(gap.first, expected.next):
+            self.note(missing, gap.cause, now_us)
+        expected.next, expected.known, expected.used_us = end, True, now_us
+
+    def note(self, count: int | None, cause: str, now_us: int) -> None:
+        """Write a gap record, in order."""
+        self.commit(now_us)
+        self.lost += count or 0
+        try:
+            if self.log is None or self.log.failed:
+                self._unrecorded += count or 0
+            else:
+                self.log.gap(count, cause, now_us)
+        except LogWriteFailed:
+            self._unrecorded += count or 0
+
+    def push(self, bundle: Bundle) -> Refusal | None:
+        """Take a push; return why not."""
+        if self.definition.paused:
+            return Refusal.LEAVING
+        if self.log is None or self.log.failed:
+            return Refusal.FULL
+        self._add(bundle, bundle)
+        return None
+
+    def _add(self, bundle: Bundle, sink: Sink) -> None:
+        declared = bundle.flow.declared
+        entry = Entry(
+            declared.kind,
+            declared.name,
+            declared.key_id,
+            declared.sender_id,
+            bundle.end,
+            bundle.body,
+        )
+        try:
+            check_entry(entry)
+        except ValueError:  # a bundle of no messages
+            return
+        self._batch.append((entry, sink))
+        self.batch_bytes += len(bundle.body)
+
+    # -- in: what is appended --------------------------------------------------------------------------------
+
+    def append(self, question: Question, call: Append) -> None:
+        """Take an Append; it is answered by the next commit, or refused now."""
+        if self.definition.paused:
+            question.refuse("paused", f"stream {self.name!r} is paused")
+            return
+        if self.log is None or self.log.failed:
+            question.refuse(
+                "disk", self.failed or (self.log.failed if self.log else "") or "it is not open"
+            )
+            return
+        if self.dead:
+            question.refuse("invalid", "dead letters are written by the store alone")
+            return
+        producer = call.producer if call.producer != streams.NO_PRODUCER else None
+        entries = []
+        try:
+            for new in call.records:
+                stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
+                entry = Entry(
+                    Kind.STREAM, self.name, question.key_id, call.sender_id, new.end, new.body, stamp,
+                    new.key_hash or None, new.tombstone, new.expires_us, new.due_us, new.expect,
+                )  # fmt: skip
+                check_entry(entry)
+                entries.append(entry)
+        except ValueError as err:
+            question.refuse("invalid", str(err))
+            return
+        pending = _Pending(question)
+        for entry in entries:
+            self._batch.append((entry, pending))
+            self.batch_bytes += len(entry.body)
+
+    def bury_here(self, stream: Stream, consumer: str, letters: list[Dead], now_us: int) -> None:
+        """Write dead letters of a consumer of `stream`: this log is theirs. Raises LogWriteFailed."""
+        if self.log is None or self.log.failed:
+            raise LogWriteFailed(self.path, self.failed or "it failed before")
+        entries = []
+        for dead in letters:
+            letter = DeadLetter(
+                stream.uuid, dead.offset, consumer[:255], dead.deliveries, dead.reason[:1024]
+            )
+            end = END.pack(now_us, 0, 1, 0)
+            entries.append(
+                Entry(
+                    DEAD_KIND,
+                    stream.name,
+                    stream.key_ids[0],
+                    stream.uuid,
+                    end,
+                    streams.encode(letter),
+                )
+            )
+        self.log.append(entries, now_us)
+        self.log.enforce(self._limits, now_us)
+        self.wake(now_us)
+
+    # -- to disk ---------------------------------------------------------------------------------------------
+
+    def commit(self, now_us: int) -> None:
+        """Write what has come and tell everybody whom it concerns."""
+        batch, self._batch = self._batch, []
+        self.batch_bytes = 0
+        if not batch:
+            return
+        log = self.log
+        try:
+            if log is None or log.failed:
+                raise LogWriteFailed(
+                    self.path, (log.failed if log else self.failed) or "it is not open"
+                )
+            outcomes = log.append([entry for entry, _ in batch], now_us)
+        except LogWriteFailed as err:
+            self._failed(batch, err)
+            return
+        answered: dict[int, _Pending] = {}
+        for (_, sink), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(sink, Bundle):
+                sink.session.credit(sink)
+            elif sink is not None:
+                sink.outcomes.append(_told(outcome))
+                answered[id(sink)] = sink
+        for pending in answered.values():
+            pending.question.answer(streams.Appended(pending.outcomes))
+        log.enforce(self._limits, now_us)
+        self.wake(now_us)
+
+    def _failed(self, batch: list[tuple[Entry, Sink]], err: LogWriteFailed) -> None:
+        refused: dict[int, _Pending] = {}
+        for entry, sink in batch:
+            if isinstance(sink, Bundle):
+                sink.session.refuse(sink, Refusal.FULL)
+            elif sink is not None:
+                refused[id(sink)] = sink
+            else:
+                count = check_entry(entry)
+                self._unrecorded += count
+                self.lost += count
+        for pending in refused.values():
+            pending.question.refuse("disk", err.reason)
+
+    def reopen(self, now_us: int) -> None:
+        """Try to write again after a failure; what was lost meanwhile is noted first. Raises LogError."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+        self.failed = "the log is being opened again"
+        try:
+            log = Log.open(self.path)
+            if self._unrecorded:
+                log.gap(self._unrecorded, "the disk took nothing", now_us)
+                self._unrecorded = 0
+            self.failed = ""
+            self.opened(log)
+        except LogError as err:
+            self.failed = str(err)
+            raise
+
+    # -- out -------------------------------------------------------------------------------------------------
+
+    def fetch(self, question: Question, call: Fetch, now_us: int, *, wait: bool = False) -> None:
+        """Answer a Fetch now, or when there is something; or, if it is to `wait`, when `wake` is called next."""
+        log = self.log
+        if log is None:
+            question.refuse("damaged", self.failed)
+        elif call.start > log.next:
+            question.refuse("offset", f"{call.start} is beyond the end, {log.next}")
+        elif (wait or (call.start == log.next and call.wait_ms)) and len(
+            self._waiting
+        ) < MAX_WAITING:
+            self._waiting.append((now_us + 1000 * call.wait_ms, question, call))
+        else:
+            self._answer(question, call, now_us)
+
+    def _answer(self, question: Question, call: Fetch, now_us: int) -> None:
+        log = self.log
+        assert log is not None
+        limit = min(question.session.message_limit, call.max_bytes)
+        try:
+            chunk = log.read(call.start, limit, now_us=now_us)
+        except LogDamaged as err:
+            question.refuse("damaged", str(err))
+            return
+        items, end = told_items(chunk, limit, call.start)
+        question.answer(streams.Fetched(items, end, log.oldest, log.next, self.uuid))
+
+    def wake(self, now_us: int) -> None:
+        """Answer whoever waited for more, and whose time is over."""
+        log = self.log
+        if self.consuming is not None:
+            self.consuming.wake(now_us)
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        end = log.next if log is not None else 0
+        for entry in waiting:
+            until_us, question, call = entry
+            if log is None:
+                question.refuse("damaged", self.failed)
+            elif call.start < end or until_us <= now_us:
+                self._answer(question, call, now_us)
+            elif question.session.state == "up":
+                self._waiting.append(entry)
+
+    def turn_away(self, reason: str) -> None:
+        """Nobody can wait here now: readers come again later."""
+        waiting, self._waiting = self._waiting, []
+        for _, question, _ in waiting:
+            question.refuse("leaving", reason)
+        if self.consuming is not None:
+            self.consuming.turn_away(reason)
+
+    # -- in between ------------------------------------------------------------------------------------------
+
+    def tend(self, now_us: int) -> None:
+        """Enforce what ages, compact a little. Raises LogError."""
+        log = self.log
+        if log is None:
+            return
+        log.enforce(self._limits, now_us)
+        if self.consuming is not None and not log.failed:
+            self.consuming.tend(now_us)
+        if self.definition.compact and now_us >= self._compact_us:
+            done = log.compact(now_us)
+            self._compact_us = now_us + (COMPACT_US if done else COMPACT_US // 100)
+
+    def close(self) -> None:
+        """Give the files back. Idempotent."""
+        if self.log is not None:
+            if self.consuming is not None and not self.log.failed:
+                with contextlib.suppress(
+                    LogWriteFailed
+                ):  # then what was settled last is handed out again
+                    self.consuming.close()
+            self.log.close()
+            self.log = None
+
+    def end(self, reason: str) -> None:
+        """The stream is deleted: whoever waits hears so."""
+        waiting, self._waiting = self._waiting, []
+        for _, question, _ in waiting:
+            question.refuse("no-stream", reason)
+        if self.consuming is not None:
+            self.consuming.turn_away(reason)
+        batch, self._batch = self._batch, []
+        if batch:
+            self._failed(batch, LogWriteFailed(self.path, reason))
+        self.close()
+
+
+def _nowhere(consumer: str, dead: list[Dead]) -> None:
+    raise LogWriteFailed("", "nobody keeps its dead letters")
+
+
+def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
+    """Return what of a chunk fits an answer of `limit` bytes, at least one item, and where it ends."""
+    items: list[streams.Item] = []
+    used = 0
+    end = start
+    for item in chunk.items:
+        if isinstance(item, Record):
+            used += len(item.body) + RECORD_BYTES
+            if items and used > limit:
+                break
+        items.append(told_item(item))
+        end = item.next
+    return items, end
+
+
+def _told(outcome: Outcome) -> streams.Outcome:
+    if isinstance(outcome, Stored):
+        return streams.Outcome(streams.STORED, outcome.first)
+    if isinstance(outcome, Duplicate):
+        return streams.Outcome(streams.DUPLICATE, outcome.first)
+    if isinstance(outcome, OutOfOrder):
+        return streams.Outcome(streams.OUT_OF_ORDER, outcome.expected)
+    if isinstance(outcome, Fenced):
+        return streams.Outcome(streams.FENCED, outcome.epoch)
+    if isinstance(outcome, Conflict):
+        return streams.Outcome(streams.CONFLICT, outcome.next)
+    raise IrisError(f"an outcome of type {type(outcome).__name__}")

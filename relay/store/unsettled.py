@@ -1,0 +1,414 @@
+"""What a consumer has read and not settled: who holds it, what waits, and what comes next of each key (sans-IO).
+
+Unsettled messages of a record that share a fate are a *part*: held by a worker until a lease ends, waiting to be
+delivered again, or given up. Every step moves bitmaps between parts, never single messages, but for dead letters.
+
+The records of a key queue in the order in which they were added, and only the first may be handed out: the next one's turn comes
+when it is settled or dead. A record without a key is free.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Final
+
+from relay.store import cursor
+from relay.store.cursor import Dead, Kept, Settings
+
+TIMED_OUT: Final = "not acknowledged in time"
+GONE: Final = "not acknowledged: the worker is gone"
+
+
+class Part:
+    """Unsettled messages of a record that share a fate."""
+
+    __slots__ = ("bits", "deliveries", "due_us", "reason", "record", "worker")
+
+    def __init__(self, record: Open, bits: int, deliveries: int, due_us: int) -> None:
+        self.record = record
+        self.bits = bits
+        self.deliveries = deliveries
+        self.due_us = due_us
+        """When the lease ends, or when to deliver again."""
+        self.worker: bytes | None = None
+        self.reason: str | None = None
+        """Why it was given up."""
+
+    @property
+    def waiting(self) -> bool:
+        return self.worker is None and self.reason is None
+
+
+class Open:
+    """A record that is not settled."""
+
+    __slots__ = ("count", "dead", "deferred", "first", "key", "parts", "queued")
+
+    def __init__(self, first: int, count: int, key: bytes | None, deferred: bool) -> None:
+        self.first = first
+        self.count = count
+        self.key = key
+        self.deferred = deferred
+        self.parts: list[Part] = []
+        """Disjoint, none empty."""
+        self.dead = 0
+        """Listed as dead letters."""
+        self.queued = False
+        """It is in the heap of those that may be ready."""
+
+    @property
+    def next(self) -> int:
+        return self.first + self.count
+
+    @property
+    def open(self) -> int:
+        return self.bits(self.parts) | self.dead
+
+    @property
+    def fresh(self) -> int:
+        """Never handed out."""
+        return self.bits([part for part in self.parts if not part.deliveries])
+
+    @staticmethod
+    def bits(parts: list[Part]) -> int:
+        bits = 0
+        for part in parts:
+            bits |= part.bits
+        return bits
+
+    def mask(self, first: int, end: int) -> int:
+        """Return the bitmap of its messages from offset `first` until `end`."""
+        low, high = max(first - self.first, 0), min(end - self.first, self.count)
+        return (1 << high) - (1 << low) if low < high else 0
+
+
+class Unsettled:
+    """The table. `now_us` is the owner's to set and never falls; `dirty` says that `kept` or `dead` changed."""
+
+    def __init__(self, settings: Settings, now_us: int) -> None:
+        self.now_us = now_us
+        self.dirty = True
+        self.records: dict[int, Open] = {}
+        """By first offset."""
+        self.firsts: list[int] = []
+        """The same offsets, sorted."""
+        self.ready: list[int] = []
+        """Heap of records that may have something to hand out; each once."""
+        self.held: dict[bytes, int] = {}
+        """Messages by worker."""
+        self.dead: deque[Dead] = deque()
+        self.open = 0
+        """Messages in the table."""
+        self.handed_out = 0
+        """Of these, handed out at least once."""
+        self.weight = 0
+        """The most bytes that the records take in the cursor."""
+        self.blocked = 0
+        """Records behind another of their key."""
+        self._ack_timeout_us = settings.ack_timeout_us
+        self._max_deliver = settings.max_deliver
+        self._keys: dict[bytes, deque[Open]] = {}
+        self._timers: list[tuple[int, int]] = []
+        self._max_timers = 1024
+        self._leases: OrderedDict[Part, None] = OrderedDict()  # all last equally long: in order
+        self._doomed: deque[Part] = deque()
+        """Given up, and not listed yet as dead."""
+        self._dead_bytes = 0
+
+    @property
+    def pending(self) -> int:
+        """Messages that workers hold."""
+        return sum(self.held.values())
+
+    @property
+    def given_up(self) -> int:
+        """Messages that are dead letters, listed or not."""
+        return len(self.dead) + sum(part.bits.bit_count() for part in self._doomed)
+
+    @property
+    def next_us(self) -> int | None:
+        """When the next lease or delay ends."""
+        times = [self._timers[0][0]] if self._timers else []
+        if self._leases:
+            times.append(next(iter(self._leases)).due_us)
+        return min(times, default=None)
+
+    # Finding
+
+    def within(self, first: int, end: int) -> list[Open]:
+        """Return the records that have offsets from `first` until `end`, in order."""
+        low = max(bisect_right(self.firsts, first) - 1, 0)
+        places = self.firsts[low : bisect_left(self.firsts, end)]
+        return [self.records[place] for place in places if self.records[place].next > first]
+
+    def behind(self, key: bytes | None) -> bool:
+        """Return whether a record of `key` would have to wait."""
+        return key in self._keys
+
+    # Handing out
+
+    def add(self, record: Open, parts: list[tuple[int, int, int]]) -> None:
+        """Take `record` in, its messages waiting as (bits, deliveries, due time)."""
+        self.records[record.first] = record
+        insort(self.firsts, record.first)
+        self.weight += cursor.weight(record.count, record.key)
+        for bits, deliveries, due_us in parts:
+            record.parts.append(Part(record, bits, deliveries, due_us))
+            self.open += bits.bit_count()
+            if deliveries:
+                self.handed_out += bits.bit_count()
+        if record.key is not None and record.parts:
+            queue = self._keys.setdefault(record.key, deque())
+            self.blocked += len(queue) > 0
+            queue.append(record)
+
+    def eligible(self, record: Open) -> list[Part]:
+        """Return the parts that may be handed out: of a keyed record all that are left, or none."""
+        waiting = [part for part in record.parts if part.waiting]
+        if record.key is None or not waiting:
+            return [part for part in waiting if part.due_us <= self.now_us]
+        if self._keys[record.key][0] is not record:
+            return []
+        held = any(part.worker is not None for part in record.parts)
+        if held or any(part.due_us > self.now_us for part in waiting):
+            return []
+        return waiting
+
+    def give(self, record: Open, parts: Sequence[Part], worker: bytes) -> list[Part]:
+        """Hand `parts` of `record` to `worker`; return them by message, those of one count as one."""
+        by_count: dict[int, Part] = {}
+        for part in list(parts):
+            same = by_count.setdefault(part.deliveries, part)
+            if same is not part:
+                same.bits |= part.bits
+                record.parts.remove(part)
+        for part in by_count.values():
+            count = part.bits.bit_count()
+            if not part.deliveries:
+                self.handed_out += count
+            part.deliveries += 1
+            part.worker = worker
+            self.held[worker] = self.held.get(worker, 0) + count
+            self.lease(part)
+        self.dirty = True
+        return sorted(by_count.values(), key=lambda part: part.bits & -part.bits)
+
+    def lease(self, part: Part) -> None:
+        """Start the ack timeout of `part`, which a worker holds, anew."""
+        part.due_us = self.now_us + self._ack_timeout_us
+        self._leases[part] = None
+        self._leases.move_to_end(part)
+
+    # Settling
+
+    def settle(self, record: Open, mask: int) -> int:
+        """Settle messages of `record` that are not given up, and return how many. `tidy` has to follow."""
+        settled = 0
+        for part in list(record.parts):
+            bits = part.bits & mask
+            if not bits or part.reason is not None:
+                continue
+            if part.worker is not None:
+                self._release(part, bits)
+            count = bits.bit_count()
+            settled += count
+            if part.deliveries:
+                self.handed_out -= count
+            part.bits ^= bits
+            if not part.bits:
+                record.parts.remove(part)
+                self._leases.pop(part, None)
+        if settled:
+            self.open -= settled
+            self.dirty = True
+            self._forget_if_settled(record)
+            if record.key is not None:
+                self._stir(record)
+        return settled
+
+    def tidy(self, first: int, end: int) -> None:
+        """Drop the places of records that were settled between these offsets: at once, not one by one."""
+        low = max(bisect_right(self.firsts, first) - 1, 0)
+        high = bisect_left(self.firsts, end)
+        places = self.firsts[low:high]
+        self.firsts[low:high] = [place for place in places if place in self.records]
+
+    def forget_dead(self, n: int) -> None:
+        """Settle the first `n` dead letters. Raises ValueError if there are fewer."""
+        if not 0 <= n <= len(self.dead):
+            raise ValueError(f"n: {n} is not between 0 and {len(self.dead)}")
+        for _ in range(n):
+            dead = self.dead.popleft()
+            self._dead_bytes -= cursor.dead_weight(dead)
+            (record,) = self.within(dead.offset, dead.offset + 1)
+            record.dead ^= 1 << (dead.offset - record.first)
+            self.open -= 1
+            self.handed_out -= 1
+            self._forget_if_settled(record)
+            self.tidy(record.first, record.next)
+            self.dirty = True
+        self._bury()
+
+    def floor(self, position: int) -> int:
+        """Return the first offset that is not settled and not of a deferred record, else `position`."""
+        for first in self.firsts:
+            record = self.records[first]
+            if not record.deferred:
+                bits = record.open
+                return first + (bits & -bits).bit_length() - 1
+        return position
+
+    # Failing
+
+    def split(self, record: Open, mask: int, worker: bytes) -> list[Part]:
+        """Return what `worker` holds of these messages, parted from the rest: lease it anew or take it away."""
+        found = []
+        for part in list(record.parts):
+            bits = part.bits & mask
+            if part.worker != worker or not bits:
+                continue
+            if bits != part.bits:
+                part.bits ^= bits
+                part = Part(record, bits, part.deliveries, part.due_us)
+                part.worker = worker
+                record.parts.append(part)
+            found.append(part)
+        return found
+
+    def again(self, part: Part, due_us: int, reason: str) -> None:
+        """Take `part` from its worker: it is due at `due_us`, or given up for `reason`."""
+        self._release(part, part.bits)
+        self._leases.pop(part, None)
+        part.worker = None
+        part.due_us = due_us
+        if 0 < self._max_deliver <= part.deliveries:
+            part.reason = reason
+            self._doomed.append(part)
+            self._bury()
+        elif due_us > self.now_us:
+            self._time(due_us, part.record)
+        self._stir(part.record)
+        self.dirty = True
+
+    def expire(self) -> None:
+        """Let leases end and delays pass."""
+        while self._leases:
+            part = next(iter(self._leases))
+            if part.due_us > self.now_us:
+                break
+            self.again(part, 0, TIMED_OUT)
+        while self._timers and self._timers[0][0] <= self.now_us:
+            record = self.records.get(heapq.heappop(self._timers)[1])
+            if record is not None:
+                self._wake(record)
+
+    def drop(self, worker: bytes) -> None:
+        """What `worker` holds is due again at once."""
+        if worker in self.held:
+            for part in [part for part in self._leases if part.worker == worker]:
+                self.again(part, 0, GONE)
+
+    # The cursor
+
+    def kept(self) -> list[Kept]:
+        """Return the records for the cursor; what is held or given up, and not listed as dead, waits there."""
+        kept = []
+        last = 0
+        for first in self.firsts:
+            record = self.records[first]
+            kinds: dict[tuple[int, int], int] = {}
+            for part in record.parts:
+                kind = (part.deliveries, part.due_us if part.waiting else 0)
+                kinds[kind] = kinds.get(kind, 0) | part.bits
+            parts = cursor.pack_parts(record.count, kinds)
+            kept.append(Kept(first - last, record.count, record.deferred, record.key, parts))
+            last = first
+        return kept
+
+    def restore(self, records: list[Kept], dead: list[Dead], end: int) -> None:
+        """Fill the empty table. Raises ValueError or LookupError if it does not fit together or reaches over `end`."""
+        first = 0
+        for kept in records:
+            first += kept.gap
+            if not 0 < kept.count <= cursor.MAX_COUNT or first + kept.count > end:
+                raise ValueError("a record is out of range")
+            record = Open(first, kept.count, kept.key, kept.deferred)
+            parts = [(cursor.unpack_bits(kept.count, part[0]), *part[1:]) for part in kept.parts]
+            self.add(record, parts)
+            for _, _, due_us in parts:
+                if due_us:
+                    self._time(due_us, record)
+            if parts:
+                self._wake(record)
+        for letter in dead:
+            record = self.records[self.firsts[bisect_right(self.firsts, letter.offset) - 1]]
+            record.dead |= record.mask(letter.offset, letter.offset + 1)
+            self.dead.append(letter)
+            self._dead_bytes += cursor.dead_weight(letter)
+            self.open += 1
+            self.handed_out += 1
+        self.dirty = False
+
+    # Inside
+
+    def _release(self, part: Part, bits: int) -> None:
+        assert part.worker is not None
+        left = self.held[part.worker] - bits.bit_count()
+        if left:
+            self.held[part.worker] = left
+        else:
+            del self.held[part.worker]
+
+    def _time(self, due_us: int, record: Open) -> None:
+        heapq.heappush(self._timers, (due_us, record.first))
+        if len(self._timers) > self._max_timers:  # of records that were settled since
+            self._timers = [
+                (part.due_us, each.first)
+                for each in self.records.values()
+                for part in each.parts
+                if part.waiting and part.due_us > self.now_us
+            ]
+            heapq.heapify(self._timers)
+            self._max_timers = 1024 + 2 * len(self._timers)
+
+    def _stir(self, record: Open) -> None:
+        """Look again at `record`, or at the first of its key if it is done."""
+        if record.key is not None:
+            queue = self._keys.get(record.key, deque())
+            while queue and all(part.reason is not None for part in queue[0].parts):
+                queue.popleft()
+                self.blocked -= len(queue) > 0
+            if not queue:
+                self._keys.pop(record.key, None)
+                return
+            record = queue[0]
+        if any(part.waiting for part in record.parts):
+            self._wake(record)
+
+    def _wake(self, record: Open) -> None:
+        if not record.queued:
+            record.queued = True
+            heapq.heappush(self.ready, record.first)
+
+    def _bury(self) -> None:
+        """List as dead letters what was given up, as far as there is room for them."""
+        while self._doomed and self._dead_bytes < cursor.MAX_DEAD_BYTES:
+            part = self._doomed[0]
+            record = part.record
+            bit = part.bits & -part.bits
+            part.bits ^= bit
+            record.dead |= bit
+            dead = Dead(record.first + bit.bit_length() - 1, part.deliveries, part.reason or "")
+            self.dead.append(dead)
+            self._dead_bytes += cursor.dead_weight(dead)
+            if not part.bits:
+                self._doomed.popleft()
+                record.parts.remove(part)
+
+    def _forget_if_settled(self, record: Open) -> None:
+        if not record.parts and not record.dead:
+            del self.records[record.first]
+            self.weight -= cursor.weight(record.count, record.key)

@@ -1,0 +1,97 @@
+"""Starts the store of a relay that was given a data directory, and starts it again whenever it ends.
+
+The store is a process of its own, so that a slow or full disk never holds up routing. The relay holds the other end of its
+standard input: when the relay is gone, however it went, the store ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+PAUSE_MIN_S: Final = 0.2
+PAUSE_MAX_S: Final = 10.0
+LASTED_S: Final = 10.0
+"""A store that ran for so long is started again at once."""
+STOP_S: Final = 10.0
+
+
+class StoreSupervisor:
+    """One store, kept running while `run` runs."""
+
+    def __init__(self, data: Path, socket_path: Path, log_level: str) -> None:
+        self._data = data
+        self._command = (
+            sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
+            "--supervised",
+        )  # fmt: skip
+        self._process: asyncio.subprocess.Process | None = None
+        self._starts = 0
+        self._last_exit: int | None = None
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Keep the store running. Runs until cancelled or stopped; an end that nobody asked for is logged."""
+        pause_s = PAUSE_MIN_S
+        while not self._stopping:
+            began_s = time.monotonic()
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=asyncio.subprocess.PIPE
+                )
+            except OSError as err:
+                log.error("store.not_started", extra={"fields": {"error": str(err)}})
+            else:
+                self._starts += 1
+                self._last_exit = await self._process.wait()
+                self._process = None
+                if self._stopping:
+                    return
+                fields = {"exit": self._last_exit, "data": str(self._data)}
+                log.error("store.ended", extra={"fields": fields})
+            pause_s = (
+                PAUSE_MIN_S
+                if time.monotonic() - began_s > LASTED_S
+                else min(2 * pause_s, PAUSE_MAX_S)
+            )
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def stop(self) -> None:
+        """End the store: it writes what it has. Killed when that takes too long. Idempotent."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            log.error("store.killed", extra={"fields": {"pid": process.pid}})
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+        self._stopping = True
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def status(self) -> dict[str, object]:
+        """Return what `iris status` shows of it."""
+        pid = self._process.pid if self._process is not None else None
+        return {
+            "data": str(self._data),
+            "pid": pid,
+            "starts": self._starts,
+            "last_exit": self._last_exit,
+        }
