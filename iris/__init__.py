@@ -23,6 +23,7 @@ from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
+    AmbiguousStream,
     Closed,
     ConfigError,
     ConnectionLost,
@@ -32,21 +33,29 @@ from iris.errors import (
     KeyringError,
     MessageTooLarge,
     NoMembers,
+    NoStream,
+    OffsetConflict,
     Overloaded,
     RelayUnavailable,
     RemoteError,
     RequestError,
     RequestTimeout,
+    StreamDamaged,
+    StreamError,
+    StreamExists,
+    StreamUnavailable,
     TunnelBroken,
 )
 from iris.handlers import Deferred, Reply, Request
 from iris.membership import Members
 from iris.service import Service
+from iris.streams import StreamGap, StreamInfo, StreamMessage
 from iris.subscription import Subscription
 from iris.survey import Survey
 from iris.tunnel import EndOfTunnel, Tunnel
 
 __all__ = [
+    "AmbiguousStream",
     "Client",
     "ClientConfig",
     "Closed",
@@ -66,6 +75,8 @@ __all__ = [
     "Message",
     "MessageTooLarge",
     "NoMembers",
+    "NoStream",
+    "OffsetConflict",
     "Overloaded",
     "RelayUnavailable",
     "RemoteError",
@@ -74,6 +85,13 @@ __all__ = [
     "RequestError",
     "RequestTimeout",
     "Service",
+    "StreamDamaged",
+    "StreamError",
+    "StreamExists",
+    "StreamGap",
+    "StreamInfo",
+    "StreamMessage",
+    "StreamUnavailable",
     "Subscription",
     "Survey",
     "Tunnel",

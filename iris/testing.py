@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -11,9 +12,11 @@ from iris.client import Client
 from iris.config import ClientConfig
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
+from iris.errors import ConfigError
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
+    from relay.store.process import StoreProcess
 
 
 class LocalCluster:
@@ -22,18 +25,24 @@ class LocalCluster:
         async with LocalCluster() as cluster:
             async with cluster.client() as client, cluster.client() as other: ...
 
-    All clients share one key unless they are given a keyring. On a clean exit the relay's account has to balance with
+    All clients share one key unless they are given a keyring. With a directory `data` there is a store for durable
+    streams, which `stop_store` and `start_store` restart. On a clean exit the relay's account has to balance with
     nothing held, else AssertionError: a test cannot lose a message without noticing.
     """
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(self, *, seed: int = 0, data: Path | None = None) -> None:
         # Test keys and ids only: a seeded generator is no source of secrets.
         self._entropy = random.Random(seed).randbytes
         self.keyring = Keyring.single(ClusterKey(self._entropy(32)))
         self.relay: EmbeddedRelay
+        self.data = data
+        self.store: StoreProcess
+        self._storing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self.start_relay()
+        if self.data is not None:
+            await self.start_store()
         return self
 
     async def __aexit__(
@@ -42,6 +51,7 @@ class LocalCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self.stop_store()
         await self.relay.close()
         if error is None:
             self.check_accounts()
@@ -66,6 +76,26 @@ class LocalCluster:
     async def stop_relay(self) -> None:
         """End the relay at once, as a crash does."""
         await self.relay.close()
+
+    async def start_store(self) -> None:
+        """Start a store on the directory `data`; returns when the relay knows of its streams."""
+        from relay.store.process import StoreProcess
+
+        if self.data is None:
+            raise ConfigError("data: this cluster has no directory for streams")
+        self.store = StoreProcess(self.data, self._connect, entropy=self._entropy)
+        self.store.open()
+        self._storing = asyncio.create_task(self.store.run(), name="iris-store")
+        await self.store.up.wait()
+        await self.settle()
+
+    async def stop_store(self) -> None:
+        """Stop the store, as SIGTERM does. Idempotent."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            storing.cancel()
+            await asyncio.gather(storing, return_exceptions=True)
+            await self.store.close()
 
     async def settle(self) -> None:
         """Return when nothing is under way between the clients and the relay."""

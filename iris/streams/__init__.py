@@ -7,6 +7,7 @@ keeps what it cannot open, by an order that a holder of the key signed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import time
@@ -30,7 +31,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.appending import PLAIN, Extras, Producer
-from iris.streams.calls import Place, Stores
+from iris.streams.calls import Known, Place, Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
@@ -52,7 +53,6 @@ from iris.wire.streams import (
     Definition,
     Delete,
     DeleteConsumer,
-    Describe,
     DescribeConsumers,
     Described,
     Listed,
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
 MAX_PRODUCERS: Final = 1024
 _ConsumerInfos = list[ConsumerInfo]
+_Keys = list[ClusterKey]
 _Infos = list["StreamInfo"]
 _Offsets = list[int]
 _Orders = list[SignedOrder]
@@ -147,13 +148,13 @@ class Streams:
         self._check(definition)
         until_s = time.monotonic() + timeout
         try:
-            found = await self._describe(name, "", timeout=timeout)
+            found = await self._stores.describe(name, "", timeout=timeout)
         except NoStream:
             pass
         else:
             return _same(found, definition)
         store = await self._stores.store(timeout=_left(until_s))
-        orders = self._orders(definition, os.urandom(16), store.key)
+        orders = self._orders(definition, (os.urandom(16), store.key))
         address = public_id(store.key).hex()
 
         async def once(left_s: float) -> Described:
@@ -165,13 +166,14 @@ class Streams:
             made = await self._stores.until(name, "", once, timeout=_left(until_s))
         except StreamExists:
             # Somebody else was faster.
-            return _same(await self._describe(name, "", timeout=_left(until_s)), definition)
+            found = await self._stores.describe(name, "", timeout=_left(until_s))
+            return _same(found, definition)
         self._stores.forget(name)
-        return _info(made)
+        return _info(self._stores.known(name, made))
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
         """Return what a stream is and holds; `uuid` in hex, where two stores hold one of the name. Raises StreamError."""
-        return _info(await self._describe(name, uuid, timeout=timeout))
+        return _info(await self._stores.describe(name, uuid, timeout=timeout))
 
     async def list(self, *, timeout: float = 5.0) -> _Infos:
         """Return all streams under our keys, of every store that our relay knows, by name."""
@@ -194,7 +196,11 @@ class Streams:
                 if more:
                     last = listed.streams[-1]
                     after = f"{last.definition.name} {last.uuid.hex()}"
-        return sorted(map(_info, found), key=lambda info: (info.name, info.uuid))
+        infos = []
+        for described in found:
+            with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
+                infos.append(_info(self._stores.known(described.definition.name, described)))
+        return sorted(infos, key=lambda info: (info.name, info.uuid))
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
@@ -205,7 +211,7 @@ class Streams:
         Raises:
             StreamError: there is no such stream, or its store refused.
         """
-        found = await self._describe(name, uuid, timeout=timeout)
+        found = await self._stores.describe(name, uuid, timeout=timeout)
         given = {
             "max_bytes": max_bytes,
             "max_messages": max_messages,
@@ -214,15 +220,15 @@ class Streams:
             "paused": paused,
         }
         changes = {field: value for field, value in given.items() if value is not None}
-        definition = structs.replace(found.definition, **changes)
-        orders = self._orders(definition, found.uuid, found.store, found.key_ids)
-        log = found.uuid.hex()
+        definition = structs.replace(found.order.definition, **changes)
+        orders = self._orders(definition, found)
+        log = found.order.uuid.hex()
         changed = await self._stores.ask_stream(
             name, log, Change(orders), Described, timeout=timeout, writes=True
         )
         self._stores.forget(name)
         self._stores.forget(name, uuid)
-        return _info(changed)
+        return _info(self._stores.known(name, changed))
 
     async def pause(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
         """Record and append nothing until `resume`; what was missed is told as a gap. Raises StreamError."""
@@ -234,14 +240,29 @@ class Streams:
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
         """End a stream: its log, its dead letters and its consumers are removed. Raises StreamError."""
-        found = await self._describe(name, uuid, timeout=timeout)
-        orders = self._orders(found.definition, found.uuid, found.store, found.key_ids, action=END)
-        log = found.uuid.hex()
-        await self._stores.ask_stream(
-            name, log, Delete(orders), Settled, timeout=timeout, writes=True
-        )
+        found = await self._stores.describe(name, uuid, timeout=timeout)
+        orders = self._orders(found.order.definition, found, action=END)
+        log = found.order.uuid.hex()
+        with contextlib.suppress(NoStream):  # an answer was lost: it is gone
+            await self._stores.ask_stream(
+                name, log, Delete(orders), Settled, timeout=timeout, writes=True
+            )
         self._stores.forget(name)
         self._stores.forget(name, log)
+
+    async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
+        """Give every stream of ours the keys that our keyring has for it now, and return those that lacked one.
+
+        After `iris key add` and `promote` a stream records under the new key from then on. Raises StreamError.
+        """
+        until_s = time.monotonic() + timeout
+        changed = []
+        for info in await self.list(timeout=timeout):
+            definition = Definition(info.name, info.topic, info.cluster)
+            wanted = {key.key_id.hex() for key in self._keys(definition)}
+            if not wanted <= set(info.key_ids):
+                changed.append(await self.change(info.name, uuid=info.uuid, timeout=_left(until_s)))
+        return changed
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -372,12 +393,8 @@ class Streams:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    async def _describe(self, name: str, uuid: str, *, timeout: float) -> Described:
-        check_cluster(name)
-        return await self._stores.ask_stream(name, uuid, Describe(), Described, timeout=timeout)
-
     def _check(self, definition: Definition) -> None:
-        check_cluster(definition.name)
+        check_cluster(definition.name + DEAD)
         if definition.name.endswith(DEAD):
             raise InvalidName(
                 f"stream name {definition.name!r}: names that end in {DEAD!r} are of dead letters"
@@ -392,26 +409,28 @@ class Streams:
             if not 0 <= getattr(definition, field) < 1 << 63:
                 raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
 
-    def _orders(
-        self,
-        definition: Definition,
-        uuid: bytes,
-        store: bytes,
-        also: Sequence[bytes] = (),
-        *,
-        action: str = KEEP,
-    ) -> _Orders:
-        """Return the definition signed by every key of ours that it concerns, or that the stream has already."""
+    def _keys(self, definition: Definition) -> _Keys:
+        """Return every key of ours for a stream and what it records."""
         keyring = self._client.keyring
-        keys: dict[bytes, ClusterKey] = {}
-        for key in (
-            *self._stores.keys(definition.name),
-            *(keyring.for_filter(definition.topic) if definition.topic else ()),
-            *(keyring.for_cluster(definition.cluster) if definition.cluster else ()),
-            *filter(None, map(keyring.by_id, also)),
-        ):
-            keys[key.key_id] = key
+        keys = [*self._stores.keys(definition.name)]
+        keys += keyring.for_filter(definition.topic) if definition.topic else ()
+        keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
+        return list({key.key_id: key for key in keys}.values())
+
+    def _orders(
+        self, definition: Definition, of: Known | tuple[bytes, bytes], *, action: str = KEEP
+    ) -> _Orders:
+        """Return a definition signed by every key of ours for it; `of` what is known of the stream, or a new uuid and a store's key."""
+        keys = {key.key_id: key for key in self._keys(definition)}
         issued_us = time.time_ns() // 1000
+        if isinstance(of, Known):
+            uuid, store = of.order.uuid, of.order.store
+            issued_us = max(issued_us, of.order.issued_us + 1)
+            for signed in of.described.orders:
+                if key := self._client.keyring.by_id(public_id(signed.public_key)):
+                    keys[key.key_id] = key
+        else:
+            uuid, store = of
         orders = []
         for key_id, key in keys.items():
             order = encode(Order(action, uuid, key_id, store, issued_us, definition))
@@ -484,25 +503,28 @@ class Streams:
         raise StreamError(name, f"the store answered with status {outcome.status}")
 
 
-def _same(found: Described, definition: Definition) -> StreamInfo:
-    if structs.replace(found.definition, paused=False) == definition:
+def _same(found: Known, definition: Definition) -> StreamInfo:
+    there = found.order.definition
+    if structs.replace(there, paused=False) == definition:
         return _info(found)
     differ = [
-        f
-        for f in definition.__struct_fields__
-        if getattr(found.definition, f) != getattr(definition, f)
+        field
+        for field in definition.__struct_fields__
+        if getattr(there, field) != getattr(definition, field)
     ]
-    detail = f"it is held by the store on {found.label} as log {found.uuid.hex()}, with another {', '.join(differ)}"
-    raise StreamExists(definition.name, detail)
+    held = f"it is held by the store on {found.described.label} as log {found.order.uuid.hex()}"
+    raise StreamExists(definition.name, f"{held}, with another {', '.join(differ)}")
 
 
-def _info(found: Described) -> StreamInfo:
-    definition = found.definition
+def _info(known: Known) -> StreamInfo:
+    found, definition = known.described, known.order.definition
+    if known.dead:
+        definition = structs.replace(definition, name=definition.name + DEAD, topic="", cluster="")
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
         definition.max_age_us / 1e6, definition.compact, definition.paused, found.oldest, found.next, found.messages, found.size_bytes,
         found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
-        [key_id.hex() for key_id in found.key_ids],
+        [public_id(signed.public_key).hex() for signed in found.orders],
     )  # fmt: skip
 
 

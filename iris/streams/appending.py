@@ -259,7 +259,7 @@ class Producer:
             while self._queue and self._records + len(batch) < WINDOW:
                 record = self._queue[0]
                 if batch and (
-                    size + record.size > CALL_BYTES
+                    size + record.size > self._call_bytes
                     or not self._seal(session, place, record, batch[0].sender_id)
                 ):
                     break
@@ -272,6 +272,10 @@ class Producer:
                 size += record.size + RECORD_BYTES
             self._unacked.extend(batch)
             self._send(place, batch)
+
+    @property
+    def _call_bytes(self) -> int:
+        return min(CALL_BYTES, self._stores.client.message_limit)
 
     def _seal(self, session: Session, place: Place, record: Pending, sender_id: bytes) -> bool:
         """Seal a record, once; whether it was by this sender."""
@@ -424,7 +428,9 @@ class Producer:
             batch: list[Pending] = []
             size = 0
             while (
-                records and records[0].sender_id == sender_id and (not batch or size < CALL_BYTES)
+                records
+                and records[0].sender_id == sender_id
+                and (not batch or size + records[0].size < self._call_bytes)
             ):
                 record = records.pop(0)
                 size += record.size

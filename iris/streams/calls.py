@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from iris.crypto.keys import ClusterKey
+from iris.crypto.keys import ClusterKey, verify_order
 from iris.errors import (
     AmbiguousStream,
     ConfigError,
     ConnectionLost,
+    DecodeError,
     IrisError,
     KeyringError,
     NoMembers,
     NoStream,
+    OpenError,
     Overloaded,
     RequestTimeout,
     StreamDamaged,
@@ -29,7 +31,20 @@ from iris.errors import (
 from iris.wire import frames
 from iris.wire.frames import NO_KEY, STORES
 from iris.wire.names import check_cluster
-from iris.wire.streams import DEAD, Call, Describe, Described, FindStore, Refused, StoreInfo, encode
+from iris.wire.streams import (
+    DEAD,
+    KEEP,
+    Call,
+    Describe,
+    Described,
+    FindStore,
+    Order,
+    Refused,
+    StoreInfo,
+    dead_uuid,
+    decode_order,
+    encode,
+)
 
 if TYPE_CHECKING:
     from iris.client import Client
@@ -54,6 +69,23 @@ class Place(msgspec.Struct, frozen=True):
     def address(self) -> str:
         """What calls of it are sent to."""
         return self.uuid.hex()
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A stream as described by its store, and `order`, which says what it is: one that a key of ours has signed."""
+
+    order: Order
+    described: Described
+
+    @property
+    def name(self) -> str:
+        """What it is called: the order of dead letters is that of their stream."""
+        return self.described.definition.name
+
+    @property
+    def dead(self) -> bool:
+        """It holds the dead letters of the stream of its order."""
+        return self.described.uuid == dead_uuid(self.order.uuid)
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -153,6 +185,37 @@ class Stores:
                 raise StreamUnavailable(name, detail, may_have_run=True) from err
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    async def describe(
+        self, name: str, uuid: str, *, timeout: float, patience: float | None = None
+    ) -> Known:
+        """Return what a stream is. Raises StreamError: also when no key of ours signed what the store says."""
+        check_cluster(name)
+        described = await self.ask_stream(
+            name, uuid, Describe(), Described, timeout=timeout, patience=patience
+        )
+        return self.known(name, described)
+
+    def known(self, name: str, described: Described) -> Known:
+        """Return a described stream with the latest order that a key of ours signed; raises StreamError if there is none."""
+        latest: Order | None = None
+        for signed in described.orders:
+            try:
+                key_id = verify_order(signed.public_key, signed.signature, signed.order)
+                order = decode_order(signed.order)
+            except (OpenError, DecodeError):
+                continue
+            if (
+                self.client.keyring.by_id(key_id) is not None
+                and (order.key_id, order.action, order.store) == (key_id, KEEP, described.store)
+                and described.uuid in (order.uuid, dead_uuid(order.uuid))
+                and name in (order.definition.name, order.definition.name + DEAD)
+                and (latest is None or order.issued_us > latest.issued_us)
+            ):
+                latest = order
+        if latest is None:
+            raise StreamError(name, "no key of ours signed what its store says of it")
+        return Known(latest, described)
 
     # -- finding ---------------------------------------------------------------------------------------------
 
@@ -258,6 +321,8 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
     if isinstance(answer, wanted):
         return answer
     if isinstance(answer, Refused):
+        if answer.code == "disk":  # it may be found when the disk is back
+            raise StreamUnavailable(shown, answer.detail, may_have_run=True)
         raise _ERRORS.get(answer.code, StreamUnavailable)(shown, answer.detail)
     raise StreamUnavailable(shown, f"the store answered {type(answer).__name__}")
 

@@ -94,10 +94,11 @@ class Consumer:
                 raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
             self._raise_error()
             if self._offset < 0:
-                found, self._offset = await start_offset(
+                known, self._offset = await start_offset(
                     self._stores, self.stream, self._uuid, self._start, patience=self._patience
                 )
-                self._uuid = self._uuid or found.uuid.hex()
+                self._opener.known = known
+                self._uuid = self._uuid or known.described.uuid.hex()
             messages = await self._take()
             if messages:
                 return messages

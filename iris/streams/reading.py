@@ -9,14 +9,12 @@ from datetime import datetime
 from typing import Final, Self
 
 from iris.errors import Closed, StreamDamaged, StreamError
-from iris.streams.calls import Stores
+from iris.streams.calls import Known, Stores
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
 from iris.wire.codec import END
 from iris.wire.streams import (
     DEAD,
     DeadLetter,
-    Describe,
-    Described,
     Fetch,
     Fetched,
     Find,
@@ -43,8 +41,8 @@ class Reader:
         on_gap: Callable[[StreamGap], object] | None,
     ) -> None:  # fmt: skip
         self.name = name
-        self.offset = -1
-        """The next one; -1 until the stream was found."""
+        self._at = -1
+        """Where the next fetch is opened from; -1 until the stream was found."""
         self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
         self.high_water = 0
         """Where the stream ended when we looked last."""
@@ -60,6 +58,11 @@ class Reader:
         self._fetching: asyncio.Task[Fetched] | None = None
         self._closed = False
         self._end: int | None = None
+
+    @property
+    def offset(self) -> int:
+        """The offset after the last message that was handed out; -1 before the stream was found."""
+        return self._ready[0].offset if self._ready else self._at
 
     def __aiter__(self) -> Self:
         return self
@@ -88,14 +91,24 @@ class Reader:
         while True:
             if self._closed:
                 raise Closed(f"the reader of {self.name!r} was closed")
-            if self.offset < 0:
+            if self._at < 0:
                 await self._find_start()
-            if self._end is not None and self.offset >= self._end:
+            if self._end is not None and self._at >= self._end:
                 raise StopAsyncIteration
             fetched = await self._next()
-            messages = await self._open(fetched)
+            try:
+                messages = await self._open(fetched)
+            except BaseException:
+                # What was fetched ahead goes on from where we have not come.
+                self._drop_ahead()
+                raise
             if messages:
                 return messages
+
+    def _drop_ahead(self) -> None:
+        task, self._fetching = self._fetching, None
+        if task is not None:
+            task.cancel()
 
     async def close(self) -> None:
         """Fetch no more. Idempotent."""
@@ -114,17 +127,18 @@ class Reader:
     # -- fetching --------------------------------------------------------------------------------------------
 
     async def _find_start(self) -> None:
-        found, self.offset = await start_offset(
+        known, self._at = await start_offset(
             self._stores, self.name, self._uuid, self._start, patience=self._patience
         )
         # From now on it is this log and no other of the same name.
-        self._uuid = self._uuid or found.uuid.hex()
-        self.high_water = found.next
+        self._uuid = self._uuid or known.described.uuid.hex()
+        self._opener.known = known
+        self.high_water = known.described.next
         if not self._follow:
-            self._end = found.next
+            self._end = known.described.next
 
     async def _next(self) -> Fetched:
-        task = self._fetching or self._fetch(self.offset)
+        task = self._fetching or self._fetch(self._at)
         self._fetching = task
         try:
             fetched = await asyncio.shield(task)
@@ -133,7 +147,7 @@ class Reader:
                 self._fetching = None
             raise
         # On its way while we open this one.
-        more = fetched.next > self.offset and (self._end is None or fetched.next < self._end)
+        more = fetched.next > self._at and (self._end is None or fetched.next < self._end)
         self._fetching = self._fetch(fetched.next) if more and not self._closed else None
         return fetched
 
@@ -158,7 +172,7 @@ class Reader:
         """Return the messages of an answer, from `offset` on; raises StreamDamaged if it does not cover what it says."""
         messages: list[StreamMessage] = []
         self.high_water = fetched.high_water
-        at = self.offset
+        at = self._at
         for item in fetched.items:
             if item.offset > at:
                 raise StreamDamaged(self.name, f"the store left out offsets {at} to {item.offset}")
@@ -193,7 +207,7 @@ class Reader:
             raise StreamDamaged(self.name, f"the store left out offsets {at} to {fetched.next}")
         if self._end is not None and messages and messages[-1].offset >= self._end:
             messages = [message for message in messages if message.offset < self._end]
-        self.offset = at
+        self._at = at
         return messages
 
     def _tell(self, gap: StreamGap) -> None:
@@ -204,25 +218,26 @@ class Reader:
 
 async def start_offset(
     stores: Stores, name: str, uuid: str, start: Start, *, patience: float
-) -> tuple[Described, int]:
+) -> tuple[Known, int]:
     """Return a stream, and the offset that `start` means there; raises StreamError."""
-    found = await stores.ask_stream(name, uuid, Describe(), Described, timeout=patience)
+    known = await stores.describe(name, uuid, timeout=patience, patience=patience)
+    found = known.described
     if not found.readable:
         raise StreamDamaged(name, found.failed)
     if start == "first":
-        return found, found.oldest
+        return known, found.oldest
     if start == "new":
-        return found, found.next
+        return known, found.next
     if start == "last":
-        return found, max(found.oldest, found.next - 1)
+        return known, max(found.oldest, found.next - 1)
     if isinstance(start, datetime):
         call = Find(int(start.timestamp() * 1e6))
         at = await stores.ask_stream(name, found.uuid.hex(), call, Found, timeout=patience)
-        return found, at.offset
+        return known, at.offset
     if isinstance(start, int) and start >= 0:
         if start > found.next:
             raise StreamError(name, f"offset {start} is beyond the end, {found.next}")
-        return found, start
+        return known, start
     raise StreamError(name, f"start: {start!r} is no offset, time, 'first', 'last' or 'new'")
 
 
@@ -231,6 +246,9 @@ async def resolve_dead(
 ) -> None:  # fmt: skip
     """Put the message that a dead letter of the stream `name` refers to in its place, if it can still be read."""
     base = name.removesuffix(DEAD)
+    if opener.known is None or dead.uuid != opener.known.order.uuid:
+        message.headers = {"unreadable": "it refers to another stream"}
+        return
     try:
         fetched = await stores.ask_stream(
             base, dead.uuid.hex(), Fetch(dead.offset, 1), Fetched, timeout=patience

@@ -12,7 +12,10 @@ from iris.core.message import Message
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import DecodeError, OpenError
+from iris.streams.calls import Known
 from iris.wire.codec import END, metadata_prefix
+from iris.wire.frames import Kind
+from iris.wire.names import matches
 from iris.wire.streams import DEAD_KIND, HOLES, DeadLetter, Gap, Hole, Record, decode_dead
 
 MAX_OPENERS: Final = 16_384
@@ -53,16 +56,20 @@ class RecordOpener:
     def __init__(self, find_key: Callable[[bytes], ClusterKey | None]) -> None:
         self._find_key = find_key
         self._openers: dict[_Place, tuple[Opener, bytes]] = {}
+        self.known: Known | None = None
+        """The stream: what it does not record is not of it, whatever its store says."""
 
     def open(self, record: Record, deliveries: int = 1) -> list[StreamMessage] | StreamGap:
         """Return the messages of a record, or why there are none."""
         sent_us, _, count, _ = END.unpack(record.end)
         end = record.offset + count
-        if record.kind == DEAD_KIND:
+        if record.kind == DEAD_KIND and self.known is not None and self.known.dead:
             return self._dead(record)
         place = (record.kind, record.name, record.key_id, record.sender_id)
         found = self._openers.get(place)
         if found is None:
+            if self.known is None or not _belongs(record, self.known):
+                return StreamGap(record.offset, end, count, "unreadable: it is not of this stream")
             key = self._find_key(record.key_id)
             if key is None:
                 cause = f"unreadable: sealed under key {record.key_id.hex()[:8]}, which is not in our keyring"
@@ -117,6 +124,15 @@ class RecordOpener:
         message = StreamMessage(b"", record.name, offset=record.offset, stored_us=record.stored_us)
         message.dead = dead
         return [message]
+
+
+def _belongs(record: Record, known: Known) -> bool:
+    definition = known.order.definition
+    if record.kind == Kind.STREAM:
+        return record.name == definition.name
+    if record.kind == Kind.PUBLISH:
+        return bool(definition.topic) and matches(definition.topic, record.name)
+    return record.kind in (Kind.PUSH, Kind.BROADCAST) and record.name == definition.cluster
 
 
 def told(item: Gap | Hole) -> StreamGap:

@@ -299,7 +299,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     definition: Definition
     uuid: Id16
     epoch: Offset
-    key_ids: list[Id16]
+    orders: list[SignedOrder]
+    """What it is kept by: a reader believes those alone that its own keys signed."""
     store: Key32
     label: ShortText
     """The store's host."""

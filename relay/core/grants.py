@@ -16,6 +16,7 @@ from iris.wire.frames import NO_KEY, Kind
 from iris.wire.streams import DEAD, KEEP, dead_uuid, decode_order
 from relay.core.session import Session
 
+MAX_GRANTED: Final = 65_536
 _RECORDED: Final = frozenset({Kind.PUSH, Kind.BROADCAST})
 
 
@@ -23,6 +24,8 @@ def take_grant(session: Session, grant: frames.Grant, relay_id: bytes) -> str:
     """Let a session do what an order names; return why not, or nothing."""
     if not session.ours:
         return "a store runs as the relay's own user, or as root, on the relay's host"
+    if len(session.granted) > MAX_GRANTED:
+        return f"this session was granted {MAX_GRANTED} things already"
     try:
         key_id = verify_order(grant.public_key, grant.signature, grant.order)
         order = decode_order(grant.order)

@@ -367,12 +367,7 @@ class Router:
         session.proven.add(key_id)
 
     def _on_grant(self, session: Session, grant: frames.Grant) -> None:
-        session.proofs += 1
-        if session.proofs > self.limits.keys:
-            error = f"more than {self.limits.keys} keys and grants"
-        else:
-            error = take_grant(session, grant, self.relay_id)
-        session.control(frames.Ack(grant.id, error))
+        session.control(frames.Ack(grant.id, take_grant(session, grant, self.relay_id)))
 
     def _on_declare(self, session: Session, declared: frames.Declare) -> None:
         # An answer goes to whom its hop id says; calls under no key are to the stores themselves.

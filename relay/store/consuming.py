@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from iris.errors import IrisError
@@ -58,42 +60,31 @@ class Consuming:
         if not wait and self._answer(consumer, question, call, now_us, last=not call.wait_ms):
             return
         if len(waiting) >= MAX_WAITING:
-            question.answer(self._delivered(consumer, Taken([], 0, 0)))
+            question.refuse("leaving", f"{MAX_WAITING} workers wait here already")
         else:
             waiting.append(_Waiting(question, call, now_us + 1000 * call.wait_ms))
 
     def settle(self, question: Question, call: Settle, now_us: int) -> None:
         """Answer a Settle. What was handed out before a crash and not saved comes again: its settling counts for nothing."""
         consumer = self._found(call.consumer)
-        count = 0
-        settled = [
-            lambda r=r: consumer.ack(call.worker, r.first, r.next, now_us) for r in call.done
-        ]  # type: ignore[misc]  # bound defaults
-        if call.through is not None:
-            through = call.through
-            settled.append(lambda: consumer.ack_through(call.worker, through, now_us))
-        settled += [
-            lambda r=r: consumer.nack(
-                call.worker, r.first, r.next, call.delay_us, call.reason, now_us
-            )  # type: ignore[misc]
-            for r in call.failed
+        worker = call.worker
+        work: list[Callable[[], int]] = [
+            partial(consumer.ack, worker, r.first, r.next, now_us) for r in call.done
         ]
-        settled += [
-            lambda r=r: consumer.touch(call.worker, r.first, r.next, now_us) for r in call.held
-        ]  # type: ignore[misc]
-        unknown = ""
-        for one in settled:
-            try:
+        if call.through is not None:
+            work.append(partial(consumer.ack_through, worker, call.through, now_us))
+        failed = (call.delay_us, call.reason, now_us)
+        work += [partial(consumer.nack, worker, r.first, r.next, *failed) for r in call.failed]
+        work += [partial(consumer.touch, worker, r.first, r.next, now_us) for r in call.held]
+        count = 0
+        for one in work:
+            # Of what was handed out before a crash and not saved nobody knows here; it is handed out again.
+            with contextlib.suppress(ValueError):
                 count += one()
-            except ValueError as err:
-                unknown = str(err)
         if call.gone:
             consumer.worker_gone(call.worker, now_us)
         self._settled(consumer, now_us)
-        if unknown and not count:
-            question.refuse("consumer", unknown)
-        else:
-            question.answer(streams.Settled(count))
+        question.answer(streams.Settled(count))
 
     def described(self) -> list[ConsumerInfo]:
         """Return where each is, by name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ from iris.wire.streams import (
 )
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.cursor import Dead
-from relay.store.errors import LogDamaged, LogError
+from relay.store.database import sync_directory
+from relay.store.errors import LogDamaged, LogError, LogWriteFailed
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
 from relay.store.session import Bundle, Question, StoreSession
@@ -46,6 +48,11 @@ MAX_STREAMS: Final = 500
 LIST_ENTRIES: Final = 64
 COMMIT_BYTES: Final = 1 << 20
 REOPEN_US: Final = 2_000_000
+_UUID: Final = re.compile("[0-9a-f]{32}")
+_ORDERS: Final = ".orders"
+"""A file beside the log: its orders once more, for when the log cannot be opened."""
+_ENDED: Final = ".ended"
+"""An empty file in place of a log that was deleted."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
 
@@ -108,9 +115,8 @@ class Store:
         self.now_us = now_us
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in sorted(self.directory.iterdir()):
-            name = path.name
-            if len(name) == 32 and path.is_dir():
-                self._load(path, bytes.fromhex(name))
+            if _UUID.fullmatch(path.name) and path.is_dir():
+                self._load(path, bytes.fromhex(path.name))
         for stream in list(self.streams.values()):
             if stream.log is not None and (stream.definition.topic or stream.definition.cluster):
                 # Whatever was published meanwhile, nobody counted.
@@ -124,6 +130,13 @@ class Store:
             opened = Log.open(str(path))
         except LogError as err:
             stream.failed = str(err)
+            try:  # whose it is, so that it is listed as what it is
+                kept = _decode_kept(Path(f"{path}{_ORDERS}").read_bytes())
+                stream.dead = bool(kept.parent)
+                stream.orders = {} if kept.parent else self._checked(kept.orders, uuid)
+                stream.redefine()
+            except (OSError, msgspec.DecodeError, IrisError) as unknown:
+                stream.failed = f"{err}; and its orders: {unknown}"
             log.error(
                 "store.stream_quarantined", extra={"fields": {"path": str(path), "error": str(err)}}
             )
@@ -222,6 +235,8 @@ class Store:
             question.refuse(err.code, str(err))
         except ConsumerRefused as err:
             question.refuse("consumer", str(err))
+        except DecodeError as err:
+            question.refuse("invalid", str(err))
         except LogDamaged as err:
             question.refuse("damaged", str(err))
         except LogError as err:
@@ -243,7 +258,11 @@ class Store:
         """Write what has come to every stream, one sync each."""
         dirty, self._dirty = self._dirty, {}
         for stream in dirty.values():
-            stream.commit(self.now_us)
+            try:
+                stream.commit(self.now_us)
+            except LogError as err:  # told to whom it concerned; the others go on
+                fields = {"stream": stream.name, "error": str(err)}
+                log.warning("store.stream_failed", extra={"fields": fields})
 
     def tend(self) -> None:
         """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
@@ -299,11 +318,14 @@ class Store:
             raise Refuse(
                 "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
             )
+        if os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
+            raise Refuse("order", "this log was deleted; create the stream anew")
         if len(self.streams) >= MAX_STREAMS:
             raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
         path = str(self.directory / uuid.hex())
         kept = _encode(Kept([signed for _, signed in orders.values()]))
         made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
+        write_beside(path + _ORDERS, kept)
         stream = self.streams[uuid] = Stream(path, uuid, made, orders)
         self._place(stream)
 
@@ -355,7 +377,9 @@ class Store:
                 raise Refuse("order", "a later order is in force")
         orders = {**stream.orders, **new}
         stream.commit(self.now_us)
-        stream.log.define(_encode(Kept([signed for _, signed in orders.values()])))
+        kept = _encode(Kept([signed for _, signed in orders.values()]))
+        stream.log.define(kept)
+        write_beside(stream.path + _ORDERS, kept)
         self._leave(stream)
         self._displace(stream)
         stream.orders = orders
@@ -377,6 +401,8 @@ class Store:
         orders = self._checked(call.orders, stream.uuid, action=END)
         if orders.keys().isdisjoint(stream.orders):
             raise Refuse("order", "the order is under no key of this stream")
+        # Whoever kept the first order cannot have an empty log pass for this one.
+        write_beside(str(self.directory / (stream.uuid.hex() + _ENDED)), b"")
         self._remove(stream, "the stream was deleted")
         question.answer(streams.Settled())
         log.info(
@@ -430,6 +456,7 @@ class Store:
             path = str(self.directory / uuid.hex())
             kept = _encode(Kept(parent=stream.uuid))
             made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
+            write_beside(path + _ORDERS, kept)
             grave = self.streams[uuid] = Stream(path, uuid, made, {})
             grave.dead = True
             self._place(stream)
@@ -492,6 +519,20 @@ class Store:
                 gone.end(reason)
                 if os.path.isdir(gone.path):
                     Log.destroy(gone.path)
+                Path(gone.path + _ORDERS).unlink(missing_ok=True)
+
+
+def write_beside(path: str, data: bytes) -> None:
+    """Write a small file whole or not at all. Raises LogWriteFailed."""
+    try:
+        with open(path + ".new", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".new", path)
+        sync_directory(os.path.dirname(path))
+    except OSError as err:
+        raise LogWriteFailed(path, str(err)) from err
 
 
 def _one_definition(orders: dict[bytes, tuple[Order, SignedOrder]]) -> Definition:
@@ -502,7 +543,7 @@ def _one_definition(orders: dict[bytes, tuple[Order, SignedOrder]]) -> Definitio
 
 
 def _check_definition(definition: Definition) -> None:
-    check_cluster(definition.name)
+    check_cluster(definition.name + DEAD)
     if definition.name.endswith(DEAD):
         raise InvalidName(f"names that end in {DEAD!r} are of dead letters")
     if definition.topic and definition.cluster:

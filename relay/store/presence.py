@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from iris.crypto.keys import StoreKey
@@ -120,8 +121,8 @@ class Presence:
         definition, key_ids = stream.definition, stream.key_ids
         for key_id, (_, signed) in stream.orders.items():
             if (stream.uuid, key_id) not in self._granted:
-                self._granted.add((stream.uuid, key_id))
-                session.grant(self._key, signed, asks.heard())
+                place = (stream.uuid, key_id)
+                session.grant(self._key, signed, asks.heard(partial(self._shown, place)))
         for held in (stream, dead):
             if held is not None and held.log is not None:
                 uuid = held.uuid.hex()
@@ -138,6 +139,9 @@ class Presence:
         if definition.topic and not definition.paused:
             self._want(session, definition.topic, all_streams, asks)
         asks.sent()
+
+    def _shown(self, place: tuple[bytes, bytes], member: int) -> None:
+        self._granted.add(place)
 
     def serve_dead(self, stream: Stream, dead: Stream) -> None:
         """A stream has dead letters now."""

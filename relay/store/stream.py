@@ -46,6 +46,8 @@ MAX_SENDERS: Final = 65_536
 COMPACT_US: Final = 10_000_000
 RECORD_BYTES: Final = 640
 """What a record adds to its body in an answer, at most: names, ids, numbers."""
+GAP_BYTES: Final = 1200
+"""What a gap takes at most."""
 FRESH_US: Final = 600_000_000
 """Senders that were silent for twice as long make room in the table of sequences."""
 
@@ -98,7 +100,11 @@ class Stream:
         self._batch: list[tuple[Entry, Sink]] = []
         self.batch_bytes = 0
         self._unrecorded = 0
-        """Messages that a failed disk did not take, to be told when it does again."""
+        """Messages that a failed disk did not take, to be told when it does again ..."""
+        self._unrecorded_more = False
+        """... and others that nobody counted."""
+        self._noted = ("", -1)
+        """The last gap of unknown count: its cause, and the offset after it."""
         self._waiting: list[tuple[int, Question, Fetch]] = []
         self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
         self._compact_us = 0
@@ -155,8 +161,8 @@ class Stream:
         )
         failed = self.failed or (log.failed if log else "") or ""
         return Described(
-            self.definition, self.uuid, log.epoch if log else 0, self.key_ids, store, label, *numbers,
-            lost=self.lost, failed=failed[:1024], readable=log is not None,
+            self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
+            *numbers, lost=self.lost, failed=failed[:1024], readable=log is not None,
         )  # fmt: skip
 
     # -- in: what is recorded --------------------------------------------------------------------------------
@@ -198,13 +204,19 @@ class Stream:
         """Write a gap record, in order."""
         self.commit(now_us)
         self.lost += count or 0
+        log = self.log
+        if log is not None and count is None and self._noted == (cause, log.next):
+            return  # of many senders at once: one note says it
         try:
-            if self.log is None or self.log.failed:
-                self._unrecorded += count or 0
-            else:
-                self.log.gap(count, cause, now_us)
+            if log is None or log.failed:
+                raise LogWriteFailed(self.path, self.failed or "it failed before")
+            log.gap(count, cause, now_us)
         except LogWriteFailed:
             self._unrecorded += count or 0
+            self._unrecorded_more = self._unrecorded_more or count is None
+        else:
+            if count is None:
+                self._noted = (cause, log.next)
 
     def push(self, bundle: Bundle) -> Refusal | None:
         """Take a push; return why not."""
@@ -212,10 +224,9 @@ class Stream:
             return Refusal.LEAVING
         if self.log is None or self.log.failed:
             return Refusal.FULL
-        self._add(bundle, bundle)
-        return None
+        return None if self._add(bundle, bundle) else Refusal.UNREADABLE
 
-    def _add(self, bundle: Bundle, sink: Sink) -> None:
+    def _add(self, bundle: Bundle, sink: Sink) -> bool:
         declared = bundle.flow.declared
         entry = Entry(
             declared.kind,
@@ -228,9 +239,10 @@ class Stream:
         try:
             check_entry(entry)
         except ValueError:  # a bundle of no messages
-            return
+            return False
         self._batch.append((entry, sink))
         self.batch_bytes += len(bundle.body)
+        return True
 
     # -- in: what is appended --------------------------------------------------------------------------------
 
@@ -317,8 +329,8 @@ class Stream:
                 answered[id(sink)] = sink
         for pending in answered.values():
             pending.question.answer(streams.Appended(pending.outcomes))
-        log.enforce(self._limits, now_us)
         self.wake(now_us)
+        log.enforce(self._limits, now_us)
 
     def _failed(self, batch: list[tuple[Entry, Sink]], err: LogWriteFailed) -> None:
         refused: dict[int, _Pending] = {}
@@ -345,6 +357,9 @@ class Stream:
             if self._unrecorded:
                 log.gap(self._unrecorded, "the disk took nothing", now_us)
                 self._unrecorded = 0
+            if self._unrecorded_more:
+                log.gap(None, "the disk took nothing", now_us)
+                self._unrecorded_more = False
             self.failed = ""
             self.opened(log)
         except LogError as err:
@@ -360,10 +375,11 @@ class Stream:
             question.refuse("damaged", self.failed)
         elif call.start > log.next:
             question.refuse("offset", f"{call.start} is beyond the end, {log.next}")
-        elif (wait or (call.start == log.next and call.wait_ms)) and len(
-            self._waiting
-        ) < MAX_WAITING:
-            self._waiting.append((now_us + 1000 * call.wait_ms, question, call))
+        elif wait or (call.start == log.next and call.wait_ms):
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting.append((now_us + 1000 * call.wait_ms, question, call))
+            else:
+                question.refuse("leaving", f"{MAX_WAITING} readers wait here already")
         else:
             self._answer(question, call, now_us)
 
@@ -453,10 +469,9 @@ def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item]
     used = 0
     end = start
     for item in chunk.items:
-        if isinstance(item, Record):
-            used += len(item.body) + RECORD_BYTES
-            if items and used > limit:
-                break
+        used += len(item.body) + RECORD_BYTES if isinstance(item, Record) else GAP_BYTES
+        if items and used > limit:
+            break
         items.append(told_item(item))
         end = item.next
     return items, end

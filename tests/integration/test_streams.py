@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import StoredCluster, stored
+from integration.stores import stored
 
 import iris
 from iris.crypto.keyring import Keyring
@@ -48,7 +48,9 @@ async def test_creating_a_stream_again_returns_it(setting: Any) -> None:
     assert (made.next, made.topic, made.max_messages) == (0, "orders.>", 1000)
 
 
-async def test_a_stream_that_is_defined_otherwise_is_not_created_and_its_holder_is_named(setting: Any) -> None:
+async def test_a_stream_that_is_defined_otherwise_is_not_created_and_its_holder_is_named(
+    setting: Any,
+) -> None:
     _, client, other = setting
     made = await client.streams.create("orders", topic="orders.>")
     with pytest.raises(StreamExists, match=rf"{made.host}.*{made.uuid}.*topic"):
@@ -90,7 +92,9 @@ async def test_a_stream_that_is_not_there_is_named_at_once(setting: Any) -> None
         ("orders", {"max_bytes": -1}),
     ],
 )
-async def test_a_bad_definition_is_refused_before_anything_is_sent(setting: Any, name: str, options: dict[str, Any]) -> None:
+async def test_a_bad_definition_is_refused_before_anything_is_sent(
+    setting: Any, name: str, options: dict[str, Any]
+) -> None:
     _, client, _ = setting
     with pytest.raises(iris.IrisError):
         await client.streams.create(name, **options)
@@ -108,7 +112,9 @@ async def test_a_stream_is_no_member_of_a_cluster_of_its_name(setting: Any) -> N
 # -- recording -----------------------------------------------------------------------------------------------
 
 
-async def test_what_is_published_to_a_matching_topic_is_recorded_once_and_in_order(setting: Any) -> None:
+async def test_what_is_published_to_a_matching_topic_is_recorded_once_and_in_order(
+    setting: Any,
+) -> None:
     cluster, client, other = setting
     await client.streams.create("orders", topic="orders.>")
     for number in range(500):
@@ -150,7 +156,9 @@ async def test_two_streams_of_overlapping_filters_record_one_message_each(settin
         assert [m.payload for m in await whole(client, name)] == [b"x"]
 
 
-async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadcasts(setting: Any) -> None:
+async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadcasts(
+    setting: Any,
+) -> None:
     cluster, client, other = setting
     await client.streams.create("billing", cluster="billing")
     service = iris.Service("billing")
@@ -263,7 +271,11 @@ async def test_compaction_keeps_the_last_message_of_each_key(setting: Any) -> No
     while not stream.log.compact(store.now_us):
         pass
     found = await whole(client, "state")
-    assert [(m.payload, m.tombstone) for m in found] == [(b"28", False), (b"29", False), (b"", True)]
+    assert [(m.payload, m.tombstone) for m in found] == [
+        (b"28", False),
+        (b"29", False),
+        (b"", True),
+    ]
 
 
 async def test_cancelled_appends_are_stored_and_nobody_waits_for_them(setting: Any) -> None:
@@ -277,10 +289,12 @@ async def test_cancelled_appends_are_stored_and_nobody_waits_for_them(setting: A
 
 
 async def test_closing_the_client_waits_for_what_it_appended(tmp_path: Path) -> None:
-    async with StoredCluster(tmp_path) as cluster:
+    async with LocalCluster(data=tmp_path) as cluster:
         async with cluster.client() as client:
             await client.streams.create("log")
-            tasks = [asyncio.create_task(client.streams.append("log", b"%d" % n)) for n in range(100)]
+            tasks = [
+                asyncio.create_task(client.streams.append("log", b"%d" % n)) for n in range(100)
+            ]
             await asyncio.sleep(0)
         assert [await task for task in tasks] == list(range(100))
 
@@ -374,7 +388,7 @@ async def test_changed_limits_hold_from_then_on(setting: Any) -> None:
 
 
 async def test_who_lacks_the_key_finds_no_stream_and_cannot_delete_it(tmp_path: Path) -> None:
-    async with StoredCluster(tmp_path) as cluster:
+    async with LocalCluster(data=tmp_path) as cluster:
         stranger = Keyring.single(ClusterKey(bytes(32)))
         async with cluster.client() as client, cluster.client(keyring=stranger) as other:
             await client.streams.create("orders", topic="orders")
@@ -388,7 +402,7 @@ async def test_who_lacks_the_key_finds_no_stream_and_cannot_delete_it(tmp_path: 
 
 async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: Path) -> None:
     old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
-    async with StoredCluster(tmp_path) as cluster:
+    async with LocalCluster(data=tmp_path) as cluster:
         first = Keyring.single(old)
         async with cluster.client(keyring=first) as client:
             await client.streams.create("orders", topic="orders")
@@ -414,7 +428,9 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
 # -- restarts ------------------------------------------------------------------------------------------------
 
 
-async def test_a_store_that_comes_back_has_everything_and_notes_that_it_was_away(setting: Any) -> None:
+async def test_a_store_that_comes_back_has_everything_and_notes_that_it_was_away(
+    setting: Any,
+) -> None:
     cluster, client, other = setting
     made = await client.streams.create("orders", topic="orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(100)])
@@ -425,7 +441,9 @@ async def test_a_store_that_comes_back_has_everything_and_notes_that_it_was_away
     assert (await client.streams.describe("orders")).uuid == made.uuid
     async with other.streams.read("orders", follow=False) as reader:
         assert len([m async for m in reader]) == 101
-    assert [(gap.first, gap.count, gap.cause) for gap in reader.gaps] == [(100, None, "the store was not running")]
+    assert [(gap.first, gap.count, gap.cause) for gap in reader.gaps] == [
+        (100, None, "the store was not running")
+    ]
 
 
 async def test_appends_and_a_reader_go_on_over_a_restart_of_the_store(setting: Any) -> None:
@@ -457,7 +475,10 @@ async def test_appends_and_a_reader_go_on_over_a_restart_of_the_relay(setting: A
     appended = [await client.streams.append("log", b"%d" % n) for n in range(10)]
     reader = other.streams.read("log")
     assert [int((await anext(reader)).payload) for _ in range(10)] == list(range(10))
-    tasks = [asyncio.create_task(client.streams.append("log", b"%d" % n, timeout=20.0)) for n in range(10, 20)]
+    tasks = [
+        asyncio.create_task(client.streams.append("log", b"%d" % n, timeout=20.0))
+        for n in range(10, 20)
+    ]
     await asyncio.sleep(0)
     await cluster.stop_relay()
     cluster.store.up.clear()
@@ -465,16 +486,18 @@ async def test_appends_and_a_reader_go_on_over_a_restart_of_the_relay(setting: A
     appended += await asyncio.gather(*tasks)
     assert sorted(appended) == appended
     assert len(set(appended)) == 20
-    assert [int((await asyncio.wait_for(anext(reader), 20.0)).payload) for _ in range(10)] == list(range(10, 20))
+    assert [int((await asyncio.wait_for(anext(reader), 20.0)).payload) for _ in range(10)] == list(
+        range(10, 20)
+    )
     await reader.close()
 
 
 async def test_two_holders_of_one_name_are_listed_and_have_to_be_named(tmp_path: Path) -> None:
-    async with StoredCluster(tmp_path / "one") as cluster, cluster.client() as client:
+    async with LocalCluster(data=tmp_path / "one") as cluster, cluster.client() as client:
         first = await client.streams.create("orders")
         await client.streams.append("orders", b"first")
         await cluster.stop_store()
-        cluster.directory = tmp_path / "two"
+        cluster.data = tmp_path / "two"
         one = cluster.store
         await cluster.start_store()
         async with cluster.client() as other:
@@ -512,4 +535,5 @@ async def test_a_stream_that_is_deleted_is_gone_and_a_new_one_is_another(setting
     again = await client.streams.create("orders", topic="orders")
     assert again.uuid != made.uuid
     assert await whole(other, "orders") == []
-    assert len(list((cluster.directory / "streams").iterdir())) == 1
+    left = sorted(path.name for path in (cluster.data / "streams").iterdir())
+    assert left == sorted([again.uuid, f"{again.uuid}.orders", f"{made.uuid}.ended"])

@@ -1,0 +1,297 @@
+"""Consumers of a stream from end to end: workers that share it, fail, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.stores import stored
+
+from iris.errors import StreamError
+from iris.streams import Consumer, StreamMessage
+from iris.testing import LocalCluster
+
+
+@pytest.fixture
+async def setting(tmp_path: Path) -> AsyncIterator[Any]:
+    async with stored(tmp_path) as made:
+        yield made
+
+
+async def take(consumer: Consumer, count: int) -> list[StreamMessage]:
+    """Return the next `count` messages, or fail."""
+    async with asyncio.timeout(15.0):
+        return [await anext(consumer) for _ in range(count)]
+
+
+async def info(client: Any, stream: str, consumer: str) -> Any:
+    (found,) = [one for one in await client.streams.consumers(stream) if one.name == consumer]
+    return found
+
+
+async def test_a_consumer_goes_on_where_it_has_settled(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(100)])
+    async with other.streams.consumer("orders", "invoices") as work:
+        work.ack(*await take(work, 40))
+        await work.flush()
+    async with client.streams.consumer("orders", "invoices") as work:
+        found = await take(work, 60)
+        assert [int(m.payload) for m in found] == list(range(40, 100))
+        work.ack_through(found[-1])
+        await work.flush()
+    assert (await info(client, "orders", "invoices")).lag == 0
+
+
+async def test_two_consumers_get_everything_each(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(50)])
+    for name in ("invoices", "audit"):
+        async with other.streams.consumer("orders", name, group=True) as work:
+            found = await take(work, 50)
+            work.ack(*found)
+        assert [int(m.payload) for m in found] == list(range(50))
+
+
+async def test_the_workers_of_a_group_share_each_message_once(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    done: Counter[int] = Counter()
+    by_worker: Counter[int] = Counter()
+
+    async def worker(number: int) -> None:
+        async with other.streams.consumer(
+            "orders", "invoices", group=True, max_messages=10
+        ) as work:
+            async for message in work:
+                done[int(message.payload)] += 1
+                by_worker[number] += 1
+                work.ack(message)
+                if by_worker[number] % 7 == 0:
+                    await asyncio.sleep(0)
+
+    workers = [asyncio.create_task(worker(n)) for n in range(4)]
+    for start in range(0, 400, 10):
+        await client.streams.append_many("orders", [b"%d" % n for n in range(start, start + 10)])
+    async with asyncio.timeout(15.0):
+        while len(done) < 400:
+            await asyncio.sleep(0.01)
+    for one in workers:
+        one.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+    assert done == Counter(range(400))
+    assert len(by_worker) > 1
+
+
+async def test_what_a_worker_leaves_unsettled_goes_to_another(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    for number in range(10):
+        await client.streams.append("orders", b"%d" % number)
+    async with other.streams.consumer("orders", "invoices", group=True) as first:
+        found = await take(first, 10)
+        first.ack(*found[:3])
+    async with client.streams.consumer("orders", "invoices", group=True) as second:
+        again = await take(second, 7)
+        assert [int(m.payload) for m in again] == list(range(3, 10))
+        assert {m.deliveries for m in again} == {2}
+        second.ack(*again)
+
+
+async def test_a_message_that_is_not_acknowledged_in_time_is_delivered_again(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x")
+    async with (
+        other.streams.consumer("orders", "invoices", group=True, ack_timeout=0.2) as hung,
+        client.streams.consumer("orders", "invoices", group=True, ack_timeout=0.2) as work,
+    ):
+        (held,) = await take(hung, 1)
+        (again,) = await take(work, 1)
+        assert (again.payload, again.deliveries) == (b"x", 2)
+        work.ack(again)
+        await work.flush()
+        # It has done the work, too: that is late, and no error.
+        hung.ack(held)
+        await hung.flush()
+    assert (await info(client, "orders", "invoices")).late == 1
+
+
+async def test_touch_keeps_a_message_from_being_delivered_again(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x")
+    async with other.streams.consumer("orders", "invoices", group=True, ack_timeout=1.0) as work:
+        (held,) = await take(work, 1)
+        for _ in range(15):
+            await asyncio.sleep(0.1)
+            work.touch(held)
+        work.ack(held)
+        await work.flush()
+    found = await info(client, "orders", "invoices")
+    assert (found.lag, found.late, found.redelivering) == (0, 0, 0)
+
+
+async def test_a_failed_message_comes_again_after_its_delay_and_then_is_a_dead_letter(
+    setting: Any,
+) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    for number in range(5):
+        await client.streams.append("orders", b"%d" % number, headers={"n": str(number)})
+    deliveries: list[tuple[int, int]] = []
+    async with other.streams.consumer("orders", "invoices", group=True, max_deliver=3) as work:
+        for message in [await anext(work) for _ in range(5)]:
+            if message.payload == b"2":
+                deliveries.append((message.offset, message.deliveries))
+                work.nack(message, delay=0.05, reason="no such customer")
+            else:
+                work.ack(message)
+        for _ in range(2):
+            (message,) = await take(work, 1)
+            deliveries.append((message.offset, message.deliveries))
+            work.nack(message, delay=0.05, reason="no such customer")
+        await work.flush()
+        async with client.streams.read("orders.dead", patience=5.0) as reader:
+            async with asyncio.timeout(15.0):
+                letter = await anext(reader)
+    assert deliveries == [(2, 1), (2, 2), (2, 3)]
+    assert (letter.payload, letter.headers, letter.name) == (b"2", {"n": "2"}, "orders")
+    assert (letter.dead.offset, letter.dead.consumer, letter.dead.deliveries) == (2, "invoices", 3)
+    assert letter.dead.reason == "no such customer"
+    assert [(i.name, i.messages) for i in await client.streams.list()] == [
+        ("orders", 5),
+        ("orders.dead", 1),
+    ]
+
+
+async def test_messages_of_one_key_go_one_after_the_other(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    for number in range(12):
+        await client.streams.append("orders", b"%d" % number, key=f"customer {number % 2}")
+    async with (
+        other.streams.consumer("orders", "invoices", group=True, max_messages=1) as one,
+        client.streams.consumer("orders", "invoices", group=True, max_messages=1) as two,
+    ):
+        seen: dict[int, list[int]] = {0: [], 1: []}
+        for _ in range(6):
+            first, second = (await take(one, 1))[0], (await take(two, 1))[0]
+            numbers = [int(first.payload), int(second.payload)]
+            assert {n % 2 for n in numbers} == {0, 1}, "one key went to two workers at once"
+            for number in numbers:
+                seen[number % 2].append(number)
+            one.ack(first)
+            two.ack(second)
+            await asyncio.gather(one.flush(), two.flush())
+    assert seen == {0: [0, 2, 4, 6, 8, 10], 1: [1, 3, 5, 7, 9, 11]}
+
+
+async def test_a_deferred_message_is_delivered_when_it_is_due(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    due = datetime.now(UTC) + timedelta(seconds=0.4)
+    await client.streams.append("orders", b"later", deliver_at=due)
+    await client.streams.append("orders", b"now")
+    async with other.streams.consumer("orders", "invoices") as work:
+        now, later = await take(work, 2)
+        assert (now.payload, later.payload) == (b"now", b"later")
+        assert datetime.now(UTC) >= due
+
+
+async def test_a_newer_worker_takes_over_unless_it_is_a_group(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(3)])
+    async with (
+        other.streams.consumer("orders", "invoices") as old,
+        client.streams.consumer("orders", "invoices") as new,
+    ):
+        assert len(await take(old, 3)) == 3
+        assert [int(m.payload) for m in await take(new, 3)] == [0, 1, 2]
+        with pytest.raises(StreamError, match="taken over"):
+            await anext(old)
+
+
+async def test_a_consumer_that_is_there_with_other_settings_is_not_taken(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x")
+    async with other.streams.consumer("orders", "invoices", group=True) as work:
+        await take(work, 1)
+        async with client.streams.consumer(
+            "orders", "invoices", group=True, max_deliver=7
+        ) as another:
+            with pytest.raises(StreamError, match="other settings"):
+                await anext(another)
+
+
+async def test_a_deleted_consumer_starts_anew(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(3)])
+    for _ in range(2):
+        async with other.streams.consumer("orders", "invoices") as work:
+            found = await take(work, 3)
+            work.ack(*found)
+        await client.streams.delete_consumer("orders", "invoices")
+    assert await client.streams.consumers("orders") == []
+    with pytest.raises(StreamError, match="no consumer"):
+        await client.streams.delete_consumer("orders", "invoices")
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+async def test_a_consumer_outlives_the_store(tmp_path: Path, how: str) -> None:
+    async with (
+        LocalCluster(data=tmp_path) as cluster,
+        cluster.client() as client,
+        cluster.client() as other,
+    ):
+        await client.streams.create("orders")
+        await client.streams.append_many("orders", [b"%d" % n for n in range(100)])
+        done: Counter[int] = Counter()
+        async with other.streams.consumer(
+            "orders", "invoices", group=True, max_messages=10
+        ) as work:
+            for message in await take(work, 60):
+                work.ack(message)
+                done[int(message.payload)] += 1
+            await work.flush()
+            if how == "stopped":
+                await cluster.stop_store()
+            else:
+                # Nothing more is saved: what the process had in memory is gone.
+                for stream in cluster.store.store.streams.values():
+                    stream.consuming = None
+                await cluster.stop_store()
+            await cluster.start_store()
+            while len(done) < 100 or (await info(client, "orders", "invoices")).lag:
+                (message,) = await take(work, 1)
+                work.ack(message)
+                done[int(message.payload)] += 1
+                if int(message.payload) == 99:
+                    await work.flush()
+        assert set(done) == set(range(100))
+        if how == "stopped":
+            assert done == Counter(range(100))
+
+
+async def test_an_ephemeral_consumer_leaves_no_cursor(tmp_path: Path) -> None:
+    async with LocalCluster(data=tmp_path) as cluster:
+        async with cluster.client() as client:
+            await client.streams.create("orders")
+            await client.streams.append("orders", b"x")
+            async with client.streams.consumer("orders", "looking", durable=False) as work:
+                work.ack(*await take(work, 1))
+            assert [one.durable for one in await client.streams.consumers("orders")] == [False]
+        await cluster.stop_store()
+        await cluster.start_store()
+        async with cluster.client() as client:
+            assert await client.streams.consumers("orders") == []
