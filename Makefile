@@ -1,5 +1,5 @@
 # Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt.
-#   make demo | test | lint | bench [QUICK=1] | bench-full | bench-floor | proof AREA=… N=… | clean
+#   make demo | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | proof AREA=… N=… | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: demo test lint types unit bench bench-full bench-floor proof clean
+.PHONY: demo test lint types unit bench bench-full bench-floor bench-streams proof clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -35,6 +35,10 @@ bench-full: $(BENCH_STAMP)
 
 bench-floor: $(STAMP)
 	$(BIN)/python bench/run.py
+
+# Durable streams beside JetStream and Redis Streams.
+bench-streams: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python bench/streams.py $(if $(QUICK),--quick)
 
 proof: $(STAMP)
 	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }

@@ -8,6 +8,7 @@
     python bench/proof.py sim 2000              # N lives of simulated networks, a seed each
     python bench/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
     python bench/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
+    python bench/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
 and count, in the place of the former one. All but sim and scale in real processes with a relay, keys and sockets of their own.
@@ -30,7 +31,17 @@ import uvloop
 from harness import BENCH, BenchError
 from proofs.common import Proof
 
-AREAS = ("tunnels", "connections", "order", "rotation", "idle", "sim", "scale", "discovery")
+AREAS = (
+    "tunnels",
+    "connections",
+    "order",
+    "rotation",
+    "idle",
+    "sim",
+    "scale",
+    "discovery",
+    "streams",
+)
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241
 HEAD = """# What was proved, and when

@@ -136,6 +136,8 @@ class StreamError(IrisError):
     """A durable stream did not do what was asked; `may_have_run` is False when nothing was stored or changed."""
 
     may_have_run = False
+    passing = False
+    """It may be over in a moment: the store, or the way to it, was away."""
 
     def __init__(self, stream: str, detail: str) -> None:
         super().__init__(f"stream {stream}: {detail}")

@@ -21,6 +21,8 @@ VERBS: Final = {
     "status": "iris.cli.status",
     "run": "iris.cli.run",
     "relay": "relay.__main__",
+    "store": "relay.store.__main__",
+    "stream": "iris.cli.stream",
     "key": "iris.cli.key",
     "bench": "iris.cli.bench",
     "demo": "iris.cli.demo",
@@ -39,15 +41,17 @@ HELP = """Talk to clusters by name, from a shell.
       iris relay --dev                   a relay, with keys for trying out
       iris run greetings:greeter         a member (README.md has greetings.py)
       iris request greeter world
+      iris stream create orders          a log on disk (relay --data DIR)
 
     \b
     Exit codes:
       0    it worked
-      1    the answer was an error (survey: one of them; demo: figures differ)
+      1    the answer was an error (survey: one of them; demo: figures differ;
+           a stream's store refused, or the offset was not the expected one)
       2    usage or configuration: names, keys, files, no relay
-      3    no members
-      4    overloaded: every member is full; nothing ran
-      5    timeout
+      3    no members, or no such stream
+      4    overloaded: every member is full; nothing ran, no stream has changed
+      5    timeout; a stream may have changed
       6    connection lost: a member or relay went away, a tunnel broke
       130  interrupted
     """

@@ -13,13 +13,17 @@ from typing import Any, Final, NoReturn
 import typer
 
 from iris.errors import (
+    AmbiguousStream,
     ConnectionLost,
     DecodeError,
     IrisError,
     NoMembers,
+    NoStream,
     Overloaded,
     RemoteError,
     RequestTimeout,
+    StreamError,
+    StreamUnavailable,
     TunnelBroken,
 )
 
@@ -45,11 +49,19 @@ _BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
     (RequestTimeout, Exit.TIMEOUT),
     (ConnectionLost, Exit.CONNECTION),
     (TunnelBroken, Exit.CONNECTION),
+    (NoStream, Exit.NO_MEMBERS),
+    (AmbiguousStream, Exit.USAGE),
+    (StreamError, Exit.ANSWER),
 )
 
 
 def exit_code(error: IrisError) -> Exit:
-    """Return the exit code of an error; USAGE for what is wrong on this side: names, keys, settings, no relay."""
+    """Return the exit code of an error; USAGE for what is wrong on this side: names, keys, settings, no relay.
+
+    Of a store that did not do it in time, whether it may be done is what a script has to know: TIMEOUT says so, OVERLOADED not.
+    """
+    if isinstance(error, StreamUnavailable):
+        return Exit.TIMEOUT if error.may_have_run else Exit.OVERLOADED
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.USAGE)
 
 

@@ -137,7 +137,8 @@ def promote(
     """Seal with the key added last: the second step of a rotation.
 
     Refuses while members that the relay knows hold only old keys, or if that
-    cannot be known; --force does it anyway.
+    cannot be known; --force does it anyway. Durable streams under the old key
+    are kept under the new one, too.
 
     \b
     Examples:
@@ -149,6 +150,7 @@ def promote(
         with editing() as (path, keyring):
             changed = keyring.promote(name, _find(keyring, name, key))
             chosen = changed.entries()[name][0]
+            await _tell_streams(changed, relay)
             if not force:
                 await _check_everybody_holds(keyring, name, chosen, relay)
             keyfiles.save_keyring(path, changed)
@@ -256,6 +258,19 @@ def _find(keyring: Keyring, name: str, text: str) -> bytes | None:
     if len(found) != 1:
         raise KeyringError(f"{name}: {len(found)} keys begin with {text!r}; see `iris key show`")
     return found[0]
+
+
+async def _tell_streams(keyring: Keyring, relay: str | None) -> None:
+    """Have every stream that is kept under our keys kept under all of them."""
+    try:
+        async with iris.connect(relay, keyring=keyring) as client:
+            for info in await client.streams.share_keys():
+                _say(f"stream {info.name}: kept under {len(info.key_ids)} keys")
+    except RelayUnavailable:
+        _say(
+            "no relay: streams under the old key, if there are any, record nothing under the new one"
+        )
+        _say("when there is a relay: iris stream keys")
 
 
 async def _check_everybody_holds(

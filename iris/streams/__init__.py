@@ -319,7 +319,8 @@ class Streams:
                     if producer.full:
                         await producer.room()
                     places.append(producer.add(data, None, packed, PLAIN))
-                await asyncio.gather(*{id(f): asyncio.shield(f) for f, _ in places}.values())
+                if places:  # waiting cancels none of them
+                    await asyncio.wait({future for future, _ in places})
         except TimeoutError:
             detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored"
             raise StreamUnavailable(name, detail, may_have_run=True) from None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, headers_bytes
 from iris.errors import IrisError, StreamError, StreamUnavailable
-from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Leaving, Place, Stores, Unheld
+from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Place, Stores
 from iris.wire.streams import (
     DUPLICATE,
     FENCED,
@@ -225,9 +225,10 @@ class Producer:
                     place = await self._place()
                     if place is not None:
                         _, session = await self._stores.client.ready(self.name, CALL_S)
-                        self._send_new(session, place)
-                        self._stores.client.touch()
-                        continue
+                        if not self._again:  # nothing was lost while we waited
+                            self._send_new(session, place)
+                            self._stores.client.touch()
+                    continue
                 self._work.clear()
                 if self._calls or self._again or not self._queue:
                     await self._work.wait()
@@ -325,14 +326,17 @@ class Producer:
                 writes=True,
             )
         except StreamError as err:
-            if isinstance(err, Unheld | Leaving):
+            if err.passing:
                 self._away(batch, lost=False)
             else:
                 self._refused(batch, err)
         except IrisError as err:
             self._away(batch, lost=getattr(err, "may_have_run", True))
         else:
-            self._answered(batch, answer.outcomes)
+            if len(answer.outcomes) == len(batch):
+                self._answered(batch, answer.outcomes)
+            else:
+                self._away(batch, lost=True)
         finally:
             self._calls -= 1
             self._records -= len(batch)
@@ -350,7 +354,7 @@ class Producer:
     # -- what became of it -----------------------------------------------------------------------------------
 
     def _answered(self, batch: list[Pending], outcomes: Sequence[Outcome]) -> None:
-        for record, outcome in zip(batch, outcomes, strict=False):
+        for record, outcome in zip(batch, outcomes, strict=True):
             if outcome.status in (STORED, DUPLICATE):
                 if outcome.value is None:
                     detail = "it was stored, too long ago to say where"

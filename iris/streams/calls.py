@@ -133,7 +133,9 @@ class Stores:
         try:
             got = await waiter
         except NoMembers as err:
-            raise Unheld(shown, "no store holds it under our keys") from err
+            missing = NoStream(shown, "no store holds it under our keys")
+            missing.passing = True  # as far as our relay knows
+            raise missing from err
         finally:
             if not waiter.done() or waiter.cancelled():
                 session.calling.forget(hop)
@@ -169,15 +171,17 @@ class Stores:
             left_s = until_s - time.monotonic()
             try:
                 return await once(max(0.05, left_s))
-            except (ConnectionLost, Overloaded, Unheld, Leaving) as err:
+            except (ConnectionLost, Overloaded, StreamError) as err:
+                if isinstance(err, StreamError) and not err.passing:
+                    raise
                 self.forget(name, uuid)
-                if isinstance(err, Unheld) and (name, uuid) not in self._seen:
+                if isinstance(err, NoStream) and (name, uuid) not in self._seen:
                     raise
                 if not trying and patience is not None:
                     until_s = min(until_s, time.monotonic() + patience)
                 trying = True
                 if time.monotonic() + pause_s >= until_s:
-                    if isinstance(err, Unheld):
+                    if isinstance(err, StreamError):
                         raise
                     raise StreamUnavailable(name, str(err), may_have_run=True) from err
             except RequestTimeout as err:
@@ -261,11 +265,6 @@ class Stores:
             self._seen.add((name, uuid))
         return place
 
-    @staticmethod
-    def passing(error: Exception) -> bool:
-        """Whether it may be over in a moment."""
-        return isinstance(error, Unheld | Leaving)
-
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""
         self._places.pop((name, uuid), None)
@@ -300,20 +299,16 @@ class Stores:
 
     async def store(self, *, timeout: float) -> StoreInfo:
         """Return a store that takes a new stream: that of our own relay, if it has one. Raises StreamUnavailable."""
-        try:
+
+        async def once(left_s: float) -> StoreInfo:
             return await self.ask(
-                STORES, None, FindStore(), StoreInfo, timeout=timeout, shown="stores"
+                STORES, None, FindStore(), StoreInfo, timeout=left_s, shown="stores"
             )
+
+        try:
+            return await self.until("stores", "", once, timeout=timeout)
         except NoStream as err:
             raise StreamUnavailable("stores", f"this network has no store: {START_HINT}") from err
-
-
-class Unheld(NoStream):
-    """No store that our relay knows holds it now; one may come back that does."""
-
-
-class Leaving(StreamError):
-    """The store or its relay is about to stop."""
 
 
 def checked(answer: object, wanted: type[T], shown: str) -> T:
@@ -323,6 +318,10 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
     if isinstance(answer, Refused):
         if answer.code == "disk":  # it may be found when the disk is back
             raise StreamUnavailable(shown, answer.detail, may_have_run=True)
+        if answer.code == "leaving":
+            away = StreamUnavailable(shown, answer.detail)
+            away.passing = True
+            raise away
         raise _ERRORS.get(answer.code, StreamUnavailable)(shown, answer.detail)
     raise StreamUnavailable(shown, f"the store answered {type(answer).__name__}")
 
@@ -342,5 +341,4 @@ _ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
     "consumer": StreamError,
     "offset": StreamError,
     "damaged": StreamDamaged,
-    "leaving": Leaving,
 }

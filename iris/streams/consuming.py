@@ -124,7 +124,7 @@ class Consumer:
                 shown=self.stream,
             )
         except (ConnectionLost, StreamError) as err:
-            if isinstance(err, StreamError) and not self._stores.passing(err):
+            if isinstance(err, StreamError) and not err.passing:
                 raise
             self._stores.forget(self.stream, self._uuid)
             await asyncio.sleep(0.05)

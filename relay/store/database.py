@@ -51,6 +51,25 @@ READAHEAD_BYTES: Final = 1 << 20
 OPEN_FILES: Final = 256
 
 
+def room_to_open(path: str) -> None:
+    """Return if the disk has room for what opening the database at `path` writes: its journals once more, as tables.
+
+    Raises:
+        LogWriteFailed: it has not.
+    """
+    probe = os.path.join(path, "PROBE")
+    try:
+        size = sum(file.stat().st_size for file in Path(path).glob("*.log"))
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size + (4 << 20))
+        finally:
+            os.close(descriptor)
+            os.unlink(probe)
+    except OSError as err:
+        raise LogWriteFailed(path, str(err)) from err
+
+
 def _options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -> Options:
     table = BlockBasedOptions()
     table.set_block_size(BLOCK_BYTES)

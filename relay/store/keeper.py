@@ -32,6 +32,7 @@ from iris.wire.streams import (
     dead_uuid,
     decode_order,
 )
+from relay.logs import Quiet
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.cursor import Dead
 from relay.store.database import sync_directory
@@ -43,6 +44,7 @@ from relay.store.stream import Kept, Stream
 
 log = logging.getLogger(__name__)
 
+STREAMS: Final = "streams"
 MAX_STREAMS: Final = 500
 """What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
 LIST_ENTRIES: Final = 64
@@ -76,7 +78,7 @@ class Store:
         dirty: Callable[[], None],
         urge: Callable[[], None],
     ) -> None:
-        self.directory = directory / "streams"
+        self.directory = directory / STREAMS
         self.key = key
         self.address = public_id(key.public_key).hex()
         self.label = label
@@ -92,6 +94,7 @@ class Store:
         self._say_dirty = dirty
         self._urge = urge
         self._reopen_us = 0
+        self._quiet = Quiet()
         self._calls: dict[type, Callable[[Question, Any], None]] = {
             streams.FindStore: self._on_find_store,
             streams.Create: self._on_create,
@@ -113,14 +116,15 @@ class Store:
     def load(self, now_us: int) -> None:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
         self.now_us = now_us
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
         for stream in list(self.streams.values()):
             if stream.log is not None and (stream.definition.topic or stream.definition.cluster):
                 # Whatever was published meanwhile, nobody counted.
-                stream.note(None, "the store was not running", now_us)
+                stream.note(None, "the store was not running")
+                self._dirty[stream.uuid] = stream
+        self.commit()
         for stream in self.streams.values():
             self._place(stream)
 
@@ -168,9 +172,11 @@ class Store:
         """A relay welcomed us: show it every order, and serve every stream."""
         self.presence.attach(session)
         for stream in self.streams.values():
-            if stream.log is not None and stream.orders and not stream.dead:
-                if not first and (stream.definition.topic or stream.definition.cluster):
-                    stream.note(None, "the relay was away", self.now_us)
+            if stream.orders and not stream.dead:
+                records = stream.definition.topic or stream.definition.cluster
+                if not first and stream.log is not None and records:
+                    stream.note(None, "the relay was away")
+                    self._touch(stream)
                 self._serve(stream, told(stream.name))
 
     def detached(self) -> None:
@@ -217,6 +223,7 @@ class Store:
         """The relay dropped something on the way here."""
         for stream in self._recorders(gap):
             stream.gap(gap, self.now_us)
+            self._touch(stream)
 
     def draining(self) -> None:
         """The relay stops: nobody waits here any more."""
@@ -261,8 +268,11 @@ class Store:
             try:
                 stream.commit(self.now_us)
             except LogError as err:  # told to whom it concerned; the others go on
-                fields = {"stream": stream.name, "error": str(err)}
-                log.warning("store.stream_failed", extra={"fields": fields})
+                self._warn(stream, err)
+
+    def _warn(self, stream: Stream, err: LogError) -> None:
+        fields = {"stream": stream.name, "error": str(err)}
+        self._quiet.warning(log, "store.stream_failed", stream.uuid, self.now_us / 1e6, fields)
 
     def tend(self) -> None:
         """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
@@ -276,16 +286,14 @@ class Store:
                 if reopen and stream.orders and (stream.log is None or stream.log.failed):
                     was_open = stream.log is not None
                     stream.reopen(self.now_us)
-                    if not was_open:
+                    if not was_open and not stream.dead:
                         self._place(stream)
+                        self._leave(stream)
                         self._serve(stream, told(stream.name))
                     log.info("store.stream_reopened", extra={"fields": {"stream": stream.name}})
                 stream.tend(self.now_us)
             except LogError as err:
-                log.warning(
-                    "store.stream_failed",
-                    extra={"fields": {"stream": stream.name, "error": str(err)}},
-                )
+                self._warn(stream, err)
 
     # -- calls of the store ----------------------------------------------------------------------------------
 
@@ -385,7 +393,8 @@ class Store:
         stream.orders = orders
         stream.redefine()
         if old.paused and not definition.paused and (definition.topic or definition.cluster):
-            stream.note(None, "it was paused", self.now_us)
+            stream.note(None, "it was paused")
+            self._touch(stream)
         self._place(stream)
 
         def served(error: str) -> None:
@@ -525,7 +534,10 @@ class Store:
 def write_beside(path: str, data: bytes) -> None:
     """Write a small file whole or not at all. Raises LogWriteFailed."""
     try:
-        with open(path + ".new", "wb") as file:
+        descriptor = os.open(
+            path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
+        with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

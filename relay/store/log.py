@@ -25,7 +25,7 @@ from zlib import crc32
 from msgspec import Struct
 from rocksdict import Rdict
 
-from relay.store.chain import DUE, Chain
+from relay.store.chain import DUE, Chain, Draft
 from relay.store.compaction import Compaction
 from relay.store.database import Database, sync_directory
 from relay.store.errors import (
@@ -44,6 +44,7 @@ from relay.store.records import (
     Entry,
     Hole,
     Item,
+    Note,
     Reason,
     Record,
     check_entry,
@@ -224,8 +225,8 @@ class Log:
 
     # Appending
 
-    def append(self, entries: Sequence[Entry], now_us: int) -> list[Outcome]:
-        """Write `entries` in one batch with one sync and return the outcome of each, in order.
+    def append(self, entries: Sequence[Entry | Note], now_us: int) -> list[Outcome]:
+        """Write `entries` in one batch with one sync and return the outcome of each, in order. A Note becomes a Gap of one offset.
 
         An entry that is refused does not hold up those after it, but a later one of the same producer is then out of
         order. A duplicate is known as one before `expect` is looked at. An entry whose due time has come is not
@@ -235,16 +236,20 @@ class Log:
             ValueError: an entry is malformed; nothing was written.
             LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what was stored.
         """
-        counts = [check_entry(entry) for entry in entries]
+        counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
         draft = self._chain.draft()
-        outcomes = []
+        outcomes: list[Outcome] = []
         try:
             for entry, count in zip(entries, counts, strict=True):
-                outcome = self._judge(entry, draft.next)
+                outcome = None if isinstance(entry, Note) else self._judge(entry, draft.next)
                 if outcome is None:
                     outcome = Stored(draft.next, draft.next + count)
                     if outcome.next > MAX_OFFSET:
                         raise ValueError("end: the log has no such offsets")
+                    if isinstance(entry, Note):
+                        _add_note(draft, entry, now_us)
+                        outcomes.append(outcome)
+                        continue
                     draft.add_entry(entry, outcome.first, count, now_us)
                     if entry.stamp is not None:
                         self._producers.take(entry.stamp, outcome.first, count, now_us)
@@ -266,15 +271,9 @@ class Log:
 
         Synced. A `cause` of more than 1024 bytes is cut. Raises LogWriteFailed.
         """
-        if count is not None and not 0 <= count < MAX_OFFSET:
-            raise ValueError(f"count: {count} is out of range")
-        draft = self._chain.draft()
-        offset = draft.next
-        key = KEY.pack(offset)
-        value = encode_gap(key, count, cause, now_us)
-        draft.add(key, value, Slot(offset, offset + 1, len(key) + len(value), 1, now_us))
-        self._chain.finish(draft)
-        return offset
+        (outcome,) = self.append([Note(count, cause)], now_us)
+        assert isinstance(outcome, Stored)
+        return outcome.first
 
     # Reading
 
@@ -429,6 +428,14 @@ class Log:
         if entry.expect is not None and entry.expect != at:
             return Conflict(at)
         return None
+
+
+def _add_note(draft: Draft, note: Note, now_us: int) -> None:
+    if note.count is not None and not 0 <= note.count < MAX_OFFSET:
+        raise ValueError(f"count: {note.count} is out of range")
+    key = KEY.pack(draft.next)
+    value = encode_gap(key, note.count, note.cause, now_us)
+    draft.add(key, value, Slot(draft.next, draft.next + 1, len(key) + len(value), 1, now_us))
 
 
 def _shown(item: Item, now_us: int, deferred: bool) -> Item:

@@ -123,20 +123,21 @@ class Presence:
             if (stream.uuid, key_id) not in self._granted:
                 place = (stream.uuid, key_id)
                 session.grant(self._key, signed, asks.heard(partial(self._shown, place)))
+        recording = stream.log is not None and not definition.paused
         for held in (stream, dead):
-            if held is not None and held.log is not None:
+            if held is not None:
                 uuid = held.uuid.hex()
                 served = self._served.setdefault(stream.uuid, []).append
                 session.join(uuid, key_ids, _STREAM, "", asks.heard(served))
                 session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
-        if definition.cluster and not definition.paused:
+        if definition.cluster and recording:
 
             def joined(member: int) -> None:
                 self.members[member] = stream
                 self._served.setdefault(stream.uuid, []).append(member)
 
             session.join(definition.cluster, key_ids, _SHARE, "", asks.heard(joined))
-        if definition.topic and not definition.paused:
+        if definition.topic and recording:
             self._want(session, definition.topic, all_streams, asks)
         asks.sent()
 
@@ -176,7 +177,8 @@ class Presence:
         """
         found: dict[bytes, None] = {}
         for stream in streams:
-            if stream.definition.topic == topic and not stream.definition.paused:
+            definition = stream.definition
+            if definition.topic == topic and not definition.paused and stream.log is not None:
                 found.update(dict.fromkeys(stream.key_ids))
         wanted = tuple(found)
         if wanted == self._filters.get(topic, ()):

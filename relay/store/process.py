@@ -31,7 +31,8 @@ from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye
 from relay.daemon import loop_factory, raise_descriptor_limit
 from relay.logs import configure
-from relay.store.keeper import COMMIT_BYTES, Store
+from relay.store.database import sync_directory
+from relay.store.keeper import COMMIT_BYTES, STREAMS, Store, write_beside
 from relay.store.session import StoreSession
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class StoreProcess:
             ConfigError: another store has it, or it cannot be used.
         """
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_directory(self.directory)
+            _make_directory(self.directory / STREAMS)
             self._lock_fd = _lock(self.directory / LOCK_FILE)
             key = _load_key(self.directory / KEY_FILE, self._entropy)
             self.store = Store(self.directory, key, self._label, self._dirty, self._urge)
@@ -233,17 +235,19 @@ class StoreProcess:
 
 
 def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
-    """Return the key of a data directory, made at first use."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return StoreKey.parse(path.read_text().strip())
-    key = StoreKey(entropy(SECRET_BYTES))
-    with os.fdopen(descriptor, "w") as file:
-        file.write(key.reveal() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return key
+    """Return the key of a data directory, made at first use. Raises KeyringError, LogWriteFailed."""
+    if not path.exists():
+        write_beside(str(path), StoreKey(entropy(SECRET_BYTES)).reveal().encode() + b"\n")
+    return StoreKey.parse(path.read_text().strip())
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory whose name outlives a power cut, as do those of the parents that are made."""
+    if not path.is_dir():
+        if not path.parent.is_dir():
+            _make_directory(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(str(path.parent))
 
 
 def _lock(path: Path) -> int:

@@ -82,6 +82,13 @@ class Entry(Struct, frozen=True, gc=False):
     """Append only if this is the next offset."""
 
 
+class Note(Struct, frozen=True):
+    """To be noted in its place: `count` messages (None: unknown) could not be taken, and why. A long `cause` is cut at 1024 bytes."""
+
+    count: int | None
+    cause: str
+
+
 class Record(Struct, frozen=True, gc=False):
     """A sealed bundle as it was published; its messages are `first` to `first + count`. Times are µs, 0 = none."""
 

@@ -33,16 +33,18 @@ from iris.wire.streams import (
 )
 from relay.store.consuming import Consuming, told_item
 from relay.store.cursor import Dead
+from relay.store.database import room_to_open
 from relay.store.errors import LogDamaged, LogError, LogWriteFailed
 from relay.store.log import Chunk, Conflict, Log, Outcome, Stored
 from relay.store.producers import Duplicate, Fenced, OutOfOrder
-from relay.store.records import Entry, Record, Stamp, check_entry
+from relay.store.records import Entry, Note, Record, Stamp, check_entry
 from relay.store.segments import Limits
 from relay.store.session import Bundle, Question
 
 MAX_WAITING: Final = 16_384
 """Readers that wait at one stream; one more is answered at once, with nothing."""
 MAX_SENDERS: Final = 65_536
+FULL: Final = "the disk took nothing"
 COMPACT_US: Final = 10_000_000
 RECORD_BYTES: Final = 640
 """What a record adds to its body in an answer, at most: names, ids, numbers."""
@@ -97,7 +99,7 @@ class Stream:
         self.dead = False
         """Holds the dead letters of another stream."""
         self._limits = Limits()
-        self._batch: list[tuple[Entry, Sink]] = []
+        self._batch: list[tuple[Entry | Note, Sink]] = []
         self.batch_bytes = 0
         self._unrecorded = 0
         """Messages that a failed disk did not take, to be told when it does again ..."""
@@ -178,7 +180,7 @@ class Stream:
             if bundle.first < expected.next:
                 return
             if expected.known and bundle.first > expected.next:
-                self.note(bundle.first - expected.next, "missing on the way", now_us)
+                self.note(bundle.first - expected.next, "missing on the way")
             expected.next = bundle.first + bundle.count
             expected.known = True
             expected.used_us = now_us
@@ -187,7 +189,7 @@ class Stream:
     def gap(self, gap: frames.Gap, now_us: int) -> None:
         """The relay says what it dropped on the way here."""
         if gap.count == UNKNOWN_COUNT:
-            self.note(None, gap.cause, now_us)
+            self.note(None, gap.cause)
             return
         place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
         expected = self._guard.sequence(place, now_us)
@@ -195,28 +197,23 @@ class Stream:
         if expected is None or end < expected.next:
             return
         if expected.known and gap.first > expected.next:
-            self.note(gap.first - expected.next, "missing on the way", now_us)
+            self.note(gap.first - expected.next, "missing on the way")
         if missing := end - max(gap.first, expected.next):
-            self.note(missing, gap.cause, now_us)
+            self.note(missing, gap.cause)
         expected.next, expected.known, expected.used_us = end, True, now_us
 
-    def note(self, count: int | None, cause: str, now_us: int) -> None:
-        """Write a gap record, in order."""
-        self.commit(now_us)
+    def note(self, count: int | None, cause: str) -> None:
+        """Have a gap record written in its place; neighbours of one cause are one record."""
+        batch = self._batch
         self.lost += count or 0
+        if batch and isinstance(last := batch[-1][0], Note) and last.cause == cause:
+            known = None if count is None or last.count is None else last.count + count
+            batch[-1] = (Note(known, cause), None)
+            return
         log = self.log
-        if log is not None and count is None and self._noted == (cause, log.next):
-            return  # of many senders at once: one note says it
-        try:
-            if log is None or log.failed:
-                raise LogWriteFailed(self.path, self.failed or "it failed before")
-            log.gap(count, cause, now_us)
-        except LogWriteFailed:
-            self._unrecorded += count or 0
-            self._unrecorded_more = self._unrecorded_more or count is None
-        else:
-            if count is None:
-                self._noted = (cause, log.next)
+        if log is not None and not batch and count is None and self._noted == (cause, log.next):
+            return  # it stands there already
+        batch.append((Note(count, cause), None))
 
     def push(self, bundle: Bundle) -> Refusal | None:
         """Take a push; return why not."""
@@ -320,6 +317,9 @@ class Stream:
         except LogWriteFailed as err:
             self._failed(batch, err)
             return
+        last = batch[-1][0]
+        if isinstance(last, Note) and last.count is None:
+            self._noted = (last.cause, log.next)
         answered: dict[int, _Pending] = {}
         for (_, sink), outcome in zip(batch, outcomes, strict=True):
             if isinstance(sink, Bundle):
@@ -332,13 +332,16 @@ class Stream:
         self.wake(now_us)
         log.enforce(self._limits, now_us)
 
-    def _failed(self, batch: list[tuple[Entry, Sink]], err: LogWriteFailed) -> None:
+    def _failed(self, batch: list[tuple[Entry | Note, Sink]], err: LogWriteFailed) -> None:
         refused: dict[int, _Pending] = {}
         for entry, sink in batch:
             if isinstance(sink, Bundle):
                 sink.session.refuse(sink, Refusal.FULL)
             elif sink is not None:
                 refused[id(sink)] = sink
+            elif isinstance(entry, Note):
+                self._unrecorded += entry.count or 0
+                self._unrecorded_more = self._unrecorded_more or entry.count is None
             else:
                 count = check_entry(entry)
                 self._unrecorded += count
@@ -347,24 +350,27 @@ class Stream:
             pending.question.refuse("disk", err.reason)
 
     def reopen(self, now_us: int) -> None:
-        """Try to write again after a failure; what was lost meanwhile is noted first. Raises LogError."""
+        """Try to write again after a failure; what was lost meanwhile is noted first. Raises LogError.
+
+        A log that can still be read is not given up while the disk has no room for what opening it again writes.
+        """
         if self.log is not None:
+            room_to_open(self.path)
             self.log.close()
-            self.log = None
+            self.log = self.consuming = None
         self.failed = "the log is being opened again"
         try:
             log = Log.open(self.path)
-            if self._unrecorded:
-                log.gap(self._unrecorded, "the disk took nothing", now_us)
-                self._unrecorded = 0
-            if self._unrecorded_more:
-                log.gap(None, "the disk took nothing", now_us)
-                self._unrecorded_more = False
-            self.failed = ""
-            self.opened(log)
         except LogError as err:
             self.failed = str(err)
             raise
+        self.failed = ""
+        self.opened(log)
+        lost = [Note(self._unrecorded, FULL)] if self._unrecorded else []
+        lost += [Note(None, FULL)] if self._unrecorded_more else []
+        if lost:
+            log.append(lost, now_us)
+            self._unrecorded, self._unrecorded_more = 0, False
 
     # -- out -------------------------------------------------------------------------------------------------
 

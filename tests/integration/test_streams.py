@@ -8,8 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from integration.stores import stored
+from msgspec import structs
 
 import iris
 from iris.crypto.keyring import Keyring
@@ -18,12 +20,25 @@ from iris.errors import (
     AmbiguousStream,
     NoStream,
     OffsetConflict,
+    StreamDamaged,
     StreamError,
     StreamExists,
     StreamUnavailable,
 )
 from iris.streams import StreamGap
 from iris.testing import LocalCluster
+from iris.wire.streams import (
+    Append,
+    Create,
+    NewRecord,
+    Refused,
+    SignedOrder,
+    decode_order,
+    encode,
+)
+from relay.store.errors import LogWriteFailed
+from relay.store.records import Entry
+from relay.store.stream import Stream
 
 
 @pytest.fixture
@@ -299,6 +314,158 @@ async def test_closing_the_client_waits_for_what_it_appended(tmp_path: Path) -> 
         assert [await task for task in tasks] == list(range(100))
 
 
+async def test_a_client_closes_at_once_after_an_append_that_failed(tmp_path: Path) -> None:
+    cluster = LocalCluster(data=tmp_path)
+    async with cluster, asyncio.timeout(10.0), cluster.client() as client:
+        with pytest.raises(NoStream):
+            await client.streams.append("nothing", b"x")
+        await client.streams.create("log")
+        assert await client.streams.append("log", b"x") == 0
+
+
+async def test_what_a_full_disk_refuses_fails_and_what_comes_after_is_stored_once(
+    setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, client, _ = setting
+    await client.streams.create("log")
+    await client.streams.append("log", b"0")
+    (stream,) = cluster.store.store.streams.values()
+    append = type(stream.log).append
+
+    def full(self: Any, entries: Any, now_us: int) -> Any:
+        raise LogWriteFailed("log", "No space left on device")
+
+    monkeypatch.setattr(type(stream.log), "append", full)
+    results = await asyncio.gather(
+        *(client.streams.append("log", b"%d" % n) for n in range(1, 4)), return_exceptions=True
+    )
+    assert all(isinstance(r, StreamUnavailable) and r.may_have_run for r in results), results
+    monkeypatch.setattr(type(stream.log), "append", append)
+    assert await asyncio.gather(
+        *(client.streams.append("log", b"%d" % n) for n in range(4, 8))
+    ) == [1, 2, 3, 4]
+    assert [m.payload for m in await whole(client, "log")] == [b"0", b"4", b"5", b"6", b"7"]
+
+
+async def test_a_call_that_no_store_understands_is_refused_and_costs_nobody_anything(
+    setting: Any,
+) -> None:
+    cluster, client, other = setting
+    made = await client.streams.create("orders")
+    store = cluster.store.store
+    await other.status()
+    session = other._attachment.session
+    for body in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"op": "nonsense"}), bytes(1000)):
+        waiter = asyncio.get_running_loop().create_future()
+        session.calling.send(store.address, None, body, timeout_ms=5000, waiter=waiter)
+        other.touch()
+        assert (await waiter).code == "invalid"
+    key = ClusterKey(bytes(32))
+    broken = SignedOrder(b"not an order", key.public_key, key.sign_order(b"not an order"))
+    for call in (Create([broken]), Append(bytes(16), [NewRecord(0, bytes(24), b"x")])):
+        waiter = asyncio.get_running_loop().create_future()
+        session.calling.send(store.address, None, encode(call), timeout_ms=5000, waiter=waiter)
+        other.touch()
+        assert isinstance(await waiter, Refused)
+    assert (await client.streams.describe("orders")).uuid == made.uuid
+
+
+async def test_the_first_order_of_a_deleted_stream_makes_no_new_one(setting: Any) -> None:
+    cluster, client, other = setting
+    await client.streams.create("orders")
+    store = cluster.store.store
+    (stream,) = store.streams.values()
+    kept = [signed for _, signed in stream.orders.values()]
+    await client.streams.delete("orders")
+    await other.status()
+    waiter = asyncio.get_running_loop().create_future()
+    other._attachment.session.calling.send(
+        store.address, None, encode(Create(kept)), timeout_ms=5000, waiter=waiter
+    )
+    other.touch()
+    answer = await waiter
+    assert (answer.code, "deleted" in answer.detail) == ("order", True)
+
+
+async def test_what_its_store_says_of_a_stream_counts_only_if_our_key_signed_it(
+    setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    described = Stream.described
+
+    def lying(self: Stream, store: bytes, label: str) -> Any:
+        said = described(self, store, label)
+        key = ClusterKey(b"z" * 32)
+        order = decode_order(said.orders[0].order)
+        wider = structs.replace(
+            order, definition=structs.replace(order.definition, topic=">"), key_id=key.key_id
+        )
+        data = encode(wider)
+        return structs.replace(
+            said,
+            definition=wider.definition,
+            orders=[SignedOrder(data, key.public_key, key.sign_order(data))],
+        )
+
+    monkeypatch.setattr(Stream, "described", lying)
+    for call in (
+        other.streams.pause("orders"),
+        other.streams.delete("orders"),
+        other.streams.describe("orders"),
+    ):
+        with pytest.raises(StreamError, match="no key of ours signed"):
+            await call
+    with pytest.raises(StreamError, match="no key of ours signed"):
+        await anext(other.streams.read("orders"))
+
+
+async def test_a_record_that_the_stream_never_recorded_is_not_shown(setting: Any) -> None:
+    cluster, client, other = setting
+    await client.streams.create("orders", topic="orders.>")
+    await client.streams.create("wages", topic="wages")
+    await other.publish("wages", b"secret")
+    await other.publish("orders.eu", b"true")
+    await other.flush()
+    await cluster.settle()
+    logs = {s.name: s.log for s in cluster.store.store.streams.values()}
+    (record,) = logs["wages"].read(0, 1 << 20, now_us=0).items
+    moved = Entry(
+        record.kind, record.name, record.key_id, record.sender_id, record.end, record.body
+    )
+    logs["orders"].append([moved], 0)
+    async with client.streams.read("orders", follow=False) as reader:
+        assert [m.payload async for m in reader] == [b"true"]
+    assert [gap.cause for gap in reader.gaps] == ["unreadable: it is not of this stream"]
+
+
+async def test_a_damaged_log_is_told_and_costs_no_other_stream(tmp_path: Path) -> None:
+    async with LocalCluster(data=tmp_path) as cluster:
+        async with cluster.client() as client:
+            bad = await client.streams.create("bad", topic="t")
+            await client.streams.create("good", topic="t")
+            await client.streams.append("bad", b"x")
+        await cluster.stop_store()
+        for path in (tmp_path / "streams" / bad.uuid).glob("MANIFEST*"):
+            path.write_bytes(path.read_bytes()[:-5] + b"wrong")
+        await cluster.start_store()
+        async with cluster.client() as client:
+            listed = {info.name: info for info in await client.streams.list()}
+            assert listed["bad"].failed
+            assert not listed["good"].failed
+            await client.publish("t", b"y")
+            await client.flush()
+            await cluster.settle()
+            assert [m.payload for m in await whole(client, "good")] == [b"y"]
+            with pytest.raises(StreamDamaged):
+                await whole(client, "bad")
+            with pytest.raises(StreamError):
+                await client.streams.append("bad", b"z")
+            await client.streams.delete("bad")
+            again = await client.streams.create("bad", topic="t")
+            assert again.uuid != bad.uuid
+
+
 # -- reading -------------------------------------------------------------------------------------------------
 
 
@@ -409,7 +576,8 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
             await client.streams.append("orders", b"under the old")
         both = first.add("default", new).promote("default")
         async with cluster.client(keyring=both) as client:
-            changed = await client.streams.change("orders")
+            (changed,) = await client.streams.share_keys()
+            assert await client.streams.share_keys() == []
             assert set(changed.key_ids) == {old.key_id.hex(), new.key_id.hex()}
             await client.streams.append("orders", b"under the new")
             await client.publish("orders", b"published under the new")

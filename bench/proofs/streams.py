@@ -1,0 +1,91 @@
+"""Durable streams through N kills of their store, and as much else: power cuts, damaged files, a full disk, restarts.
+
+The scenarios are those of `tests/support/proof_streams.py`, which `make test` runs at small counts. For N kills under load: N/4
+power cuts (and one on a disk that forgets what was synced, which has to be noticed), 3N/2 damaged logs, N/10 ends of relay
+or store while the other runs, and one full disk. What is broken is told with the seed of its scenario.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+from harness import BENCH, BenchError
+
+from proofs.common import Proof
+
+if TYPE_CHECKING:
+    from support.stores import Outcome, Rig
+
+sys.path.insert(0, str(BENCH.parent / "tests"))
+START_S = 300.0
+CYCLE_S = 30.0
+"""Longest that one cycle may take on average; a run is given up after that."""
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it with `count` kills."""
+    from support import proof_streams as scenarios
+    from support.stores import build_lossy_disk
+
+    proof = Proof()
+    with tempfile.TemporaryDirectory(prefix="iris-proof-") as made:
+        try:
+            shim = build_lossy_disk(Path(made))
+        except RuntimeError as err:
+            raise BenchError(str(err)) from err
+        cuts, logs, ends = max(2, count // 4), max(10, count * 3 // 2), max(4, count // 10)
+        _play(proof, "kills", count, lambda rig: scenarios.kills(rig, count, seed))
+        _play(proof, "power", cuts, lambda rig: scenarios.power(rig, cuts, seed, shim))
+        _play(proof, "new directory", 1, lambda rig: scenarios.first_power(rig, seed, shim))
+        _play(proof, "damage", logs, lambda rig: scenarios.damage(rig, logs, seed))
+        _play(proof, "restarts", ends, lambda rig: scenarios.restarts(rig, ends, seed))
+        _control(proof, lambda rig: scenarios.power(rig, 2, seed, shim, lie=True))
+        try:
+            _play(proof, "full disk", 10, lambda rig: scenarios.full_disk(rig.directory, seed))
+        except PermissionError as err:
+            proof.figures["full disk"] = f"not run: {err}"
+            proof.promise("a small disk could be mounted (be root)", False)
+    return proof
+
+
+def _play(
+    proof: Proof, name: str, count: int, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]
+) -> None:  # fmt: skip
+    """Run one scenario in a directory of its own, and take over what it came to."""
+    begin_s = time.monotonic()
+    outcome = _run(count, scenario)
+    print(f"{name}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+    proof.figures |= {f"{name}: {figure}": value for figure, value in outcome.figures.items()}
+    proof.figures[f"{name}: took"] = f"{time.monotonic() - begin_s:.0f} s"
+    for text in outcome.broken:
+        proof.promise(f"{name}: {text}", False)
+
+
+def _control(proof: Proof, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]) -> None:
+    """What was synced is gone, too: the audit has to see it, or it proves nothing."""
+    outcome = _run(2, scenario)
+    proof.figures["control: a disk that forgets what was synced"] = (
+        f"noticed: {outcome.broken[0]}" if outcome.broken else "not noticed"
+    )
+    proof.promise("lost acknowledged appends are noticed", bool(outcome.broken))
+
+
+def _run(count: int, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]) -> Outcome:
+    from support.stores import Rig
+
+    async def bounded() -> Outcome:
+        async with asyncio.timeout(START_S + CYCLE_S * count):
+            return await scenario(rig)
+
+    with tempfile.TemporaryDirectory(prefix="iris-proof-") as made, Rig(Path(made)) as rig:
+        try:
+            return uvloop.run(bounded())
+        except (TimeoutError, RuntimeError) as err:
+            raise BenchError(f"{type(err).__name__}: {err}") from err

@@ -1,0 +1,343 @@
+"""`iris stream`: durable streams.
+
+texts      options that several verbs share
+reading    read, export
+writing    append, import
+consumers  consumer list, consumer delete
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import typer
+
+import iris
+from iris.cli import options, output
+from iris.cli.exits import Exit, run
+from iris.cli.stream import consumers, reading, texts, writing
+from iris.streams import StreamInfo
+from iris.wire.names import printable
+
+app = typer.Typer(
+    name="stream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Keep what is sent, and read it later: durable streams.
+
+    A stream is a log on the disk of a store (`iris relay --data DIR`): of what
+    is published to a topic, of what a cluster gets, or of what is appended.
+
+    \b
+    Examples:
+      iris stream create orders
+      iris stream create flights --topic 'flights.>' --max-age 7d
+      echo hello | iris stream append orders
+      iris stream read orders --follow
+      iris stream list
+    """,
+)  # fmt: skip
+
+
+@app.command()
+def create(
+    name: texts.Name,
+    topic: Annotated[
+        str, typer.Option("--topic", metavar="FILTER", help="Record what is published to matching topics.")
+    ] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="CLUSTER", help="Record its share of the pushes of this cluster, and its broadcasts.")
+    ] = "",
+    max_bytes: texts.MaxBytes = None,
+    max_messages: texts.MaxMessages = None,
+    max_age: texts.MaxAge = None,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Of the messages with one key keep the last.")
+    ] = False,
+    timeout: options.Timeout = 10.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Make a stream and print its uuid. What is over a limit goes, oldest first.
+
+    If it is there already and is defined alike, that is fine; otherwise it
+    ends with exit code 1.
+
+    \b
+    Examples:
+      iris stream create orders --max-bytes 10GiB --max-age 7d
+      iris stream create flights --topic 'flights.>'
+      iris stream create prices --compact
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            info = await client.streams.create(
+                name, topic=topic, cluster=cluster, max_bytes=max_bytes or 0, max_messages=max_messages or 0,
+                max_age=max_age or 0.0, compact=compact, timeout=timeout,
+            )  # fmt: skip
+        if json:
+            output.write_json(info)
+        else:
+            output.write(info.uuid.encode() + b"\n")
+        return Exit.OK
+
+    run(work)
+
+
+@app.command("list")
+def list_streams(
+    timeout: options.Timeout = 5.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """List the streams under your keys, by name.
+
+    Into a pipe it is a line each, separated by tabs: name, uuid, what it
+    records, messages, bytes, oldest offset, next offset, state, host.
+
+    \b
+    Examples:
+      iris stream list
+      iris stream list | cut -f1
+      iris stream list --json | jq 'select(.failed != "") | .name'
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            found = await client.streams.list(timeout=timeout)
+        if json:
+            for info in found:
+                output.write_json(info)
+            return Exit.OK
+        _print_streams(found)
+        return Exit.OK
+
+    run(work)
+
+
+@app.command()
+def info(
+    name: texts.Name,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 5.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Show a stream: what it records and keeps, its offsets, and how its store is.
+
+    Into a pipe it is a line each, a name and a value with a tab between, in
+    bytes and seconds; limits of 0 are none.
+
+    \b
+    Examples:
+      iris stream info orders
+      iris stream info orders --json | jq .next
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            found = await client.streams.describe(name, uuid=uuid, timeout=timeout)
+        if json:
+            output.write_json(found)
+        elif sys.stdout.isatty():
+            _print_info(found)
+        else:
+            rows = [(title, printable(value)) for title, value in _facts(found, human=False)]
+            texts.print_table((), rows)
+        return Exit.OK
+
+    run(work)
+
+
+@app.command()
+def change(
+    name: texts.Name,
+    max_bytes: texts.MaxBytes = None,
+    max_messages: texts.MaxMessages = None,
+    max_age: texts.MaxAge = None,
+    compact: Annotated[
+        bool | None, typer.Option("--compact/--no-compact", help="Of the messages with one key keep the last.", show_default=False)
+    ] = None,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Change what a stream keeps; what is not named stays as it is.
+
+    \b
+    Examples:
+      iris stream change orders --max-bytes 20GiB
+      iris stream change orders --max-age 0
+    """
+    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact}  # fmt: skip
+    changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+    if not changes:
+        raise typer.BadParameter("nothing to change: name a limit", param_hint="--max-…")
+    _do(lambda client: client.streams.change(name, **changes, uuid=uuid, timeout=timeout), relay)
+
+
+@app.command()
+def pause(
+    name: texts.Name,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Record and append nothing until `resume`; what was missed is told as a gap.
+
+    \b
+    Examples:
+      iris stream pause orders
+    """
+    _do(lambda client: client.streams.pause(name, uuid=uuid, timeout=timeout), relay)
+
+
+@app.command()
+def resume(
+    name: texts.Name,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Record and append again.
+
+    \b
+    Examples:
+      iris stream resume orders
+    """
+    _do(lambda client: client.streams.resume(name, uuid=uuid, timeout=timeout), relay)
+
+
+@app.command()
+def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> None:
+    """Have every stream kept under all keys that your keyring has for it, and name those that lacked one.
+
+    `iris key promote` does so, too, when there is a relay.
+
+    \b
+    Examples:
+      iris stream keys
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            for info in await client.streams.share_keys(timeout=timeout):
+                output.write(f"{info.name}: kept under {len(info.key_ids)} keys\n".encode())
+        return Exit.OK
+
+    run(work)
+
+
+@app.command()
+def delete(
+    name: texts.Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Yes, all of it.")] = False,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Remove a stream: its messages, its dead letters and its consumers.
+
+    \b
+    Examples:
+      iris stream delete orders --yes
+    """
+    if not yes:
+        raise typer.BadParameter(
+            f"this removes {name} and all that it holds; say so with --yes", param_hint="--yes"
+        )
+    _do(lambda client: client.streams.delete(name, uuid=uuid, timeout=timeout), relay)
+
+
+app.command("read")(reading.read)
+app.command("append")(writing.append)
+app.command("export")(reading.export)
+app.command("import")(writing.import_)
+app.add_typer(consumers.app)
+
+
+def _do(call: Callable[[iris.Client], Awaitable[object]], relay: str | None) -> None:
+    """Do something that has nothing to print."""
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            await call(client)
+        return Exit.OK
+
+    run(work)
+
+
+def _records(info: StreamInfo) -> str:
+    if info.topic:
+        return f"topic {info.topic}"
+    return f"cluster {info.cluster}" if info.cluster else "appends"
+
+
+def _state(info: StreamInfo) -> str:
+    if info.failed:
+        return f"failed: {info.failed}"
+    return "paused" if info.paused else "ok"
+
+
+def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
+    """Return what `iris stream info` shows, for people or for scripts."""
+
+    def limit(value: Any, plain: str, shown: Callable[[Any], str]) -> str:
+        if not human:
+            return plain
+        return shown(value) if value else "none"
+
+    def yes(value: bool) -> str:
+        return "yes" if value else "no"
+
+    size = str(info.size_bytes)
+    if human:
+        size = f"{texts.size_text(info.size_bytes)} ({size} B)"
+    return [
+        ("name", info.name),
+        ("uuid", info.uuid),
+        ("records", _records(info)),
+        ("messages", str(info.messages)),
+        ("oldest", str(info.oldest)),
+        ("next", str(info.next)),
+        ("bytes", size),
+        ("max-bytes", limit(info.max_bytes, str(info.max_bytes), texts.size_text)),
+        ("max-messages", limit(info.max_messages, str(info.max_messages), str)),
+        ("max-age", limit(info.max_age, f"{info.max_age:.15g}", texts.age_text)),
+        ("compact", yes(info.compact)),
+        ("paused", yes(info.paused)),
+        ("lost", str(info.lost)),
+        ("failed", info.failed or ("no" if human else "")),
+        ("keys", " ".join(info.key_ids)),
+        ("created", texts.time_text(info.created_us) or str(info.created_us)),
+        ("host", info.host),
+        ("store", info.store),
+        ("epoch", str(info.epoch)),
+    ]
+
+
+def _print_streams(found: list[StreamInfo]) -> None:
+    """Print streams: for people without uuids, unless there are two of a name."""
+    human = sys.stdout.isatty()
+    named = not human or len({info.name for info in found}) < len(found)
+    rows = []
+    for info in found:
+        size = texts.size_text(info.size_bytes) if human else str(info.size_bytes)
+        figures = (str(info.messages), size, str(info.oldest), str(info.next))
+        uuid = (info.uuid,) if named else ()
+        words = (info.name, *uuid, _records(info), *figures, _state(info), info.host)
+        rows.append(tuple(map(printable, words)))
+    figures = ("messages", "bytes", "oldest", "next")
+    titles = ("name", *(("uuid",) if named else ()), "records", *figures, "state", "host")
+    texts.print_table(titles, rows, right=figures)
+
+
+def _print_info(info: StreamInfo) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for title, value in _facts(info, human=True):
+        table.add_row(title, output.cell(value))
+    output.console().print(table)

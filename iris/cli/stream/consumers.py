@@ -1,0 +1,90 @@
+"""`iris stream consumer`: who consumes a stream, and how far they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import typer
+
+import iris
+from iris.cli import options, output
+from iris.cli.exits import Exit, run
+from iris.cli.stream import texts
+from iris.streams import ConsumerInfo
+from iris.wire.names import printable
+
+COLUMNS: Final = ("name", "kind", "floor", "position", "lag", "pending", "redelivering", "workers", "dead")  # fmt: skip
+
+app = typer.Typer(
+    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Show and forget the consumers of a stream.
+
+    \b
+    Examples:
+      iris stream consumer list orders
+      iris stream consumer delete orders billing
+    """,
+)  # fmt: skip
+
+
+@app.command("list")
+def list_consumers(
+    name: texts.Name,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 5.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """List the consumers of a stream: how far they are, and what their workers hold.
+
+    Into a pipe it is a line each, separated by tabs: name, kind, floor (below
+    it everything is done), position, lag (messages that are not done), pending
+    (in the hands of workers), redelivering, workers, dead (dead letters).
+
+    \b
+    Examples:
+      iris stream consumer list orders
+      iris stream consumer list orders --json | jq 'select(.lag > 1000) | .name'
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            found = await client.streams.consumers(name, uuid=uuid, timeout=timeout)
+        if json:
+            for consumer in found:
+                output.write_json(consumer)
+        else:
+            texts.print_table(COLUMNS, [_row(consumer) for consumer in found], right=COLUMNS[2:])
+        return Exit.OK
+
+    run(work)
+
+
+@app.command("delete")
+def delete_consumer(
+    name: texts.Name,
+    consumer: Annotated[str, typer.Argument(metavar="CONSUMER", help="Name of the consumer.")],
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Forget a consumer, and where it is: its workers end, one of that name starts anew.
+
+    \b
+    Examples:
+      iris stream consumer delete orders billing
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            await client.streams.delete_consumer(name, consumer, uuid=uuid, timeout=timeout)
+        return Exit.OK
+
+    run(work)
+
+
+def _row(consumer: ConsumerInfo) -> tuple[str, ...]:
+    kind = "group" if consumer.group else "single"
+    if not consumer.durable:
+        kind += ", until it leaves"
+    figures = (str(getattr(consumer, column)) for column in COLUMNS[2:])
+    return (printable(consumer.name), kind, *figures)

@@ -1,0 +1,157 @@
+"""`iris stream read` and `iris stream export`: messages to standard output, word of what is missing to stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+import iris
+from iris.cli import options, output
+from iris.cli.exits import Exit, complain, run, until_stopped
+from iris.cli.stream import texts
+from iris.streams import StreamGap, StreamMessage
+
+_encode_line: Final = msgspec.json.Encoder().encode
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of an export. `payload` is base64 in JSON; of a `packed` one it is the MessagePack of the object that was sent."""
+
+    payload: bytes
+    offset: int = 0
+    time: str | None = None
+    """When it was stored, ISO 8601."""
+    name: str = ""
+    headers: dict[str, str] | None = None
+    packed: bool = False
+    tombstone: bool = False
+
+
+def read(
+    name: texts.Name,
+    start: texts.StartAt = "first",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
+    ] = False,
+    count: Annotated[
+        int | None, typer.Option("--count", "-n", min=1, help="Stop after so many messages.")
+    ] = None,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 30.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Print the messages of a stream, one a line, up to where it ends now.
+
+    With --json an object each: offset, time (when it was stored), sent, name,
+    payload, encoding and, where there are any, headers and tombstone. What is
+    missing is told on stderr only, a line for every gap: standard output has
+    messages and nothing else. --timeout is how long relay and store may be away.
+
+    \b
+    Examples:
+      iris stream read orders
+      iris stream read orders --start last --follow
+      iris stream read orders --start 2026-01-31T12:00:00Z -n 100 --json | jq .
+    """
+
+    def shown(message: StreamMessage) -> bytes:
+        if json:
+            return msgspec.json.encode(as_document(message)) + b"\n"
+        return output.as_bytes(message) + b"\n"
+
+    async def work() -> int:
+        copying = _copy(
+            name, start, shown, follow=follow, count=count, uuid=uuid, patience=timeout, relay=relay
+        )
+        if follow:
+            await until_stopped(copying)
+        else:
+            await copying
+        return Exit.OK
+
+    run(work)
+
+
+def export(
+    name: texts.Name,
+    start: texts.StartAt = "first",
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 30.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Write the messages of a stream, opened, as JSON lines that `iris stream import` reads.
+
+    A line is an object: offset, time (when it was stored, ISO 8601), name (the
+    topic, cluster or stream it was sent to), headers, packed (whether payload
+    is the MessagePack of an object), payload (base64), tombstone. Keys, expiry
+    and delivery times are not in it. What is missing is told on stderr.
+
+    What is written is in clear: whoever reads the file needs no key.
+
+    \b
+    Examples:
+      iris stream export orders > orders.jsonl
+      iris stream export orders --start 2026-01-31 | zstd > january.jsonl.zst
+    """
+
+    def line(message: StreamMessage) -> bytes:
+        time = texts.time_text(message.stored_us)
+        found = Line(
+            message.payload, message.offset, time, message.name, message.headers, message.packed, message.tombstone
+        )  # fmt: skip
+        return _encode_line(found) + b"\n"
+
+    async def work() -> int:
+        await _copy(
+            name, start, line, follow=False, count=None, uuid=uuid, patience=timeout, relay=relay
+        )
+        return Exit.OK
+
+    run(work)
+
+
+def as_document(message: StreamMessage) -> dict[str, Any]:
+    """Return what `--json` shows of a message of a stream."""
+    document: dict[str, Any] = {
+        "offset": message.offset,
+        "time": texts.time_text(message.stored_us),
+        "sent": texts.time_text(message.sent_us),
+        **output.as_document(message),
+    }
+    if message.tombstone:
+        document["tombstone"] = True
+    dead = message.dead
+    if dead is not None:
+        document["dead"] = {
+            "offset": dead.offset, "consumer": dead.consumer, "deliveries": dead.deliveries, "reason": dead.reason,
+        }  # fmt: skip
+    return document
+
+
+async def _copy(
+    name: str, start: Any, line: Callable[[StreamMessage], bytes], *, follow: bool, count: int | None, uuid: str, patience: float,
+    relay: str | None,
+) -> None:  # fmt: skip
+    """Write the lines of messages, all of a fetch at once."""
+    left = count
+    async with (
+        iris.connect(relay) as client,
+        client.streams.read(
+            name, start, follow=follow, uuid=uuid, patience=patience, on_gap=_tell
+        ) as reader,
+    ):
+        async for messages in reader.batches():
+            if left is not None:
+                messages = messages[:left]
+                left -= len(messages)
+            output.write(b"".join(map(line, messages)))
+            if left == 0:
+                return
+
+
+def _tell(gap: StreamGap) -> None:
+    complain(texts.gap_text(gap))

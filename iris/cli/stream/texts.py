@@ -1,0 +1,143 @@
+"""Options that several verbs of streams share, what their texts mean, and how figures are shown to people."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from iris.cli import output
+from iris.streams import StreamGap
+from iris.wire.names import printable
+
+_UNITS: Final = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(B|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_AGE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([smhd])")
+_NONE: Final = ("0", "none")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def parse_size(text: str) -> int:
+    """Return bytes, 0 for none; raises BadParameter (exit code 2)."""
+    if text in _NONE:
+        return 0
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is no size: a number and B, KiB, MiB, GiB or TiB, such as 10GiB"
+        )
+    return int(Decimal(found[1]) * _UNITS[(found[2] or "B").lower()])
+
+
+def parse_age(text: str) -> float:
+    """Return seconds, 0 for none; raises BadParameter."""
+    if text in _NONE:
+        return 0.0
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no duration: a number and s, m, h or d, such as 7d")
+    return float(Decimal(found[1]) * _SECONDS[found[2]])
+
+
+def parse_time(text: str) -> datetime:
+    """Return an ISO 8601 time, of this host's zone if it names none; raises BadParameter."""
+    try:
+        moment = datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        moment = None
+    if moment is None or moment < _EPOCH:
+        raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z")
+    return moment
+
+
+def parse_start(text: str) -> str | int | datetime:
+    """Return where to start, as `Streams.read` takes it; raises BadParameter."""
+    if text in ("first", "last", "new"):
+        return text
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text)
+    try:
+        return parse_time(text)
+    except typer.BadParameter:
+        raise typer.BadParameter(
+            f"{text!r} is none of first, last, new, an offset, and a time such as 2026-01-31T12:00:00Z"
+        ) from None
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the stream.")]
+Uuid = Annotated[
+    str, typer.Option("--uuid", metavar="HEX", help="Which log, where two stores hold one of the name.", show_default=False)
+]  # fmt: skip
+MaxBytes = Annotated[
+    int | None, typer.Option("--max-bytes", metavar="SIZE", parser=parse_size, help="Keep at most so much: 10GiB, 512MiB; 0 is no limit.", show_default=False)
+]  # fmt: skip
+MaxMessages = Annotated[
+    int | None, typer.Option("--max-messages", metavar="N", min=0, help="Keep at most so many; 0 is no limit.", show_default=False)
+]  # fmt: skip
+MaxAge = Annotated[
+    float | None, typer.Option("--max-age", metavar="AGE", parser=parse_age, help="Keep for so long: 90s, 30m, 12h, 7d; 0 is no limit.", show_default=False)
+]  # fmt: skip
+StartAt = Annotated[
+    Any, typer.Option("--start", metavar="WHERE", parser=parse_start, help="first, last, new, an offset, or an ISO time.")
+]  # fmt: skip
+
+
+def time_text(time_us: int) -> str | None:
+    """Return a time as ISO 8601 in UTC, which `parse_time` takes; None if the calendar does not reach there."""
+    try:
+        moment = _EPOCH + timedelta(microseconds=time_us)
+    except OverflowError:
+        return None
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def size_text(size: int) -> str:
+    """Return bytes for people."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = _UNITS[unit.lower()]
+        if size >= scale:
+            return f"{size / scale:.4g} {unit}"
+    return f"{size} B"
+
+
+def age_text(seconds: float) -> str:
+    """Return seconds for people, in the largest unit that they fill."""
+    for unit in ("d", "h", "m"):
+        if seconds >= _SECONDS[unit]:
+            return f"{seconds / _SECONDS[unit]:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def gap_text(gap: StreamGap) -> str:
+    """Return the line that tells of offsets without messages."""
+    last = gap.next - 1
+    where = f"offset {gap.first}" if last <= gap.first else f"offsets {gap.first} to {last}"
+    cause = printable(gap.cause)
+    if gap.count == 0:
+        return f"nothing at {where}: {cause}"
+    number = "an unknown number of" if gap.count is None else gap.count
+    return f"missing at {where}: {number} messages: {cause}"
+
+
+def print_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
+) -> None:
+    """Print rows: for a terminal a table, with the columns `right` to the right; for a pipe tabs and no titles."""
+    if not sys.stdout.isatty():
+        output.write("".join("\t".join(row) + "\n" for row in rows).encode())
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        justify: Literal["left", "right"] = "right" if title in right else "left"
+        table.add_column(title.upper(), no_wrap=True, justify=justify)
+    for row in rows:
+        table.add_row(*map(output.cell, row))
+    output.console().print(table)

@@ -1,0 +1,305 @@
+"""`iris stream append` and `iris stream import`: messages from an argument or standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from datetime import datetime
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+import iris
+from iris.cli import options, output, stdin
+from iris.cli.exits import Exit, complain, exit_code, run
+from iris.cli.stream import texts
+from iris.cli.stream.reading import Line
+from iris.core.bundle import Headers, check_headers
+from iris.core.message import Message, encode_payload
+from iris.errors import ConfigError, DecodeError, IrisError, LocalProtocolError, NoStream
+
+BATCH: Final = 1000
+BATCH_BYTES: Final = 1 << 20
+_decode_line: Final = msgspec.json.Decoder(Line).decode
+
+Message_ = Annotated[
+    str | None,
+    typer.Argument(metavar="MESSAGE", help="What to append. Absent or '-': standard input.", show_default=False),
+]  # fmt: skip
+
+
+class BadLine(ConfigError):
+    """A line of standard input is not what it has to be; the text names it."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A message to append."""
+
+    data: bytes
+    packed: bool
+    headers: Headers | None
+
+
+class Account(msgspec.Struct):
+    """What became of the lines of standard input."""
+
+    lines: int = 0
+    appended: int = 0
+    skipped: int = 0
+    first: int | None = None
+    last: int | None = None
+    unsure: int = 0
+    """Messages on the way, until the store says that it has them."""
+
+
+def append(
+    name: texts.Name,
+    message: Message_ = None,
+    key: Annotated[
+        str | None, typer.Option("--key", help="Compaction keeps the last message of each key.", show_default=False)
+    ] = None,
+    ttl: Annotated[
+        float | None, typer.Option("--ttl", metavar="AGE", parser=texts.parse_age, help="Gone after so long: 90s, 10m, 7d.", show_default=False)
+    ] = None,
+    deliver_at: Annotated[
+        datetime | None, typer.Option("--deliver-at", metavar="TIME", parser=texts.parse_time, help="Consumers get it then: an ISO time.", show_default=False)
+    ] = None,
+    expect: Annotated[
+        int | None, typer.Option("--expect", metavar="OFFSET", min=0, help="Only if this becomes its offset.", show_default=False)
+    ] = None,
+    tombstone: Annotated[
+        bool, typer.Option("--tombstone", help="Say that --key is deleted; MESSAGE may be absent.")
+    ] = False,
+    lines: Annotated[
+        bool, typer.Option("--lines", "-l", help="Every line of standard input is a message of its own.")
+    ] = False,
+    header: options.HeaderList = None,
+    pack: options.Pack = False,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Append a message and print its offset, once it is on disk.
+
+    With --lines it prints the first and the last offset; --timeout is then for
+    up to 1,000 lines. Ends with exit code 1 if the offset is not the one that
+    --expect names, 4 if it was not stored, 5 if it may have been.
+
+    \b
+    Examples:
+      iris stream append orders '{"id": 7}'
+      iris stream append prices 101.5 --key ACME --ttl 10m
+      iris stream append prices --key ACME --tombstone
+      tail -F access.log | iris stream append access --lines
+    """
+    headers = options.parse_headers(header)
+    if tombstone and key is None:
+        raise typer.BadParameter("a tombstone is of a key: add --key", param_hint="--tombstone")
+    if lines:
+        if message not in (None, "-"):
+            raise typer.BadParameter(
+                "--lines reads standard input; leave MESSAGE out", param_hint="MESSAGE"
+            )
+        given = {"--key": key, "--ttl": ttl, "--deliver-at": deliver_at, "--expect": expect}
+        alone = [option for option, value in given.items() if value is not None]
+        if alone:
+            raise typer.BadParameter(
+                f"it is for a message alone, without {alone[0]}", param_hint="--lines"
+            )
+
+        def entry(line: bytes) -> Entry:
+            try:
+                data, packed = encode_payload(options.unpack(line) if pack else line)
+            except typer.BadParameter as error:
+                raise BadLine(str(error.message)) from error
+            return Entry(data, packed, headers)
+
+        def said(account: Account) -> None:
+            if json:
+                span = {"appended": account.appended, "first": account.first, "last": account.last}
+                output.write_json(span)
+            elif account.appended:
+                output.write(b"%d %d\n" % (account.first or 0, account.last or 0))
+
+        run(lambda: _append_lines(name, entry, uuid=uuid, timeout=timeout, relay=relay, done=said))
+    nothing = tombstone and message is None
+    body = b"" if nothing else options.read_payload(message, pack=pack)
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            offset = await client.streams.append(
+                name, body, headers=headers, key=key, ttl=ttl, deliver_at=deliver_at, expect=expect, tombstone=tombstone, uuid=uuid,
+                timeout=timeout,
+            )  # fmt: skip
+        if json:
+            output.write_json({"offset": offset})
+        else:
+            output.write(b"%d\n" % offset)
+        return Exit.OK
+
+    run(work)
+
+
+def import_(
+    name: texts.Name,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 30.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Append the messages that `iris stream export` wrote, in order, from standard input.
+
+    They get offsets, times and the name of this stream anew: those of the
+    export cannot be restored. Tombstones are left out, as an export does not
+    hold the keys that they are of. To import a file again appends it again:
+    the number that is printed tells what was done. A bad line ends it with exit
+    code 2; what is before that line was appended then, what is after was not.
+
+    Only `payload` (base64) is required in a line; see `iris stream export`.
+
+    \b
+    Examples:
+      iris stream import orders < orders.jsonl
+      iris stream export orders | IRIS_CONFIG=/etc/other iris stream import orders
+    """
+
+    def entry(line: bytes) -> Entry | None:
+        try:
+            found = _decode_line(line)
+            if found.packed:
+                _ = Message(found.payload, "", packed=True).value
+            check_headers(found.headers or {})
+        except (msgspec.DecodeError, UnicodeDecodeError, DecodeError, LocalProtocolError) as error:
+            raise BadLine(str(error)) from error
+        if found.tombstone:
+            return None
+        return Entry(found.payload, found.packed, found.headers or None)
+
+    def said(account: Account) -> None:
+        if json:
+            output.write_json(
+                {
+                    "appended": account.appended,
+                    "skipped": account.skipped,
+                    "first": account.first,
+                    "last": account.last,
+                }
+            )
+        else:
+            skipped = f", {account.skipped} tombstones left out" if account.skipped else ""
+            output.write(f"{account.appended} appended{skipped}\n".encode())
+
+    run(lambda: _append_lines(name, entry, uuid=uuid, timeout=timeout, relay=relay, done=said))
+
+
+# -- lines -----------------------------------------------------------------------------------------------------
+
+
+async def _append_lines(
+    name: str, entry: Callable[[bytes], Entry | None], *, uuid: str, timeout: float, relay: str | None,
+    done: Callable[[Account], None],
+) -> int:  # fmt: skip
+    """Append what `entry` makes of each line, and give `done` the account, also after an error or an interrupt."""
+    account, code = Account(), Exit.OK
+    try:
+        async with iris.connect(relay) as client, contextlib.aclosing(_batches()) as batches:
+            async for lines in batches:
+                await _append_batch(client, name, lines, entry, account, uuid, timeout)
+    except IrisError as error:
+        code = exit_code(error)
+        unsure = 0 if isinstance(error, NoStream) else account.unsure
+        more = f" and perhaps some of the next {unsure}" if unsure else ""
+        complain(f"{error} ({account.appended} messages were appended{more})")
+    finally:
+        done(account)  # Ctrl-C is how `tail -F … | iris stream append` ends
+    return code
+
+
+async def _append_batch(
+    client: iris.Client, name: str, lines: list[bytes], entry: Callable[[bytes], Entry | None], account: Account, uuid: str,
+    timeout: float,
+) -> None:  # fmt: skip
+    """Append lines, until one is bad: raises BadLine when those before it are stored."""
+    entries: list[Entry] = []
+    bad: BadLine | None = None
+    for line in lines:
+        account.lines += 1
+        try:
+            made = entry(line)
+            if made is None:
+                account.skipped += 1
+                continue
+            if len(made.data) > client.message_limit:
+                raise BadLine(
+                    f"{len(made.data)} bytes are over the limit of {client.message_limit} of a message"
+                )
+            entries.append(made)
+        except BadLine as error:
+            bad = BadLine(f"line {account.lines}: {error}")
+            break
+    if entries:
+        account.unsure = len(entries)
+        offsets = await _store(client, name, entries, uuid, timeout)
+        account.unsure = 0
+        account.appended += len(offsets)
+        account.first = offsets[0] if account.first is None else account.first
+        account.last = offsets[-1]
+    if bad is not None:
+        raise bad
+
+
+async def _store(
+    client: iris.Client, name: str, entries: list[Entry], uuid: str, timeout: float
+) -> list[int]:
+    # A Raw is written as it is: the bytes of an object stay what they were.
+    bodies = [msgspec.Raw(made.data) if made.packed else made.data for made in entries]
+    if not any(made.headers for made in entries):
+        return await client.streams.append_many(name, bodies, uuid=uuid, timeout=timeout)
+    # The tasks begin in this order, and nothing waits for room within a batch.
+    return await asyncio.gather(
+        *(
+            client.streams.append(name, body, headers=made.headers, uuid=uuid, timeout=timeout)
+            for made, body in zip(entries, bodies, strict=True)
+        )
+    )
+
+
+async def _batches() -> AsyncGenerator[list[bytes], None]:
+    """Iterate over lists of lines: what standard input gave since the last, up to 1,000 lines or 1 MiB and a line."""
+    held: list[bytes] = []
+    came, room = asyncio.Event(), asyncio.Event()
+
+    async def fill() -> None:
+        held_bytes = 0
+        try:
+            async for line in stdin.lines():
+                if not held:
+                    held_bytes = 0
+                held.append(line)
+                held_bytes += len(line)
+                came.set()
+                if held_bytes >= BATCH_BYTES or len(held) >= BATCH:
+                    room.clear()
+                    await room.wait()
+        finally:
+            came.set()
+
+    filling = asyncio.get_running_loop().create_task(fill(), name="iris-lines")
+    try:
+        while True:
+            if held:
+                batch = held.copy()
+                held.clear()
+                room.set()
+                yield batch
+            elif filling.done():
+                filling.result()
+                return
+            else:
+                came.clear()
+                await came.wait()
+    finally:
+        filling.cancel()

@@ -1,0 +1,488 @@
+"""A relay and a store as processes on a directory of their own, ways to end them, loads for them, and an audit of what they kept.
+
+    with Rig(directory) as rig:
+        rig.start_relay()
+        await rig.serve()                       # a store, attached
+        async with rig.client() as client: ...
+        rig.end_store(signal.SIGKILL)
+
+Every message says who wrote it, its number, and its checksum, so that a reader needs nothing else to find wrong data. Used by the
+tests and by `make proof AREA=streams`; it imports neither pytest nor a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from zlib import crc32
+
+import iris
+from iris.errors import IrisError, StreamError, StreamUnavailable
+from iris.streams import StreamGap, StreamMessage
+
+PATIENCE_S = 40.0
+"""How long anything is waited for before it counts as broken; nothing is measured by it."""
+DEPTH = 48
+"""Appends of one producer that are on the way."""
+HERE = Path(__file__).parent
+POWER_LOST = 137
+"""How the shim ends a process."""
+_HEAD = struct.Struct("<IHQ")
+_KEY = iris.ClusterKey(bytes(range(32)))
+
+
+# -- messages ------------------------------------------------------------------------------------------------
+
+
+def make_message(writer: int, number: int, size: int) -> bytes:
+    """Return the message `number` of `writer`: `size` bytes and a head with their checksum."""
+    rest = _HEAD.pack(0, writer, number)[4:] + random.Random(number << 16 | writer).randbytes(size)
+    return crc32(rest).to_bytes(4, "little") + rest
+
+
+def read_message(payload: bytes) -> tuple[int, int]:
+    """Return writer and number; raises ValueError if it is not what was written."""
+    if len(payload) < _HEAD.size or crc32(payload[4:]) != int.from_bytes(payload[:4], "little"):
+        raise ValueError(f"wrong data: {len(payload)} bytes that no writer wrote")
+    _, writer, number = _HEAD.unpack_from(payload)
+    return writer, number
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+class Rig:
+    """A relay and a store; a context manager that ends both. `data` is where streams are kept."""
+
+    def __init__(self, directory: Path, data: Path | None = None) -> None:
+        self.directory = directory
+        self.data = data or directory / "disk" / "data"
+        self.socket = directory / "iris" / "relay.sock"
+        self.environ = {
+            "PATH": os.environ["PATH"],
+            "XDG_RUNTIME_DIR": str(directory),
+            "XDG_CONFIG_HOME": str(directory / "config"),
+            "HOME": str(directory),
+        }
+        self.starts = 0
+        self.data.parent.mkdir(exist_ok=True)
+        self._relay: subprocess.Popen[bytes] | None = None
+        self._store: subprocess.Popen[bytes] | None = None
+        self._said_from = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self.end_store(signal.SIGKILL)
+        self.end_relay(signal.SIGKILL)
+
+    def client(self) -> iris.Client:
+        """Return a client of the relay."""
+        return iris.connect(self.socket, keyring=iris.Keyring.single(_KEY))
+
+    # The relay
+
+    def start_relay(self) -> None:
+        """Start a relay, and return when it serves."""
+        log = self.directory / "relay.log"
+        size = log.stat().st_size if log.exists() else 0
+        self._relay = self._start(["relay", "--dev"], log, {})
+        until_s = time.monotonic() + PATIENCE_S
+        while not _said(log, size, "relay.started"):
+            if self._relay.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError(f"the relay did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.01)
+
+    def end_relay(self, number: int) -> None:
+        """End the relay. Idempotent."""
+        self._relay = _end(self._relay, number)
+
+    # The store
+
+    def start_store(self, **environ: str) -> None:
+        """Start a store; `attached` waits for it."""
+        log = self.directory / "store.log"
+        self._said_from = log.stat().st_size if log.exists() else 0
+        command = ["relay.store", "--data", str(self.data), "--relay", str(self.socket)]
+        self._store = self._start(command, log, environ)
+        self.starts += 1
+
+    async def attached(self, *, again: bool = False) -> bool:
+        """Return whether it serves the relay; False once it has ended. `again`: after what it has said until now."""
+        log = self.directory / "store.log"
+        if again:
+            self._said_from = log.stat().st_size
+        until_s = time.monotonic() + PATIENCE_S
+        while not _said(log, self._said_from, "store.attached"):
+            if self._store is None or self._store.poll() is not None:
+                return False
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the store did not attach: {self.last_words()}")
+            await asyncio.sleep(0.01)
+        return True
+
+    async def serve(self, **environ: str) -> None:
+        """Start a store and return when it serves."""
+        self.start_store(**environ)
+        if not await self.attached():
+            raise RuntimeError(f"the store ended by itself: {self.last_words()}")
+
+    def mark_said(self) -> None:
+        """Let `attached` look only at what the store says from now on."""
+        log = self.directory / "store.log"
+        self._said_from = log.stat().st_size if log.exists() else 0
+
+    def signal_store(self, number: int) -> None:
+        """Send the store a signal."""
+        if self._store is not None and self._store.poll() is None:
+            self._store.send_signal(number)
+
+    async def store_ended(self, within_s: float) -> int | None:
+        """Return the exit code of the store, None if it still runs after `within_s`."""
+        until_s = time.monotonic() + within_s
+        while self._store is not None and self._store.poll() is None:
+            if time.monotonic() > until_s:
+                return None
+            await asyncio.sleep(0.005)
+        return None if self._store is None else self._store.returncode
+
+    def end_store(self, number: int) -> None:
+        """End the store. Idempotent."""
+        self._store = _end(self._store, number)
+
+    def last_words(self) -> str:
+        """Return the end of what the store said."""
+        return (self.directory / "store.log").read_text(errors="replace")[-1500:]
+
+    def _start(
+        self, module: list[str], log: Path, environ: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        with log.open("ab") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", *module],
+                env={**self.environ, **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+            )
+
+
+def _end(process: subprocess.Popen[bytes] | None, number: int) -> None:
+    if process is None:
+        return
+    if process.poll() is None:
+        process.send_signal(number)
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise RuntimeError(f"process {process.pid} did not end by signal {number}") from None
+
+
+def _said(log: Path, start: int, event: str) -> bool:
+    with log.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if line.endswith(b"\n") and line.startswith(b"{") and event.encode() in line:
+                with contextlib.suppress(ValueError):
+                    if json.loads(line)["event"] == event:
+                        return True
+    return False
+
+
+# -- a disk that loses power ---------------------------------------------------------------------------------
+
+
+def compiler() -> str | None:
+    """Return a C compiler, None if there is none."""
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def build_lossy_disk(directory: Path) -> Path:
+    """Return the shim `lossy_disk.c`, built in `directory`; raises RuntimeError if it cannot be."""
+    cc = compiler()
+    if cc is None:
+        raise RuntimeError("no C compiler: install gcc and libc6-dev")
+    made = directory / "lossy_disk.so"
+    source = HERE / "lossy_disk.c"
+    done = subprocess.run(
+        [cc, "-O1", "-fPIC", "-shared", "-o", str(made), str(source), "-ldl", "-lpthread"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{cc}: {done.stderr[-2000:]}")
+    return made
+
+
+def lossy(
+    shim: Path, rig: Rig, *, at: int = 0, after: int = 0, keep: int = 0, lie: bool = False
+) -> dict[str, str]:
+    """Return the environment of a store on a disk, the parent of its directory, that loses power: see lossy_disk.c."""
+    side = rig.directory / "side"
+    side.mkdir(exist_ok=True)
+    return {
+        "LD_PRELOAD": str(shim),
+        "LOSSY_DIR": str(rig.data.parent),
+        "LOSSY_SIDE": str(side),
+        "LOSSY_AT": str(at),
+        "LOSSY_AFTER": str(after),
+        "LOSSY_KEEP": str(keep),
+        "LOSSY_LIE": str(int(lie)),
+    }
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size_mb: int) -> Iterable[Path]:  # type: ignore[misc]  # a generator
+    """Mount a file system in memory; raises PermissionError if that is not allowed."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "iris-test", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        directory.rmdir()
+        raise PermissionError(f"mount: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True, timeout=PATIENCE_S)
+        directory.rmdir()
+
+
+# -- loads ---------------------------------------------------------------------------------------------------
+
+
+class Appender:
+    """A producer with appends on the way, until `finish`."""
+
+    def __init__(self, client: iris.Client, stream: str, writer: int, rng: random.Random) -> None:
+        self.writer = writer
+        self.sent = 0
+        self.acked: dict[int, int] = {}
+        """Number -> offset."""
+        self.unsure: dict[int, str] = {}
+        """Not acknowledged, and perhaps stored."""
+        self.refused: dict[int, str] = {}
+        """Not stored, as we were told."""
+        self._client = client
+        self._stream = stream
+        self._rng = rng
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = asyncio.create_task(self._run(), name=f"appender-{writer}")
+
+    async def _run(self) -> None:
+        room = asyncio.Semaphore(DEPTH)
+        while True:
+            for _ in range(self._rng.randrange(1, 9)):
+                await room.acquire()
+                task = asyncio.create_task(self._append(self.sent))
+                self.sent += 1
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(lambda _: room.release())
+            await asyncio.sleep(self._rng.choice((0, 0.002, 0.01)))
+
+    async def _append(self, number: int) -> None:
+        # Often small, so that several share a record; now and then large.
+        size = random.Random(number).choice((8, 40, 200, 900, 3000, 3000, 20_000))
+        payload = make_message(self.writer, number, size)
+        try:
+            offset = await self._client.streams.append(
+                self._stream, payload, timeout=2 * PATIENCE_S
+            )
+        except StreamUnavailable as err:
+            (self.unsure if err.may_have_run else self.refused)[number] = str(err)
+        except IrisError as err:
+            self.refused[number] = f"{type(err).__name__}: {err}"
+        else:
+            self.acked[number] = offset
+
+    async def progress(self) -> None:
+        """Return when more has been acknowledged; raises TimeoutError."""
+        before = len(self.acked)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.acked) == before:  # noqa: ASYNC110 - the tasks have no one event
+                await asyncio.sleep(0.01)
+
+    async def finish(self) -> None:
+        """Append no more, and return when all has ended."""
+        await self.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=3 * PATIENCE_S)
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Append no more."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+
+class Publisher:
+    """Publishes numbered messages, until `stop`."""
+
+    def __init__(self, client: iris.Client, topic: str, writer: int, pause_s: float = 0.004) -> None:  # fmt: skip
+        self.writer = writer
+        self.sent = 0
+        self._client = client
+        self._topic = topic
+        self._pause_s = pause_s
+        self._running = asyncio.create_task(self._run(), name=f"publisher-{writer}")
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.publish()
+            except IrisError:
+                await asyncio.sleep(0.05)  # not taken: the number comes again
+            await asyncio.sleep(self._pause_s)
+
+    async def publish(self) -> int:
+        """Publish one more; return its number."""
+        number = self.sent
+        await self._client.publish(self._topic, make_message(self.writer, number, 200))
+        self.sent += 1
+        return number
+
+    async def stop(self) -> None:
+        """Publish no more."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+
+# -- audits --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one proof came to: figures, and each promise that did not hold, with the seed."""
+
+    seed: int
+    figures: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def break_(self, what: str) -> None:
+        if len(self.broken) < 20:
+            self.broken.append(f"{what} (seed {self.seed})")
+
+    def expect(self, what: str, holds: bool) -> None:
+        if not holds:
+            self.break_(what)
+
+
+class Audit:
+    """What one stream holds, read from where the last look ended; `wrong` gets what no store may show."""
+
+    def __init__(self, stream: str, wrong: Callable[[str], None]) -> None:
+        self.stream = stream
+        self.at = 0
+        self.found: dict[tuple[int, int], int] = {}
+        """(writer, number) -> offset."""
+        self.gaps: list[StreamGap] = []
+        self.missing = self.told = 0
+        """Of numbered publications: how many are not there, how many of these a count told."""
+        self._wrong = wrong
+        self._latest: dict[int, int] = {}
+        self._open: list[StreamGap] = []
+        self._tells = False
+
+    async def look(self, client: iris.Client, *, tells: bool = False) -> None:
+        """Read on to the end. With `tells` what is missing between numbers has to be told in gaps there."""
+        self._tells = tells
+        gaps: list[StreamGap] = []
+        items: list[tuple[int, int, StreamMessage | StreamGap]] = []
+        try:
+            async with client.streams.read(
+                self.stream, self.at, follow=False, patience=PATIENCE_S, on_gap=gaps.append
+            ) as reader:
+                async for messages in reader.batches():
+                    items += [(m.offset, m.offset + 1, m) for m in messages]
+        except StreamError as err:
+            self._wrong(f"reading {self.stream!r} from {self.at}: {type(err).__name__}: {err}")
+            return
+        items += [(gap.first, gap.next, gap) for gap in gaps]
+        self.take(sorted(items, key=lambda item: item[:2]))
+
+    def take(self, items: list[tuple[int, int, StreamMessage | StreamGap]]) -> None:
+        """Take (offset, next offset, message or gap) in order."""
+        for first, end, item in items:
+            if first != self.at:
+                self._wrong(f"{self.stream!r}: offsets {self.at} to {first} are not covered")
+            self.at = end
+            if isinstance(item, StreamGap):
+                self.gaps.append(item)
+                self._open.append(item)
+                continue
+            try:
+                writer, number = read_message(item.payload)
+            except ValueError as err:
+                self._wrong(f"{self.stream!r}, offset {first}: {err}")
+                continue
+            latest = self._latest.get(writer, -1)
+            if (writer, number) in self.found:
+                self._wrong(
+                    f"{self.stream!r}: number {number} of {writer} is there twice, at {self.found[writer, number]} and {first}"
+                )
+            elif number < latest:
+                self._wrong(f"{self.stream!r}: number {number} of {writer} comes after {latest}")
+            self.found[writer, number] = first
+            if self._tells:
+                self._account(writer, number, latest)
+            self._latest[writer] = max(number, latest)
+
+    def _account(self, writer: int, number: int, latest: int) -> None:
+        missing = number - latest - 1
+        counts = [gap.count for gap in self._open]
+        told = sum(count or 0 for count in counts)
+        self.missing += max(0, missing)
+        self.told += min(told, max(0, missing))
+        if None in counts:
+            if told > missing:
+                self._wrong(f"{self.stream!r}: {told} told as lost before {number}, {missing} are")
+        elif told != missing:
+            self._wrong(
+                f"{self.stream!r}: numbers {latest + 1} to {number} of {writer} are missing, {told} of them told"
+            )
+        self._open.clear()
+
+    def check(self, writer: int, acked: dict[int, int]) -> None:
+        """Everything in `acked` is there, at the offset that was told."""
+        lost = [n for n, at in acked.items() if at < self.at and (writer, n) not in self.found]
+        if lost:
+            self._wrong(
+                f"{self.stream!r}: {len(lost)} acknowledged appends of {writer} are gone, the first at offset {acked[lost[0]]}"
+            )
+        beyond = [at for at in acked.values() if at >= self.at]
+        if beyond:
+            self._wrong(
+                f"{self.stream!r}: acknowledged offsets up to {max(beyond)} are beyond the end, {self.at}"
+            )
+        moved = [n for n, at in acked.items() if self.found.get((writer, n), at) != at]
+        if moved:
+            self._wrong(
+                f"{self.stream!r}: {len(moved)} acknowledged appends of {writer} are at other offsets"
+            )
+
+
+async def streams_listed(client: iris.Client) -> dict[str, Any]:
+    """Return what `list` says, by uuid."""
+    return {info.uuid: info for info in await client.streams.list(timeout=PATIENCE_S)}
