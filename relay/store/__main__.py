@@ -27,6 +27,10 @@ def store(
     """Keep durable streams for the relay of this host, until SIGTERM or Ctrl-C (a second one ends it at once).
 
     `iris relay --data DIR` starts one by itself. It holds no cluster key: what it keeps stays sealed.
+
+    \b
+    Examples:
+      iris store --data /var/lib/iris
     """
     try:
         try:

@@ -27,7 +27,10 @@ WAIT_S = 20.0
 VERBS = [
     "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "status", "run", "relay",
     "key new", "key show", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
-    "bench tunnel",
+    "bench tunnel", "store", *(f"stream {verb}" for verb in (
+        "create", "list", "info", "read", "append", "export", "import", "change", "pause", "resume", "delete", "keys",
+        "consumer list", "consumer delete",
+    )),
 ]  # fmt: skip
 
 SERVICES = """

