@@ -18,7 +18,7 @@ from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
 from iris.crypto.keyring import Keyring, parse_network_keys
 from iris.crypto.keys import ClusterKey
 from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, streams
 from iris.wire.codec import (
     HOP,
     FrameReader,
@@ -26,10 +26,11 @@ from iris.wire.codec import (
     decode_control,
     encode_control,
 )
-from iris.wire.frames import Kind, Serving
+from iris.wire.frames import Kind, Refusal, Serving
 from relay.core.ports import Held
 from relay.core.router import Router
 from relay.fragments import Assembly
+from relay.store.session import StoreSession
 
 KEY: Final = ClusterKey(bytes(range(32)))
 NOW_US: Final = 1_700_000_000_000_000
@@ -436,6 +437,68 @@ def session(data: bytes) -> None:
     assert not owner.delivered
 
 
+def stream_call(data: bytes) -> None:
+    """A call to a store: whatever is accepted, is written and read as the same again."""
+    try:
+        call = streams.decode_call(data)
+    except DecodeError:
+        return
+    assert streams.decode_call(streams.encode(call)) == call
+
+
+def stream_answer(data: bytes) -> None:
+    """A store's answer, likewise."""
+    try:
+        answer = streams.decode_answer(data)
+    except DecodeError:
+        return
+    assert streams.decode_answer(streams.encode(answer)) == answer
+
+
+class _Store:
+    """A store that takes nothing."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def recorded(self, bundle: Any) -> None:
+        self.taken += 1
+
+    def pushed(self, bundle: Any) -> None:
+        bundle.session.refuse(bundle, Refusal.LEAVING)
+
+    def gap(self, gap: frames.Gap) -> None: ...
+    def draining(self) -> None: ...
+    def out_full(self) -> None: ...
+    def asked(self, question: Any) -> None:
+        question.refuse("invalid", "not here")
+
+
+def store(data: bytes) -> None:
+    """Frames of a relay to a store: it raises nothing but IrisError."""
+    under_test = StoreSession(
+        _Store(), lambda size: bytes(size), label="", pid=0, message_limit=1 << 20
+    )
+    under_test.turn(NOW_US, NOW_US)
+
+    def take(frame: bytes) -> None:
+        buf = memoryview(bytearray(frame))
+        under_test.frame(buf, 0, len(buf))
+        under_test.flush()
+
+    early, data = (data[0] & 1, data[1:]) if data else (0, b"")
+    if not early:
+        take(encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20)))
+        kinds = (Kind.PUBLISH, Kind.BROADCAST, Kind.PUSH, Kind.STREAM)
+        for alias, kind in enumerate(kinds):
+            take(encode_control(frames.Declare(alias, kind, CLUSTER, KEY.key_id, bytes(16))))
+    try:
+        for frame in split(data):
+            take(frame)
+    except IrisError as err:
+        under_test.end(str(err))
+
+
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "control": control,
     "reader": reader,
@@ -446,4 +509,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "session": session,
     "link": link,
     "assembly": assembly,
+    "stream_call": stream_call,
+    "stream_answer": stream_answer,
+    "store": store,
 }

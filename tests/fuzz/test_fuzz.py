@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -11,6 +11,7 @@ from fuzz.targets import CLUSTER, DECLARED, KEY, TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from iris.wire import streams
 from iris.wire.codec import HOP, RELAY_HOP
 from iris.wire.frames import CONTROL_TYPES, FLAG_REFUSED, SERVED_KINDS, Kind
 
@@ -165,6 +166,30 @@ def pieces(draw: st.DrawFn) -> bytes:
     return b"".join(parts)
 
 
+BODIES: dict[str, st.SearchStrategy[Any]] = {
+    "orders": st.lists(st.tuples(st.binary(max_size=40), st.binary(min_size=31, max_size=32), st.binary(min_size=64, max_size=64)), max_size=2),
+    "records": st.lists(st.tuples(ids, st.binary(min_size=24, max_size=24), st.binary(max_size=30)), max_size=2),
+    "items": st.lists(st.one_of(
+        st.tuples(st.just(2), ids, st.one_of(st.none(), ids), st.text(max_size=5), ids), st.tuples(st.just(3), ids, ids, st.integers(0, 300)),
+    ), max_size=3),
+    "outcomes": st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), ids)), max_size=3),
+    "uuid": st.binary(min_size=15, max_size=16), "worker": st.binary(min_size=15, max_size=16), "sender_id": st.binary(min_size=15, max_size=16),
+    "done": st.lists(st.tuples(ids, ids), max_size=3), "consumer": names, "start": ids, "next": ids, "oldest": ids, "high_water": ids,
+    "max_bytes": ids, "max_messages": ids, "wait_ms": st.integers(0, 70_000), "time_us": ids,
+}  # fmt: skip
+
+
+@st.composite
+def stream_bodies(draw: st.DrawFn, union: Any) -> bytes:
+    """The body of a call or an answer whose fields mostly have the right types."""
+    struct = draw(st.sampled_from(get_args(union)))
+    body: dict[str, Any] = {"op": struct.__struct_config__.tag}
+    for field in msgspec.structs.fields(struct):
+        if draw(st.integers(0, 9)):
+            body[field.encode_name] = draw(BODIES.get(field.name, anything))
+    return msgspec.msgpack.encode(body)
+
+
 INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "control": st.one_of(
         st.binary(max_size=200), st.tuples(byte, st.binary(max_size=60)).map(lambda p: p[0] + b"\0" + p[1]),
@@ -181,6 +206,9 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "session": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "link": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "assembly": st.one_of(st.binary(max_size=300), nearly_right, pieces()),
+    "stream_call": st.one_of(st.binary(max_size=100), stream_bodies(streams.Call)),
+    "stream_answer": st.one_of(st.binary(max_size=100), stream_bodies(streams.Answer)),
+    "store": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from iris.core.tunnel import prologue
 from iris.crypto.keys import ClusterKey, StoreKey, public_id, verify_order, verify_store_proof
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Sealer, derive_key_and_salt
+from iris.streams.calls import Known
 from iris.streams.records import RecordOpener
 from iris.wire import frames, streams
 from iris.wire.codec import END, HOP, RELAY_HOP, answer_suffix, encode_control, metadata_prefix
@@ -307,7 +308,10 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
     hole = streams.Hole(5, 6, 2)
     gap = streams.Gap(6, 3, "slow receiver", SENT_US + 1000)
     fetched = streams.Fetched([hole, gap, record], 8, 0, 8, STREAM_UUID)
-    opened = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None).open(record)
+    opener = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None)
+    unasked: Any = None
+    opener.known = Known(streams.decode_order(ORDER), unasked)
+    opened = opener.open(record)
     assert isinstance(opened, list), opened
     grant = CONTROLS["grant"]
     assert isinstance(grant, frames.Grant)
