@@ -137,6 +137,8 @@ class Relay:
     async def stop(self, *, drain_s: float | None = None) -> None:
         """Take no new session or link, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
+        if self._store is not None:
+            self._store.let_go()
         try:
             self.hub.stop_listening()
             if self._socket is not None:

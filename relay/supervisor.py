@@ -64,6 +64,10 @@ class StoreSupervisor:
             )
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
+    def let_go(self) -> None:
+        """Start it no more: whoever stops the relay may stop the store, too."""
+        self._stopping = True
+
     async def stop(self) -> None:
         """End the store: it writes what it has. Killed when that takes too long. Idempotent."""
         self._stopping = True

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from iris.client import Client
 
 MAX_PRODUCERS: Final = 1024
+MAX_US: Final = 1 << 62
+"""µs since 1970."""
 _ConsumerInfos = list[ConsumerInfo]
 _Keys = list[ClusterKey]
 _Infos = list["StreamInfo"]
@@ -247,8 +249,7 @@ class Streams:
             await self._stores.ask_stream(
                 name, log, Delete(orders), Settled, timeout=timeout, writes=True
             )
-        self._stores.forget(name)
-        self._stores.forget(name, log)
+        self._stores.forget_deleted(name, log)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
         """Give every stream of ours the keys that our keyring has for it now, and return those that lacked one.
@@ -289,6 +290,8 @@ class Streams:
                 raise StreamError(name, "a tombstone is of a key")
             expires_us = 0 if ttl is None else now_us + _microseconds("ttl", ttl)
             due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
+            if not 0 <= due_us < MAX_US or expires_us >= MAX_US:
+                raise ConfigError("ttl, deliver_at: not between 1970 and the year 200,000")
             key_hash = await self._key_hash(name, uuid, key, timeout) if key is not None else b""
             extras = Extras(key_hash, tombstone, expires_us, due_us)
         if expect is not None:
@@ -369,9 +372,14 @@ class Streams:
     async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
         """Return where the consumers of a stream are, by name. Raises StreamError."""
         check_cluster(name)
-        call = DescribeConsumers()
-        answer = await self._stores.ask_stream(name, uuid, call, Consumers, timeout=timeout)
-        return answer.consumers
+        found: _ConsumerInfos = []
+        more = True
+        while more:
+            call = DescribeConsumers(found[-1].name if found else "")
+            answer = await self._stores.ask_stream(name, uuid, call, Consumers, timeout=timeout)
+            found += answer.consumers
+            more = answer.more and bool(answer.consumers)
+        return found
 
     async def delete_consumer(
         self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0

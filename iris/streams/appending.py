@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, headers_bytes
-from iris.errors import IrisError, StreamError, StreamUnavailable
+from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
 from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Place, Stores
 from iris.wire.streams import (
     DUPLICATE,
@@ -224,7 +224,7 @@ class Producer:
                 elif self._queue and self._records < WINDOW:
                     place = await self._place()
                     if place is not None:
-                        _, session = await self._stores.client.ready(self.name, CALL_S)
+                        _, session = await self._stores.client.ready(self.name, GIVE_UP_S)
                         if not self._again:  # nothing was lost while we waited
                             self._send_new(session, place)
                             self._stores.client.touch()
@@ -232,7 +232,7 @@ class Producer:
                 self._work.clear()
                 if self._calls or self._again or not self._queue:
                     await self._work.wait()
-        except (IrisError, OSError) as err:
+        except Exception as err:  # whoever waits hears of it, whatever it is
             self._fail_all(err)
         finally:
             self._feeder = None
@@ -330,8 +330,12 @@ class Producer:
                 self._away(batch, lost=False)
             else:
                 self._refused(batch, err)
-        except IrisError as err:
-            self._away(batch, lost=getattr(err, "may_have_run", True))
+        except RequestError as err:
+            self._away(batch, lost=err.may_have_run)
+        except asyncio.CancelledError:
+            raise
+        except Exception as err:  # what cannot be sent ends here, and holds up nothing behind it
+            self._refused(batch, StreamError(self.name, f"{type(err).__name__}: {err}"))
         else:
             if len(answer.outcomes) == len(batch):
                 self._answered(batch, answer.outcomes)
@@ -370,6 +374,10 @@ class Producer:
             elif outcome.status == FENCED:
                 self._over(record, StreamError(self.name, "another producer goes on under our id"))
                 self._forgotten()
+            else:
+                detail = f"the store answered with status {outcome.status}"
+                self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
+                self._forgotten()
 
     def _stored(self, record: Pending, offset: int) -> None:
         self._pause_s = PAUSE_MIN_S
@@ -395,7 +403,10 @@ class Producer:
     def _refused(self, batch: list[Pending], error: StreamError) -> None:
         """The store did not take these: those after them are out of order there, and are numbered anew."""
         for record in batch:
-            self._over(record, error)
+            unsure = StreamUnavailable(
+                self.name, f"{error.detail}; it may be stored all the same", may_have_run=True
+            )
+            self._over(record, unsure if record.lost else error)
         self._forgotten()
 
     def _forgotten(self) -> None:
@@ -444,11 +455,12 @@ class Producer:
 
     def _fail_all(self, error: Exception) -> None:
         unknown = StreamUnavailable(self.name, str(error), may_have_run=True)
+        unsent = StreamUnavailable(self.name, str(error))
         for record in self._unacked:
             self._over(record, unknown)
         self._unacked.clear()
         for record in self._queue:
-            self._over(record, error if isinstance(error, IrisError) else unknown)
+            self._over(record, error if isinstance(error, StreamError) else unsent)
         self._queue.clear()
         self._forgotten()
         self._epoch += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 MAX_PLACES: Final = 4096
 PLACE_S: Final = 10.0
+HOLDERS_S: Final = 5.0
+"""A relay that does not say in that time who holds a stream has lost the question, or is lost itself."""
+_UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --data DIR`"
@@ -166,14 +170,17 @@ class Stores:
         """
         until_s = _until(timeout)
         pause_s = PAUSE_MIN_S
-        trying = False
+        trying = lost = False
         while True:
             left_s = until_s - time.monotonic()
             try:
                 return await once(max(0.05, left_s))
             except (ConnectionLost, Overloaded, StreamError) as err:
                 if isinstance(err, StreamError) and not err.passing:
+                    # What came before it may have been done, and only its answer lost.
+                    err.may_have_run = err.may_have_run or lost
                     raise
+                lost = lost or err.may_have_run
                 self.forget(name, uuid)
                 if isinstance(err, NoStream) and (name, uuid) not in self._seen:
                     raise
@@ -250,7 +257,10 @@ class Stores:
                     name, f"there are {len(uuids)}, name one: uuid={' or uuid='.join(uuids)}"
                 )
             if uuids:
-                key = next(key for key_id, key in keys.items() if key_id in holders[0].key_ids)
+                key = next(
+                    (key for key_id, key in keys.items() if key_id in holders[0].key_ids),
+                    next(iter(keys.values())),
+                )
                 place = Place(bytes.fromhex(uuids[0]), key, time.monotonic() + PLACE_S)
             else:  # not heard of yet, perhaps: the relay knows how long to wait for what may come back
                 key = next(iter(keys.values()))
@@ -268,6 +278,12 @@ class Stores:
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""
         self._places.pop((name, uuid), None)
+
+    def forget_deleted(self, name: str, uuid: str) -> None:
+        """It will not come back."""
+        for place in ((name, ""), (name, uuid)):
+            self._places.pop(place, None)
+            self._seen.discard(place)
 
     async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
         """Return which stores our relay knows to hold a stream of this name; for `stores` under NO_KEY, the stores."""
@@ -287,7 +303,7 @@ class Stores:
         number = session.watch(name, list(key_ids), heard, stay=False, streams=True)
         self.client.touch()
         try:
-            async with asyncio.timeout(max(0.001, until_s - time.monotonic())):
+            async with asyncio.timeout(max(0.001, min(HOLDERS_S, until_s - time.monotonic()))):
                 await done
         except TimeoutError:
             raise ConnectionLost(
@@ -295,7 +311,11 @@ class Stores:
             ) from None
         finally:
             session.unwatch(number)
-        return [Holder(info.tag, info.key_ids, info.member) for info in found if info.tag]
+        return [
+            Holder(info.tag, info.key_ids, info.member)
+            for info in found
+            if _UUID.fullmatch(info.tag)
+        ]
 
     async def store(self, *, timeout: float) -> StoreInfo:
         """Return a store that takes a new stream: that of our own relay, if it has one. Raises StreamUnavailable."""

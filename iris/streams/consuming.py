@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Self
 
-from iris.errors import Closed, ConnectionLost, IrisError, StreamError, StreamUnavailable
-from iris.streams.calls import Place, Stores
+from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
+from iris.streams.calls import Stores
 from iris.streams.reading import GAPS, Start, resolve_dead, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
 from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
@@ -57,6 +59,8 @@ class Consumer:
         """Offsets of what we were handed and have not settled."""
         self._offset = -1
         self._again = False
+        self._away_s = 0.0
+        """Since when the store is away; 0 while it is not."""
         self._closed = False
         self._done: list[int] = []
         self._failed: dict[tuple[int, str], list[int]] = {}
@@ -109,27 +113,17 @@ class Consumer:
             self.name, self._worker, TAKE_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
             self._ack_timeout_us, self._max_deliver, self._again,
         )  # fmt: skip
-        # Unless the answer comes, what it hands out is asked for again.
-        self._again = True
-        place = await self._stores.until(
-            self.stream, self._uuid, self._find, timeout=self._patience, patience=self._patience
-        )
+        # Unless the answer comes and is opened, what it hands out is asked for again.
+        again, self._again = self._again, True
         try:
+            place = await self._stores.find(self.stream, self._uuid, timeout=self._patience)
             taken = await self._stores.ask(
-                place.address,
-                place.key,
-                call,
-                Delivered,
-                timeout=self._patience + WAIT_MS / 1000,
-                shown=self.stream,
-            )
-        except (ConnectionLost, StreamError) as err:
-            if isinstance(err, StreamError) and not err.passing:
-                raise
-            self._stores.forget(self.stream, self._uuid)
-            await asyncio.sleep(0.05)
+                place.address, place.key, call, Delivered, timeout=self._patience + WAIT_MS / 1000, shown=self.stream
+            )  # fmt: skip
+        except (RequestError, StreamError) as err:
+            await self._away(err)
             return []
-        self._again = False
+        self._away_s = 0.0
         self.lag = taken.lag
         if taken.fenced:
             raise StreamError(
@@ -138,10 +132,30 @@ class Consumer:
         messages: list[StreamMessage] = []
         for handed in taken.items:
             messages += await self._opened(handed)
+        if again:
+            # Of what was handed out once more we may have some already.
+            messages = [message for message in messages if message.offset not in self._held]
+        self._held.update(message.offset for message in messages)
+        self._again = False
         return messages
 
-    async def _find(self, left_s: float) -> Place:
-        return await self._stores.find(self.stream, self._uuid, timeout=left_s)
+    async def _away(self, err: IrisError) -> None:
+        """Wait a moment for the store or the way to it; raises when that is in vain, or took too long."""
+        now_s = time.monotonic()
+        self._stores.forget(self.stream, self._uuid)
+        self._away_s = self._away_s or now_s
+        if (
+            isinstance(err, StreamError)
+            and not err.passing
+            and not isinstance(err, StreamUnavailable)
+        ):
+            raise err
+        if now_s - self._away_s > self._patience:
+            self._away_s = 0.0
+            if isinstance(err, StreamError):
+                raise err
+            raise StreamUnavailable(self.stream, str(err), may_have_run=True) from err
+        await asyncio.sleep(random.uniform(0.05, 0.2))
 
     async def _opened(self, handed: Handed) -> list[StreamMessage]:
         item = handed.item
@@ -153,23 +167,12 @@ class Consumer:
             self._tell(opened)
             return []
         wanted = int.from_bytes(handed.wanted, "little")
-        held = self._held
-        messages = [
-            message
-            for place, message in enumerate(opened)
-            if wanted >> place & 1 and message.offset not in held
-        ]
+        messages = [message for place, message in enumerate(opened) if wanted >> place & 1]
         for message in messages:
-            held.add(message.offset)
             if message.dead is not None:
                 await resolve_dead(
-                    self._stores,
-                    self._opener,
-                    self.stream,
-                    message,
-                    message.dead,
-                    patience=self._patience,
-                )
+                    self._stores, self._opener, self.stream, message, message.dead, patience=self._patience
+                )  # fmt: skip
         return messages
 
     def _tell(self, gap: StreamGap) -> None:
@@ -208,6 +211,8 @@ class Consumer:
 
     async def flush(self) -> None:
         """Return when the store has all that was said. Raises StreamError if it could not be told."""
+        if self._done or self._failed or self._touched or self._through >= 0:
+            self._schedule()
         await self._settled()
         self._raise_error()
 

@@ -243,7 +243,7 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     group: bool = False
     durable: bool = True
     ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] = 30_000_000
-    max_deliver: U32 = 0
+    max_deliver: Annotated[int, Meta(ge=0, le=65_535)] = 0
     again: bool = False
     """The last answer was lost: what this worker holds is handed out again."""
 
@@ -274,7 +274,9 @@ class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
 
 
 class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):
-    """Answered with Consumers."""
+    """Answered with Consumers, those behind the name `after`."""
+
+    after: Annotated[str, Meta(max_length=255)] = ""
 
 
 class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer"):
@@ -387,9 +389,10 @@ class ConsumerInfo(Struct, frozen=True):
 
 
 class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
-    """Of one stream."""
+    """Of one stream. `more`: ask again, after the last."""
 
     consumers: list[ConsumerInfo]
+    more: bool = False
 
 
 class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
@@ -400,7 +403,7 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 
 REFUSALS: Final = frozenset(
-    {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving"}
+    {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed"}
 )  # fmt: skip
 
 Call = (

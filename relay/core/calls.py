@@ -323,7 +323,7 @@ class Calls:
         accounts = self._accounts
         accounts.in_ += 1
         handed = neighbor.handed.get(hop)
-        if handed is None or handed.load.kind not in _ANSWERED:
+        if handed is None or _ANSWERS.get(handed.load.kind) != (kind == Kind.STREAM_REPLY):
             accounts.drop("late answer", 1)
             return
         survey = handed.survey
@@ -513,7 +513,8 @@ class Calls:
                 handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
 
 
-_ANSWERED: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
+_ANSWERS: Final[dict[int, bool]] = {Kind.REQUEST: False, Kind.SURVEY: False, Kind.STREAM: True}
+"""What is answered, and whether by STREAM_REPLY."""
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: "stale",
     Refusal.REPLAYED: "the member has seen this message before",

@@ -28,6 +28,8 @@ from relay.store.records import Gap, Hole, Item, Reason, Record
 from relay.store.unsettled import Open, Part, Unsettled
 
 MAX_BLOCKED: Final = 4096
+ENVELOPE_BYTES: Final = 448
+"""What a record takes in an answer beside its body, at most."""
 MAX_FENCED: Final = 1024
 """Workers that were taken over from and are remembered; one that is forgotten can take over again."""
 MAX_DELAY_US: Final = 30 * 86_400_000_000
@@ -52,7 +54,7 @@ class Taken(Struct, frozen=True):
 
     items: list[Delivery | Gap | Hole]
     bytes: int
-    """Of the bodies."""
+    """Of the records, envelopes included."""
     messages: int
     """Gaps count one each."""
     more: bool = False
@@ -273,6 +275,16 @@ class Consumer:
         if worker == self._worker:
             self._worker = None
 
+    def again(self, worker: bytes, now_us: int) -> None:
+        """An answer to `worker` was lost: what it holds is due again at once."""
+        self._tell_time(now_us)
+        self._table.drop(worker)
+
+    @property
+    def position(self) -> int:
+        """The offset of the next new message."""
+        return self._position
+
     def dead_letters(self) -> list[Dead]:
         """Return the messages that were given up, in that order. They are settled by `forget_dead` only."""
         return list(self._table.dead)
@@ -363,6 +375,9 @@ class Consumer:
             while self._table.ready and not basket.full():
                 record = self._table.records.get(self._table.ready[0])
                 parts = self._table.eligible(record) if record is not None else []
+                if record is not None and record.key is None:
+                    # What was delivered as often goes together; the rest of the record comes by itself.
+                    parts = [part for part in parts if part.deliveries == parts[0].deliveries]
                 if record is None or not parts:
                     heapq.heappop(self._table.ready)
                     if record is not None:
@@ -382,10 +397,11 @@ class Consumer:
                     self._lose(record, item.reason)
                     self._tell(basket)
                     continue
-                if not basket.fits(len(item.body), bits.bit_count()):
+                if not basket.fits(len(item.body) + ENVELOPE_BYTES, bits.bit_count()):
                     return False
-                heapq.heappop(self._table.ready)
-                record.queued = False
+                if record.key is not None:
+                    heapq.heappop(self._table.ready)
+                    record.queued = False
                 self._give(item, record, parts, basket)
         finally:
             for first in aside:
@@ -465,7 +481,7 @@ class Consumer:
         count = bits.bit_count()
         if not self._may_hand_out(count) or not self._may_hold(basket.worker, count):
             return False
-        if not basket.fits(len(item.body), count):
+        if not basket.fits(len(item.body) + ENVELOPE_BYTES, count):
             return False
         self._table.add(record, [(bits, 0, 0)])
         self._give(item, record, record.parts, basket)
@@ -489,7 +505,7 @@ class Consumer:
                 self.counts.redelivered += count
             basket.items.append(Delivery(item, part.bits, part.deliveries))
             basket.messages += count
-            basket.bytes += len(item.body)
+            basket.bytes += len(item.body) + ENVELOPE_BYTES
 
     def _tell(self, basket: _Basket) -> None:
         """Pass on what retention took since the last time."""

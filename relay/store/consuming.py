@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
 from iris.errors import IrisError
 from iris.wire import streams
-from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Settle
+from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
 from relay.store.consumers import Consumer, Delivery, Taken
 from relay.store.cursor import CursorDamaged, Dead, Settings
-from relay.store.errors import CursorsFull, LogDamaged, LogWriteFailed
+from relay.store.errors import CursorsFull, LogDamaged, LogError
 from relay.store.log import Log
 from relay.store.records import Gap, Hole, Item, Record
 from relay.store.session import Question
 
 MAX_EPHEMERAL: Final = 1024
+MAX_TOLD: Final = 500
 MAX_WAITING: Final = 16_384
 IDLE_US: Final = 60_000_000
 """An ephemeral consumer that nobody asked for so long is forgotten."""
@@ -47,16 +49,20 @@ class Consuming:
         self._used_us: dict[str, int] = {}
         """Ephemeral ones: when somebody asked last."""
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._save_us = 0
+        self._save_us: dict[str, int] = {}
+        """When each may be saved next."""
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def take(self, question: Question, call: Consume, now_us: int, *, wait: bool = False) -> None:
-        """Answer a Consume now, or when there is something."""
+        """Answer a Consume now, or when there is something. A worker waits once: its earlier call is answered with nothing."""
         consumer = self._consumer(call, now_us)
-        if call.again:
-            consumer.worker_gone(call.worker, now_us)
         waiting = self._waiting.setdefault(call.consumer, [])
+        for earlier in [one for one in waiting if one.call.worker == call.worker]:
+            waiting.remove(earlier)
+            earlier.question.answer(self._delivered(consumer, Taken([], 0, 0)))
+        if call.again:
+            consumer.again(call.worker, now_us)
         if not wait and self._answer(consumer, question, call, now_us, last=not call.wait_ms):
             return
         if len(waiting) >= MAX_WAITING:
@@ -67,6 +73,8 @@ class Consuming:
     def settle(self, question: Question, call: Settle, now_us: int) -> None:
         """Answer a Settle. What was handed out before a crash and not saved comes again: its settling counts for nothing."""
         consumer = self._found(call.consumer)
+        for ranges in (call.done, call.failed, call.held):
+            _check_ranges(ranges, self._log.next)
         worker = call.worker
         work: list[Callable[[], int]] = [
             partial(consumer.ack, worker, r.first, r.next, now_us) for r in call.done
@@ -86,13 +94,13 @@ class Consuming:
         self._settled(consumer, now_us)
         question.answer(streams.Settled(count))
 
-    def described(self) -> list[ConsumerInfo]:
-        """Return where each is, by name."""
-        for name in self._log.cursors():
-            if name not in self._consumers:
-                self._load(name)
+    def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
+        """Return where each is, by name, behind the name `after`; and whether there are more."""
+        names = sorted({*self._log.cursors(), *self._consumers})
+        names = [name for name in names if name > after]
         told = []
-        for name, consumer in sorted(self._consumers.items()):
+        for name in names[:MAX_TOLD]:
+            consumer = self._found(name)
             info, settings, counts = consumer.info(), consumer.settings, consumer.counts
             told.append(
                 ConsumerInfo(
@@ -100,12 +108,13 @@ class Consuming:
                     info.redelivering, info.workers, info.dead, counts.missed, counts.late,
                 )
             )  # fmt: skip
-        return told
+        return told, len(names) > MAX_TOLD
 
     def delete(self, name: str) -> bool:
         """Forget a consumer; whether it was there. Raises LogWriteFailed."""
         known = self._consumers.pop(name, None) is not None
         self._used_us.pop(name, None)
+        self._save_us.pop(name, None)
         for waiting in self._waiting.pop(name, []):
             waiting.question.refuse("consumer", f"consumer {name!r} was deleted")
         return self._log.delete_cursor(name) or known
@@ -113,36 +122,49 @@ class Consuming:
     # -- time ------------------------------------------------------------------------------------------------
 
     def wake(self, now_us: int) -> None:
-        """Hand out what there is to whoever waits, and answer those whose time is over."""
-        for name, waiting in list(self._waiting.items()):
-            consumer = self._consumers.get(name)
-            if not waiting or consumer is None:
-                del self._waiting[name]
-                continue
-            # Who waited longest comes first.
-            rest = []
-            for one in waiting:
-                over = one.until_us <= now_us
-                if one.question.session.state == "up" and not self._answer(
-                    consumer, one.question, one.call, now_us, last=over
-                ):
-                    rest.append(one)
-            self._waiting[name] = rest
+        """Hand out what there is to whoever waits."""
+        for name in list(self._waiting):
+            self._wake(name, now_us)
+
+    def _wake(self, name: str, now_us: int) -> None:
+        waiting = self._waiting[name]
+        consumer = self._consumers.get(name)
+        if not waiting or consumer is None:
+            del self._waiting[name]
+            return
+        # Who waited longest comes first; when there is nothing for one there is nothing for the next.
+        while waiting:
+            one = waiting[0]
+            if one.question.session.state == "up" and not self._answer(
+                consumer, one.question, one.call, now_us, last=False
+            ):
+                return
+            waiting.pop(0)
 
     def tend(self, now_us: int) -> None:
-        """End leases, write dead letters, save. Raises LogError."""
+        """End leases and waits, write dead letters, save. Raises LogError."""
+        for name, waiting in self._waiting.items():
+            over = [one for one in waiting if one.until_us <= now_us]
+            for one in over:
+                waiting.remove(one)
+                consumer = self._consumers.get(name)
+                if consumer is not None and not self._answer(
+                    consumer, one.question, one.call, now_us, last=True
+                ):
+                    one.question.refuse("consumer", f"consumer {name!r} is gone")
         for name, consumer in list(self._consumers.items()):
             deadline_us = consumer.deadline_us
             if deadline_us is not None and deadline_us <= now_us:
                 self._settled(consumer, now_us)
             if name in self._used_us:
-                waiting = self._waiting.get(name)
-                if not waiting and self._used_us[name] + IDLE_US < now_us:
+                if not self._waiting.get(name) and self._used_us[name] + IDLE_US < now_us:
                     del self._consumers[name], self._used_us[name]
-            elif consumer.dirty and now_us >= self._save_us:
+            elif consumer.dirty and now_us >= self._save_us.get(name, 0):
+                began_s = time.monotonic()
                 consumer.save()
-        if now_us >= self._save_us:
-            self._save_us = now_us + SAVE_US
+                # A long table takes long to save: never more than a twentieth of the time.
+                took_us = int(1e6 * (time.monotonic() - began_s))
+                self._save_us[name] = now_us + max(SAVE_US, 20 * took_us)
 
     def turn_away(self, reason: str) -> None:
         """Nobody can wait here now."""
@@ -224,16 +246,26 @@ class Consuming:
     def _settled(self, consumer: Consumer, now_us: int) -> None:
         consumer.expire(now_us)
         self._dead(consumer)
-        self.wake(now_us)
+        if consumer.name in self._waiting:
+            self._wake(consumer.name, now_us)
 
     def _dead(self, consumer: Consumer) -> None:
         letters = consumer.dead_letters()
         if letters:
             try:
                 self._bury(consumer.name, letters)
-            except LogWriteFailed:
+            except LogError:
                 return  # they stay listed, and are written when the disk takes them
             consumer.forget_dead(len(letters))
+
+
+def _check_ranges(ranges: Sequence[Range], end: int) -> None:
+    """Raise ConsumerRefused unless these are rising ranges of offsets below `end`: each message is looked at once."""
+    last = 0
+    for one in ranges:
+        if not last <= one.first < one.next <= end:
+            raise ConsumerRefused(f"offsets {one.first} to {one.next}: not in order, or not there")
+        last = one.next
 
 
 def _handed(item: Delivery | Gap | Hole) -> Handed:

@@ -195,7 +195,11 @@ class Database:
                 path, f"{sequence - found} synced writes are gone, up to offset {next_offset}"
             )
         database._uuid = uuid
-        database._mark_fd = os.open(os.path.join(path, MARK_NAME), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            database._mark_fd = os.open(os.path.join(path, MARK_NAME), os.O_RDWR | os.O_CLOEXEC)
+        except OSError as err:
+            database.close()
+            raise LogDamaged(path, f"its mark cannot be written: {err}") from err
         return database
 
     @property

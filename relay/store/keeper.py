@@ -20,7 +20,7 @@ from msgspec import structs
 from iris.crypto.keys import StoreKey, public_id, verify_order
 from iris.errors import DecodeError, InvalidName, IrisError, OpenError
 from iris.wire import frames, streams
-from iris.wire.frames import Kind, Refusal
+from iris.wire.frames import MAX_KEY_IDS, Kind, Refusal
 from iris.wire.names import check_cluster, check_filter
 from iris.wire.streams import (
     DEAD,
@@ -49,7 +49,6 @@ MAX_STREAMS: Final = 500
 """What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
 LIST_ENTRIES: Final = 64
 COMMIT_BYTES: Final = 1 << 20
-REOPEN_US: Final = 2_000_000
 _UUID: Final = re.compile("[0-9a-f]{32}")
 _ORDERS: Final = ".orders"
 """A file beside the log: its orders once more, for when the log cannot be opened."""
@@ -84,6 +83,8 @@ class Store:
         self.label = label
         self.now_us = 0
         self.presence = Presence(key, self.address)
+        self.leaving = False
+        """Our relay is about to stop."""
         self.blocked = False
         """The relay does not read what we answer: readers wait."""
         self.streams: dict[bytes, Stream] = {}
@@ -93,7 +94,6 @@ class Store:
         self._dirty: dict[bytes, Stream] = {}
         self._say_dirty = dirty
         self._urge = urge
-        self._reopen_us = 0
         self._quiet = Quiet()
         self._calls: dict[type, Callable[[Question, Any], None]] = {
             streams.FindStore: self._on_find_store,
@@ -116,6 +116,9 @@ class Store:
     def load(self, now_us: int) -> None:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
         self.now_us = now_us
+        for path in sorted(self.directory.glob(f"*{_ENDED}")):
+            for uuid in (bytes.fromhex(path.stem), dead_uuid(bytes.fromhex(path.stem))):
+                self._destroy(str(self.directory / uuid.hex()))
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
@@ -171,6 +174,7 @@ class Store:
     def attached(self, session: StoreSession, *, first: bool) -> None:
         """A relay welcomed us: show it every order, and serve every stream."""
         self.presence.attach(session)
+        self.leaving = False
         for stream in self.streams.values():
             if stream.orders and not stream.dead:
                 records = stream.definition.topic or stream.definition.cluster
@@ -227,6 +231,7 @@ class Store:
 
     def draining(self) -> None:
         """The relay stops: nobody waits here any more."""
+        self.leaving = True
         for stream in self.streams.values():
             stream.turn_away("the relay stops")
 
@@ -248,8 +253,11 @@ class Store:
             question.refuse("damaged", str(err))
         except LogError as err:
             question.refuse("disk", str(err))
-        except KeyError as err:
-            question.refuse("invalid", f"{type(question.call).__name__}: {err}")
+        except (ValueError, OverflowError) as err:
+            question.refuse("invalid", str(err))
+        except Exception as err:  # a fault of ours costs this call, and nobody else theirs
+            log.exception("store.fault", extra={"fields": {"call": type(question.call).__name__}})
+            question.refuse("failed", f"internal error: {type(err).__name__}")
 
     def _touch(self, stream: Stream) -> None:
         if not self._dirty:
@@ -269,6 +277,8 @@ class Store:
                 stream.commit(self.now_us)
             except LogError as err:  # told to whom it concerned; the others go on
                 self._warn(stream, err)
+            except Exception:
+                log.exception("store.fault", extra={"fields": {"stream": stream.name}})
 
     def _warn(self, stream: Stream, err: LogError) -> None:
         fields = {"stream": stream.name, "error": str(err)}
@@ -276,14 +286,15 @@ class Store:
 
     def tend(self) -> None:
         """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
-        reopen = self.now_us >= self._reopen_us
-        if reopen:
-            self._reopen_us = self.now_us + REOPEN_US
         for stream in list(self.streams.values()):
-            if not self.blocked:
-                stream.wake(self.now_us)
             try:
-                if reopen and stream.orders and (stream.log is None or stream.log.failed):
+                if not self.blocked:
+                    stream.expire(self.now_us)
+                if (
+                    stream.orders
+                    and stream.reopen_us <= self.now_us
+                    and (stream.log is None or stream.log.failed)
+                ):
                     was_open = stream.log is not None
                     stream.reopen(self.now_us)
                     if not was_open and not stream.dead:
@@ -294,6 +305,8 @@ class Store:
                 stream.tend(self.now_us)
             except LogError as err:
                 self._warn(stream, err)
+            except Exception:
+                log.exception("store.fault", extra={"fields": {"stream": stream.name}})
 
     # -- calls of the store ----------------------------------------------------------------------------------
 
@@ -328,12 +341,15 @@ class Store:
             )
         if os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
             raise Refuse("order", "this log was deleted; create the stream anew")
+        if dead_uuid(uuid) in self.streams or any(uuid == dead_uuid(u) for u in self.streams):
+            raise Refuse("order", "its uuid is that of another stream's dead letters")
+        self._check_keys(definition, set(orders))
         if len(self.streams) >= MAX_STREAMS:
             raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
         path = str(self.directory / uuid.hex())
         kept = _encode(Kept([signed for _, signed in orders.values()]))
-        made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
         write_beside(path + _ORDERS, kept)
+        made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
         stream = self.streams[uuid] = Stream(path, uuid, made, orders)
         self._place(stream)
 
@@ -371,6 +387,9 @@ class Store:
         new = self._checked(call.orders, stream.uuid)
         definition = _one_definition(new)
         old = stream.definition
+        if all(stream.orders.get(key_id) == pair for key_id, pair in new.items()):
+            question.answer(stream.described(self.key.public_key, self.label))  # a retry
+            return
         if (definition.name, definition.topic, definition.cluster) != (
             old.name,
             old.topic,
@@ -384,14 +403,25 @@ class Store:
             if before is not None and order.issued_us <= before[0].issued_us:
                 raise Refuse("order", "a later order is in force")
         orders = {**stream.orders, **new}
+        self._check_keys(definition, set(orders))
         stream.commit(self.now_us)
         kept = _encode(Kept([signed for _, signed in orders.values()]))
         stream.log.define(kept)
         write_beside(stream.path + _ORDERS, kept)
+        if orders.keys() == stream.orders.keys() and definition.paused == old.paused:
+            stream.orders = orders
+            stream.redefine()
+            self._place(stream)
+            question.answer(stream.described(self.key.public_key, self.label))
+            return
         self._leave(stream)
         self._displace(stream)
         stream.orders = orders
         stream.redefine()
+        if definition.cluster and not old.paused:
+            # Between two memberships broadcasts may pass by.
+            stream.note(None, "its keys changed")
+            self._touch(stream)
         if old.paused and not definition.paused and (definition.topic or definition.cluster):
             stream.note(None, "it was paused")
             self._touch(stream)
@@ -425,7 +455,10 @@ class Store:
         self._touch(stream)
 
     def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
-        self._stream(question).fetch(question, call, self.now_us, wait=self.blocked)
+        stream = self._stream(question)
+        if self.leaving and call.wait_ms:
+            raise Refuse("leaving", "the relay stops")
+        stream.fetch(question, call, self.now_us, wait=self.blocked)
 
     def _on_find(self, question: Question, call: streams.Find) -> None:
         stream = self._stream(question)
@@ -444,13 +477,16 @@ class Store:
         return stream.consuming
 
     def _on_consume(self, question: Question, call: streams.Consume) -> None:
-        self._consuming(question).take(question, call, self.now_us, wait=self.blocked)
+        consuming = self._consuming(question)
+        if self.leaving and call.wait_ms:
+            raise Refuse("leaving", "the relay stops")
+        consuming.take(question, call, self.now_us, wait=self.blocked)
 
     def _on_settle(self, question: Question, call: streams.Settle) -> None:
         self._consuming(question).settle(question, call, self.now_us)
 
     def _on_consumers(self, question: Question, call: streams.DescribeConsumers) -> None:
-        question.answer(streams.Consumers(self._consuming(question).described()))
+        question.answer(streams.Consumers(*self._consuming(question).described(call.after)))
 
     def _on_delete_consumer(self, question: Question, call: streams.DeleteConsumer) -> None:
         if not self._consuming(question).delete(call.consumer):
@@ -464,12 +500,14 @@ class Store:
         if grave is None:
             path = str(self.directory / uuid.hex())
             kept = _encode(Kept(parent=stream.uuid))
-            made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
             write_beside(path + _ORDERS, kept)
+            made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
             grave = self.streams[uuid] = Stream(path, uuid, made, {})
             grave.dead = True
             self._place(stream)
             self.presence.serve_dead(stream, grave)
+        if not grave.dead:
+            raise LogWriteFailed(grave.path, "it is not a log of dead letters")
         grave.bury_here(stream, consumer, letters, self.now_us)
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -492,6 +530,17 @@ class Store:
                 raise Refuse("order", "the order is for another key, log or purpose")
             orders[key_id] = (order, one)
         return orders
+
+    def _check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
+        """Raise Refuse if a stream, or all that record one filter, have more keys than a frame to the relay takes."""
+        for stream in self.streams.values():
+            if definition.topic and stream.definition.topic == definition.topic:
+                key_ids = key_ids | stream.orders.keys()
+        if len(key_ids) > MAX_KEY_IDS:
+            raise Refuse(
+                "full",
+                f"{len(key_ids)} keys for {definition.topic or definition.name!r}: over {MAX_KEY_IDS}",
+            )
 
     def _place(self, stream: Stream) -> None:
         if stream.dead:
@@ -518,6 +567,15 @@ class Store:
         gone = (stream, dead)
         self._places = {place: s for place, s in self._places.items() if s not in gone}
 
+    def _destroy(self, path: str) -> None:
+        """Remove a log that was deleted; what cannot be removed now is removed at the next start."""
+        try:
+            if os.path.isdir(path):
+                Log.destroy(path)
+            Path(path + _ORDERS).unlink(missing_ok=True)
+        except (OSError, LogError) as err:
+            log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
+
     def _remove(self, stream: Stream, reason: str) -> None:
         self._leave(stream)
         self._displace(stream)
@@ -526,9 +584,7 @@ class Store:
             self._dirty.pop(uuid, None)
             if gone is not None:
                 gone.end(reason)
-                if os.path.isdir(gone.path):
-                    Log.destroy(gone.path)
-                Path(gone.path + _ORDERS).unlink(missing_ok=True)
+                self._destroy(gone.path)
 
 
 def write_beside(path: str, data: bytes) -> None:

@@ -287,7 +287,7 @@ class Log:
 
         Raises:
             ValueError: `start` is not between 0 and `next`.
-            LogDamaged: the entries there are not what was written; those before them can be read.
+            LogDamaged: the entry there is not what was written. Those before it can be read.
         """
         if not 0 <= start <= self._chain.next:
             raise ValueError(f"start: {start} is not between 0 and {self._chain.next}")
@@ -296,17 +296,22 @@ class Log:
         if start < at:
             items.append(Hole(start, at, Reason.RETENTION))
         used = 0
-        for item, size in self._chain.walk(at):
-            shown = _shown(item, now_us, deferred)
-            last = items[-1] if items else None
-            if isinstance(shown, Hole) and isinstance(last, Hole) and shown.reason == last.reason:
-                items[-1] = Hole(last.first, shown.next, last.reason)
-            else:
-                items.append(shown)
-            at = item.next
-            used += size
-            if used >= max_bytes:
-                break
+        try:
+            for item, size in self._chain.walk(at):
+                shown = _shown(item, now_us, deferred)
+                last = items[-1] if items else None
+                same = isinstance(last, Hole) and isinstance(shown, Hole)
+                if same and shown.reason == last.reason:  # type: ignore[union-attr]  # both are holes
+                    items[-1] = Hole(last.first, shown.next, last.reason)  # type: ignore[union-attr]
+                else:
+                    items.append(shown)
+                at = item.next
+                used += size
+                if used >= max_bytes:
+                    break
+        except LogDamaged:
+            if not items:
+                raise
         return Chunk(items, at, self._chain.oldest, self._chain.next)
 
     def find(self, time_us: int) -> int:

@@ -19,6 +19,7 @@ from iris.wire.codec import (
     END,
     END_AT,
     FLAGS_AT,
+    FRAME_OVERHEAD,
     HOP,
     KIND_AT,
     decode_control,
@@ -247,6 +248,10 @@ class StoreSession:
         """Send the answer to a question."""
         if self.state != "up":
             return
+        if len(body) > self.message_limit + FRAME_OVERHEAD - _HEAD_BYTES:
+            body = encode(
+                Refused("full", f"the answer has {len(body)} bytes, over the limit of a message")
+            )
         self._tick += 1
         place = (question.name, question.key_id)
         alias = self._aliases.get(place)
@@ -369,4 +374,5 @@ class StoreSession:
 
 
 _FULL_BYTES: Final = 1 << 20
+_HEAD_BYTES: Final = 64
 _UNREAD: Final[Any] = None

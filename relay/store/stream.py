@@ -44,6 +44,10 @@ from relay.store.session import Bundle, Question
 MAX_WAITING: Final = 16_384
 """Readers that wait at one stream; one more is answered at once, with nothing."""
 MAX_SENDERS: Final = 65_536
+REOPEN_MIN_US: Final = 2_000_000
+REOPEN_MAX_US: Final = 60_000_000
+MOST: Final = 1 << 53
+"""Nobody lost more than that: a count beyond is a sender's invention."""
 FULL: Final = "the disk took nothing"
 COMPACT_US: Final = 10_000_000
 RECORD_BYTES: Final = 640
@@ -96,6 +100,7 @@ class Stream:
         """Messages told in gap records."""
         self.name = ""
         self.definition = Definition("?")
+        self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
         self.dead = False
         """Holds the dead letters of another stream."""
         self._limits = Limits()
@@ -108,8 +113,10 @@ class Stream:
         self._noted = ("", -1)
         """The last gap of unknown count: its cause, and the offset after it."""
         self._waiting: list[tuple[int, Question, Fetch]] = []
-        self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
         self._compact_us = 0
+        self.reopen_us = 0
+        """A log that failed is opened again then."""
+        self._pause_us = REOPEN_MIN_US
         self.consuming: Consuming | None = None
         """None while there is no log."""
         self.bury: Callable[[str, list[Dead]], None] = _nowhere
@@ -135,6 +142,8 @@ class Stream:
 
     def define(self, definition: Definition) -> None:
         """Take up a definition."""
+        if self.definition.paused and not definition.paused:
+            self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)  # one gap told what was missed
         self.definition = definition
         self.name = definition.name
         self._limits = Limits(
@@ -205,9 +214,11 @@ class Stream:
     def note(self, count: int | None, cause: str) -> None:
         """Have a gap record written in its place; neighbours of one cause are one record."""
         batch = self._batch
-        self.lost += count or 0
+        count = None if count is None else min(count, MOST)
+        self.lost = min(self.lost + (count or 0), MOST)
         if batch and isinstance(last := batch[-1][0], Note) and last.cause == cause:
-            known = None if count is None or last.count is None else last.count + count
+            both = (last.count or 0) + (count or 0)
+            known = None if count is None or last.count is None else min(both, MOST)
             batch[-1] = (Note(known, cause), None)
             return
         log = self.log
@@ -317,6 +328,9 @@ class Stream:
         except LogWriteFailed as err:
             self._failed(batch, err)
             return
+        except ValueError as err:
+            self._failed(batch, LogWriteFailed(self.path, str(err)))
+            return
         last = batch[-1][0]
         if isinstance(last, Note) and last.count is None:
             self._noted = (last.cause, log.next)
@@ -354,8 +368,12 @@ class Stream:
 
         A log that can still be read is not given up while the disk has no room for what opening it again writes.
         """
+        self.reopen_us = now_us + self._pause_us
+        self._pause_us = min(2 * self._pause_us, REOPEN_MAX_US)
         if self.log is not None:
             room_to_open(self.path)
+            if self.consuming is not None:
+                self.consuming.turn_away("the log is being opened again")
             self.log.close()
             self.log = self.consuming = None
         self.failed = "the log is being opened again"
@@ -365,6 +383,7 @@ class Stream:
             self.failed = str(err)
             raise
         self.failed = ""
+        self._pause_us = REOPEN_MIN_US
         self.opened(log)
         lost = [Note(self._unrecorded, FULL)] if self._unrecorded else []
         lost += [Note(None, FULL)] if self._unrecorded_more else []
@@ -402,17 +421,23 @@ class Stream:
         question.answer(streams.Fetched(items, end, log.oldest, log.next, self.uuid))
 
     def wake(self, now_us: int) -> None:
-        """Answer whoever waited for more, and whose time is over."""
-        log = self.log
+        """Answer whoever waited for more."""
         if self.consuming is not None:
             self.consuming.wake(now_us)
+        self._answer_waiting(now_us)
+
+    def expire(self, now_us: int) -> None:
+        """Answer whose time is over, or who waited because the relay did not read."""
+        self._answer_waiting(now_us)
+
+    def _answer_waiting(self, now_us: int) -> None:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        end = log.next if log is not None else 0
+        end = self.log.next if self.log is not None else 0
         for entry in waiting:
             until_us, question, call = entry
-            if log is None:
+            if self.log is None:
                 question.refuse("damaged", self.failed)
             elif call.start < end or until_us <= now_us:
                 self._answer(question, call, now_us)

@@ -15,6 +15,8 @@ from integration.stores import stored
 from iris.errors import StreamError
 from iris.streams import Consumer, StreamMessage
 from iris.testing import LocalCluster
+from iris.wire.streams import Range, Settle, Settled
+from relay.store import consuming
 
 
 @pytest.fixture
@@ -295,3 +297,89 @@ async def test_an_ephemeral_consumer_leaves_no_cursor(tmp_path: Path) -> None:
         await cluster.start_store()
         async with cluster.client() as client:
             assert await client.streams.consumers("orders") == []
+
+
+async def test_a_message_that_the_only_worker_forgot_comes_to_it_again(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x")
+    async with other.streams.consumer("orders", "invoices", ack_timeout=0.2) as work:
+        (first,) = await take(work, 1)
+        (again,) = await take(work, 1)
+        assert (first.deliveries, again.deliveries) == (1, 2)
+        work.ack(again)
+        await work.flush()
+    assert (await info(client, "orders", "invoices")).lag == 0
+
+
+async def test_takes_that_were_given_up_swallow_nothing(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    async with other.streams.consumer("orders", "invoices", group=True) as work:
+        for number in range(20):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await anext(work)
+            await client.streams.append("orders", b"%d" % number)
+            (message,) = await take(work, 1)
+            assert (message.payload, message.deliveries) == (b"%d" % number, 1)
+            work.ack(message)
+        await work.flush()
+    assert (await info(client, "orders", "invoices")).lag == 0
+
+
+@pytest.mark.parametrize("size", [1, 1040, 4000, 70_000])
+async def test_a_backlog_of_small_records_is_handed_out_in_frames_that_fit(
+    setting: Any, size: int
+) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    count = max(40, min(2500, (3 << 20) // size))
+    # A key each: records of their own.
+    await asyncio.gather(
+        *(
+            client.streams.append("orders", bytes(size), key=f"{n}", timeout=20.0)
+            for n in range(count)
+        )
+    )
+    async with other.streams.consumer("orders", "invoices", max_messages=5000) as work:
+        found = await take(work, count)
+        work.ack(*found)
+        await work.flush()
+    assert [m.offset for m in found] == list(range(count))
+
+
+async def test_settings_that_no_store_takes_are_refused_in_words(setting: Any) -> None:
+    _, client, _ = setting
+    await client.streams.create("orders")
+    for options in ({"max_deliver": 70_000}, {"ack_timeout": 0.0}, {"ack_timeout": 1e9}):
+        async with client.streams.consumer("orders", "invoices", **options) as work:
+            with pytest.raises(StreamError):
+                await anext(work)
+    assert await client.streams.consumers("orders") == []
+
+
+async def test_a_settle_that_names_what_is_not_there_is_refused(setting: Any) -> None:
+    _, client, _ = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x")
+    async with client.streams.consumer("orders", "invoices", group=True) as work:
+        await take(work, 1)
+        for done in ([Range(0, 2)], [Range(0, 1 << 62)], [Range(0, 1), Range(0, 1)], [Range(1, 0)]):
+            call = Settle("invoices", bytes(16), done)
+            with pytest.raises(StreamError, match="not in order, or not there"):
+                await client.streams._stores.ask_stream("orders", "", call, Settled, timeout=5.0)
+
+
+async def test_more_consumers_than_one_answer_takes_are_all_listed(
+    setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, client, _ = setting
+    monkeypatch.setattr(consuming, "MAX_TOLD", 3)
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x")
+    names = [f"c{n}" for n in range(10)]
+    for name in names:
+        async with client.streams.consumer("orders", name) as work:
+            work.ack(*await take(work, 1))
+    assert [one.name for one in await client.streams.consumers("orders")] == names

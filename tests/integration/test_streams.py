@@ -30,9 +30,12 @@ from iris.testing import LocalCluster
 from iris.wire.streams import (
     Append,
     Create,
+    Definition,
     NewRecord,
+    Order,
     Refused,
     SignedOrder,
+    dead_uuid,
     decode_order,
     encode,
 )
@@ -439,6 +442,79 @@ async def test_a_record_that_the_stream_never_recorded_is_not_shown(setting: Any
     assert [gap.cause for gap in reader.gaps] == ["unreadable: it is not of this stream"]
 
 
+async def test_a_stream_takes_no_more_keys_than_its_relay_does(setting: Any) -> None:
+    cluster, client, other = setting
+    made = await client.streams.create("orders", topic="orders")
+    store = cluster.store.store
+    definition = Definition("orders", topic="orders")
+    keys = [ClusterKey(bytes([number]) * 32) for number in range(1, 65)]
+    orders = []
+    for key in keys:
+        order = encode(Order("keep", bytes(16), key.key_id, store.key.public_key, 1, definition))
+        orders.append(SignedOrder(order, key.public_key, key.sign_order(order)))
+    await other.status()
+    waiter = asyncio.get_running_loop().create_future()
+    other._attachment.session.calling.send(
+        store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
+    )
+    other.touch()
+    answer = await waiter
+    assert (answer.code, "65 keys" in answer.detail) == ("full", True)
+    assert (await client.streams.describe("orders")).uuid == made.uuid
+
+
+async def test_nobody_makes_a_log_in_the_place_of_a_streams_dead_letters(setting: Any) -> None:
+    cluster, client, other = setting
+    made = await client.streams.create("orders")
+    store = cluster.store.store
+    key = ClusterKey(b"z" * 32)
+    uuid = dead_uuid(bytes.fromhex(made.uuid))
+    order = encode(Order("keep", uuid, key.key_id, store.key.public_key, 1, Definition("mine")))
+    orders = [SignedOrder(order, key.public_key, key.sign_order(order))]
+    await other.status()
+    waiter = asyncio.get_running_loop().create_future()
+    other._attachment.session.calling.send(
+        store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
+    )
+    other.touch()
+    assert "dead letters" in (await waiter).detail
+
+
+async def test_sequences_that_a_publisher_made_up_break_nothing(setting: Any) -> None:
+    cluster, client, other = setting
+    await client.streams.create("orders", topic="orders")
+    await other.publish("orders", b"0")
+    await other.flush()
+    flow = other._attachment.out.topics["orders"]
+    for first in (1 << 40, 1 << 62, (1 << 63) - 5, (1 << 64) - 5):
+        flow.first = first
+        await other.publish("orders", b"%d" % first)
+        await other.flush()
+    await cluster.settle()
+    assert await client.streams.append("orders", b"after") > 0
+    described = await client.streams.describe("orders")
+    assert described.lost > 1 << 40
+    assert (await whole(client, "orders"))[-1].payload == b"after"
+
+
+async def test_a_stream_is_created_again_at_once_after_its_end(setting: Any) -> None:
+    _, client, _ = setting
+    async with asyncio.timeout(8.0):
+        for number in range(3):
+            await client.streams.create("orders", topic=f"orders.{number}")
+            assert await client.streams.append("orders", b"x") == 0
+            await client.streams.delete("orders")
+
+
+async def test_a_time_that_no_clock_shows_is_refused_and_holds_up_nothing(setting: Any) -> None:
+    _, client, _ = setting
+    await client.streams.create("log")
+    for options in ({"ttl": 1e14}, {"ttl": -1.0}, {"deliver_at": datetime(1900, 1, 1, tzinfo=UTC)}):
+        with pytest.raises(iris.IrisError):
+            await client.streams.append("log", b"x", **options)
+    assert await client.streams.append("log", b"0") == 0
+
+
 async def test_a_damaged_log_is_told_and_costs_no_other_stream(tmp_path: Path) -> None:
     async with LocalCluster(data=tmp_path) as cluster:
         async with cluster.client() as client:
@@ -488,7 +564,7 @@ async def test_a_reader_follows_what_comes(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("log")
     await client.streams.append("log", b"old")
-    async with other.streams.read("log", "new") as reader:
+    async with other.streams.read("log", 1) as reader:
         for number in range(20):
             waiting = asyncio.create_task(anext(reader))
             await asyncio.sleep(0)
