@@ -8,6 +8,7 @@
     keyring   a process's keys: per cluster, per topic prefix, and a default
     bundle    several messages for one address, sealed and framed as one
     tunnel    an ordered, throttled, two-way message stream between two members
+    stream    a durable, offset-addressed log of a topic, a cluster or what is appended; kept, sealed, by a store
     frame     what travels on the wire; message is what a user sends
 
     async with iris.connect() as client:
