@@ -216,7 +216,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     names = args.only.split(",") if args.only else list(QUICK) if args.quick else None
     known = {system.name: system for system in SYSTEMS}
     cells = {cell.id: cell for cell in CELLS}
-    chosen = args.cells.split(",") if args.cells else list(cells)
+    usual = [cell.id for cell in CELLS if args.full or not cell.full]
+    chosen = args.cells.split(",") if args.cells else usual
     for what, given, there in (("--only", names or [], known), ("--cells", chosen, cells)):
         if unknown := [name for name in given if name not in there]:
             sys.exit(f"{what}: {', '.join(unknown)} is none of {', '.join(there)}")

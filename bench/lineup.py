@@ -25,13 +25,17 @@ class Cell:
     connections: int = 1
     secured: bool = False
     """TLS variants of peers run it, too."""
+    full: bool = False
+    """Of full runs only."""
 
 
-def _open(size: int, name: str, rate: int, connections: int = 1, *, secured: bool = False) -> Cell:
+def _open(
+    size: int, name: str, rate: int, connections: int = 1, *, secured: bool = False, full: bool = False
+) -> Cell:  # fmt: skip
     over = f" over {connections} connections" if connections > 1 else ""
     return Cell(
         id=f"w4-{name}-{rate}".lower().replace(" ", ""), workload="W4", shows="open", size=size, rate=rate,
-        title=f"request {name} at {rate:,}/s{over}", connections=connections, secured=secured,
+        title=f"request {name} at {rate:,}/s{over}", connections=connections, secured=secured, full=full,
     )  # fmt: skip
 
 
@@ -44,7 +48,7 @@ CELLS: Final = (
     _open(256, "256 B", 3000),
     _open(KIB, "1 KiB", 3000, secured=True),
     _open(5 * KIB, "5 KiB", 2000),
-    _open(KIB, "1 KiB", 5000, 25),
+    _open(KIB, "1 KiB", 5000, 25, full=True),
     _open(KIB, "1 KiB", 20_000, 25),
     _open(MIB - 64, "1 MiB", 100),
     Cell(id="w5", workload="W5", title="ordered stream of 64 KiB messages", shows="stream", size=64 * KIB, secured=True),

@@ -76,7 +76,9 @@ class RedisRequester(Requester):
         return await answer
 
     def answered(self, data: bytes) -> None:
-        self._asked.pop(data[:ID]).set_result(data[ID:])
+        waiter = self._asked.pop(data[:ID])
+        if not waiter.done():  # the run has given up waiting
+            waiter.set_result(data[ID:])
 
 
 class RedisPeer(Peer):

@@ -55,6 +55,10 @@ class Cell:
         return LATENCIES[self.shows][0]
 
 
+DISTURBED = 0.2
+"""Of a processor."""
+
+
 @dataclass(frozen=True)
 class Process:
     """What one process used in a run; several may have one name."""
@@ -73,6 +77,8 @@ class Run:
     processes: tuple[Process, ...]
     stolen_s: float
     latency: Mapping[str, str]
+    others_s: float = 0.0
+    """Processor seconds of processes that are none of the run's."""
 
     @property
     def faultless(self) -> bool:
@@ -148,6 +154,7 @@ def _run(source: Any, shows: str, where: str) -> Run:
         tuple(used),
         part({"stolen_s": 0.0, **source}, "stolen_s", (int, float), where),
         source.get("latency") or {},
+        part({"others_s": 0.0, **source}, "others_s", (int, float), where),
     )
     for kind in LATENCIES.get(shows, ()):
         part(run.latency, kind, str, f"{where}: latency")
@@ -214,7 +221,15 @@ class Results:
         return [run for _, run in sorted(self._runs.get((peer.name, cell.name), {}).items())]
 
     def good(self, peer: Peer, cell: Cell) -> list[Run]:
-        return [run for run in self.of(peer, cell) if run.status == "ok"]
+        """The rounds that count: of a fixed rate those beside which nothing else ran, if there are two of them."""
+        done = [run for run in self.of(peer, cell) if run.status == "ok"]
+        quiet = [run for run in done if not self.disturbed(cell, run)]
+        return quiet if len(quiet) >= 2 else done
+
+    def disturbed(self, cell: Cell, run: Run) -> bool:
+        """Whether others took a fifth of a processor while a fixed rate was measured."""
+        load_s = self.options.get("load_s") or 0.0
+        return cell.shows == "open" and run.others_s > DISTURBED * load_s > 0
 
     def outcome(self, peer: Peer, cell: Cell) -> str:
         """ "ok" if a round was, else "failed" if one did, else "not run"."""

@@ -169,6 +169,11 @@ class Builder:
             for run in runs
             if run.status != "ok"
         ]
+        used = len(self.results.good(peer, cell))
+        if used < sum(run.status == "ok" for run in runs):
+            texts.append(
+                "a round beside which other processes took over a fifth of a processor is left out"
+            )
         if any(not run.steady for run in runs):
             texts.append("a round of it was not steady")
         return tuple(dict.fromkeys(self.mark(text) for text in texts))

@@ -500,3 +500,28 @@ def test_only_a_saturated_system_is_off_the_scale(
         saturated = [height for height in heights if height > 1000]
         assert len(saturated) == (2 if cell.name == "w4-64k-500" else 0)
         assert heights[len(heights) - len(saturated) - 1] < highest < 1000
+
+
+def test_rounds_beside_which_something_else_ran_are_left_out_while_two_others_remain(
+    report: ModuleType, document: dict[str, Any]
+) -> None:
+    document = make_document(rounds=3)
+    opened = next(name for name, _, _, shows in CELLS if shows == "open")
+    runs = [r for r in document["runs"] if (r["peer"], r["cell"]) == ("iris", opened)]
+    results = importlib.import_module("reports.results").Results
+    peer, cell = "iris", opened
+
+    def counted() -> int:
+        made = results(document)
+        there = {p.name: p for p in made.peers}, {c.name: c for c in made.cells}
+        return len(made.good(there[0][peer], there[1][cell]))
+
+    assert counted() == len(runs) == 3
+    runs[0]["others_s"] = 0.9
+    assert counted() == 3
+    runs[0]["others_s"] = 1.1
+    assert counted() == 2
+    assert "is left out" in report.markdown(document)
+    # One round alone is no median: then all count, whatever ran beside them.
+    runs[1]["others_s"] = 1.1
+    assert counted() == 3
