@@ -58,6 +58,7 @@ class Consumer:
         self._held: set[int] = set()
         """Offsets of what we were handed and have not settled."""
         self._offset = -1
+        self._taking: asyncio.Task[list[StreamMessage]] | None = None
         self._again = False
         self._away_s = 0.0
         """Since when the store is away; 0 while it is not."""
@@ -103,7 +104,21 @@ class Consumer:
                 )
                 self._opener.known = known
                 self._uuid = self._uuid or known.described.uuid.hex()
-            messages = await self._take()
+            task = self._taking
+            if task is None:
+                task = self._taking = asyncio.create_task(self._take(), name="iris-consume")
+                task.add_done_callback(_seen)
+            try:
+                # Who is cancelled here leaves the call to the next one: what it hands out is not lost.
+                messages = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    self._taking = None
+                raise
+            except BaseException:
+                self._taking = None
+                raise
+            self._taking = None
             if messages:
                 return messages
 
@@ -270,6 +285,10 @@ class Consumer:
         if self._closed:
             return
         self._closed = True
+        task, self._taking = self._taking, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
         with contextlib.suppress(TimeoutError, IrisError):
             async with asyncio.timeout(SETTLE_S):
                 await self._settled()
@@ -291,6 +310,11 @@ class Consumer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _seen(task: asyncio.Task[list[StreamMessage]]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _ranges(offsets: Iterable[int]) -> tuple[list[Range], list[int]]:

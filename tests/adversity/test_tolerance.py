@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[frames.Control, str]] = {
     ),
     "a member that serves replies": (
         frames.Join(9, "a", [OTHER_KEY.key_id], {int(Kind.REPLY): Serving(1, 1)}),
-        "serves requests, pushes, surveys, broadcasts and tunnels only",
+        "serves requests, pushes, surveys, broadcasts, tunnels and streams only",
     ),
     "leaving what was not joined": (frames.Leave(9, 1), "member 1 is not of this session"),
     "unsubscribing what was not subscribed": (
