@@ -51,7 +51,7 @@ ENTRY_US = 12
 LINK_US = HANDSHAKE_US + 4 * (FRAME_US + SEND_US) + MEMBERSHIPS * ENTRY_US
 """All that one link costs a relay until both agree."""
 KEY = bytes(16)
-KINDS = {int(kind): Serving(8, 64 << 20) for kind in frames.SERVED_KINDS}
+KINDS = {int(kind): Serving(8, 64 << 20) for kind in frames.SERVED_KINDS - {frames.Kind.STREAM}}
 LIMIT_S = 30.0
 """In which a site of any size that is proved here has to agree."""
 LIMIT_MB = 512.0

@@ -85,6 +85,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "port": 0,
         "bind": ("127.0.0.1", "::1"),
         "join": ("10.0.0.7:7430", "dns:relays.example", "[fe80::1%eth0]:1"),
+        "data": Path("/var/lib/iris"),
         "mdns": False,
         "listen": ("tls://127.0.0.1:7431",),
         "drain_timeout_s": 2.5,

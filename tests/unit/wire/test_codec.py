@@ -45,6 +45,7 @@ EXAMPLES: list[Control] = [
     frames.Drain(1000),
     frames.Ack(3, "error", 4),
     frames.Prove(0, bytes(32), bytes(64)),
+    frames.Grant(0, b"order", bytes(32), bytes(64), bytes(64)),
     frames.Declare(9, 0x47, "a.b", KEY_ID, SENDER, False, ["g"], 5, 1, 2),
     frames.Join(1, "db", [KEY_ID], {0x40: SERVING}),
     frames.Leave(2, 7),
