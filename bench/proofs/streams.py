@@ -2,7 +2,7 @@
 
 The scenarios are those of `tests/support/proof_streams.py`, which `make test` runs at small counts. For N kills under load: N/4
 power cuts (and one on a disk that forgets what was synced, which has to be noticed), 3N/2 damaged logs, N/10 ends of relay
-or store while the other runs, and one full disk. What is broken is told with the seed of its scenario.
+or store while the other runs, one full disk, a read of 50,000 N messages, and N/4 kills of workers that share 50 N. What is broken is told with the seed of its scenario.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from support.stores import Outcome, Rig
 
 sys.path.insert(0, str(BENCH.parent / "tests"))
+LONG = 50_000
+"""Messages of the long read, for each kill."""
 START_S = 300.0
 CYCLE_S = 30.0
 """Longest that one cycle may take on average; a run is given up after that."""
@@ -31,6 +33,7 @@ CYCLE_S = 30.0
 
 def run(count: int, seed: int) -> Proof:
     """Prove it with `count` kills."""
+    from support import proof_consuming as consuming
     from support import proof_streams as scenarios
     from support.stores import build_lossy_disk
 
@@ -46,6 +49,10 @@ def run(count: int, seed: int) -> Proof:
         _play(proof, "new directory", 1, lambda rig: scenarios.first_power(rig, seed, shim))
         _play(proof, "damage", logs, lambda rig: scenarios.damage(rig, logs, seed))
         _play(proof, "restarts", ends, lambda rig: scenarios.restarts(rig, ends, seed))
+        long = count * LONG
+        _play(proof, "long read", count, lambda rig: consuming.long_read(rig, long, seed))
+        killed = max(4, count // 4)
+        _play(proof, "workers", killed, lambda rig: consuming.workers(rig, 50 * count, killed, seed))
         _control(proof, lambda rig: scenarios.power(rig, 2, seed, shim, lie=True))
         try:
             _play(proof, "full disk", 10, lambda rig: scenarios.full_disk(rig.directory, seed))

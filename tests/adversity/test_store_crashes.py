@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from support import proof_streams
+from support import proof_consuming, proof_streams
 from support.stores import POWER_LOST, Outcome, Rig, build_lossy_disk, compiler
 
 pytestmark = pytest.mark.timeout(240)  # a busy machine is slow; all of it takes under a minute
@@ -58,6 +58,14 @@ def held(outcome: Outcome) -> None:
 
 async def test_a_killed_store_keeps_what_it_acknowledged(rig: Rig) -> None:
     held(await proof_streams.kills(rig, 3, 1))
+
+
+async def test_a_long_read_takes_no_more_memory_than_a_short_one(rig: Rig) -> None:
+    held(await proof_consuming.long_read(rig, 50_000, 5))
+
+
+async def test_workers_that_are_killed_leave_no_message_unhandled(rig: Rig) -> None:
+    held(await proof_consuming.workers(rig, 300, 3, 6))
 
 
 async def test_a_disk_that_loses_power_keeps_what_was_acknowledged(rig: Rig, shim: Path) -> None:

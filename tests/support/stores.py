@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 POWER_LOST = 137
 """How the shim ends a process."""
 _HEAD = struct.Struct("<IHQ")
-_KEY = iris.ClusterKey(bytes(range(32)))
+KEY = iris.ClusterKey(bytes(range(32)))
 
 
 # -- messages ------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Rig:
 
     def client(self) -> iris.Client:
         """Return a client of the relay."""
-        return iris.connect(self.socket, keyring=iris.Keyring.single(_KEY))
+        return iris.connect(self.socket, keyring=iris.Keyring.single(KEY))
 
     # The relay
 
@@ -143,6 +143,12 @@ class Rig:
         self.start_store(**environ)
         if not await self.attached():
             raise RuntimeError(f"the store ended by itself: {self.last_words()}")
+
+    @property
+    def store_pid(self) -> int:
+        """The process of the store that runs."""
+        assert self._store is not None
+        return self._store.pid
 
     def mark_said(self) -> None:
         """Let `attached` look only at what the store says from now on."""

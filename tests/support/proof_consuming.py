@@ -1,0 +1,155 @@
+"""What readers and consumers of a stream promise: memory that does not grow with the log, and workers that may be killed.
+
+As `proof_streams`: scenarios, each with a count and a seed, that return an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from support.stores import PATIENCE_S, Outcome, Rig
+from support.stream_worker import CONSUMER, MAX_DELIVER, STREAM
+
+HERE = Path(__file__).parent
+CHUNK = 20_000
+GROWTH_MB = 64
+"""What a reader or store may take more at the end of a long read than after its first tenth: allocators keep some."""
+POISON = 97
+"""Every so many messages one that no worker can handle."""
+
+
+def resident_mb(pid: int | str) -> float:
+    """Return the memory of a process that is resident now, in MB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+async def long_read(rig: Rig, count: int, seed: int) -> Outcome:
+    """Append `count` messages, read all of them, and watch the memory of reader and store."""
+    outcome = Outcome(seed)
+    rig.start_relay()
+    await rig.serve()
+    async with rig.client() as client:
+        await client.streams.create(STREAM, timeout=PATIENCE_S)
+        begin_s = time.monotonic()
+        for first in range(0, count, CHUNK):
+            numbers = range(first, min(count, first + CHUNK))
+            await client.streams.append_many(
+                STREAM, [b"%d" % number for number in numbers], timeout=PATIENCE_S
+            )
+        append_s = time.monotonic() - begin_s
+    store = rig.store_pid
+    samples: list[tuple[int, float, float]] = []
+    wrong = 0
+    async with rig.client() as client:
+        at = 0
+        begin_s = time.monotonic()
+        async with client.streams.read(STREAM, follow=False) as reader:
+            async for batch in reader.batches():
+                for message in batch:
+                    wrong += message.offset != at or int(message.payload) != at
+                    at += 1
+                if not samples or at - samples[-1][0] >= count // 50:
+                    samples.append((at, resident_mb("self"), resident_mb(store)))
+        read_s = time.monotonic() - begin_s
+    outcome.expect(f"every message is read once and in order ({wrong} were not)", at == count and not wrong)
+    outcome.expect("nothing is missing", not reader.gaps)
+    early = [sample for sample in samples if sample[0] <= count // 10] or samples[:1]
+    for place, what in ((1, "reader"), (2, "store")):
+        before, after = max(s[place] for s in early), max(s[place] for s in samples)
+        outcome.figures[f"memory of the {what}"] = f"{before:.0f} MB in the first tenth, {after:.0f} MB at most"
+        outcome.expect(f"the {what} does not grow ({before:.0f} to {after:.0f} MB)", after < before + GROWTH_MB)
+    outcome.figures["messages"] = f"{count:,}; {count / append_s:,.0f}/s appended, {count / read_s:,.0f}/s read"
+    return outcome
+
+
+async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
+    """Have workers handle `count` messages while `kills` of them are killed; what cannot be handled becomes a dead letter."""
+    outcome = Outcome(seed)
+    rng = random.Random(seed)
+    rig.start_relay()
+    await rig.serve()
+    poison = {n for n in range(count) if n % POISON == POISON - 1}
+    files = rig.directory / "handled"
+    files.mkdir()
+    running: list[subprocess.Popen[bytes]] = []
+    started = 0
+
+    def launch() -> None:
+        nonlocal started
+        environ = {**rig.environ, "PYTHONPATH": str(HERE.parent)}
+        command = [sys.executable, str(HERE / "stream_worker.py"), str(rig.socket), str(files / str(started))]
+        with (rig.directory / "workers.log").open("ab") as log:
+            running.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        started += 1
+
+    async with rig.client() as client:
+        await client.streams.create(STREAM, timeout=PATIENCE_S)
+        try:
+            for _ in range(3):
+                launch()
+
+            async def append() -> None:
+                for n in range(count):
+                    payload = b"poison %d" % n if n in poison else b"%d" % n
+                    # Records of their own, a few of one key.
+                    key = f"customer {n % 50}" if n % 3 == 0 else None
+                    await client.streams.append(STREAM, payload, key=key, timeout=PATIENCE_S)
+
+            appending = asyncio.create_task(append())
+            for _ in range(kills):
+                await asyncio.sleep(rng.uniform(0.1, 0.6))
+                victim = running.pop(rng.randrange(len(running)))
+                victim.kill()
+                victim.wait(PATIENCE_S)
+                launch()
+            await appending
+            until_s = time.monotonic() + PATIENCE_S + kills
+            while True:
+                found = [c for c in await client.streams.consumers(STREAM) if c.name == CONSUMER]
+                if found and not found[0].lag and not found[0].dead and found[0].position == count:
+                    break
+                if time.monotonic() > until_s:
+                    outcome.break_(f"it is not all settled: {found}")
+                    break
+                await asyncio.sleep(0.1)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait(PATIENCE_S)
+        handled: Counter[int] = Counter()
+        again = 0
+        for file in files.iterdir():
+            for line in file.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):  # else it was killed in the middle of a line
+                    offset, payload, deliveries = line.split()
+                    outcome.expect("a worker is handed what was appended", offset == payload)
+                    handled[int(payload)] += 1
+                    again += int(deliveries) > 1
+        dead: Counter[int] = Counter()
+        async with client.streams.read(f"{STREAM}.dead", follow=False) as reader:
+            async for letter in reader:
+                assert letter.dead is not None
+                dead[letter.dead.offset] += 1
+                if letter.dead.offset in poison:
+                    outcome.expect("a dead letter names the reason", letter.dead.reason == "poison" or kills > 0)
+                    outcome.expect("and shows the message", letter.payload == b"poison %d" % letter.dead.offset)
+    missing = [n for n in range(count) if n not in poison and not handled[n] and not dead[n]]
+    outcome.expect(f"every message is handled or a dead letter ({len(missing)} are not: {missing[:5]})", not missing)
+    lost = [n for n in poison if dead[n] != 1]
+    outcome.expect(f"each poison is one dead letter ({len(lost)} are not: {lost[:5]})", not lost)
+    unhandled = [n for n in dead if n not in poison and handled[n] == 0 and kills < MAX_DELIVER]
+    outcome.expect(f"nothing else is dead ({unhandled[:5]})", not unhandled)
+    outcome.figures["messages"] = f"{count:,}, {len(poison):,} of them poison; {started:,} workers, {kills:,} killed"
+    twice = sum(n - 1 for n in handled.values() if n > 1)
+    outcome.figures["handled"] = f"{sum(handled.values()):,} times; {twice:,} twice, by workers killed before their ack arrived; {again:,} redelivered"
+    outcome.figures["dead letters"] = f"{sum(dead.values()):,}"
+    return outcome
+

@@ -1,0 +1,35 @@
+"""A worker of a consumer, as a process of its own that may be killed: `python stream_worker.py SOCKET STREAM CONSUMER FILE`.
+
+It handles each message by writing a line "offset number deliveries" to its file, and then acknowledges it; what says "poison" it refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import iris
+from support.stores import KEY
+
+STREAM, CONSUMER = "orders", "work"
+MAX_DELIVER = 3
+
+
+async def work(socket: str, file: str) -> None:
+    """Handle messages until the process is ended."""
+    with open(file, "ab", buffering=0) as handled:
+        async with iris.connect(socket, keyring=iris.Keyring.single(KEY)) as client:
+            async with client.streams.consumer(
+                STREAM, CONSUMER, group=True, ack_timeout=1.0, max_deliver=MAX_DELIVER, max_messages=20
+            ) as worker:
+                async for message in worker:
+                    if message.payload.startswith(b"poison"):
+                        worker.nack(message, reason="poison")
+                        continue
+                    line = b"%d %s %d\n" % (message.offset, message.payload, message.deliveries)
+                    handled.write(line)
+                    worker.ack(message)
+
+
+if __name__ == "__main__":
+    asyncio.run(work(sys.argv[1], sys.argv[2]))
