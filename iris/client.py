@@ -174,7 +174,9 @@ class Client:
                     await asyncio.gather(*leaving, *(s.finish() for s in list(self.working)))
                     await asyncio.gather(*(binding.stop() for binding in bindings))
                     if self._streams is not None:
-                        await self._streams.finish()
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(self.config.drain_timeout_s):
+                                await self._streams.finish()
                     attachment.state = "closing"
                     await attachment.say_bye()
         finally:

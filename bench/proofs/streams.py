@@ -52,7 +52,9 @@ def run(count: int, seed: int) -> Proof:
         long = count * LONG
         _play(proof, "long read", count, lambda rig: consuming.long_read(rig, long, seed))
         killed = max(4, count // 4)
-        _play(proof, "workers", killed, lambda rig: consuming.workers(rig, 50 * count, killed, seed))
+        _play(
+            proof, "workers", killed, lambda rig: consuming.workers(rig, 50 * count, killed, seed)
+        )
         _control(proof, lambda rig: scenarios.power(rig, 2, seed, shim, lie=True))
         try:
             _play(proof, "full disk", 10, lambda rig: scenarios.full_disk(rig.directory, seed))

@@ -259,7 +259,10 @@ class Host:
         ids = [key.key_id for key in keys or (self.key,)]
         for key in keys or (self.key,):
             self.session.out.prove(key)
-        kinds = {int(kind): Serving(concurrency, limit_bytes) for kind in frames.SERVED_KINDS - {frames.Kind.STREAM}}
+        kinds = {
+            int(kind): Serving(concurrency, limit_bytes)
+            for kind in frames.SERVED_KINDS - {frames.Kind.STREAM}
+        }
         self.session.ask(lambda number: frames.Join(number, name, ids, kinds), ack)
         self.net.run()
         assert ack.error is None

@@ -59,14 +59,22 @@ async def long_read(rig: Rig, count: int, seed: int) -> Outcome:
                 if not samples or at - samples[-1][0] >= count // 50:
                     samples.append((at, resident_mb("self"), resident_mb(store)))
         read_s = time.monotonic() - begin_s
-    outcome.expect(f"every message is read once and in order ({wrong} were not)", at == count and not wrong)
+    outcome.expect(
+        f"every message is read once and in order ({wrong} were not)", at == count and not wrong
+    )
     outcome.expect("nothing is missing", not reader.gaps)
     early = [sample for sample in samples if sample[0] <= count // 10] or samples[:1]
     for place, what in ((1, "reader"), (2, "store")):
         before, after = max(s[place] for s in early), max(s[place] for s in samples)
-        outcome.figures[f"memory of the {what}"] = f"{before:.0f} MB in the first tenth, {after:.0f} MB at most"
-        outcome.expect(f"the {what} does not grow ({before:.0f} to {after:.0f} MB)", after < before + GROWTH_MB)
-    outcome.figures["messages"] = f"{count:,}; {count / append_s:,.0f}/s appended, {count / read_s:,.0f}/s read"
+        outcome.figures[f"memory of the {what}"] = (
+            f"{before:.0f} MB in the first tenth, {after:.0f} MB at most"
+        )
+        outcome.expect(
+            f"the {what} does not grow ({before:.0f} to {after:.0f} MB)", after < before + GROWTH_MB
+        )
+    outcome.figures["messages"] = (
+        f"{count:,}; {count / append_s:,.0f}/s appended, {count / read_s:,.0f}/s read"
+    )
     return outcome
 
 
@@ -85,9 +93,18 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
     def launch() -> None:
         nonlocal started
         environ = {**rig.environ, "PYTHONPATH": str(HERE.parent)}
-        command = [sys.executable, str(HERE / "stream_worker.py"), str(rig.socket), str(files / str(started))]
+        command = [
+            sys.executable,
+            str(HERE / "stream_worker.py"),
+            str(rig.socket),
+            str(files / str(started)),
+        ]
         with (rig.directory / "workers.log").open("ab") as log:
-            running.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            running.append(
+                subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            )
         started += 1
 
     async with rig.client() as client:
@@ -139,17 +156,28 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
                 assert letter.dead is not None
                 dead[letter.dead.offset] += 1
                 if letter.dead.offset in poison:
-                    outcome.expect("a dead letter names the reason", letter.dead.reason == "poison" or kills > 0)
-                    outcome.expect("and shows the message", letter.payload == b"poison %d" % letter.dead.offset)
+                    outcome.expect(
+                        "a dead letter names the reason",
+                        letter.dead.reason == "poison" or kills > 0,
+                    )
+                    outcome.expect(
+                        "and shows the message", letter.payload == b"poison %d" % letter.dead.offset
+                    )
     missing = [n for n in range(count) if n not in poison and not handled[n] and not dead[n]]
-    outcome.expect(f"every message is handled or a dead letter ({len(missing)} are not: {missing[:5]})", not missing)
+    outcome.expect(
+        f"every message is handled or a dead letter ({len(missing)} are not: {missing[:5]})",
+        not missing,
+    )
     lost = [n for n in poison if dead[n] != 1]
     outcome.expect(f"each poison is one dead letter ({len(lost)} are not: {lost[:5]})", not lost)
     unhandled = [n for n in dead if n not in poison and handled[n] == 0 and kills < MAX_DELIVER]
     outcome.expect(f"nothing else is dead ({unhandled[:5]})", not unhandled)
-    outcome.figures["messages"] = f"{count:,}, {len(poison):,} of them poison; {started:,} workers, {kills:,} killed"
+    outcome.figures["messages"] = (
+        f"{count:,}, {len(poison):,} of them poison; {started:,} workers, {kills:,} killed"
+    )
     twice = sum(n - 1 for n in handled.values() if n > 1)
-    outcome.figures["handled"] = f"{sum(handled.values()):,} times; {twice:,} twice, by workers killed before their ack arrived; {again:,} redelivered"
+    outcome.figures["handled"] = (
+        f"{sum(handled.values()):,} times; {twice:,} twice, by workers killed before their ack arrived; {again:,} redelivered"
+    )
     outcome.figures["dead letters"] = f"{sum(dead.values()):,}"
     return outcome
-

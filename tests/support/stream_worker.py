@@ -6,6 +6,7 @@ It handles each message by writing a line "offset number deliveries" to its file
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 import iris
@@ -17,18 +18,19 @@ MAX_DELIVER = 3
 
 async def work(socket: str, file: str) -> None:
     """Handle messages until the process is ended."""
-    with open(file, "ab", buffering=0) as handled:
-        async with iris.connect(socket, keyring=iris.Keyring.single(KEY)) as client:
-            async with client.streams.consumer(
-                STREAM, CONSUMER, group=True, ack_timeout=1.0, max_deliver=MAX_DELIVER, max_messages=20
-            ) as worker:
-                async for message in worker:
-                    if message.payload.startswith(b"poison"):
-                        worker.nack(message, reason="poison")
-                        continue
-                    line = b"%d %s %d\n" % (message.offset, message.payload, message.deliveries)
-                    handled.write(line)
-                    worker.ack(message)
+    handled = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    settings = {"group": True, "ack_timeout": 1.0, "max_deliver": MAX_DELIVER, "max_messages": 20}
+    async with (
+        iris.connect(socket, keyring=iris.Keyring.single(KEY)) as client,
+        client.streams.consumer(STREAM, CONSUMER, **settings) as worker,
+    ):
+        async for message in worker:
+            if message.payload.startswith(b"poison"):
+                worker.nack(message, reason="poison")
+                continue
+            line = b"%d %s %d\n" % (message.offset, message.payload, message.deliveries)
+            os.write(handled, line)
+            worker.ack(message)
 
 
 if __name__ == "__main__":
