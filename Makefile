@@ -24,7 +24,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	PYTHONASYNCIODEBUG=1 $(BIN)/pytest
+	PYTHONASYNCIODEBUG=1 tests/run $(BIN)/pytest
 
 # Iris beside its peers, which get an environment of their own; and Iris beside its own floor.
 bench: $(BENCH_STAMP)

@@ -170,7 +170,9 @@ class Streams:
             # Somebody else was faster.
             found = await self._stores.describe(name, "", timeout=_left(until_s))
             return _same(found, definition)
-        self._stores.forget(name)
+        self._stores.created(name)
+        # Our relay hears of it within milliseconds: who creates it may use it.
+        await self._place(name, "", _left(until_s))
         return _info(self._stores.known(name, made))
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:

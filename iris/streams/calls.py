@@ -279,6 +279,11 @@ class Stores:
         """Look for a stream again."""
         self._places.pop((name, uuid), None)
 
+    def created(self, name: str) -> None:
+        """It is there now, also if our relay has not heard of it yet."""
+        self.forget(name)
+        self._seen.add((name, ""))
+
     def forget_deleted(self, name: str, uuid: str) -> None:
         """It will not come back."""
         for place in ((name, ""), (name, uuid)):

@@ -34,7 +34,7 @@ def ends(process: subprocess.Popen[bytes]) -> str:
     return out.decode()
 
 
-@pytest.mark.parametrize("verb", ["request", "publish", "tunnel"])
+@pytest.mark.parametrize("verb", ["request", "publish"])
 def test_workers_on_other_hosts_bench_together(network: Network, verb: str) -> None:
     relays = network.hosts("abc")
     network.meshed()
