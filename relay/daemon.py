@@ -316,18 +316,27 @@ class Relay:
         return status
 
 
-async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
-    """Run a relay until SIGTERM or SIGINT. A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
+def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, whoever else may set it; a second signal ends the process at once."""
     stop = asyncio.Event()
+    signalled = False
 
     def on_signal() -> None:
-        if stop.is_set():
+        nonlocal signalled
+        if signalled:
             os._exit(1)
+        signalled = True
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
+    """Run a relay until SIGTERM or SIGINT. A second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop = stop_on_signals(loop)
     relay = Relay(config)
     loop.add_signal_handler(signal.SIGHUP, read_keys_again, relay, environ)
     with garbled_names_told(relay.garbled_name):

@@ -22,7 +22,6 @@ from iris.core.message import encode_payload
 from iris.crypto.keys import ClusterKey, public_id
 from iris.errors import (
     ConfigError,
-    InvalidName,
     MessageTooLarge,
     NoStream,
     OffsetConflict,
@@ -36,7 +35,7 @@ from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.wire.frames import NO_KEY, STORES
-from iris.wire.names import check_cluster, check_filter
+from iris.wire.names import check_cluster
 from iris.wire.streams import (
     CONFLICT,
     DEAD,
@@ -61,6 +60,7 @@ from iris.wire.streams import (
     Order,
     Settled,
     SignedOrder,
+    check_definition,
     encode,
 )
 
@@ -147,7 +147,7 @@ class Streams:
         definition = Definition(
             name, topic, cluster, max_bytes, max_messages, round(max_age * 1e6), compact
         )
-        self._check(definition)
+        check_definition(definition)
         until_s = time.monotonic() + timeout
         try:
             found = await self._stores.describe(name, "", timeout=timeout)
@@ -403,22 +403,6 @@ class Streams:
             producer.end("the client was closed")
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _check(self, definition: Definition) -> None:
-        check_cluster(definition.name + DEAD)
-        if definition.name.endswith(DEAD):
-            raise InvalidName(
-                f"stream name {definition.name!r}: names that end in {DEAD!r} are of dead letters"
-            )
-        if definition.topic and definition.cluster:
-            raise ConfigError("a stream records a topic or a cluster, not both")
-        if definition.topic:
-            check_filter(definition.topic)
-        if definition.cluster:
-            check_cluster(definition.cluster)
-        for field in ("max_bytes", "max_messages", "max_age_us"):
-            if not 0 <= getattr(definition, field) < 1 << 63:
-                raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
 
     def _keys(self, definition: Definition) -> _Keys:
         """Return every key of ours for a stream and what it records."""

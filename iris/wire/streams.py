@@ -12,8 +12,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from iris.errors import DecodeError
+from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.wire.frames import Id16, Name, Text
+from iris.wire.names import check_cluster, check_filter
 
 KEEP: Final = "keep"
 END: Final = "end"
@@ -52,6 +53,24 @@ class Definition(Struct, frozen=True):
     """Of the records with one key only the last is kept."""
     paused: bool = False
     """Nothing is recorded or appended."""
+
+
+def check_definition(definition: Definition) -> None:
+    """Raise InvalidName if a name is outside the grammar or kept for dead letters, ConfigError if a setting is impossible."""
+    check_cluster(definition.name + DEAD)
+    if definition.name.endswith(DEAD):
+        raise InvalidName(
+            f"stream name {definition.name!r}: names that end in {DEAD!r} are of dead letters"
+        )
+    if definition.topic and definition.cluster:
+        raise ConfigError("a stream records a topic or a cluster, not both")
+    if definition.topic:
+        check_filter(definition.topic)
+    if definition.cluster:
+        check_cluster(definition.cluster)
+    for field in ("max_bytes", "max_messages", "max_age_us"):
+        if not 0 <= getattr(definition, field) < 1 << 63:
+            raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
 
 
 class Order(Struct, frozen=True):

@@ -18,10 +18,9 @@ import msgspec
 from msgspec import structs
 
 from iris.crypto.keys import StoreKey, public_id, verify_order
-from iris.errors import DecodeError, InvalidName, IrisError, OpenError
+from iris.errors import ConfigError, DecodeError, InvalidName, IrisError, OpenError
 from iris.wire import frames, streams
 from iris.wire.frames import MAX_KEY_IDS, Kind, Refusal
-from iris.wire.names import check_cluster, check_filter
 from iris.wire.streams import (
     DEAD,
     END,
@@ -29,6 +28,7 @@ from iris.wire.streams import (
     Definition,
     Order,
     SignedOrder,
+    check_definition,
     dead_uuid,
     decode_order,
 )
@@ -117,8 +117,9 @@ class Store:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
         self.now_us = now_us
         for path in sorted(self.directory.glob(f"*{_ENDED}")):
-            for uuid in (bytes.fromhex(path.stem), dead_uuid(bytes.fromhex(path.stem))):
-                self._destroy(str(self.directory / uuid.hex()))
+            if _UUID.fullmatch(path.stem):
+                for uuid in (bytes.fromhex(path.stem), dead_uuid(bytes.fromhex(path.stem))):
+                    self._destroy(str(self.directory / uuid.hex()))
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
@@ -521,8 +522,8 @@ class Store:
             try:
                 key_id = verify_order(one.public_key, one.signature, one.order)
                 order = decode_order(one.order)
-                _check_definition(order.definition)
-            except (OpenError, DecodeError, InvalidName) as err:
+                check_definition(order.definition)
+            except (OpenError, DecodeError, ConfigError, InvalidName) as err:
                 raise Refuse("order", str(err)) from err
             if order.store != self.key.public_key:
                 raise Refuse("order", "the order is for another store")
@@ -608,18 +609,6 @@ def _one_definition(orders: dict[bytes, tuple[Order, SignedOrder]]) -> Definitio
     if any(definition != definitions[0] for definition in definitions):
         raise Refuse("order", "the orders of one call define one stream")
     return definitions[0]
-
-
-def _check_definition(definition: Definition) -> None:
-    check_cluster(definition.name + DEAD)
-    if definition.name.endswith(DEAD):
-        raise InvalidName(f"names that end in {DEAD!r} are of dead letters")
-    if definition.topic and definition.cluster:
-        raise InvalidName("a stream records a topic or a cluster, not both")
-    if definition.topic:
-        check_filter(definition.topic)
-    if definition.cluster:
-        check_cluster(definition.cluster)
 
 
 def _order_of_list(stream: Stream) -> str:

@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import random
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -29,7 +28,7 @@ from iris.memory import keep_freed_memory
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye
-from relay.daemon import loop_factory, raise_descriptor_limit
+from relay.daemon import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.logs import configure
 from relay.store.database import sync_directory
 from relay.store.keeper import COMMIT_BYTES, STREAMS, Store, write_beside
@@ -272,15 +271,7 @@ def _lock(path: Path) -> int:
 async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bool) -> None:
     """Run a store until SIGTERM or SIGINT; a second signal ends the process at once."""
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(1)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop = stop_on_signals(loop)
     if supervised:
         # The relay holds the other end: when it is gone, however it went, so are we.
         loop.add_reader(0, _heed_end, loop, stop)

@@ -42,7 +42,7 @@ from relay.store.segments import Limits
 from relay.store.session import Bundle, Question
 
 MAX_WAITING: Final = 16_384
-"""Readers that wait at one stream; one more is answered at once, with nothing."""
+"""Readers that wait at one stream; one more is refused."""
 MAX_SENDERS: Final = 65_536
 REOPEN_MIN_US: Final = 2_000_000
 REOPEN_MAX_US: Final = 60_000_000

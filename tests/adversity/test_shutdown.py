@@ -254,3 +254,26 @@ def test_the_log_of_a_whole_life_is_json_lines(daemon: Daemon) -> None:
     assert events[-1] == "relay.stopped"
     assert all({"time", "level", "logger", "event"} <= line.keys() for line in daemon.lines())
     assert KEY.reveal() not in daemon.log.read_text()
+
+
+_SIGNALS = """
+import asyncio, os, signal
+from relay.daemon import stop_on_signals
+
+async def main():
+    stop = stop_on_signals(asyncio.get_running_loop())
+    stop.set()
+    for told in ("first", "second"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        print("after the", told, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_only_a_second_signal_is_immediate_not_the_first_after_another_reason_to_stop() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _SIGNALS], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (ended.returncode, ended.stdout) == (1, "after the first\n"), ended.stderr

@@ -690,6 +690,18 @@ async def test_a_store_that_comes_back_has_everything_and_notes_that_it_was_away
     ]
 
 
+async def test_a_store_opens_a_directory_that_holds_files_it_does_not_know(tmp_path: Path) -> None:
+    async with LocalCluster(data=tmp_path) as cluster, cluster.client() as client:
+        await client.streams.create("orders")
+        await client.streams.append("orders", b"kept")
+        await cluster.stop_store()
+        (tmp_path / "streams" / "notes.ended").write_text("not a stream")
+        (tmp_path / "streams" / "lost+found").mkdir()
+        await cluster.start_store()
+        assert [m.payload for m in await whole(client, "orders")] == [b"kept"]
+        assert (tmp_path / "streams" / "notes.ended").exists()
+
+
 async def test_appends_and_a_reader_go_on_over_a_restart_of_the_store(setting: Any) -> None:
     cluster, client, other = setting
     await client.streams.create("log")
