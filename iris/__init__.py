@@ -9,6 +9,7 @@
     bundle    several messages for one address, sealed and framed as one
     tunnel    an ordered, throttled, two-way message stream between two members
     stream    a durable, offset-addressed log of a topic, a cluster or what is appended; kept, sealed, by a store
+    batch     what many processes stage for a stream, in attempts, and one commits: it appears whole and once
     frame     what travels on the wire; message is what a user sends
 
     async with iris.connect() as client:
@@ -41,6 +42,7 @@ from iris.errors import (
     RemoteError,
     RequestError,
     RequestTimeout,
+    StagedMissing,
     StreamDamaged,
     StreamError,
     StreamExists,
@@ -50,7 +52,14 @@ from iris.errors import (
 from iris.handlers import Deferred, Reply, Request
 from iris.membership import Members
 from iris.service import Service
-from iris.streams import StreamGap, StreamInfo, StreamMessage
+from iris.streams import (
+    CommitInfo,
+    StagedAttempt,
+    Staging,
+    StreamGap,
+    StreamInfo,
+    StreamMessage,
+)
 from iris.subscription import Subscription
 from iris.survey import Survey
 from iris.tunnel import EndOfTunnel, Tunnel
@@ -61,6 +70,7 @@ __all__ = [
     "ClientConfig",
     "Closed",
     "ClusterKey",
+    "CommitInfo",
     "ConfigError",
     "ConnectionLost",
     "DecodeError",
@@ -86,6 +96,9 @@ __all__ = [
     "RequestError",
     "RequestTimeout",
     "Service",
+    "StagedAttempt",
+    "StagedMissing",
+    "Staging",
     "StreamDamaged",
     "StreamError",
     "StreamExists",

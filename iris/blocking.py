@@ -191,6 +191,16 @@ class Client:
         """See `iris.Client.reload_keys`."""
         self._run(self._client.reload_keys(keyring))
 
+    def call(self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]) -> T:
+        """Return what `work(client)` returns, awaited on the client's thread: `call(lambda c: c.streams.append("orders", b"…"))`."""
+        return self._run(work(self._client))
+
+    def start(
+        self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]
+    ) -> concurrent.futures.Future[T]:
+        """Begin as `call` does and return at once; who drops the future cancels it."""
+        return self._submit(work(self._client))
+
     def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
         async def following() -> T:
             return await anext(items)
@@ -211,21 +221,24 @@ class Client:
                 self._run(close())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise Closed("this client is closed")
         if threading.current_thread() is self._thread:
             work.close()
             raise Closed(
                 "a handler runs on the client's thread and would wait for itself; use a coroutine handler"
             )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._submit(work)
         try:
             return future.result()
         except BaseException:
             if not future.done():  # KeyboardInterrupt: nobody waits for it any more
                 future.cancel()
             raise
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._closed:
+            work.close()
+            raise Closed("this client is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _stop(self) -> None:
         self._closed = True

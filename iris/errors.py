@@ -23,6 +23,7 @@
     │   ├── StreamExists       it is there and defined otherwise; names the holder
     │   ├── AmbiguousStream    two stores hold one of this name; name the uuid
     │   ├── OffsetConflict     the next offset is not the expected one; nothing was stored
+    │   ├── StagedMissing      a batch's attempt is not staged, or not whole; nothing was committed
     │   ├── StreamDamaged      the store's disk does not hold what was written
     │   └── StreamUnavailable  the store, its disk or the way to it; says `may_have_run`
     ├── TunnelBroken           the tunnel ended without both sides closing it
@@ -163,6 +164,10 @@ class OffsetConflict(StreamError):
     def __init__(self, stream: str, detail: str, next: int) -> None:
         super().__init__(stream, detail)
         self.next = next
+
+
+class StagedMissing(StreamError):
+    """An attempt at a batch is not staged as it was said to be: stage it again. Nothing was committed."""
 
 
 class StreamDamaged(StreamError):

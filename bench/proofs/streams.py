@@ -1,6 +1,6 @@
 """Durable streams through N kills of their store, and as much else: power cuts, damaged files, a full disk, restarts.
 
-The scenarios are those of `tests/support/proof_streams.py`, which `make test` runs at small counts. For N kills under load: N/4
+The scenarios are those of `tests/support/proof_streams.py`, which `make test` runs at small counts. For N kills under load, and N more while batches are committed: N/4
 power cuts (and one on a disk that forgets what was synced, which has to be noticed), 3N/2 damaged logs, N/10 ends of relay
 or store while the other runs, one full disk, a read of 50,000 N messages, and N/4 kills of workers that share 50 N. What is broken is told with the seed of its scenario.
 """
@@ -45,6 +45,7 @@ def run(count: int, seed: int) -> Proof:
             raise BenchError(str(err)) from err
         cuts, logs, ends = max(2, count // 4), max(10, count * 3 // 2), max(4, count // 10)
         _play(proof, "kills", count, lambda rig: scenarios.kills(rig, count, seed))
+        _play(proof, "batches", count, lambda rig: scenarios.batches(rig, count, seed))
         _play(proof, "power", cuts, lambda rig: scenarios.power(rig, cuts, seed, shim))
         _play(proof, "new directory", 1, lambda rig: scenarios.first_power(rig, seed, shim))
         _play(proof, "damage", logs, lambda rig: scenarios.damage(rig, logs, seed))

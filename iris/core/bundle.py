@@ -1,10 +1,10 @@
 """What is inside a seal: several messages for one address, as columns.
 
-    u32 count | u32 flags | payload column [| headers column]
+    u32 count | u32 flags | payload column [| key column] [| headers column]
     column = (count + 1) x i32 offsets, the first 0, then the bytes; the next column starts at a multiple of 8
 
-Flag 1: a headers column follows (each entry a MessagePack map of str to str, or empty). Flag 2: the payloads are MessagePack.
-The offsets and bytes of a column are an Arrow binary array as they stand.
+Flag 1: there is a headers column (each entry a MessagePack map of str to str, or empty). Flag 2: the payloads are MessagePack.
+Flag 4: there is a key column (an empty entry is no key). The offsets and bytes of a column are an Arrow binary array as they stand.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ MESSAGE_BYTES: Final = 8
 """What each message adds to the size that is held against the cut: it bounds the count, too."""
 HEADERS: Final = 1
 PACKED: Final = 2
+KEYS: Final = 4
 MAX_HEADERS_BYTES: Final = 3072
 
 _HEAD: Final = struct.Struct("<II")
 _ONE: Final = struct.Struct("<IIii")
+_I32: Final = struct.Struct("<i")
 _SWAP: Final = sys.byteorder != "little"
 _encode_headers: Final = msgspec.msgpack.Encoder().encode
 _decode_headers: Final = msgspec.msgpack.Decoder(dict[str, str]).decode
@@ -37,21 +39,54 @@ _decode_headers: Final = msgspec.msgpack.Decoder(dict[str, str]).decode
 Headers = dict[str, str]
 
 
+class Column(msgspec.Struct, frozen=True, gc=False):
+    """Where a column lies in a bundle's plain text: its offsets from `offsets` to `base`, its bytes from there to `end`."""
+
+    offsets: int
+    base: int
+    end: int
+
+
+class Columns(msgspec.Struct, frozen=True, gc=False):
+    """Where the columns of a bundle of `count` messages lie; `flags` as in the bundle."""
+
+    count: int
+    flags: int
+    payloads: Column
+    keys: Column | None
+    headers: Column | None
+
+
 def encode_bundle(
-    payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool
+    payloads: Sequence[bytes],
+    headers: Sequence[Headers | None] | None,
+    packed: bool,
+    keys: Sequence[bytes] | None = None,
 ) -> bytes:
-    """Return the plain text of a bundle; `headers` has one entry per payload, or is None."""
+    """Return the plain text of a bundle; `headers` and `keys` have one entry per payload, or are None."""
     flags = (HEADERS if headers is not None else 0) | (PACKED if packed else 0)
     count = len(payloads)
-    if count == 1 and headers is None:
+    if count == 1 and headers is None and keys is None:
         payload = payloads[0]
         return _ONE.pack(1, flags, 0, len(payload)) + payload
-    parts = [_HEAD.pack(count, flags), _offsets(payloads), *payloads]
+    columns: list[Sequence[bytes]] = [payloads]
+    if keys is not None:
+        flags |= KEYS
+        columns.append(keys)
     if headers is not None:
-        size = sum(map(len, parts))
-        parts.append(bytes(-size % 8))
-        encoded = [_encode_headers(h) if h else b"" for h in headers]
-        parts += [_offsets(encoded), *encoded]
+        columns.append([_encode_headers(h) if h else b"" for h in headers])
+    return join_columns(count, flags, [(_offsets(column), column) for column in columns])
+
+
+def join_columns(
+    count: int, flags: int, columns: Sequence[tuple[bytes, Sequence[bytes | memoryview]]]
+) -> bytes:
+    """Return the plain text of a bundle of these columns, each as its offsets (i32, little-endian) and parts of its bytes."""
+    parts: list[bytes | memoryview] = [_HEAD.pack(count, flags)]
+    size = _HEAD.size
+    for offsets, values in columns:
+        parts += [bytes(-size % 8), offsets, *values]
+        size += -size % 8 + len(offsets) + sum(map(len, values))
     return b"".join(parts)
 
 
@@ -71,7 +106,7 @@ def check_headers(headers: Headers) -> Headers:
 
 
 def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | None, bool]:
-    """Return (payloads, headers or None, packed).
+    """Return (payloads, headers or None, packed); keys are left out.
 
     Raises:
         DecodeError: the sender holds the key but wrote columns that do not add up.
@@ -84,19 +119,52 @@ def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | Non
         if zero or first != size - 16:
             raise DecodeError("bundle offsets do not fit its bytes")
         return [plain[16:]], None, flags & PACKED != 0
-    if flags & ~(HEADERS | PACKED):
+    payloads, _, headers, packed = decode_keyed(plain)
+    return payloads, headers, packed
+
+
+def decode_keyed(
+    plain: bytes,
+) -> tuple[list[bytes], list[bytes] | None, list[Headers | None] | None, bool]:
+    """Return (payloads, keys or None, headers or None, packed); raises DecodeError as `decode_bundle`."""
+    found = find_columns(plain)
+    keys = _values(plain, found.keys) if found.keys is not None else None
+    headers = decode_headers(plain, found.headers) if found.headers is not None else None
+    return _values(plain, found.payloads), keys, headers, found.flags & PACKED != 0
+
+
+def find_columns(plain: bytes) -> Columns:
+    """Return where the columns of a bundle lie, which fill it; of the offsets in them only the first and last were looked at.
+
+    Raises:
+        DecodeError: they do not add up.
+    """
+    size = len(plain)
+    if size < 16:
+        raise DecodeError(f"a bundle of {size} bytes")
+    count, flags = _HEAD.unpack_from(plain)
+    if flags & ~(HEADERS | PACKED | KEYS):
         raise DecodeError(f"unknown bundle flags {flags:#x}")
-    payloads, end = _column(plain, 8, count)
-    headers: list[Headers | None] | None = None
+    payloads = _find(plain, 8, count)
+    end = payloads.end
+    keys = headers = None
+    if flags & KEYS:
+        keys = _find(plain, end + (-end % 8), count)
+        end = keys.end
     if flags & HEADERS:
-        encoded, end = _column(plain, end + (-end % 8), count)
-        try:
-            headers = [_decode_headers(h) if h else None for h in encoded]
-        except (msgspec.DecodeError, UnicodeDecodeError) as err:
-            raise DecodeError(f"bundle headers: {err}") from err
+        headers = _find(plain, end + (-end % 8), count)
+        end = headers.end
     if end != size:
         raise DecodeError(f"{size - end} bytes after the bundle's columns")
-    return payloads, headers, flags & PACKED != 0
+    return Columns(count, flags, payloads, keys, headers)
+
+
+def decode_headers(plain: bytes, column: Column) -> list[Headers | None]:
+    """Return the headers of each message; raises DecodeError."""
+    try:
+        return [_decode_headers(h) if h else None for h in _values(plain, column)]
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        raise DecodeError(f"bundle headers: {err}") from err
 
 
 def _offsets(values: Sequence[bytes]) -> bytes:
@@ -106,16 +174,22 @@ def _offsets(values: Sequence[bytes]) -> bytes:
     return offsets.tobytes()
 
 
-def _column(plain: bytes, start: int, count: int) -> tuple[list[bytes], int]:
-    """Return (entries, where the column ends)."""
+def _find(plain: bytes, start: int, count: int) -> Column:
     base = start + 4 * (count + 1)
     if not count or base > len(plain):
         raise DecodeError(f"a bundle of {count} messages in {len(plain)} bytes")
-    offsets = array("i", plain[start:base])
+    first, last = _I32.unpack_from(plain, start)[0], _I32.unpack_from(plain, base - 4)[0]
+    if first or not 0 <= last <= len(plain) - base:
+        raise DecodeError("bundle offsets do not fit its bytes")
+    return Column(start, base, base + last)
+
+
+def _values(plain: bytes, column: Column) -> list[bytes]:
+    offsets = array("i", plain[column.offsets : column.base])
     if _SWAP:
         offsets.byteswap()
     places = offsets.tolist()
-    if places[0] != 0 or places != sorted(places) or base + places[-1] > len(plain):
+    if places != sorted(places):
         raise DecodeError("bundle offsets do not fit its bytes")
-    places = [base + place for place in places]
-    return list(map(plain.__getitem__, map(slice, places, islice(places, 1, None)))), places[-1]
+    places = [column.base + place for place in places]
+    return list(map(plain.__getitem__, map(slice, places, islice(places, 1, None))))

@@ -222,15 +222,26 @@ class Outbound:
         )
 
     def record(
-        self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool
+        self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool,
+        message_key: bytes = b"",
     ) -> tuple[bytes, bytes, bytes]:  # fmt: skip
-        """Seal messages for a stream; return (sender id, end fields, body). Nothing is framed."""
+        """Seal messages for a stream, all of one `message_key` (empty: none); return (sender id, end fields, body).
+
+        Nothing is framed.
+        """
+        count = len(payloads)
+        keys = [message_key] * count if message_key else None
+        return self.record_bundle(name, key, encode_bundle(payloads, headers, packed, keys), count)
+
+    def record_bundle(
+        self, name: str, key: ClusterKey, plain: bytes, count: int
+    ) -> tuple[bytes, bytes, bytes]:
+        """Seal a bundle of `count` messages, laid out as `encode_bundle` does, likewise."""
         flow = self.flow(Kind.STREAM, name, key)
         if flow.sealer.counter >= SEALS_PER_SENDER:
             self._renew(key)
-        end = END.pack(self.now_us, 0, len(payloads), flow.first)
-        flow.first += len(payloads)
-        plain = encode_bundle(payloads, headers, packed)
+        end = END.pack(self.now_us, 0, count, flow.first)
+        flow.first += count
         return flow.sender_id, end, flow.sealer.seal(plain, flow.prefix + end)
 
     def unsent(self) -> list[tuple[int, str, bytes, Headers | None, bool]]:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, structs
 
-from iris.core.bundle import Headers, check_headers
-from iris.core.message import encode_payload
+from iris.core.bundle import Headers
 from iris.crypto.keys import ClusterKey, public_id
 from iris.errors import (
-    ConfigError,
-    MessageTooLarge,
     NoStream,
     OffsetConflict,
     StreamError,
@@ -30,10 +26,19 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.appending import PLAIN, Extras, Producer
-from iris.streams.calls import Known, Place, Stores
+from iris.streams.calls import Known, Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
+from iris.streams.messages import encode_message, make_extras
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
+from iris.streams.staging import (
+    CommitInfo,
+    StagedAttempt,
+    Staging,
+    check_batch,
+    commit_call,
+    discard_call,
+)
 from iris.wire.frames import NO_KEY, STORES
 from iris.wire.names import check_cluster
 from iris.wire.streams import (
@@ -46,6 +51,7 @@ from iris.wire.streams import (
     Append,
     Appended,
     Change,
+    Committed,
     ConsumerInfo,
     Consumers,
     Create,
@@ -68,8 +74,6 @@ if TYPE_CHECKING:
     from iris.client import Client
 
 MAX_PRODUCERS: Final = 1024
-MAX_US: Final = 1 << 62
-"""µs since 1970."""
 _ConsumerInfos = list[ConsumerInfo]
 _Keys = list[ClusterKey]
 _Infos = list["StreamInfo"]
@@ -80,9 +84,12 @@ _Places = list[tuple[asyncio.Future[int], int]]
 """`list` is a method of Streams."""
 PATIENCE_S: Final = 30.0
 __all__ = [
+    "CommitInfo",
     "Consumer",
     "ConsumerInfo",
     "Reader",
+    "StagedAttempt",
+    "Staging",
     "StreamGap",
     "StreamInfo",
     "StreamMessage",
@@ -172,7 +179,7 @@ class Streams:
             return _same(found, definition)
         self._stores.created(name)
         # Our relay hears of it within milliseconds: who creates it may use it.
-        await self._place(name, "", _left(until_s))
+        await self._stores.place(name, "", timeout=_left(until_s))
         return _info(self._stores.known(name, made))
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
@@ -283,19 +290,10 @@ class Streams:
             OffsetConflict: the next offset is another; nothing was stored.
             StreamError: StreamUnavailable says in `may_have_run` whether it may be stored. After a timeout it may still be.
         """
-        data, packed = self._encode(name, message, headers)
-        now_us = time.time_ns() // 1000
-        if key is None and ttl is None and deliver_at is None and not tombstone:
-            extras = PLAIN
-        else:
-            if tombstone and key is None:
-                raise StreamError(name, "a tombstone is of a key")
-            expires_us = 0 if ttl is None else now_us + _microseconds("ttl", ttl)
-            due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
-            if not 0 <= due_us < MAX_US or expires_us >= MAX_US:
-                raise ConfigError("ttl, deliver_at: not between 1970 and the year 200,000")
-            key_hash = await self._key_hash(name, uuid, key, timeout) if key is not None else b""
-            extras = Extras(key_hash, tombstone, expires_us, due_us)
+        data, packed = encode_message(self._client, message, headers)
+        extras = await make_extras(
+            self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout
+        )  # fmt: skip
         if expect is not None:
             return await self._append_expecting(
                 name, uuid, data, headers, packed, extras, expect, timeout
@@ -320,7 +318,7 @@ class Streams:
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
-                    data, packed = self._encode(name, message, None)
+                    data, packed = encode_message(self._client, message, None)
                     if producer.full:
                         await producer.room()
                     places.append(producer.add(data, None, packed, PLAIN))
@@ -330,6 +328,48 @@ class Streams:
             detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
         return [future.result() + place for future, place in places]
+
+    # -- staging ---------------------------------------------------------------------------------------------
+
+    def stage(
+        self, name: str, *, writer: str, batch: int, uuid: str = "", timeout: float = 60.0
+    ) -> Staging:
+        """Return a new attempt at a batch, which nobody sees until it is committed; see `Staging`.
+
+        `writer` names who numbers the batches, the same in every process. `timeout`: seconds for each call to the store, retries
+        included.
+        """
+        check_batch(name, writer, batch)
+        return Staging(self._stores, name, writer=writer, batch=batch, uuid=uuid, timeout=timeout)
+
+    async def commit(
+        self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt], uuid: str = "", timeout: float = 60.0
+    ) -> CommitInfo:  # fmt: skip
+        """Append what the attempts staged, in order, all of it at once, and drop what else was staged for this batch or earlier ones.
+
+        Each batch of a writer is stored once: again, or below the writer's last one, it changes nothing. Batches rise and may skip
+        numbers. After an error call it again with the same attempts, if in doubt.
+
+        Raises:
+            StagedMissing: an attempt is not staged, or not whole: it expired, say.
+            StreamError: likewise nothing was committed, unless `may_have_run`.
+            MessageTooLarge: the attempts do not fit one call: 40,000 or so do.
+        """
+        call = commit_call(name, writer, batch, attempts, self._client.message_limit)
+        done = await self._stores.ask_stream(
+            name, uuid, call, Committed, timeout=timeout, writes=True
+        )
+        return CommitInfo(done.first, done.next, done.replayed)
+
+    async def discard(
+        self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt] = (), uuid: str = "", timeout: float = 10.0
+    ) -> int:  # fmt: skip
+        """Drop what the attempts staged, without any what all of the batch did; return how many records that was. Raises StreamError."""
+        call = discard_call(name, writer, batch, attempts, self._client.message_limit)
+        done = await self._stores.ask_stream(
+            name, uuid, call, Settled, timeout=timeout, writes=True
+        )
+        return done.count
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -444,35 +484,15 @@ class Streams:
             )
         return producer
 
-    def _encode(self, name: str, message: object, headers: Headers | None) -> tuple[bytes, bool]:
-        data, packed = encode_payload(message)
-        limit = self._client.message_limit
-        if len(data) > limit:
-            raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit} of a message")
-        if headers:
-            check_headers(headers)
-        return data, packed
-
-    async def _key_hash(self, name: str, uuid: str, key: str | bytes, timeout: float) -> bytes:
-        place = await self._place(name, uuid, timeout)
-        text = key.encode() if isinstance(key, str) else key
-        return hmac.digest(place.key.key_hash_key, place.uuid + text, "sha256")
-
-    async def _place(self, name: str, uuid: str, timeout: float) -> Place:
-        async def once(left_s: float) -> Place:
-            return await self._stores.find(name, uuid, timeout=left_s)
-
-        return await self._stores.until(name, uuid, once, timeout=timeout)
-
     async def _append_expecting(
         self, name: str, uuid: str, data: bytes, headers: Headers | None, packed: bool, extras: Extras, expect: int, timeout: float
     ) -> int:  # fmt: skip
         """Append one record under a condition, as a producer of its own: a retry is known for one."""
         until_s = time.monotonic() + timeout
-        place = await self._place(name, uuid, timeout)
+        place = await self._stores.place(name, uuid, timeout=timeout)
         _, session = await self._client.ready(name, _left(until_s))
         sender_id, end, body = session.out.record(
-            name, place.key, (data,), (headers,) if headers else None, packed
+            name, place.key, (data,), (headers,) if headers else None, packed, extras.key
         )
         record = NewRecord(
             0,
@@ -525,9 +545,3 @@ def _info(known: Known) -> StreamInfo:
 
 def _left(until_s: float) -> float:
     return max(0.001, until_s - time.monotonic())
-
-
-def _microseconds(what: str, seconds: float) -> int:
-    if not seconds > 0:
-        raise ConfigError(f"{what}: {seconds} s is not above 0")
-    return round(seconds * 1e6)

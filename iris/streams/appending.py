@@ -46,11 +46,13 @@ RECORD_BYTES: Final = 256
 class Extras:
     """What a message that is sealed alone, or with its equals, is stored with."""
 
-    __slots__ = ("due_us", "expires_us", "key_hash", "tombstone")
+    __slots__ = ("due_us", "expires_us", "key", "key_hash", "tombstone")
 
     def __init__(
-        self, key_hash: bytes = b"", tombstone: bool = False, expires_us: int = 0, due_us: int = 0
-    ) -> None:
+        self, key: bytes = b"", key_hash: bytes = b"", tombstone: bool = False, expires_us: int = 0, due_us: int = 0
+    ) -> None:  # fmt: skip
+        self.key = key
+        """Sealed with the messages."""
         self.key_hash = key_hash
         self.tombstone = tombstone
         self.expires_us = expires_us
@@ -62,8 +64,8 @@ class Extras:
     __hash__ = None  # type: ignore[assignment]  # compared, never looked up
 
     @property
-    def _all(self) -> tuple[bytes, bool, int, int]:
-        return self.key_hash, self.tombstone, self.expires_us, self.due_us
+    def _all(self) -> tuple[bytes, bytes, bool, int, int]:
+        return self.key, self.key_hash, self.tombstone, self.expires_us, self.due_us
 
 
 PLAIN: Final = Extras()
@@ -141,6 +143,7 @@ class Producer:
         if self._ended:
             raise StreamUnavailable(self.name, self._ended)
         size = len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
+        size += len(extras.key)
         record = self._open
         if (
             record is None
@@ -242,12 +245,8 @@ class Producer:
 
     async def _place(self) -> Place | None:
         """Return where the stream is; what waits fails if it is nowhere."""
-
-        async def once(left_s: float) -> Place:
-            return await self._stores.find(self.name, self._uuid, timeout=left_s)
-
         try:
-            return await self._stores.until(self.name, self._uuid, once, timeout=GIVE_UP_S)
+            return await self._stores.place(self.name, self._uuid, timeout=GIVE_UP_S)
         except StreamError as err:
             self._fail_all(err)
             return None
@@ -283,7 +282,12 @@ class Producer:
         if record.record is None:
             out = session.out
             record.sender_id, end, body = out.record(
-                self.name, place.key, record.payloads, record.headers, record.packed
+                self.name,
+                place.key,
+                record.payloads,
+                record.headers,
+                record.packed,
+                record.extras.key,
             )
             extras = record.extras
             record.record = NewRecord(

@@ -24,6 +24,7 @@ from iris.errors import (
     OpenError,
     Overloaded,
     RequestTimeout,
+    StagedMissing,
     StreamDamaged,
     StreamError,
     StreamExists,
@@ -275,6 +276,14 @@ class Stores:
             self._seen.add((name, uuid))
         return place
 
+    async def place(self, name: str, uuid: str, *, timeout: float) -> Place:
+        """Return where a stream is, also if its store is away for a moment; raises as `until`."""
+
+        async def once(left_s: float) -> Place:
+            return await self.find(name, uuid, timeout=left_s)
+
+        return await self.until(name, uuid, once, timeout=timeout)
+
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""
         self._places.pop((name, uuid), None)
@@ -366,4 +375,5 @@ _ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
     "consumer": StreamError,
     "offset": StreamError,
     "damaged": StreamDamaged,
+    "staged": StagedMissing,
 }

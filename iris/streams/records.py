@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from iris.core.bundle import decode_bundle
+from iris.core.bundle import decode_keyed
 from iris.core.message import Message
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
@@ -35,6 +35,8 @@ class StreamMessage(Message, gc=False):
     tombstone: bool = False
     deliveries: int = 1
     dead: DeadLetter | None = None
+    key: bytes | None = None
+    """What it was appended with, sealed like the payload."""
 
 
 class StreamGap(msgspec.Struct, frozen=True):
@@ -65,26 +67,14 @@ class RecordOpener:
         end = record.offset + count
         if record.kind == DEAD_KIND and self.known is not None and self.known.dead:
             return self._dead(record)
-        place = (record.kind, record.name, record.key_id, record.sender_id)
-        found = self._openers.get(place)
-        if found is None:
-            if self.known is None or not _belongs(record, self.known):
-                return StreamGap(record.offset, end, count, "unreadable: it is not of this stream")
-            key = self._find_key(record.key_id)
-            if key is None:
-                cause = f"unreadable: sealed under key {record.key_id.hex()[:8]}, which is not in our keyring"
-                return StreamGap(record.offset, end, count, cause)
-            if len(self._openers) >= MAX_OPENERS:
-                self._openers.clear()
-            prefix = metadata_prefix(record.kind, record.name, record.key_id, record.sender_id)
-            found = self._openers[place] = Opener(key, record.sender_id), prefix
-        opener, prefix = found
+        plain = self.open_plain(record)
+        if isinstance(plain, StreamGap):
+            return plain
         try:
-            _, plain = opener.open(record.body, prefix + record.end)
-            payloads, headers, packed = decode_bundle(plain)
+            payloads, keys, headers, packed = decode_keyed(plain)
             if len(payloads) != count:
                 raise DecodeError(f"{len(payloads)} messages in a record of {count}")
-        except (OpenError, DecodeError) as err:
+        except DecodeError as err:
             return StreamGap(record.offset, end, count, f"unreadable: {err}")
         name, source, offset, stored_us = (
             record.name,
@@ -93,7 +83,7 @@ class RecordOpener:
             record.stored_us,
         )
         tombstone = record.tombstone
-        if headers is None:
+        if headers is None and keys is None:
             return [
                 StreamMessage(
                     p,
@@ -111,10 +101,35 @@ class RecordOpener:
             ]
         return [
             StreamMessage(
-                p, name, h, packed, source, offset + i, stored_us, sent_us, tombstone, deliveries
+                p, name, h, packed, source, offset + i, stored_us, sent_us, tombstone, deliveries, None, k or None
             )
-            for i, (p, h) in enumerate(zip(payloads, headers, strict=True))
-        ]
+            for i, (p, h, k) in enumerate(
+                zip(payloads, headers or [None] * count, keys or [b""] * count, strict=True)
+            )
+        ]  # fmt: skip
+
+    def open_plain(self, record: Record) -> bytes | StreamGap:
+        """Return the bundle of a record (see `iris.core.bundle`), which is no dead letter, or why it cannot be opened."""
+        _, _, count, _ = END.unpack(record.end)
+        end = record.offset + count
+        place = (record.kind, record.name, record.key_id, record.sender_id)
+        found = self._openers.get(place)
+        if found is None:
+            if self.known is None or not _belongs(record, self.known):
+                return StreamGap(record.offset, end, count, "unreadable: it is not of this stream")
+            key = self._find_key(record.key_id)
+            if key is None:
+                cause = f"unreadable: sealed under key {record.key_id.hex()[:8]}, which is not in our keyring"
+                return StreamGap(record.offset, end, count, cause)
+            if len(self._openers) >= MAX_OPENERS:
+                self._openers.clear()
+            prefix = metadata_prefix(record.kind, record.name, record.key_id, record.sender_id)
+            found = self._openers[place] = Opener(key, record.sender_id), prefix
+        opener, prefix = found
+        try:
+            return opener.open(record.body, prefix + record.end)[1]
+        except OpenError as err:
+            return StreamGap(record.offset, end, count, f"unreadable: {err}")
 
     def _dead(self, record: Record) -> list[StreamMessage] | StreamGap:
         try:

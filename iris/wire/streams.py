@@ -27,6 +27,9 @@ DEAD_KIND: Final = 0
 """Kind of a record that is no sealed bundle but a `DeadLetter`."""
 MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
 NO_PRODUCER: Final = bytes(16)
+MAX_WRITER_BYTES: Final = 255
+MAX_ATTEMPTS: Final = 65_536
+"""In a Commit or Discard, which is bounded by the message limit besides."""
 
 Offset = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 Time = Offset
@@ -233,6 +236,43 @@ class Append(Struct, frozen=True, tag_field="op", tag="append"):
     epoch: U32 = 0
 
 
+class Stage(Struct, frozen=True, tag_field="op", tag="stage"):
+    """Keep records of one attempt at a writer's batch, out of sight until a Commit. Answered with Staged once they are on disk.
+
+    `sequence` of a record is its place in the attempt, from 0; what is staged already is not staged again.
+    """
+
+    writer: Name
+    """Up to `MAX_WRITER_BYTES`."""
+    batch: Offset
+    attempt: Id16
+    sender_id: Id16
+    records: Annotated[list[NewRecord], Meta(min_length=1, max_length=4096)]
+
+
+class Attempt(Struct, frozen=True, array_like=True):
+    """One attempt at a batch, which staged so many records."""
+
+    attempt: Id16
+    records: U32
+
+
+class Commit(Struct, frozen=True, tag_field="op", tag="commit"):
+    """Append what these attempts staged, in this order, and nothing else of the writer's batch. Answered with Committed."""
+
+    writer: Name
+    batch: Offset
+    attempts: Annotated[list[Attempt], Meta(max_length=MAX_ATTEMPTS)]
+
+
+class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
+    """Forget what these attempts staged, or all attempts at the batch. Answered with Settled, which counts records."""
+
+    writer: Name
+    batch: Offset
+    attempts: Annotated[list[Id16], Meta(max_length=MAX_ATTEMPTS)] = []
+
+
 class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
     """Read from `start` on. Answered with Fetched: at once if there is something, else within `wait_ms`."""
 
@@ -350,6 +390,21 @@ class Appended(Struct, frozen=True, tag_field="op", tag="appended"):
     outcomes: list[Outcome]
 
 
+class Staged(Struct, frozen=True, tag_field="op", tag="staged"):
+    """On disk, or of a batch that is not above the writer's last one: then a Commit is a replay."""
+
+
+class Committed(Struct, frozen=True, tag_field="op", tag="committed"):
+    """The batch has the offsets from `first` until `next`, which are equal if it is empty; both None if a later one was committed.
+
+    `replayed`: it was committed before, and nothing changed.
+    """
+
+    first: Offset | None
+    next: Offset | None
+    replayed: bool = False
+
+
 class Fetched(Struct, frozen=True, tag_field="op", tag="fetched"):
     """Items side by side from where the read began until `next`; none if nothing came in time."""
 
@@ -422,7 +477,8 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 
 REFUSALS: Final = frozenset(
-    {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed"}
+    {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
+     "staged"}
 )  # fmt: skip
 
 Call = (
@@ -433,6 +489,9 @@ Call = (
     | Change
     | Delete
     | Append
+    | Stage
+    | Commit
+    | Discard
     | Fetch
     | Find
     | Consume
@@ -445,6 +504,8 @@ Answer = (
     | Described
     | Listed
     | Appended
+    | Staged
+    | Committed
     | Fetched
     | Found
     | Delivered

@@ -14,7 +14,7 @@ from typing import Final
 from relay.store.database import Batch, Database
 from relay.store.errors import LogDamaged
 from relay.store.records import KEY, Entry, Hole, Item, decode, encode_record
-from relay.store.segments import Segment, Slot
+from relay.store.segments import Segment, Slot, pack_outline, unpack_outline
 
 DUE: Final = struct.Struct(">QQ")
 """Due time, offset: the key of a deferred record among the due ones."""
@@ -32,6 +32,8 @@ class Chain:
         """Full ones; the first may reach below `oldest`, and then sums up only what is not."""
         self.open = Segment(self.oldest)
         """What follows them."""
+        self.open_slots: list[Slot] | None = []
+        """Its entries, since it was empty; None once compaction has been there."""
         self.head: deque[Slot] | None = None
         """Entries of the first segment, once retention had to look into it."""
         self._load_segments()
@@ -89,21 +91,36 @@ class Chain:
 
     def draft(self) -> Draft:
         """Return an empty draft of what comes at `next`."""
-        return Draft(self.database, self.next, self.open)
+        return Draft(self.database, self.next, self.open, self.open_slots)
 
     def finish(self, draft: Draft) -> None:
         """Put `draft` on disk and take it over. Raises LogWriteFailed, and is then as it was."""
-        if draft.next == self.next:
+        if draft.next == self.next and not draft.rows:
             return
         draft.batch.put(b"n", KEY.pack(draft.next))
         self.database.write(draft.batch, draft.next, sync=True)
         if self.head is not None and not self.segments:
             self.head.extend(draft.slots_of_first())
+        if draft.full:
+            self.open_slots = draft.slots[draft.since :]
+        elif self.open_slots is not None:
+            self.open_slots += draft.slots
         self.segments.extend(draft.full)
         self.open = draft.open
         self.next = draft.next
         self.size += sum(slot.size for slot in draft.slots)
         self.messages += sum(slot.messages for slot in draft.slots)
+
+    def slots_of(self, segment: Segment) -> list[Slot]:
+        """Return the entries of a segment from `oldest` on, by its outline if it has one. Raises LogDamaged."""
+        slots = self.open_slots if segment is self.open else None
+        if segment is not self.open and not segment.indexed:
+            row = self.database.get(b"x" + KEY.pack(segment.first))
+            slots = unpack_outline(segment, row) if row is not None else None
+        if slots is not None:
+            return [slot for slot in slots if slot.next > self.oldest]
+        walk = self.walk(max(segment.first, self.oldest), segment.next)
+        return [Slot.of(item, size) for item, size in walk]
 
     def write(self, batch: Batch, *, sync: bool) -> None:
         """Write what adds no entries. Raises LogWriteFailed."""
@@ -136,27 +153,37 @@ class Chain:
         if self.segments and self.segments[0].first > self.oldest:
             raise LogDamaged(self.path, "a segment summary is missing", self.oldest)
         self.open = Segment(max(self.oldest, at or 0))
-        for item, size in self.walk(self.open.first):
-            self.open.add(Slot.of(item, size))
+        self.open_slots = [Slot.of(item, size) for item, size in self.walk(self.open.first)]
+        for slot in self.open_slots:
+            self.open.add(slot)
         if self.segments and self.segments[0].first < self.oldest:
             whole = self.segments[0]
             kept = Segment(whole.first)
-            for item, size in self.walk(self.oldest, whole.next):
-                kept.add(Slot.of(item, size))
+            for slot in self.slots_of(whole):
+                kept.add(slot)
+            kept.expires_us = whole.expires_us
             self.segments[0] = kept
 
 
 class Draft:
     """Entries on their way to disk, and how the log's end looks when they are there."""
 
-    __slots__ = ("batch", "full", "next", "open", "slots")
+    __slots__ = ("_before", "batch", "full", "next", "open", "rows", "since", "slots")
 
-    def __init__(self, database: Database, at: int, segment: Segment) -> None:
+    def __init__(
+        self, database: Database, at: int, segment: Segment, before: list[Slot] | None
+    ) -> None:
+        """`before` are the entries of `segment`, None if they are not known."""
         self.batch = database.batch()
         self.next = at
         self.open = copy(segment)
         self.full: list[Segment] = []
         self.slots: list[Slot] = []
+        self.since = 0
+        """How many of them belong to full segments."""
+        self._before = before
+        self.rows = False
+        """The batch is to be written also if it holds no entry."""
 
     def add_entry(self, entry: Entry, first: int, count: int, now_us: int) -> None:
         deferred = entry.due_us > now_us
@@ -188,6 +215,10 @@ class Draft:
         self.next = slot.next
         if self.open.full:
             self.batch.put(b"s" + KEY.pack(self.open.first), self.open.pack())
+            if self._before is not None and not self.open.indexed:
+                outline = pack_outline([*self._before, *self.slots[self.since :]])
+                self.batch.put(b"x" + KEY.pack(self.open.first), outline)
+            self._before, self.since = [], len(self.slots)
             self.full.append(self.open)
             self.open = Segment(self.next)
 

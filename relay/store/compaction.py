@@ -69,9 +69,10 @@ class Compaction:
         _fill(hole, kept, batch)
         if segment is not chain.open:
             batch.put(b"s" + KEY.pack(kept.first), kept.pack())
+            batch.delete(b"x" + KEY.pack(kept.first))
         chain.write(batch, sync=False)
         if segment is chain.open:
-            chain.open = kept
+            chain.open, chain.open_slots = kept, None
         else:
             chain.segments[index] = kept
         if index == 0:

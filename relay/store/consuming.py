@@ -11,11 +11,12 @@ from typing import Final
 from iris.errors import IrisError
 from iris.wire import streams
 from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
+from relay.store.answers import told_item
 from relay.store.consumers import Consumer, Delivery, Taken
 from relay.store.cursor import CursorDamaged, Dead, Settings
 from relay.store.errors import CursorsFull, LogDamaged, LogError
 from relay.store.log import Log
-from relay.store.records import Gap, Hole, Item, Record
+from relay.store.records import Gap, Hole
 from relay.store.session import Question
 
 MAX_EPHEMERAL: Final = 1024
@@ -274,18 +275,6 @@ def _handed(item: Delivery | Gap | Hole) -> Handed:
         wanted = item.wanted.to_bytes((count + 7) // 8, "little")
         return Handed(told_item(item.record), wanted, item.deliveries)
     return Handed(told_item(item))
-
-
-def told_item(item: Item) -> streams.Item:
-    """Return an item of a log as it travels."""
-    if isinstance(item, Record):
-        return streams.Record(
-            item.first, item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, item.stored_us,
-            item.key_hash or b"", item.tombstone, item.expires_us, item.due_us,
-        )  # fmt: skip
-    if isinstance(item, Gap):
-        return streams.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
-    return streams.Hole(item.first, item.next, int(item.reason))
 
 
 class ConsumerRefused(IrisError):

@@ -311,6 +311,16 @@ class Database:
             self.failed = str(err)
             raise LogWriteFailed(self.path, self.failed) from err
 
+    def compact_rows(self, begin: bytes, end: bytes) -> None:
+        """Give the disk space of the deleted rows from `begin` until `end`, outside the records, back. Raises LogWriteFailed, as `write`."""
+        self.check_open()
+        try:
+            self._meta.flush()
+            self._meta.compact_range(begin, end)
+        except Exception as err:
+            self.failed = str(err)
+            raise LogWriteFailed(self.path, self.failed) from err
+
     def close(self) -> None:
         """Give the files back; idempotent. What was synced stays so whatever fails here."""
         if not self._open:

@@ -40,6 +40,7 @@ from relay.store.errors import LogDamaged, LogError, LogWriteFailed
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
 from relay.store.session import Bundle, Question, StoreSession
+from relay.store.staged import StagingRefused
 from relay.store.stream import Kept, Stream
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,9 @@ class Store:
             streams.Change: self._on_change,
             streams.Delete: self._on_delete,
             streams.Append: self._on_append,
+            streams.Stage: self._on_stage,
+            streams.Commit: self._on_commit,
+            streams.Discard: self._on_discard,
             streams.Fetch: self._on_fetch,
             streams.Find: self._on_find,
             streams.Consume: self._on_consume,
@@ -244,7 +248,7 @@ class Store:
         """A call came."""
         try:
             self._calls[type(question.call)](question, question.call)
-        except Refuse as err:
+        except (Refuse, StagingRefused) as err:
             question.refuse(err.code, str(err))
         except ConsumerRefused as err:
             question.refuse("consumer", str(err))
@@ -303,7 +307,9 @@ class Store:
                         self._leave(stream)
                         self._serve(stream, told(stream.name))
                     log.info("store.stream_reopened", extra={"fields": {"stream": stream.name}})
-                stream.tend(self.now_us)
+                if dropped := stream.tend(self.now_us):
+                    fields = {"stream": stream.name, "records": dropped}
+                    log.warning("store.staged_expired", extra={"fields": fields})
             except LogError as err:
                 self._warn(stream, err)
             except Exception:
@@ -454,6 +460,19 @@ class Store:
         stream = self._stream(question)
         stream.append(question, call)
         self._touch(stream)
+
+    def _on_stage(self, question: Question, call: streams.Stage) -> None:
+        stream = self._stream(question)
+        stream.stage(question, call, self.now_us)
+        self._touch(stream)
+
+    def _on_commit(self, question: Question, call: streams.Commit) -> None:
+        stream = self._stream(question)
+        stream.show(question, call, self.now_us)
+        self._touch(stream)
+
+    def _on_discard(self, question: Question, call: streams.Discard) -> None:
+        self._stream(question).show(question, call, self.now_us)
 
     def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
         stream = self._stream(question)

@@ -5,12 +5,13 @@ an offset names the same message for ever within a log's uuid. From `oldest` unt
 records, gaps (messages that could not be taken) and holes (records that were taken out). `read` follows that
 chain and never steps over a break, since RocksDB's iterator simply ends where a block is damaged.
 
-Outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `p` producers, `k` key
-hash -> its last record, `d` due time and offset of deferred records, `c` cursors. Rows of `k` and `d` come and go in
-the batch of their record, so there are never more of them than records.
+Outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x` their outlines, `p` producers, `k` key
+hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged entries, `u` what is known of
+each without reading it, `w` writers' last batches. Rows of `k` and `d` come and go in the batch of their record, so there are
+never more of them than records.
 
 The entries themselves are the `chain`, which `retention` and `compaction` shorten; the bytes of an entry are in `records`,
-sums over many in `segments`, who appended what in `producers`, RocksDB in `database`.
+sums over many in `segments`, who appended what in `producers`, what is to be appended by a commit in `staged`, RocksDB in `database`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from relay.store.records import (
 )
 from relay.store.retention import Retention
 from relay.store.segments import Limits, Slot
+from relay.store.staged import Committed, Last, Staged
 
 MAX_CURSORS: Final = 4096
 MAX_CURSOR_NAME_BYTES: Final = 1024
@@ -110,6 +112,7 @@ class Log:
         self._retention = Retention(self._chain)
         self._compaction = Compaction(self._chain)
         self._producers = Producers(database.rows(b"p"))
+        self._staged = Staged(database)
         self._cursors = {name.decode() for name, _ in database.rows(b"c")}
 
     # Opening and closing
@@ -226,7 +229,8 @@ class Log:
     # Appending
 
     def append(self, entries: Sequence[Entry | Note], now_us: int) -> list[Outcome]:
-        """Write `entries` in one batch with one sync and return the outcome of each, in order. A Note becomes a Gap of one offset.
+        """Write `entries`, and what was staged, in one batch with one sync; return the outcome of each entry, in order.
+        A Note becomes a Gap of one offset.
 
         An entry that is refused does not hold up those after it, but a later one of the same producer is then out of
         order. A duplicate is known as one before `expect` is looked at. An entry whose due time has come is not
@@ -238,6 +242,7 @@ class Log:
         """
         counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
         draft = self._chain.draft()
+        draft.rows = self._staged.put(draft.batch)
         outcomes: list[Outcome] = []
         try:
             for entry, count in zip(entries, counts, strict=True):
@@ -274,6 +279,79 @@ class Log:
         (outcome,) = self.append([Note(count, cause)], now_us)
         assert isinstance(outcome, Stored)
         return outcome.first
+
+    # Staging
+
+    @property
+    def staged_bytes(self) -> int:
+        """What is staged: rows, and something for each."""
+        return self._staged.bytes
+
+    def stage(
+        self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
+    ) -> int:  # fmt: skip
+        """Take (sequence, entry) pairs of an attempt at a batch; the next `append` puts them on disk, if of nothing else.
+
+        Return how many bytes that will be: 0 if all is staged, or the batch is not above the writer's last.
+
+        Raises:
+            ValueError: an entry is malformed.
+            StagingRefused: a bound is reached.
+        """
+        for _, entry in entries:
+            check_entry(entry)
+        return self._staged.take(writer, batch, attempt, entries, now_us)
+
+    def commit(
+        self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
+    ) -> Committed:
+        """Append what (attempt, records) pairs staged, in order, and drop all else that was staged for this batch or an earlier one.
+
+        One write: all of it is there, with the writer's number, or nothing has changed. Again it changes nothing.
+
+        Raises:
+            StagingRefused: something is not staged, or a bound is reached.
+            LogDamaged: a staged entry is not what was written.
+            LogWriteFailed: it may be found committed after a reopen.
+        """
+        done = self._staged.replay(writer, batch)
+        if done is not None:
+            return done
+        if self._database.failed is not None:  # what is staged may be half gone
+            raise LogWriteFailed(self._path, self._database.failed)
+        self.append((), now_us)
+        self._staged.check(writer, batch, attempts, now_us)
+        draft = self._chain.draft()
+        first = draft.next
+        for entry, count in self._staged.read(writer, batch, attempts):
+            if draft.next + count > MAX_OFFSET:
+                raise ValueError("end: the log has no such offsets")
+            draft.add_entry(entry, draft.next, count, now_us)
+        last = Last(batch, first, draft.next, now_us)
+        self._staged.settle(draft.batch, writer, last)
+        draft.rows = True
+        self._chain.finish(draft)
+        self._staged.settled(writer, last)
+        return Committed(first, last.next, False)
+
+    def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
+        """Drop what these attempts staged, or all attempts at the batch; return how many records. Synced. Raises LogWriteFailed."""
+        self.append((), now_us)
+        rows = self._database.batch()
+        dropped = self._staged.discard(rows, writer, batch, attempts)
+        if dropped:
+            self._chain.write(rows, sync=True)
+        return dropped
+
+    def tend_staged(self, now_us: int) -> int:
+        """Drop attempts that are too old, give disk space back; return how many records went. Raises LogWriteFailed."""
+        dropped = 0
+        if old := self._staged.old(now_us):
+            rows = self._database.batch()
+            dropped = sum(self._staged.drop(rows, *place) for place in old)
+            self._chain.write(rows, sync=False)
+        self._staged.free()
+        return dropped
 
     # Reading
 

@@ -10,6 +10,7 @@ bytes). Key: u64 first offset. Value:
     gap:    i64 stored | u64 count + 1, 0 = unknown | cause
     hole:   u8 reason | u64 next
 
+A staged entry is laid out as a record, under a longer key of its own.
 The CRC guards against software and bit errors; forgers meet the seal of the body, which a log never opens.
 """
 
@@ -197,12 +198,14 @@ def encode_record(key: bytes, entry: Entry, stored_us: int, *, deferred: bool) -
 def encode_gap(key: bytes, count: int | None, cause: str, stored_us: int) -> bytes:
     """Return the value of a gap; a long `cause` is cut at `MAX_CAUSE_BYTES`."""
     text = cause.encode()[:MAX_CAUSE_BYTES]
-    return _sealed(key, _GAP.pack(_FORM_GAP, stored_us, 0 if count is None else count + 1) + text)
+    return encode_row(
+        key, _GAP.pack(_FORM_GAP, stored_us, 0 if count is None else count + 1) + text
+    )
 
 
 def encode_hole(key: bytes, reason: Reason, end: int) -> bytes:
     """Return the value of a hole from `key` until `end`."""
-    return _sealed(key, _HOLE.pack(_FORM_HOLE, reason, end))
+    return encode_row(key, _HOLE.pack(_FORM_HOLE, reason, end))
 
 
 def decode(key: bytes, value: bytes) -> Item:
@@ -212,9 +215,7 @@ def decode(key: bytes, value: bytes) -> Item:
         ValueError: it is not what was written there.
     """
     try:
-        (crc,) = CRC.unpack_from(value)
-        if crc != crc32(memoryview(value)[4:], crc32(key)):
-            raise ValueError("checksum mismatch")
+        check_row(key, value)
         (first,) = KEY.unpack(key)
         form = value[4]
         if form == _FORM_RECORD:
@@ -229,6 +230,43 @@ def decode(key: bytes, value: bytes) -> Item:
     except (struct.error, IndexError) as err:
         raise ValueError(f"cut short: {err}") from err
     raise ValueError(f"unknown form {form}")
+
+
+def decode_staged(key: bytes, value: bytes) -> tuple[Entry, int]:
+    """Return the entry that `encode_record` wrote under a `key` of any length, and how many messages it holds.
+
+    Raises:
+        ValueError: it is not what was written there.
+    """
+    try:
+        check_row(key, value)
+        if value[4] != _FORM_RECORD:
+            raise ValueError(f"unknown form {value[4]}")
+        record = _decode_record(0, value)
+    except (struct.error, IndexError) as err:
+        raise ValueError(f"cut short: {err}") from err
+    entry = Entry(
+        record.kind, record.name, record.key_id, record.sender_id, record.end, record.body, None,
+        record.key_hash, record.tombstone, record.expires_us, record.due_us,
+    )  # fmt: skip
+    return entry, record.count
+
+
+def encode_row(key: bytes, rest: bytes) -> bytes:
+    """Return `rest` with the checksum that ties it to `key`."""
+    return CRC.pack(crc32(rest, crc32(key))) + rest
+
+
+def check_row(key: bytes, value: bytes) -> None:
+    """Return if `value` is what was written under `key`.
+
+    Raises:
+        ValueError: it is not.
+        struct.error: it is cut short.
+    """
+    (crc,) = CRC.unpack_from(value)
+    if crc != crc32(memoryview(value)[4:], crc32(key)):
+        raise ValueError("checksum mismatch")
 
 
 def _decode_record(first: int, value: bytes) -> Record:
@@ -255,7 +293,3 @@ def _decode_record(first: int, value: bytes) -> Record:
         due_us,
         bool(flags & _DEFERRED),
     )
-
-
-def _sealed(key: bytes, rest: bytes) -> bytes:
-    return CRC.pack(crc32(rest, crc32(key))) + rest

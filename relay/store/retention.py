@@ -61,8 +61,7 @@ class Retention:
         if chain.head is None:
             if size <= max_bytes and messages <= max_messages and limits.max_age_us is None:
                 return []
-            walk = chain.walk(max(chain.first.first, chain.oldest), chain.first.next)
-            chain.head = deque(Slot.of(item, size) for item, size in walk)
+            chain.head = deque(chain.slots_of(chain.first))
         over: list[Slot] = []
         for slot in chain.head:
             if size <= max_bytes and messages <= max_messages and slot.stored_us >= since_us:
@@ -75,7 +74,7 @@ class Retention:
     def _drop_segment(self, segment: Segment) -> None:
         chain = self._chain
         batch = chain.database.batch()
-        batch.delete(b"s" + KEY.pack(segment.first))
+        _forget(batch, segment)
         self._move(batch, segment.next, segment.size, segment.messages)
         chain.segments.popleft()
         chain.head = None
@@ -88,7 +87,7 @@ class Retention:
             chain.drop_rows(batch, slot)
         emptied = len(slots) == len(chain.head)
         if emptied and segment is not chain.open:
-            batch.delete(b"s" + KEY.pack(segment.first))
+            _forget(batch, segment)
         size = sum(slot.size for slot in slots)
         self._move(batch, slots[-1].next, size, sum(slot.messages for slot in slots))
         for slot in slots:
@@ -97,7 +96,7 @@ class Retention:
         if emptied:
             chain.head = None
             if segment is chain.open:
-                chain.open = Segment(chain.oldest)
+                chain.open, chain.open_slots = Segment(chain.oldest), []
             else:
                 chain.segments.popleft()
 
@@ -109,3 +108,8 @@ class Retention:
         chain.size -= size
         chain.messages -= messages
         self._dead_bytes += size
+
+
+def _forget(batch: Batch, segment: Segment) -> None:
+    batch.delete(b"s" + KEY.pack(segment.first))
+    batch.delete(b"x" + KEY.pack(segment.first))

@@ -1,14 +1,16 @@
 """Sums over stretches of a log, so that retention and opening need not read bodies.
 
 A segment sums up neighbouring entries. When it is full its summary is written in the same batch as its last
-entry. A log opens by reading the summaries and the one unfinished stretch behind them; retention drops segments whole and
-looks into the first one only where the limit falls within it.
+entry. A log opens by reading the summaries and the one unfinished stretch behind them; retention drops segments whole, and
+where the limit falls within one it reads that one's *outline*: where its entries end and what they count, beside the summary.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
+from zlib import crc32
 
 from msgspec import Struct
 
@@ -18,6 +20,8 @@ SEGMENT_BYTES: Final = 8 << 20
 SEGMENT_ENTRIES: Final = 8192
 """A segment is full at either. A TiB in large records is then 131,072 segments, about 25 MB in memory."""
 _SUMMARY: Final = struct.Struct("<QQQQqQq")
+_LINE: Final = struct.Struct("<QIIq")
+"""Of an outline: offsets, bytes, messages, when stored."""
 
 
 class Limits(Struct, frozen=True):
@@ -147,3 +151,26 @@ class Slot(Struct, frozen=True, gc=False):
             due_us,
             item.expires_us,
         )
+
+
+def pack_outline(slots: Sequence[Slot]) -> bytes:
+    """Return the outline of neighbouring entries without rows of their own elsewhere."""
+    lines = b"".join(
+        [
+            _LINE.pack(slot.next - slot.first, slot.size, slot.messages, slot.stored_us)
+            for slot in slots
+        ]
+    )
+    return crc32(lines).to_bytes(4, "little") + lines
+
+
+def unpack_outline(segment: Segment, row: bytes) -> list[Slot] | None:
+    """Return the entries of a segment by its outline; None if it is not what was written: then they have to be read themselves."""
+    if len(row) % _LINE.size != 4 or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
+        return None
+    slots = []
+    at = segment.first
+    for length, size, messages, stored_us in _LINE.iter_unpack(row[4:]):
+        slots.append(Slot(at, at + length, size, messages, stored_us))
+        at += length
+    return slots if at == segment.next else None

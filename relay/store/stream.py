@@ -2,7 +2,8 @@
 
     publish, broadcast ─┐                        ┌─► acknowledged (appends), credited (pushes)
     push, append ───────┴─► batch ── commit ──► log ─► readers that wait ─► consumers
-    what is missing ───────► gap records
+    what is missing ───────► gap records         ▲
+    stage ─────────────────► with the batch ─────┘ a Commit shows it
 
 Sans-IO but for the log: the store hands in bundles and questions, tells the time, and calls `commit` soon after `dirty`.
 """
@@ -16,7 +17,6 @@ from typing import Final
 from msgspec import Struct
 
 from iris.core.guard import Guard
-from iris.errors import IrisError
 from iris.wire import frames, streams
 from iris.wire.codec import END
 from iris.wire.frames import UNKNOWN_COUNT, Kind, Refusal
@@ -24,22 +24,27 @@ from iris.wire.names import matches
 from iris.wire.streams import (
     DEAD_KIND,
     Append,
+    Commit,
     DeadLetter,
     Definition,
     Described,
+    Discard,
     Fetch,
+    NewRecord,
     Order,
     SignedOrder,
+    Stage,
 )
-from relay.store.consuming import Consuming, told_item
+from relay.store.answers import told_items, told_outcome
+from relay.store.consuming import Consuming
 from relay.store.cursor import Dead
 from relay.store.database import room_to_open
 from relay.store.errors import LogDamaged, LogError, LogWriteFailed
-from relay.store.log import Chunk, Conflict, Log, Outcome, Stored
-from relay.store.producers import Duplicate, Fenced, OutOfOrder
-from relay.store.records import Entry, Note, Record, Stamp, check_entry
+from relay.store.log import Log
+from relay.store.records import Entry, Note, Stamp, check_entry
 from relay.store.segments import Limits
 from relay.store.session import Bundle, Question
+from relay.store.staging import Staging
 
 MAX_WAITING: Final = 16_384
 """Readers that wait at one stream; one more is refused."""
@@ -50,10 +55,6 @@ MOST: Final = 1 << 53
 """Nobody lost more than that: a count beyond is a sender's invention."""
 FULL: Final = "the disk took nothing"
 COMPACT_US: Final = 10_000_000
-RECORD_BYTES: Final = 640
-"""What a record adds to its body in an answer, at most: names, ids, numbers."""
-GAP_BYTES: Final = 1200
-"""What a gap takes at most."""
 FRESH_US: Final = 600_000_000
 """Senders that were silent for twice as long make room in the table of sequences."""
 
@@ -119,6 +120,8 @@ class Stream:
         self._pause_us = REOPEN_MIN_US
         self.consuming: Consuming | None = None
         """None while there is no log."""
+        self.staging: Staging | None = None
+        """Likewise."""
         self.bury: Callable[[str, list[Dead]], None] = _nowhere
         self.redefine()
         if log is not None:
@@ -128,6 +131,7 @@ class Stream:
         """The log can be used, for the first time or again."""
         self.log = log
         self.consuming = Consuming(log, lambda consumer, dead: self.bury(consumer, dead))
+        self.staging = Staging(log)
 
     # -- what it is ------------------------------------------------------------------------------------------
 
@@ -255,36 +259,57 @@ class Stream:
     # -- in: what is appended --------------------------------------------------------------------------------
 
     def append(self, question: Question, call: Append) -> None:
-        """Take an Append; it is answered by the next commit, or refused now."""
-        if self.definition.paused:
-            question.refuse("paused", f"stream {self.name!r} is paused")
-            return
-        if self.log is None or self.log.failed:
-            question.refuse(
-                "disk", self.failed or (self.log.failed if self.log else "") or "it is not open"
-            )
-            return
-        if self.dead:
-            question.refuse("invalid", "dead letters are written by the store alone")
+        """Take an Append; it is answered by the next commit, or refused now. Raises ValueError."""
+        if self._writable(question) is None:
             return
         producer = call.producer if call.producer != streams.NO_PRODUCER else None
         entries = []
-        try:
-            for new in call.records:
-                stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
-                entry = Entry(
-                    Kind.STREAM, self.name, question.key_id, call.sender_id, new.end, new.body, stamp,
-                    new.key_hash or None, new.tombstone, new.expires_us, new.due_us, new.expect,
-                )  # fmt: skip
-                check_entry(entry)
-                entries.append(entry)
-        except ValueError as err:
-            question.refuse("invalid", str(err))
-            return
+        for new in call.records:
+            stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
+            entries.append(self._entry(question, call.sender_id, new, stamp))
         pending = _Pending(question)
         for entry in entries:
             self._batch.append((entry, pending))
             self.batch_bytes += len(entry.body)
+
+    def stage(self, question: Question, call: Stage, now_us: int) -> None:
+        """Take a Stage, likewise. Raises StagingRefused, ValueError."""
+        if (staging := self._writable(question)) is not None:
+            entries = [self._entry(question, call.sender_id, new) for new in call.records]
+            self.batch_bytes += staging.take(question, call, entries, now_us)
+
+    def show(self, question: Question, call: Commit | Discard, now_us: int) -> None:
+        """Answer a Commit or a Discard behind all that has come; `commit` tells who waits for more. Raises StagingRefused, LogError."""
+        self.commit(now_us)
+        if (staging := self._writable(question)) is None:
+            return
+        if isinstance(call, Commit):
+            staging.commit(question, call, now_us)
+        else:
+            staging.discard(question, call, now_us)
+
+    def _writable(self, question: Question) -> Staging | None:
+        """Return what is staged if callers may write here; else refuse."""
+        if self.definition.paused:
+            question.refuse("paused", f"stream {self.name!r} is paused")
+        elif self.log is None or self.log.failed:
+            failed = self.failed or (self.log.failed if self.log else "")
+            question.refuse("disk", failed or "it is not open")
+        elif self.dead:
+            question.refuse("invalid", "dead letters are written by the store alone")
+        else:
+            return self.staging
+        return None
+
+    def _entry(
+        self, question: Question, sender_id: bytes, new: NewRecord, stamp: Stamp | None = None
+    ) -> Entry:
+        entry = Entry(
+            Kind.STREAM, self.name, question.key_id, sender_id, new.end, new.body, stamp,
+            new.key_hash or None, new.tombstone, new.expires_us, new.due_us, new.expect,
+        )  # fmt: skip
+        check_entry(entry)
+        return entry
 
     def bury_here(self, stream: Stream, consumer: str, letters: list[Dead], now_us: int) -> None:
         """Write dead letters of a consumer of `stream`: this log is theirs. Raises LogWriteFailed."""
@@ -316,9 +341,10 @@ class Stream:
         """Write what has come and tell everybody whom it concerns."""
         batch, self._batch = self._batch, []
         self.batch_bytes = 0
-        if not batch:
+        log, staging = self.log, self.staging
+        if not batch and not (staging and staging.waiting):
+            self._grown(now_us)  # by a Commit, perhaps
             return
-        log = self.log
         try:
             if log is None or log.failed:
                 raise LogWriteFailed(
@@ -331,7 +357,7 @@ class Stream:
         except ValueError as err:
             self._failed(batch, LogWriteFailed(self.path, str(err)))
             return
-        last = batch[-1][0]
+        last = batch[-1][0] if batch else None
         if isinstance(last, Note) and last.count is None:
             self._noted = (last.cause, log.next)
         answered: dict[int, _Pending] = {}
@@ -339,12 +365,19 @@ class Stream:
             if isinstance(sink, Bundle):
                 sink.session.credit(sink)
             elif sink is not None:
-                sink.outcomes.append(_told(outcome))
+                sink.outcomes.append(told_outcome(outcome))
                 answered[id(sink)] = sink
         for pending in answered.values():
             pending.question.answer(streams.Appended(pending.outcomes))
-        self.wake(now_us)
-        log.enforce(self._limits, now_us)
+        if staging is not None:
+            staging.written()
+        self._grown(now_us)
+
+    def _grown(self, now_us: int) -> None:
+        """Tell who waits for more, and keep no more than the limits. Raises LogError."""
+        if self.log is not None and not self.log.failed:
+            self.wake(now_us)
+            self.log.enforce(self._limits, now_us)
 
     def _failed(self, batch: list[tuple[Entry | Note, Sink]], err: LogWriteFailed) -> None:
         refused: dict[int, _Pending] = {}
@@ -362,6 +395,8 @@ class Stream:
                 self.lost += count
         for pending in refused.values():
             pending.question.refuse("disk", err.reason)
+        if self.staging is not None:
+            self.staging.refuse("disk", err.reason)
 
     def reopen(self, now_us: int) -> None:
         """Try to write again after a failure; what was lost meanwhile is noted first. Raises LogError.
@@ -374,8 +409,10 @@ class Stream:
             room_to_open(self.path)
             if self.consuming is not None:
                 self.consuming.turn_away("the log is being opened again")
+            if self.staging is not None:
+                self.staging.refuse("leaving", "the log is being opened again")
             self.log.close()
-            self.log = self.consuming = None
+            self.log = self.consuming = self.staging = None
         self.failed = "the log is being opened again"
         try:
             log = Log.open(self.path)
@@ -454,17 +491,20 @@ class Stream:
 
     # -- in between ------------------------------------------------------------------------------------------
 
-    def tend(self, now_us: int) -> None:
-        """Enforce what ages, compact a little. Raises LogError."""
+    def tend(self, now_us: int) -> int:
+        """Enforce what ages, compact a little; return how many staged records were dropped for their age. Raises LogError."""
         log = self.log
         if log is None:
-            return
+            return 0
         log.enforce(self._limits, now_us)
+        dropped = 0
         if self.consuming is not None and not log.failed:
             self.consuming.tend(now_us)
+            dropped = log.tend_staged(now_us)
         if self.definition.compact and now_us >= self._compact_us:
             done = log.compact(now_us)
             self._compact_us = now_us + (COMPACT_US if done else COMPACT_US // 100)
+        return dropped
 
     def close(self) -> None:
         """Give the files back. Idempotent."""
@@ -485,38 +525,9 @@ class Stream:
         if self.consuming is not None:
             self.consuming.turn_away(reason)
         batch, self._batch = self._batch, []
-        if batch:
-            self._failed(batch, LogWriteFailed(self.path, reason))
+        self._failed(batch, LogWriteFailed(self.path, reason))
         self.close()
 
 
 def _nowhere(consumer: str, dead: list[Dead]) -> None:
     raise LogWriteFailed("", "nobody keeps its dead letters")
-
-
-def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
-    """Return what of a chunk fits an answer of `limit` bytes, at least one item, and where it ends."""
-    items: list[streams.Item] = []
-    used = 0
-    end = start
-    for item in chunk.items:
-        used += len(item.body) + RECORD_BYTES if isinstance(item, Record) else GAP_BYTES
-        if items and used > limit:
-            break
-        items.append(told_item(item))
-        end = item.next
-    return items, end
-
-
-def _told(outcome: Outcome) -> streams.Outcome:
-    if isinstance(outcome, Stored):
-        return streams.Outcome(streams.STORED, outcome.first)
-    if isinstance(outcome, Duplicate):
-        return streams.Outcome(streams.DUPLICATE, outcome.first)
-    if isinstance(outcome, OutOfOrder):
-        return streams.Outcome(streams.OUT_OF_ORDER, outcome.expected)
-    if isinstance(outcome, Fenced):
-        return streams.Outcome(streams.FENCED, outcome.epoch)
-    if isinstance(outcome, Conflict):
-        return streams.Outcome(streams.CONFLICT, outcome.next)
-    raise IrisError(f"an outcome of type {type(outcome).__name__}")

@@ -102,6 +102,10 @@ async def test_relay_and_store_end_and_come_back_in_any_order(rig: Rig) -> None:
     held(await proof_streams.restarts(rig, 4, 1))
 
 
+async def test_a_killed_store_shows_every_batch_whole_and_once(rig: Rig) -> None:
+    held(await proof_streams.batches(rig, 3, 8))
+
+
 # -- the disk that loses power does what it says -------------------------------------------------------------
 
 SYNC = "def sync(p='.'):\n f=os.open(p,os.O_RDONLY);os.fsync(f);os.close(f)\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from iris.core.bundle import decode_bundle, encode_bundle
+from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.parties import Lost
@@ -98,17 +98,19 @@ def reader(data: bytes) -> None:
 def bundle(data: bytes) -> None:
     """The plain text of a bundle, from a holder of the key."""
     try:
-        payloads, headers, packed = decode_bundle(data)
+        payloads, keys, headers, packed = decode_keyed(data)
     except DecodeError:
         return
     assert payloads
     assert headers is None or len(headers) == len(payloads)
-    again = decode_bundle(encode_bundle(payloads, headers, packed))
-    assert again[0] == payloads
-    assert [h or None for h in again[1] or [None] * len(payloads)] == [
+    assert keys is None or len(keys) == len(payloads)
+    assert decode_bundle(data) == (payloads, headers, packed)
+    again = decode_keyed(encode_bundle(payloads, headers, packed, keys))
+    assert again[:2] == (payloads, keys)
+    assert [h or None for h in again[2] or [None] * len(payloads)] == [
         h or None for h in headers or [None] * len(payloads)
     ]
-    assert again[2] == packed
+    assert again[3] == packed
 
 
 def keyring(data: bytes) -> None:

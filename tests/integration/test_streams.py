@@ -278,6 +278,24 @@ async def test_an_append_whose_time_to_live_is_over_is_a_gap_to_readers(setting:
     assert [gap.cause for gap in reader.gaps] == ["expired"]
 
 
+async def test_a_key_is_read_with_its_message(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"one", key="AA", headers={"a": "b"})
+    await client.streams.append("orders", b"two", key=b"\xff", expect=1)
+    await client.streams.append("orders", b"three")
+    await asyncio.gather(*(client.streams.append("orders", b"x", key="BB") for _ in range(3)))
+    async with client.streams.stage("orders", writer="w", batch=0) as staging:
+        await staging.append(b"four", key="CC")
+        attempt = await staging.finish()
+    await client.streams.commit("orders", writer="w", batch=0, attempts=[attempt])
+    found = await whole(other, "orders")
+    assert [m.key for m in found] == [b"AA", b"\xff", None, b"BB", b"BB", b"BB", b"CC"]
+    assert found[0].headers == {"a": "b"}
+    with pytest.raises(iris.MessageTooLarge, match="key"):
+        await client.streams.append("orders", b"", key=bytes(4097))
+
+
 async def test_compaction_keeps_the_last_message_of_each_key(setting: Any) -> None:
     cluster, client, _ = setting
     await client.streams.create("state", compact=True)

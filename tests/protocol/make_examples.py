@@ -52,6 +52,9 @@ STORE_SENDER: Final = bytes(range(0x30, 0x40))
 STREAM: Final = "orders"
 STREAM_UUID: Final = bytes(range(0x80, 0x90))
 PRODUCER: Final = bytes(range(0x90, 0xA0))
+WRITER: Final = "etl"
+BATCH: Final = 7
+ATTEMPT: Final = bytes(range(0xB0, 0xC0))
 RECORD_KEY: Final = b"AA"
 ORDER: Final = streams.encode(
     streams.Order(
@@ -334,12 +337,17 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         head = HOP.pack(46 + len(call), kind, 0, alias, hop, deadline)
         return head + END.pack(SENT_US, timeout, 1, 0) + call, shown
 
+    stage = streams.Stage(WRITER, BATCH, ATTEMPT, APPENDER, [new])
+    commit = streams.Commit(WRITER, BATCH, [streams.Attempt(ATTEMPT, 1)])
     call, answer = streams.encode(append), streams.encode(fetched)
-    assert streams.decode_call(call) == append
+    for one in (append, stage, commit):
+        assert streams.decode_call(streams.encode(one)) == one
     assert streams.decode_answer(answer) == fetched
     payloads = [message.payload.decode() for message in opened]
     return {
         "stream-append": frame(Kind.STREAM, 6, 7, call, 10_000, CALLER),
+        "stream-stage": frame(Kind.STREAM, 6, 8, streams.encode(stage), 10_000, CALLER),
+        "stream-commit": frame(Kind.STREAM, 6, 9, streams.encode(commit), 10_000, CALLER),
         "stream-reply": frame(
             Kind.STREAM_REPLY, 3, RELAY_HOP + 5, answer, 0, STORE_SENDER,
             record={"metadata": (prefix + end).hex(), "payloads": payloads},
@@ -376,6 +384,11 @@ def blocks() -> dict[tuple[str, str], str]:
         found["json", name] = _json(
             {"payloads": [p.decode() for p in payloads], "headers": headers, "packed": False}
         )
+    payloads, keys = [b"one", b"three"], [b"AA", b""]
+    found["hex", "bundle-keys"] = _hex(encode_bundle(payloads, None, False, keys))
+    found["json", "bundle-keys"] = _json(
+        {"payloads": ["one", "three"], "keys": ["AA", ""], "headers": None, "packed": False}
+    )
     for name, said in derived().items():
         found["json", name] = _json(said)
     return found

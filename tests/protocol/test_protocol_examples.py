@@ -20,7 +20,7 @@ from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENE
 from iris.config import ClientConfig
 from iris.core import asks, bundle, guard, tunnel, tunneling
 from iris.core.aliases import MAX_ALIASES
-from iris.core.bundle import decode_bundle, encode_bundle
+from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.tunnel import prologue
 from iris.crypto import noise, sframe
 from iris.crypto.keys import verify_proof
@@ -281,6 +281,18 @@ def test_a_refused_frame_is_the_request_with_other_flags_and_hop_id() -> None:
     assert refused[:5] == request[:5]
     assert refused[5] == 0x02 | 1 << 4
     assert refused[10:18] != request[10:18]
+
+
+def test_a_bundle_has_its_keys_between_payloads_and_headers() -> None:
+    data, said = HEX["bundle-keys"], JSON["bundle-keys"]
+    payloads, keys, headers, packed = decode_keyed(data)
+    assert keys is not None
+    assert {
+        "payloads": [payload.decode() for payload in payloads], "keys": [key.decode() for key in keys], "headers": headers,
+        "packed": packed,
+    } == said  # fmt: skip
+    assert encode_bundle(payloads, headers, packed, keys) == data
+    assert decode_bundle(data) == (payloads, headers, packed)
 
 
 @pytest.mark.parametrize("name", ["bundle-one", "bundle-headers"])

@@ -14,6 +14,7 @@ from iris.core.bundle import (
     Headers,
     check_headers,
     decode_bundle,
+    decode_keyed,
     encode_bundle,
 )
 from iris.errors import DecodeError, LocalProtocolError
@@ -38,14 +39,15 @@ def test_each_message_keeps_its_own_headers(
 
 
 @settings(max_examples=200)
-@given(PAYLOADS, st.booleans(), st.data())
+@given(PAYLOADS, st.booleans(), st.booleans(), st.data())
 def test_a_damaged_bundle_raises_decode_error_only(
-    payloads: list[bytes], with_headers: bool, data: st.DataObject
+    payloads: list[bytes], with_headers: bool, with_keys: bool, data: st.DataObject
 ) -> None:
     headers: list[Headers | None] | None = (
         [{"a": "b"} if i % 2 else None for i in range(len(payloads))] if with_headers else None
     )
-    plain = bytearray(encode_bundle(payloads, headers, False))
+    keys = [b"%d" % i for i in range(len(payloads))] if with_keys else None
+    plain = bytearray(encode_bundle(payloads, headers, False, keys))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(plain) - 1))
         plain[at] = data.draw(st.integers(0, 255))
@@ -58,6 +60,22 @@ def test_a_damaged_bundle_raises_decode_error_only(
     assert found
     assert found_headers is None or len(found_headers) == len(found)
     assert sum(map(len, found)) <= len(damaged)
+
+
+@given(
+    st.lists(
+        st.tuples(st.binary(max_size=60), st.binary(max_size=9), HEADERS), min_size=1, max_size=20
+    )
+)
+def test_each_message_keeps_its_own_key(
+    messages: list[tuple[bytes, bytes, Headers | None]],
+) -> None:
+    payloads, keys, headers = (list(column) for column in zip(*messages, strict=True))
+    plain = encode_bundle(payloads, headers, True, keys)
+    assert decode_keyed(plain) == (payloads, keys, headers, True)
+    assert decode_bundle(plain) == (payloads, headers, True)
+    plain = encode_bundle(payloads, None, False, keys)
+    assert decode_keyed(plain) == (payloads, keys, None, False)
 
 
 @settings(max_examples=200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from unittest import mock
 
 from hypothesis import settings
@@ -15,6 +16,7 @@ from iris.wire.codec import END
 from relay.store.log import Log, Stored
 from relay.store.records import Entry, Hole, Reason, Record
 from relay.store.segments import Limits
+from relay.store.staged import Committed
 
 
 @dataclass
@@ -28,6 +30,27 @@ class Kept:
     expires_us: int = 0
     reason: Reason | None = None
     """Set once it is a hole."""
+
+
+Drawn = tuple[int, bytes, int | None, int]
+"""Messages, body, key, time to live."""
+records: st.SearchStrategy[list[Drawn]] = st.lists(
+    st.tuples(
+        st.integers(1, 3),
+        st.binary(min_size=1, max_size=40),
+        st.none() | st.integers(0, 2),
+        st.sampled_from([0, 0, 3, 9]),
+    ),
+    max_size=7,
+)
+
+
+def make(drawn: Drawn, now_us: int) -> Entry:
+    count, body, key, ttl = drawn
+    key_hash = None if key is None else bytes([key]) * 32
+    expires_us = now_us + ttl if ttl else 0
+    end = END.pack(0, 0, count, 0)
+    return Entry(1, "x", bytes(16), bytes(16), end, body, key_hash=key_hash, expires_us=expires_us)
 
 
 class LogMachine(RuleBasedStateMachine):
@@ -45,7 +68,9 @@ class LogMachine(RuleBasedStateMachine):
         self.log = Log.create(self.path, uuid=bytes(16), definition=b"", created_us=0)
         self.kept: list[Kept] = []
         self.oldest = self.next = 0
-        self.now_us = 1
+        self.batch = 0
+        # No age reaches back beyond 1970.
+        self.now_us = 10
 
     def teardown(self) -> None:
         self.log.close()
@@ -53,40 +78,45 @@ class LogMachine(RuleBasedStateMachine):
         for patch in self.patches:
             patch.stop()
 
-    @rule(
-        records=st.lists(
-            st.tuples(
-                st.integers(1, 3),
-                st.binary(min_size=1, max_size=40),
-                st.none() | st.integers(0, 2),
-                st.sampled_from([0, 0, 3, 9]),
-            ),
-            max_size=7,
-        )
-    )
-    def append(self, records: list[tuple[int, bytes, int | None, int]]) -> None:
-        entries = []
-        expected = []
-        for count, body, key, ttl in records:
-            end = END.pack(0, 0, count, 0)
-            expires_us = self.now_us + ttl if ttl else 0
-            key_hash = None if key is None else bytes([key]) * 32
-            entries.append(
-                Entry(
-                    1,
-                    "x",
-                    bytes(16),
-                    bytes(16),
-                    end,
-                    body,
-                    key_hash=key_hash,
-                    expires_us=expires_us,
-                )
-            )
-            expected.append(Stored(self.next, self.next + count))
-            self.kept.append(Kept(self.next, self.next + count, body, self.now_us, key, expires_us))
-            self.next += count
+    @rule(records=records)
+    def append(self, records: list[Drawn]) -> None:
+        first = self.next
+        entries = self.expect(records)
+        at = [first, *(kept.next for kept in self.kept[len(self.kept) - len(records) :])]
+        expected = [Stored(*place) for place in pairwise(at)]
         assert self.log.append(entries, self.now_us) == expected
+
+    @rule(parts=st.lists(records, max_size=3), loser=records, again=st.booleans())
+    def commit(self, parts: list[list[Drawn]], loser: list[Drawn], again: bool) -> None:
+        self.batch += 1
+        for number, part in enumerate([*parts, loser]):
+            entries = list(enumerate(make(drawn, self.now_us) for drawn in part))
+            self.log.stage("etl", self.batch, bytes([number]) * 16, entries[::-1], self.now_us)
+        if again:
+            self.reopen_staged()
+        first = self.next
+        for part in parts:
+            self.expect(part)
+        named = [(bytes([number]) * 16, len(part)) for number, part in enumerate(parts)]
+        for replayed in (False, True):
+            done = self.log.commit("etl", self.batch, named, self.now_us)
+            assert done == Committed(first, self.next, replayed)
+        assert self.log.staged_bytes == 0
+
+    def reopen_staged(self) -> None:
+        self.log.append([], self.now_us)
+        self.reopen()
+
+    def expect(self, records: list[Drawn]) -> list[Entry]:
+        """Note that these come to stand at the end."""
+        entries = []
+        for count, body, key, ttl in records:
+            entry = make((count, body, key, ttl), self.now_us)
+            entries.append(entry)
+            kept = Kept(self.next, self.next + count, body, self.now_us, key, entry.expires_us)
+            self.kept.append(kept)
+            self.next += count
+        return entries
 
     @rule()
     def gap(self) -> None:

@@ -1,0 +1,72 @@
+"""A message that is to be appended: its bytes, and what the store keeps beside them in clear."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from iris.core.bundle import Headers, check_headers
+from iris.core.message import encode_payload
+from iris.errors import ConfigError, MessageTooLarge, StreamError
+from iris.streams.appending import PLAIN, Extras
+from iris.streams.calls import Stores
+
+if TYPE_CHECKING:
+    from iris.client import Client
+
+MAX_US: Final = 1 << 62
+"""µs since 1970."""
+MAX_KEY_BYTES: Final = 4096
+
+
+def encode_message(client: Client, message: object, headers: Headers | None) -> tuple[bytes, bool]:
+    """Return a message's bytes, and whether they are MessagePack.
+
+    Raises:
+        MessageTooLarge: it is over the client's limit.
+        LocalProtocolError: `headers` are not str to str, or too large.
+    """
+    data, packed = encode_payload(message)
+    limit = client.message_limit
+    if len(data) > limit:
+        raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit} of a message")
+    if headers:
+        check_headers(headers)
+    return data, packed
+
+
+async def make_extras(
+    stores: Stores, name: str, uuid: str, *, key: str | bytes | None, ttl: float | None, deliver_at: datetime | None, tombstone: bool,
+    timeout: float,
+) -> Extras:  # fmt: skip
+    """Return what a message is stored with: see `Streams.append`. Waits for the stream's place if there is a `key`.
+
+    Raises:
+        ConfigError: a time is out of range.
+        MessageTooLarge: the key is over 4 KiB.
+        StreamError: a tombstone without a key, or the stream was not found.
+    """
+    if key is None and ttl is None and deliver_at is None and not tombstone:
+        return PLAIN
+    if tombstone and key is None:
+        raise StreamError(name, "a tombstone is of a key")
+    expires_us = 0 if ttl is None else time.time_ns() // 1000 + _microseconds("ttl", ttl)
+    due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
+    if not 0 <= due_us < MAX_US or expires_us >= MAX_US:
+        raise ConfigError("ttl, deliver_at: not between 1970 and the year 200,000")
+    key_hash = text = b""
+    if key is not None:
+        text = key.encode() if isinstance(key, str) else key
+        if len(text) > MAX_KEY_BYTES:
+            raise MessageTooLarge(f"key: {len(text)} bytes are over {MAX_KEY_BYTES}")
+        place = await stores.place(name, uuid, timeout=timeout)
+        key_hash = hmac.digest(place.key.key_hash_key, place.uuid + text, "sha256")
+    return Extras(text, key_hash, tombstone, expires_us, due_us)
+
+
+def _microseconds(what: str, seconds: float) -> int:
+    if not seconds > 0:
+        raise ConfigError(f"{what}: {seconds} s is not above 0")
+    return round(seconds * 1e6)

@@ -1,0 +1,57 @@
+"""What a log holds, and what became of an entry, as answers tell it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from iris.errors import IrisError
+from iris.wire import streams
+from relay.store.log import Chunk, Conflict, Outcome, Stored
+from relay.store.producers import Duplicate, Fenced, OutOfOrder
+from relay.store.records import Gap, Item, Record
+
+RECORD_BYTES: Final = 640
+"""What a record adds to its body in an answer, at most: names, ids, numbers."""
+GAP_BYTES: Final = 1200
+"""What a gap takes at most."""
+
+
+def told_item(item: Item) -> streams.Item:
+    """Return an item of a log as it travels."""
+    if isinstance(item, Record):
+        return streams.Record(
+            item.first, item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, item.stored_us,
+            item.key_hash or b"", item.tombstone, item.expires_us, item.due_us,
+        )  # fmt: skip
+    if isinstance(item, Gap):
+        return streams.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
+    return streams.Hole(item.first, item.next, int(item.reason))
+
+
+def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
+    """Return what of a chunk fits an answer of `limit` bytes, at least one item, and where it ends."""
+    items: list[streams.Item] = []
+    used = 0
+    end = start
+    for item in chunk.items:
+        used += len(item.body) + RECORD_BYTES if isinstance(item, Record) else GAP_BYTES
+        if items and used > limit:
+            break
+        items.append(told_item(item))
+        end = item.next
+    return items, end
+
+
+def told_outcome(outcome: Outcome) -> streams.Outcome:
+    """Return what became of an entry, likewise."""
+    if isinstance(outcome, Stored):
+        return streams.Outcome(streams.STORED, outcome.first)
+    if isinstance(outcome, Duplicate):
+        return streams.Outcome(streams.DUPLICATE, outcome.first)
+    if isinstance(outcome, OutOfOrder):
+        return streams.Outcome(streams.OUT_OF_ORDER, outcome.expected)
+    if isinstance(outcome, Fenced):
+        return streams.Outcome(streams.FENCED, outcome.epoch)
+    if isinstance(outcome, Conflict):
+        return streams.Outcome(streams.CONFLICT, outcome.next)
+    raise IrisError(f"an outcome of type {type(outcome).__name__}")

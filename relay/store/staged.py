@@ -1,0 +1,352 @@
+"""What is staged in a log: entries out of sight, by writer, batch and attempt, until a commit appends some and drops the others.
+
+Rows outside the records, of a place = u8 length of the writer's name | name | u64 batch | attempt | u64 sequence:
+
+    t place     the entry, laid out as a record
+    u place     u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what has to be known without reading it
+    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed: its last batch
+
+A commit copies entries into the chain in one write with the writer's row and the end of all that was staged for that batch or an
+earlier one, so that it has happened or it has not. docs/decisions/0017 says why they are copied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from iris.errors import IrisError
+from relay.store.database import Batch, Database
+from relay.store.errors import LogDamaged
+from relay.store.records import (
+    ID_BYTES,
+    KEY,
+    Entry,
+    check_row,
+    decode_staged,
+    encode_record,
+    encode_row,
+)
+
+STAGED_BYTES: Final = 1 << 30
+"""Per log: the rows, and `ROW_BYTES` for each. One record more is refused."""
+COMMIT_BYTES: Final = 256 << 20
+"""Bodies in a commit, and in one attempt: a commit is one write, and the store does nothing else meanwhile."""
+ROW_BYTES: Final = 512
+"""What a record counts besides its row `t`: memory, row `u`, and the time that a log takes to read that when it opens."""
+MAX_AHEAD: Final = 65_536
+"""Records of an attempt that came before an earlier one; what is kept of them in memory is for each."""
+MAX_RECORDS: Final = 1 << 32
+MAX_WRITERS: Final = 4096
+MAX_WRITER_BYTES: Final = 255
+FORGET_US: Final = 7 * 86_400_000_000
+"""A writer that committed nothing for so long makes room for a new one."""
+EXPIRE_US: Final = 86_400_000_000
+"""An attempt is dropped so long after it was staged to last."""
+LOOK_US: Final = 60_000_000
+FREE_BYTES: Final = 64 << 20
+"""Disk space of what is dropped comes back in lumps of about so much."""
+_SIZES: Final = struct.Struct("<IIq")
+_LAST: Final = struct.Struct("<QQQq")
+
+
+class StagingRefused(IrisError):
+    """Nothing was changed. `code` is one of `streams.REFUSALS`: "staged", "full" or "invalid"."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class Committed(Struct, frozen=True):
+    """Where a batch is; None if a later one was committed. `replayed`: it was before."""
+
+    first: int | None
+    next: int | None
+    replayed: bool
+
+
+class Last(Struct, frozen=True):
+    """The last batch of a writer."""
+
+    batch: int
+    first: int
+    next: int
+    committed_us: int
+
+
+class _Attempt:
+    """What is known of an attempt: its records below `next` are there, and those `ahead`."""
+
+    __slots__ = ("ahead", "bytes", "next", "size", "staged_us")
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.ahead: set[int] = set()
+        self.bytes = 0
+        """Of bodies."""
+        self.size = 0
+        """What it counts against `STAGED_BYTES`."""
+        self.staged_us = 0
+
+    def has(self, sequence: int) -> bool:
+        return sequence < self.next or sequence in self.ahead
+
+    def add(self, sequence: int, body_bytes: int, row_bytes: int, staged_us: int) -> None:
+        self.bytes += body_bytes
+        self.size += row_bytes + ROW_BYTES
+        self.staged_us = max(self.staged_us, staged_us)
+        self.ahead.add(sequence)
+        while self.next in self.ahead:
+            self.ahead.remove(self.next)
+            self.next += 1
+
+    @property
+    def records(self) -> int:
+        return self.next + len(self.ahead)
+
+
+_Batches = dict[int, dict[bytes, _Attempt]]
+
+
+class Staged:
+    """The staged entries and the writers of one log. What changes rows names the write that they go into."""
+
+    def __init__(self, database: Database) -> None:
+        """Reads rows `u` and `w`. Raises LogDamaged, struct.error or ValueError if one is not what was written."""
+        self._database = database
+        self._waiting: list[tuple[bytes, bytes]] = []
+        """Rows that the next write takes."""
+        self._staged: dict[str, _Batches] = {}
+        self._writers: dict[str, Last] = {}
+        self.bytes = 0
+        """What counts against `STAGED_BYTES`."""
+        self._freed = 0
+        """Bytes that were dropped and may still be on disk, all between two places."""
+        self._freed_from = self._freed_until = b""
+        self._look_us = 0
+        for row, value in database.rows(b"w"):
+            check_row(b"w" + row, value)
+            self._writers[row.decode()] = Last(*_LAST.unpack(value[4:]))
+        for row, value in database.rows(b"u"):
+            check_row(b"u" + row, value)
+            body_bytes, row_bytes, staged_us = _SIZES.unpack(value[4:])
+            writer, batch, attempt, sequence = _unpack_place(row)
+            state = self._batch(writer, batch).setdefault(attempt, _Attempt())
+            state.add(sequence, body_bytes, row_bytes, staged_us)
+            self.bytes += row_bytes + ROW_BYTES
+
+    # -- staging ---------------------------------------------------------------------------------------------
+
+    def take(
+        self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
+    ) -> int:  # fmt: skip
+        """Take checked (sequence, entry) pairs; the next `put` writes what is not staged yet. Return the bytes of that.
+
+        Of a batch that is not above the writer's last nothing is kept.
+
+        Raises:
+            StagingRefused: "full" over a bound, "invalid" for a name, id or sequence that cannot be.
+        """
+        if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES or len(attempt) != ID_BYTES:
+            raise StagingRefused("invalid", f"a writer has 1 to {MAX_WRITER_BYTES} bytes")
+        if self.replay(writer, batch) is not None:
+            return 0
+        known = self._staged.get(writer, {}).get(batch, {}).get(attempt)
+        state = known or _Attempt()
+        new = {number: entry for number, entry in entries if not state.has(number)}
+        if not new:
+            return 0
+        if max(new) >= MAX_RECORDS:
+            raise StagingRefused("invalid", f"record {max(new)}: an attempt has {MAX_RECORDS}")
+        if len(state.ahead) + len(new) > MAX_AHEAD:
+            raise StagingRefused("full", f"record {state.next} is missing, {MAX_AHEAD} wait for it")
+        if state.bytes + sum(len(entry.body) for entry in new.values()) > COMMIT_BYTES:
+            raise StagingRefused("full", f"an attempt has at most {COMMIT_BYTES} bytes")
+        start = _pack_batch(writer, batch) + attempt
+        rows = []
+        for number, entry in new.items():
+            place = start + KEY.pack(number)
+            key = b"t" + place
+            row = encode_record(key, entry, now_us, deferred=False)
+            sizes = _SIZES.pack(len(entry.body), len(key) + len(row), now_us)
+            rows.append((number, place, row, sizes))
+        size = sum(len(place) + 1 + len(row) for _, place, row, _ in rows)
+        if self.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES:
+            raise StagingRefused("full", f"a stream stages at most {STAGED_BYTES} bytes")
+        self._batch(writer, batch)[attempt] = state
+        for number, place, row, sizes in rows:
+            self._waiting.append((b"t" + place, row))
+            self._waiting.append((b"u" + place, encode_row(b"u" + place, sizes)))
+            state.add(number, len(new[number].body), len(place) + 1 + len(row), now_us)
+        self.bytes += size + len(rows) * ROW_BYTES
+        return size
+
+    def put(self, batch: Batch) -> bool:
+        """Add what waits to a write; return whether anything does."""
+        waiting, self._waiting = self._waiting, []
+        for key, value in waiting:
+            batch.put(key, value)
+        return bool(waiting)
+
+    # -- committing ------------------------------------------------------------------------------------------
+
+    def replay(self, writer: str, batch: int) -> Committed | None:
+        """Return where a batch is that is not above the writer's last, None if it is."""
+        last = self._writers.get(writer)
+        if last is None or batch > last.batch:
+            return None
+        if batch == last.batch:
+            return Committed(last.first, last.next, True)
+        return Committed(None, None, True)
+
+    def check(
+        self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
+    ) -> None:
+        """Return if the attempts are there, each with so many records, and may be committed.
+
+        Raises:
+            StagingRefused: "staged" names what is missing; "full" over a bound; "invalid" if one is named twice.
+        """
+        if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
+            raise StagingRefused("invalid", f"a writer has 1 to {MAX_WRITER_BYTES} bytes")
+        if len({attempt for attempt, _ in attempts}) < len(attempts):
+            raise StagingRefused("invalid", "an attempt is named twice")
+        staged = self._staged.get(writer, {}).get(batch, {})
+        size = 0
+        for attempt, count in attempts:
+            state = staged.get(attempt)
+            which = f"batch {batch} of writer {writer!r}, attempt {attempt.hex()}"
+            if state is None:
+                if count:
+                    raise StagingRefused("staged", f"{which}: nothing of it is staged")
+                continue  # an attempt that came to nothing, as it says
+            if state.next < count:
+                raise StagingRefused(
+                    "staged", f"{which}: record {state.next} of {count} is missing"
+                )
+            if state.records > count:
+                raise StagingRefused("staged", f"{which}: {state.records} records, not {count}")
+            size += state.bytes
+        if size > COMMIT_BYTES:
+            raise StagingRefused("full", f"{size} bytes: a batch has at most {COMMIT_BYTES}")
+        self._room(writer, now_us)
+
+    def read(
+        self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]]
+    ) -> Iterator[tuple[Entry, int]]:
+        """Yield the entries of checked attempts in order, and how many messages each holds. Raises LogDamaged, which names the entry."""
+        for attempt, count in attempts:
+            start = b"t" + _pack_batch(writer, batch) + attempt
+            sequence = 0
+            try:
+                for row, value in self._database.rows(start):
+                    if row != KEY.pack(sequence) or sequence >= count:
+                        raise ValueError("it is missing")
+                    yield decode_staged(start + row, value)
+                    sequence += 1
+                if sequence < count:
+                    raise ValueError("it is missing")
+            except (ValueError, LogDamaged) as err:
+                what = f"staged record {sequence} of attempt {attempt.hex()}, batch {batch} of writer {writer!r}"
+                raise LogDamaged(self._database.path, f"{what}: {err}") from err
+
+    def settle(self, rows: Batch, writer: str, last: Last) -> None:
+        """Add to a write: `last` is the writer's last batch, and nothing is staged for it and those before; `settled` says it is done."""
+        if (gone := self._room(writer, last.committed_us)) is not None:
+            rows.delete(b"w" + gone.encode())
+        key = b"w" + writer.encode()
+        packed = _LAST.pack(last.batch, last.first, last.next, last.committed_us)
+        rows.put(key, encode_row(key, packed))
+        if any(batch <= last.batch for batch in self._staged.get(writer, ())):
+            self._drop_range(rows, _pack_batch(writer, 0), _pack_batch(writer, last.batch + 1))
+
+    def settled(self, writer: str, last: Last) -> None:
+        """What `settle` added is on disk."""
+        if (gone := self._room(writer, last.committed_us)) is not None:
+            del self._writers[gone]
+        self._writers[writer] = last
+        batches = self._staged.get(writer, {})
+        for batch in [batch for batch in batches if batch <= last.batch]:
+            for attempt in list(batches[batch]):
+                self._forget(writer, batch, attempt)
+
+    # -- dropping --------------------------------------------------------------------------------------------
+
+    def discard(self, rows: Batch, writer: str, batch: int, attempts: Sequence[bytes]) -> int:
+        """Add to a write: these attempts, or all of a batch, are not staged any more. Return how many records that is."""
+        staged = self._staged.get(writer, {}).get(batch, {})
+        chosen = {attempt for attempt in attempts or list(staged) if attempt in staged}
+        return sum(self.drop(rows, writer, batch, attempt) for attempt in chosen)
+
+    def old(self, now_us: int) -> list[tuple[str, int, bytes]]:
+        """Return the attempts that were staged too long ago, as (writer, batch, attempt). Looks once a minute."""
+        if not self._staged or now_us < self._look_us:
+            return []
+        self._look_us = now_us + LOOK_US
+        return [
+            (writer, batch, attempt)
+            for writer, batches in self._staged.items()
+            for batch, staged in batches.items()
+            for attempt, state in staged.items()
+            if state.staged_us + EXPIRE_US <= now_us
+        ]
+
+    def drop(self, rows: Batch, writer: str, batch: int, attempt: bytes) -> int:
+        """Add to a write: this attempt, which is there, is not staged any more. Return how many records that is."""
+        start = _pack_batch(writer, batch) + attempt
+        self._drop_range(rows, start, start + b"\xff" * (KEY.size + 1))
+        return self._forget(writer, batch, attempt)
+
+    def free(self) -> None:
+        """Give disk space of what was dropped back, if there is enough of it. Raises LogWriteFailed."""
+        if self._freed < FREE_BYTES:
+            return
+        for prefix in (b"t", b"u"):
+            self._database.compact_rows(prefix + self._freed_from, prefix + self._freed_until)
+        self._freed, self._freed_from, self._freed_until = 0, b"", b""
+
+    def _drop_range(self, rows: Batch, start: bytes, end: bytes) -> None:
+        for prefix in (b"t", b"u"):
+            rows.delete_range(prefix + start, prefix + end)
+        self._freed_from = min(self._freed_from or start, start)
+        self._freed_until = max(self._freed_until, end)
+
+    def _forget(self, writer: str, batch: int, attempt: bytes) -> int:
+        batches = self._staged[writer]
+        state = batches[batch].pop(attempt)
+        if not batches[batch]:
+            del batches[batch]
+        if not batches:
+            del self._staged[writer]
+        self.bytes -= state.size
+        self._freed += state.size
+        return state.records
+
+    def _batch(self, writer: str, batch: int) -> dict[bytes, _Attempt]:
+        return self._staged.setdefault(writer, {}).setdefault(batch, {})
+
+    def _room(self, writer: str, now_us: int) -> str | None:
+        """Return the writer to forget for this one, None if there is room; raises StagingRefused if there is neither."""
+        if writer in self._writers or len(self._writers) < MAX_WRITERS:
+            return None
+        oldest = min(self._writers, key=lambda name: self._writers[name].committed_us)
+        if self._writers[oldest].committed_us + FORGET_US >= now_us:
+            raise StagingRefused("full", f"{MAX_WRITERS} writers committed in the last week")
+        return oldest
+
+
+def _pack_batch(writer: str, batch: int) -> bytes:
+    name = writer.encode()
+    return bytes([len(name)]) + name + KEY.pack(batch)
+
+
+def _unpack_place(row: bytes) -> tuple[str, int, bytes, int]:
+    end = 1 + row[0]
+    (batch,) = KEY.unpack_from(row, end)
+    attempt = row[end + KEY.size : end + KEY.size + ID_BYTES]
+    (sequence,) = KEY.unpack(row[end + KEY.size + ID_BYTES :])
+    return row[1:end].decode(), batch, attempt, sequence

@@ -1,0 +1,435 @@
+"""What staging promises: a batch appears whole and once, or nothing has changed, and what nobody commits goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from iris.wire.codec import END
+from relay.store import segments, staged
+from relay.store.errors import LogDamaged, LogWriteFailed
+from relay.store.log import Log
+from relay.store.records import KEY, Entry, Hole, Reason, Record
+from relay.store.segments import Limits
+from relay.store.staged import Committed, StagingRefused
+
+UUID = b"\x07" * 16
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+KEY_1, KEY_2 = b"1" * 32, b"2" * 32
+DAY_US = 86_400_000_000
+MANY = 1 << 30
+
+
+def entry(
+    body: bytes, *, count: int = 1, key_hash: bytes | None = None, expires_us: int = 0, due_us: int = 0
+) -> Entry:  # fmt: skip
+    end = END.pack(1_000, 0, count, 77)
+    return Entry(
+        0x48, "orders", b"k" * 16, b"s" * 16, end, body, None, key_hash, False, expires_us, due_us
+    )
+
+
+def stage(
+    log: Log, attempt: bytes, *bodies: bytes | Entry, batch: int = 1, first: int = 0, writer: str = "etl", now_us: int = 10
+) -> None:  # fmt: skip
+    """Stage entries of an attempt from record `first` on, and put them on disk."""
+    entries = [body if isinstance(body, Entry) else entry(body) for body in bodies]
+    log.stage(writer, batch, attempt, list(enumerate(entries, first)), now_us)
+    log.append((), now_us)
+
+
+def bodies(log: Log, start: int = 0) -> list[bytes]:
+    items = log.read(start, MANY, now_us=50).items
+    return [item.body for item in items if isinstance(item, Record)]
+
+
+def rows(log: Log) -> int:
+    """How many rows there are of what is staged."""
+    return sum(1 for prefix in (b"t", b"u") for _ in log._database.rows(prefix))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "orders")
+
+
+@pytest.fixture
+def log(path: str) -> Iterator[Log]:
+    with Log.create(path, uuid=UUID, definition=b"", created_us=5) as log:
+        yield log
+
+
+def test_nothing_staged_is_seen_until_it_is_committed_in_the_order_that_is_named(log: Log) -> None:
+    log.append([entry(b"before")], 10)
+    stage(log, A, b"a0", entry(b"a1", count=3))
+    stage(log, B, b"b0")
+    assert bodies(log) == [b"before"]
+    assert (log.next, log.messages) == (1, 1)
+    assert log.commit("etl", 1, [(B, 1), (A, 2)], 20) == Committed(1, 6, False)
+    assert bodies(log) == [b"before", b"b0", b"a0", b"a1"]
+    assert (log.next, log.messages, log.staged_bytes, rows(log)) == (6, 6, 0, 0)
+    (record,) = log.read(1, 1, now_us=20).items
+    assert isinstance(record, Record)
+    assert (record.stored_us, record.kind, record.name, record.sender_id) == (
+        20,
+        0x48,
+        "orders",
+        b"s" * 16,
+    )
+    assert log.append([entry(b"after")], 30)[0].first == 6  # type: ignore[union-attr]  # it is stored
+
+
+def test_a_commit_again_changes_nothing_whatever_it_names(log: Log) -> None:
+    stage(log, A, b"a0")
+    done = log.commit("etl", 1, [(A, 1)], 20)
+    assert log.commit("etl", 1, [(A, 1)], 21) == Committed(done.first, done.next, True)
+    stage(log, B, b"b0")
+    assert log.commit("etl", 1, [(B, 1)], 22) == Committed(0, 1, True)
+    assert bodies(log) == [b"a0"]
+    assert log.staged_bytes == 0, "what is staged for it later is not kept"
+
+
+def test_a_batch_below_the_last_is_a_replay_that_nobody_remembers_the_place_of(log: Log) -> None:
+    for batch in (3, 7):
+        stage(log, A, b"%d" % batch, batch=batch)
+        assert not log.commit("etl", batch, [(A, 1)], 20).replayed
+    assert log.commit("etl", 3, [(A, 1)], 21) == Committed(None, None, True)
+    assert log.commit("etl", 6, [], 21) == Committed(None, None, True)
+    assert bodies(log) == [b"3", b"7"]
+
+
+def test_a_commit_of_nothing_is_a_batch_without_offsets(log: Log) -> None:
+    log.append([entry(b"x")], 10)
+    assert log.commit("etl", 1, [], 20) == Committed(1, 1, False)
+    assert log.commit("etl", 1, [], 20) == Committed(1, 1, True)
+    assert log.commit("etl", 2, [(A, 0), (B, 0)], 20) == Committed(1, 1, False)
+
+
+def test_writers_know_nothing_of_each_other(log: Log) -> None:
+    stage(log, A, b"one", writer="one", batch=9)
+    stage(log, A, b"two", writer="two", batch=2)
+    assert log.commit("one", 9, [(A, 1)], 20) == Committed(0, 1, False)
+    assert log.commit("two", 2, [(A, 1)], 20) == Committed(1, 2, False)
+    assert bodies(log) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "missing"),
+    [
+        ([(A, 2), (C, 1)], f"attempt {C.hex()}: nothing of it is staged"),
+        ([(A, 3)], f"attempt {A.hex()}: record 2 of 3 is missing"),
+        ([(A, 1)], f"attempt {A.hex()}: 2 records, not 1"),
+        ([(A, 0)], f"attempt {A.hex()}: 2 records, not 0"),
+        ([(B, 3)], f"attempt {B.hex()}: record 1 of 3 is missing"),
+    ],
+    ids=["never staged", "cut short", "longer", "not empty", "with a gap"],
+)
+def test_a_commit_of_what_is_not_staged_names_it_and_changes_nothing(
+    attempts: list[tuple[bytes, int]], missing: str, log: Log
+) -> None:
+    stage(log, A, b"a0", b"a1")
+    stage(log, B, b"b0")
+    stage(log, B, b"b2", first=2)
+    before = rows(log)
+    with pytest.raises(StagingRefused, match=f"batch 1 of writer 'etl', {missing}") as refused:
+        log.commit("etl", 1, attempts, 20)
+    assert refused.value.code == "staged"
+    assert (log.next, rows(log)) == (0, before)
+    stage(log, B, b"b1", first=1)
+    assert log.commit("etl", 1, [(A, 2), (B, 3)], 21) == Committed(0, 5, False)
+
+
+def test_an_attempt_is_of_one_writer_and_batch_and_is_named_once(log: Log) -> None:
+    stage(log, A, b"a0")
+    for writer, batch in (("etl", 2), ("other", 1)):
+        with pytest.raises(StagingRefused, match="nothing of it is staged"):
+            log.commit(writer, batch, [(A, 1)], 20)
+    with pytest.raises(StagingRefused, match="twice") as refused:
+        log.commit("etl", 1, [(A, 1), (A, 1)], 20)
+    assert refused.value.code == "invalid"
+
+
+def test_a_record_that_is_staged_again_changes_nothing(log: Log) -> None:
+    stage(log, A, b"a0", b"a1")
+    size = log.staged_bytes
+    assert log.stage("etl", 1, A, [(1, entry(b"other"))], 20) == 0
+    stage(log, A, b"other", b"other", b"a2")
+    assert log.staged_bytes > size
+    log.commit("etl", 1, [(A, 3)], 20)
+    assert bodies(log) == [b"a0", b"a1", b"a2"]
+
+
+def test_what_lost_is_gone_with_the_batch_and_so_is_what_is_of_earlier_ones(log: Log) -> None:
+    stage(log, A, b"won", batch=5)
+    stage(log, B, b"lost", batch=5)
+    stage(log, B, b"never", batch=4)
+    stage(log, C, b"next", batch=6)
+    stage(log, C, b"other", writer="et", batch=5)
+    log.commit("etl", 5, [(A, 1)], 20)
+    assert rows(log) == 4, "those of the next batch and of the other writer stay"
+    log.commit("etl", 6, [(C, 1)], 20)
+    log.commit("et", 5, [(C, 1)], 20)
+    assert bodies(log) == [b"won", b"next", b"other"]
+    assert log.staged_bytes == 0
+
+
+def test_staging_and_writers_outlive_a_reopen(path: str, log: Log) -> None:
+    stage(log, A, b"a0", b"a1", batch=2)
+    stage(log, B, b"b1", batch=2, first=1)
+    log.commit("other", 4, [], 15)
+    size = log.staged_bytes
+    log.close()
+    with Log.open(path) as again:
+        assert again.staged_bytes == size
+        stage(again, A, b"not this", batch=2)
+        stage(again, B, b"b0", batch=2)
+        assert again.commit("other", 4, [], 20) == Committed(0, 0, True)
+        assert again.commit("etl", 2, [(A, 2), (B, 2)], 20) == Committed(0, 4, False)
+    with Log.open(path) as again:
+        assert again.commit("etl", 2, [(A, 2), (B, 2)], 30) == Committed(0, 4, True)
+        assert bodies(again) == [b"a0", b"a1", b"b0", b"b1"]
+        assert (again.staged_bytes, rows(again)) == (0, 0)
+
+
+def test_discarding_drops_the_attempts_that_are_named_or_all_of_the_batch(
+    path: str, log: Log
+) -> None:
+    for attempt in (A, B, C):
+        stage(log, attempt, b"0", b"1")
+    stage(log, A, b"0", batch=2)
+    assert log.discard("etl", 1, [A, b"d" * 16], 20) == 2
+    with pytest.raises(StagingRefused, match="nothing of it is staged"):
+        log.commit("etl", 1, [(A, 2)], 20)
+    assert log.discard("etl", 1, [], 20) == 4
+    assert log.discard("etl", 1, [], 20) == 0
+    log.close()
+    with Log.open(path) as again:
+        assert rows(again) == 2
+        assert again.commit("etl", 2, [(A, 1)], 20) == Committed(0, 1, False)
+
+
+def test_an_attempt_expires_a_day_after_it_was_staged_to_last(log: Log) -> None:
+    stage(log, A, b"a0", now_us=10)
+    stage(log, A, b"a1", first=1, now_us=DAY_US)
+    stage(log, B, b"b0", b"b1", now_us=11)
+    assert log.tend_staged(DAY_US + 10) == 0
+    assert log.tend_staged(DAY_US + 11) == 0, "it looks once a minute"
+    assert log.tend_staged(DAY_US + 11 + staged.LOOK_US) == 2
+    with pytest.raises(StagingRefused, match=B.hex()):
+        log.commit("etl", 1, [(A, 2), (B, 2)], DAY_US + 20)
+    assert rows(log) == 4
+    assert log.tend_staged(3 * DAY_US) == 2
+    assert (rows(log), log.staged_bytes) == (0, 0)
+
+
+def test_what_expired_while_the_log_was_closed_goes_at_the_first_look(path: str, log: Log) -> None:
+    stage(log, A, b"a0", now_us=10)
+    log.close()
+    with Log.open(path) as again:
+        assert again.tend_staged(2 * DAY_US) == 1
+    with Log.open(path) as again:
+        assert (rows(again), again.staged_bytes) == (0, 0)
+
+
+def test_a_stream_stages_no_more_than_its_bound_and_takes_more_when_some_is_gone(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "STAGED_BYTES", 6000)
+    stage(log, A, bytes(2000))
+    stage(log, B, bytes(2000))
+    with pytest.raises(StagingRefused, match="at most 6000 bytes") as refused:
+        stage(log, C, bytes(2000))
+    assert refused.value.code == "full"
+    stage(log, A, bytes(2000))  # is there already
+    log.discard("etl", 1, [B], 20)
+    stage(log, C, bytes(2000))
+    assert log.commit("etl", 1, [(A, 1), (C, 1)], 20) == Committed(0, 2, False)
+
+
+def test_a_batch_has_no_more_than_its_bound_nor_has_an_attempt(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "COMMIT_BYTES", 5000)
+    stage(log, A, bytes(3000))
+    with pytest.raises(StagingRefused, match="an attempt has at most 5000 bytes") as refused:
+        stage(log, A, bytes(3000), first=1)
+    assert refused.value.code == "full"
+    stage(log, B, bytes(3000))
+    with pytest.raises(StagingRefused, match="6000 bytes") as refused:
+        log.commit("etl", 1, [(A, 1), (B, 1)], 20)
+    assert refused.value.code == "full"
+    assert log.next == 0
+    assert log.commit("etl", 1, [(B, 1)], 20) == Committed(0, 1, False), "losers do not count"
+
+
+def test_records_that_wait_for_an_earlier_one_are_bounded(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "MAX_AHEAD", 2)
+    stage(log, A, b"1", b"2", first=1)
+    with pytest.raises(StagingRefused, match="record 0 is missing") as refused:
+        stage(log, A, b"3", first=3)
+    assert refused.value.code == "full"
+
+
+@pytest.mark.parametrize("writer", ["", "x" * 256, "é" * 128])
+def test_a_writer_has_1_to_255_bytes(writer: str, log: Log) -> None:
+    for call in (
+        lambda: stage(log, A, b"x", writer=writer),
+        lambda: log.commit(writer, 1, [], 20),
+    ):
+        with pytest.raises(StagingRefused, match="255 bytes") as refused:
+            call()
+        assert refused.value.code == "invalid"
+
+
+def test_the_writer_idle_longest_makes_room_if_it_was_idle_for_a_week(
+    path: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "MAX_WRITERS", 2)
+    log.commit("first", 1, [], 10)
+    log.commit("second", 1, [], 20)
+    stage(log, A, b"a0", writer="third", now_us=30)
+    with pytest.raises(StagingRefused, match="2 writers") as refused:
+        log.commit("third", 1, [(A, 1)], 7 * DAY_US + 10)
+    assert refused.value.code == "full"
+    assert log.commit("second", 2, [], 7 * DAY_US + 10) == Committed(0, 0, False)
+    assert log.commit("third", 1, [(A, 1)], 7 * DAY_US + 11) == Committed(0, 1, False)
+    log.close()
+    with Log.open(path) as again:
+        assert again.commit("second", 2, [], 7 * DAY_US + 12).replayed
+        assert again.commit("third", 1, [], 7 * DAY_US + 12) == Committed(0, 1, True)
+        assert {row for row, _ in again._database.rows(b"w")} == {b"second", b"third"}
+
+
+def place(attempt: bytes, sequence: int) -> bytes:
+    return b"t\x03etl" + KEY.pack(1) + attempt + KEY.pack(sequence)
+
+
+def damage(log: Log, key: bytes, value: bytes | None) -> None:
+    batch = log._database.batch()
+    if value is None:
+        batch.delete(key)
+    else:
+        batch.put(key, value)
+    log._database.write(batch, log.next, sync=True)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "gone", "moved"])
+def test_a_damaged_record_refuses_the_commit_and_is_named(how: str, path: str, log: Log) -> None:
+    stage(log, A, b"a0", b"a1", b"a2")
+    stage(log, B, b"b0")
+    row = log._database.get(place(A, 1)) or b""
+    other = log._database.get(place(A, 2))
+    flipped = row[:-1] + bytes([row[-1] ^ 1])
+    wrong = {"flipped": flipped, "cut": row[:30], "empty": b"", "gone": None, "moved": other}
+    damage(log, place(A, 1), wrong[how])
+    for _ in range(2):
+        with pytest.raises(
+            LogDamaged, match=f"staged record 1 of attempt {A.hex()}, batch 1 of writer 'etl'"
+        ):
+            log.commit("etl", 1, [(B, 1), (A, 3)], 20)
+        assert log.next == 0
+        log.close()
+        log = Log.open(path)  # what is staged is not read for it
+    with log:
+        assert log.commit("etl", 1, [(B, 1)], 20) == Committed(0, 1, False)
+        assert bodies(log) == [b"b0"]
+
+
+@pytest.mark.parametrize("prefix", [b"u", b"w"])
+def test_a_log_whose_rows_of_attempts_or_writers_are_damaged_is_not_opened(
+    prefix: bytes, path: str, log: Log
+) -> None:
+    stage(log, A, b"a0", batch=2)
+    log.commit("etl", 1, [], 20)
+    ((row, value),) = log._database.rows(prefix)
+    damage(log, prefix + row, value[:-1] + bytes([value[-1] ^ 1]))
+    log.close()
+    with pytest.raises(LogDamaged, match="checksum"):
+        Log.open(path)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_commit_whose_write_failed_is_found_done_or_not_done_and_done_once(
+    written: bool, path: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(log, A, b"a0", b"a1")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(log._database, "_write_mark" if written else "_synced", fail)
+    for _ in range(2):
+        with pytest.raises(LogWriteFailed):
+            log.commit("etl", 1, [(A, 2)], 20)
+        assert (log.next, bodies(log)) == (0, [])
+    log.close()
+    with Log.open(path) as again:
+        assert again.commit("etl", 1, [(A, 2)], 30) == Committed(0, 2, written)
+        assert bodies(again) == [b"a0", b"a1"]
+        assert (again.staged_bytes, rows(again)) == (0, 0)
+
+
+def test_keys_due_times_and_expiry_of_committed_records_count_as_if_appended(log: Log) -> None:
+    log.append([entry(b"old", key_hash=KEY_1)], 10)
+    stage(
+        log,
+        A,
+        entry(b"new", key_hash=KEY_1),
+        entry(b"later", due_us=500, key_hash=KEY_2),
+        entry(b"was due", due_us=15),
+        entry(b"short", expires_us=100),
+    )
+    assert log.compact(12), "what is staged supersedes nothing"
+    assert bodies(log) == [b"old"]
+    assert log.due(1000) == []
+    log.commit("etl", 1, [(A, 4)], 20)
+    assert log.due(1000) == [(500, 2)]
+    assert log.compact(200)
+    shown = [
+        (item.reason, item.first) if isinstance(item, Hole) else item.body  # type: ignore[union-attr]  # no gaps here
+        for item in log.read(0, MANY, now_us=200).items
+    ]
+    assert shown == [(Reason.COMPACTED, 0), b"new", b"later", b"was due", (Reason.EXPIRED, 4)]
+
+
+def test_retention_segments_and_sums_come_out_as_if_appended(
+    path: str, tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_ENTRIES", 4)
+    entries = [entry(b"%d" % number, count=number % 3 + 1) for number in range(11)]
+    stage(log, A, *entries[:6])
+    stage(log, B, *entries[6:])
+    log.commit("etl", 1, [(A, 6), (B, 5)], 20)
+    with Log.create(str(tmp_path / "plain"), uuid=UUID, definition=b"", created_us=5) as plain:
+        plain.append(entries, 20)
+        for limits in (Limits(), Limits(max_messages=9), Limits(max_messages=2)):
+            log.enforce(limits, 30)
+            plain.enforce(limits, 30)
+            assert log.read(0, MANY, now_us=30) == plain.read(0, MANY, now_us=30)
+            assert (log.size_bytes, log.messages) == (plain.size_bytes, plain.messages)
+            assert dict(log._database.rows(b"s")) == dict(plain._database.rows(b"s"))
+    log.close()
+    with Log.open(path) as again:
+        assert (again.next, again.messages) == (log.next, log.messages)
+
+
+def test_disk_space_of_what_was_dropped_comes_back(
+    path: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "FREE_BYTES", 1 << 20)
+    for number in range(40):
+        stage(log, A, bytes(1 << 20), first=number)
+    stage(log, B, b"stays", batch=2)
+    log.discard("etl", 1, [], 20)
+
+    def used() -> int:
+        return sum(file.stat().st_size for file in Path(path).glob("*.sst"))
+
+    assert used() > 20 << 20
+    assert log.tend_staged(30) == 0
+    assert used() < 5 << 20
+    assert log.commit("etl", 2, [(B, 1)], 40) == Committed(0, 1, False)
