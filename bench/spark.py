@@ -1,0 +1,373 @@
+"""The Spark source and sink beside Spark's own, in one warmed-up session with two tasks: `make bench-spark`.
+
+    python bench/spark.py --quick                    # one round, 50,000 rows
+    python bench/spark.py --rounds 5 --rows 400000
+
+Rows of 1 KiB. The relay and its store are processes of their own and share the machine with Spark. Results go to bench/results/:
+spark.json (every round) and spark.md. Needs the extra `spark`, and Java 17 or newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import harness
+from harness import BENCH, BenchError, IrisRelay, Result, Roles
+
+import iris
+
+RESULTS: Final = BENCH / "results"
+ROW_BYTES: Final = 1024
+TASKS: Final = 2
+CHUNK_ROWS: Final = 20_000
+PATIENCE_S: Final = 120.0
+DISCARD: Final = 3
+"""Micro-batches at the start of a query that do not count."""
+
+
+class Bench:
+    """One session, one relay with its store, and the rows that are read."""
+
+    def __init__(self, directory: Path, spark: Any, client: Any, rows: int) -> None:
+        self.directory = directory
+        self.spark = spark
+        self.client = client
+        self.rows = rows
+        self._number = 0
+
+    def fresh(self, name: str) -> str:
+        """Return a name that was not used before."""
+        self._number += 1
+        return f"{name}-{self._number}"
+
+    def fill(self) -> None:
+        """Append the rows to the stream `bench`, and write the same number and size to Parquet."""
+        blob = random.Random(1).randbytes(ROW_BYTES * 64)
+        # The store starts beside the relay.
+        wait_until(self._created)
+        for first in range(0, self.rows, CHUNK_ROWS):
+            rows = [
+                number.to_bytes(8, "big") + blob[number % 64 : number % 64 + ROW_BYTES - 8]
+                for number in range(first, min(first + CHUNK_ROWS, self.rows))
+            ]
+            self.client.call(
+                lambda c, rows=rows: c.streams.append_many("bench", rows, timeout=PATIENCE_S)
+            )
+        self.source().select("value").write.mode("overwrite").parquet(self.parquet)
+
+    def _created(self) -> bool:
+        try:
+            self.client.call(lambda c: c.streams.create("bench"))
+        except iris.StreamUnavailable:
+            time.sleep(0.1)
+            return False
+        return True
+
+    @property
+    def parquet(self) -> str:
+        """Where the Parquet file is."""
+        return str(self.directory / "rows.parquet")
+
+    def source(self) -> Any:
+        """Return the stream as a DataFrame of two partitions."""
+        reader = self.spark.read.format("iris").option("stream", "bench")
+        return reader.option("minPartitions", TASKS).load()
+
+
+def read_iris(bench: Bench) -> Result:
+    """Rows a second of a batch read of every column, thrown away."""
+    return timed(bench.rows, lambda: discard(bench.source()))
+
+
+def read_iris_values(bench: Bench) -> Result:
+    """The same, of the values alone: what Parquet is asked for."""
+    return timed(bench.rows, lambda: discard(bench.source().select("value")))
+
+
+def read_parquet(bench: Bench) -> Result:
+    """Rows a second of the same values from a local Parquet file."""
+    return timed(bench.rows, lambda: discard(bench.spark.read.parquet(bench.parquet)))
+
+
+def read_stream(bench: Bench) -> Result:
+    """Rows a second of a streaming query over all of it (Trigger.AvailableNow), thrown away."""
+    reader = bench.spark.readStream.format("iris").option("stream", "bench")
+    rows = reader.option("startingOffsets", "earliest").option("minPartitions", TASKS).load()
+
+    def run() -> None:
+        query = start(bench, rows, trigger={"availableNow": True})
+        if not query.awaitTermination(PATIENCE_S):
+            raise BenchError("the streaming read did not end")
+        read = sum(progress["numInputRows"] for progress in query.recentProgress)
+        if read != bench.rows:
+            raise BenchError(f"{read} of {bench.rows} rows were read")
+
+    return timed(bench.rows, run)
+
+
+def read_socket(bench: Bench) -> Result:
+    """Rows a second of Spark's `socket` source, with lines of the same length."""
+    line = b"x" * (ROW_BYTES - 1) + b"\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                for _ in range(bench.rows // 64):
+                    connection.sendall(line * 64)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        reader = bench.spark.readStream.format("socket").option("host", "127.0.0.1")
+        rows = reader.option("port", server.getsockname()[1]).load()
+        begin_s = time.perf_counter()
+        query = start(bench, rows)
+        wanted = bench.rows // 64 * 64
+        try:
+            until_s = begin_s + PATIENCE_S
+            while sum(p["numInputRows"] for p in query.recentProgress) < wanted:
+                if time.perf_counter() > until_s or not query.isActive:
+                    raise BenchError("the socket source did not deliver")
+                time.sleep(0.02)
+            spent_s = time.perf_counter() - begin_s
+        finally:
+            query.stop()
+        thread.join()
+    return {"rows_s": wanted / spent_s}
+
+
+def append(bench: Bench) -> Result:
+    """Rows a second appended to a new stream exactly once, two tasks, until all are visible."""
+    name = bench.fresh("sink")
+    bench.client.call(lambda c: c.streams.create(name))
+    rows = bench.spark.read.parquet(bench.parquet).limit(min(bench.rows, 150_000)).repartition(TASKS).cache()  # fmt: skip
+    count = rows.count()
+    result = timed(count, lambda: rows.write.format("iris").option("stream", name).mode("append").save())  # fmt: skip
+    rows.unpersist(blocking=True)
+    there = bench.client.call(lambda c: c.streams.describe(name))
+    bench.client.call(lambda c: c.streams.delete(name))
+    if there.next != count:
+        raise BenchError(f"{there.next} of {count} rows were appended")
+    return result
+
+
+def overhead(bench: Bench) -> Result:
+    """Milliseconds of a micro-batch of one row, beside those of `rate-micro-batch`."""
+    name = bench.fresh("trickle")
+    bench.client.call(lambda c: c.streams.create(name))
+    ours = start(bench, following(bench, name))
+    batches = 12
+    for number in range(batches + DISCARD):
+        bench.client.call(lambda c: c.streams.append(name, b"x" * ROW_BYTES))
+        wait_until(lambda number=number: batches_of(ours) > number)
+    ours.stop()
+    rate = bench.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 1).load()
+    theirs = start(bench, rate)
+    wait_until(lambda: batches_of(theirs) > batches + DISCARD)
+    theirs.stop()
+    bench.client.call(lambda c: c.streams.delete(name))
+    return {
+        "iris_ms": batch_ms(ours),
+        "rate_ms": batch_ms(theirs),
+        "ratio": batch_ms(ours) / batch_ms(theirs),
+    }
+
+
+def visible(bench: Bench) -> Result:
+    """Milliseconds from an append until a query has the row in hand (foreachBatch)."""
+    name = bench.fresh("visible")
+    bench.client.call(lambda c: c.streams.create(name))
+    seen: dict[bytes, float] = {}
+
+    def look(rows: Any, _: int) -> None:
+        for row in rows.select("value").toLocalIterator():
+            seen.setdefault(bytes(row.value), time.perf_counter())
+
+    rows = following(bench, name)
+    place = bench.directory / bench.fresh("checkpoint")
+    query = rows.writeStream.foreachBatch(look).option("checkpointLocation", str(place)).start()
+    waited_ms = []
+    rng = random.Random(2)
+    for number in range(24):
+        value = b"%d" % number
+        begin_s = time.perf_counter()
+        bench.client.call(lambda c, value=value: c.streams.append(name, value))
+        wait_until(lambda value=value: value in seen)
+        waited_ms.append(1000 * (seen[value] - begin_s))
+        time.sleep(rng.uniform(0.05, 0.3))
+    query.stop()
+    bench.client.call(lambda c: c.streams.delete(name))
+    counted = sorted(waited_ms[DISCARD:])
+    return {"p50_ms": statistics.median(counted), "most_ms": counted[-1]}
+
+
+CELLS: Final[dict[str, tuple[str, Callable[[Bench], Result]]]] = {
+    "source": ("Batch read, all columns", read_iris),
+    "source-values": ("Batch read, values", read_iris_values),
+    "parquet": ("Parquet, values", read_parquet),
+    "stream": ("Streaming read, Trigger.AvailableNow", read_stream),
+    "socket": ("Spark's `socket` source", read_socket),
+    "append": ("Append, exactly once", append),
+    "overhead": ("Micro-batch of one row", overhead),
+    "visible": ("Append to visible", visible),
+}
+
+
+# -- parts -------------------------------------------------------------------------------------------------------
+
+
+def timed(rows: int, work: Callable[[], object]) -> Result:
+    """Return the rows a second of `work`."""
+    begin_s = time.perf_counter()
+    work()
+    return {"rows_s": rows / (time.perf_counter() - begin_s)}
+
+
+def discard(rows: Any) -> None:
+    """Have every row made, and kept nowhere."""
+    rows.write.format("noop").mode("overwrite").save()
+
+
+def start(bench: Bench, rows: Any, trigger: dict[str, Any] | None = None) -> Any:
+    """Start a streaming query that throws its rows away."""
+    place = bench.directory / bench.fresh("checkpoint")
+    writer = rows.writeStream.format("noop").option("checkpointLocation", str(place))
+    return (writer.trigger(**trigger) if trigger else writer).start()
+
+
+def following(bench: Bench, name: str) -> Any:
+    """Return the rows of a stream, from its first on."""
+    reader = bench.spark.readStream.format("iris").option("stream", name)
+    return reader.option("startingOffsets", "earliest").load()
+
+
+def batches_of(query: Any) -> int:
+    """Return how many micro-batches with rows a query has run; raises BenchError if it failed."""
+    if query.exception() is not None:
+        raise BenchError(str(query.exception())[:2000])
+    return sum(1 for progress in query.recentProgress if progress["numInputRows"])
+
+
+def batch_ms(query: Any) -> float:
+    """Return the median time of the later micro-batches with rows."""
+    times = [p["durationMs"]["triggerExecution"] for p in query.recentProgress if p["numInputRows"]]
+    return float(statistics.median(times[DISCARD:]))
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Return when it is done; raises BenchError after a while."""
+    until_s = time.perf_counter() + PATIENCE_S
+    while not done():
+        if time.perf_counter() > until_s:
+            raise BenchError("nothing came")
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def staged(rows: int) -> Iterator[Bench]:
+    """Start a relay with a store and a Spark session, and end them."""
+    from pyspark.sql import SparkSession
+
+    import iris.blocking
+    import iris.spark
+
+    with (
+        tempfile.TemporaryDirectory(prefix="iris-bench-spark-") as text,
+        Roles(Path(text)) as roles,
+    ):
+        directory = Path(text)
+        relay = IrisRelay(roles, ["--data", str(directory / "data")])
+        os.environ.update(relay.env)
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+        builder = SparkSession.builder.master(f"local[{TASKS}]").appName("iris-bench")
+        settings = {
+            "spark.ui.enabled": "false",
+            "spark.sql.shuffle.partitions": str(TASKS),
+            "spark.driver.memory": "4g",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.local.dir": str(directory / "spark"),
+            "spark.sql.warehouse.dir": str(directory / "warehouse"),
+            "spark.sql.streaming.numRecentProgressUpdates": "1000",
+            "spark.log.level": "ERROR",
+        }
+        for name, value in settings.items():
+            builder = builder.config(name, value)
+        spark = builder.getOrCreate()
+        try:
+            iris.spark.register(spark)
+            with iris.blocking.connect() as client:
+                yield Bench(directory, spark, client, rows)
+        finally:
+            spark.stop()
+            relay.stop()
+
+
+def markdown(document: Result) -> str:
+    """Return the table."""
+    lines = [f"{document['rows']:,} rows of 1 KiB, {TASKS} tasks, median of {document['rounds']} (least to most).", ""]  # fmt: skip
+    lines += ["| | |", "|---|---|"]
+    for cell, (title, _) in CELLS.items():
+        runs = [run[cell] for run in document["runs"] if cell in run]
+        for figure in runs[0] if runs else ():
+            values = sorted(run[figure] for run in runs)
+            digits = 0 if figure == "rows_s" else 2 if figure == "ratio" else 1
+            told = ", ".join(
+                f"{value:,.{digits}f}"
+                for value in (statistics.median(values), values[0], values[-1])
+            )
+            middle, least, most = told.rsplit(", ", 2)
+            lines.append(
+                f"| {title}: {figure.replace('_', ' ')} | **{middle}** ({least} to {most}) |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--quick", action="store_true", help="one round of 50,000 rows")
+    parser.add_argument("--rows", type=int, default=0, help="default: 300,000")
+    parser.add_argument("--rounds", type=int, default=0, help="default: 3")
+    parser.add_argument("--cells", default="", metavar="ID,…", help=", ".join(CELLS))
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIRECTORY")
+    args = parser.parse_args()
+    cells = args.cells.split(",") if args.cells else list(CELLS)
+    if unknown := [cell for cell in cells if cell not in CELLS]:
+        sys.exit(f"cells: {', '.join(unknown)} is none of {', '.join(CELLS)}")
+    rows = args.rows or (50_000 if args.quick else 300_000)
+    rounds = args.rounds or (1 if args.quick else 3)
+    document: Result = {**harness.facts(), "rows": rows, "rounds": rounds, "runs": []}  # fmt: skip
+    with staged(rows) as bench:
+        bench.fill()
+        for cell in cells:
+            if CELLS[cell][1] in (read_iris, read_parquet, append):
+                CELLS[cell][1](bench)  # warms up the JVM and the Python workers
+        for number in range(1, rounds + 1):
+            run: Result = {}
+            document["runs"].append(run)
+            for cell in cells:
+                run[cell] = CELLS[cell][1](bench)
+                said = ", ".join(f"{name} {value:,.1f}" for name, value in run[cell].items())
+                print(f"round {number} {cell}: {said}", file=sys.stderr, flush=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "spark.json").write_text(json.dumps(document, indent=1) + "\n")
+    (args.output / "spark.md").write_text(markdown(document), encoding="utf-8")
+    print(markdown(document))
+
+
+if __name__ == "__main__":
+    main()

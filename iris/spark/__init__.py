@@ -1,0 +1,113 @@
+"""Spark as a member of a cluster: the format "iris", for `spark.read`, `readStream`, `write` and `writeStream`.
+
+    import iris.spark
+
+    iris.spark.register(spark)
+    rows = spark.readStream.format("iris").option("subscribe", "flights.>").option("groupId", "pipeline").load()
+
+The job proves that it holds the key of what it reads, as every member does, and its executors open the rows with their own keyring
+file: `docs/spark.md` says how they get it. Needs the extra: `pip install 'iris-messaging[spark]'`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import DataSource
+
+from iris.errors import IrisError
+from iris.spark.errors import SparkError, told
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader
+    from pyspark.sql.types import StructType
+
+    from iris.spark.dead_letters import with_dead_letter
+    from iris.spark.listener import IrisLagListener
+
+__all__ = ["IrisLagListener", "IrisSource", "SparkError", "register", "with_dead_letter"]
+
+_LAZY: Final = {"IrisLagListener": "listener", "with_dead_letter": "dead_letters"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"iris.spark.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register(spark: SparkSession) -> None:
+    """Make the format "iris" known to a session. Again does no harm."""
+    spark.dataSource.register(IrisSource)
+
+
+class IrisSource(DataSource):
+    """The format "iris"."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return what `format()` is given."""
+        return "iris"
+
+    def schema(self) -> StructType:
+        """Return the columns of a read. Raises SparkError."""
+        from iris.spark.schema import source_schema
+
+        # Which of the two it is for is not said here, and the columns are the same.
+        try:
+            return source_schema(self._source(streaming=None))
+        except IrisError as err:
+            raise told(err) from err
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Return a batch reader. Raises SparkError."""
+        from iris.spark.source import IrisReader
+
+        return IrisReader(self._source(streaming=False), self._columns(schema))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802  # Spark's name
+        """Return a streaming reader. Raises SparkError."""
+        from iris.spark.source import IrisStreamReader
+
+        return IrisStreamReader(self._source(streaming=True), self._columns(schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> Any:
+        """Return a batch writer. Raises SparkError."""
+        from iris.spark.sink import IrisWriter
+
+        return IrisWriter(self._sink(streaming=False), schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> Any:  # noqa: N802  # Spark's name
+        """Return a streaming writer. Raises SparkError."""
+        from iris.spark.sink import IrisStreamWriter
+
+        return IrisStreamWriter(self._sink(streaming=True), schema, overwrite)
+
+    def _source(self, *, streaming: bool | None) -> Any:
+        from iris.spark.options import SourceOptions
+
+        try:
+            return SourceOptions.parse(self.options, streaming=streaming)
+        except IrisError as err:
+            raise told(err) from err
+
+    def _sink(self, *, streaming: bool) -> Any:
+        from iris.spark.options import SinkOptions
+
+        try:
+            return SinkOptions.parse(self.options, streaming=streaming)
+        except IrisError as err:
+            raise told(err) from err
+
+    def _columns(self, schema: StructType) -> StructType:
+        own = self.schema()
+        if [(f.name, f.dataType) for f in schema.fields] != [
+            (f.name, f.dataType) for f in own.fields
+        ]:
+            raise SparkError(
+                "IRIS_CONFIG",
+                "the columns of this source are its own: leave .schema() out; valueSchema decodes values",
+            )
+        return own

@@ -1,0 +1,326 @@
+"""Rows as Arrow: an opened bundle's columns are Arrow arrays where they lie, and what is the same for all its rows is repeated in C.
+
+No Python loop runs over rows, but where rows ask for one: headers (each a MessagePack map of its own), and `valueSchema`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from iris.core.bundle import HEADERS as HEADERS_FLAG
+from iris.core.bundle import (
+    KEYS,
+    PACKED,
+    Column,
+    Headers,
+    decode_headers,
+    find_columns,
+    join_columns,
+)
+from iris.errors import DecodeError
+from iris.spark.errors import MALFORMED, SparkError
+from iris.spark.options import FAILFAST, JSON, SourceOptions
+from iris.spark.schema import value_schema
+from iris.wire.frames import Kind
+
+CREATE_TIME: Final = 0
+"""Kafka's timestampType: when the sender sent it, by the sender's clock."""
+BATCH_BYTES: Final = 4 << 20
+BATCH_ROWS: Final = 1 << 16
+CUT_BYTES: Final = 64 << 10
+_HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+
+class Opened(Struct, frozen=True, gc=False):
+    """A record that was opened: `plain` is its bundle of `count` messages, `skip` and `rows` choose those that are wanted."""
+
+    plain: bytes
+    count: int
+    skip: int
+    rows: int
+    offset: int
+    """Of the first message that is wanted."""
+    kind: int
+    name: str
+    sender: bytes
+    sequence: int
+    """Of the first message that is wanted."""
+    sent_us: int
+    tombstone: bool
+
+
+class RowBuilder:
+    """Makes record batches of the columns that a source with these options has."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._values = _ValueDecoder(options) if options.value_schema else None
+
+    def batches(self, opened: Sequence[Opened]) -> Iterator[pa.RecordBatch]:
+        """Yield batches of the rows of these bundles, in order, each about 4 MiB or 65,536 rows at most.
+
+        Raises:
+            DecodeError: columns of a bundle do not add up.
+            SparkError: a value does not fit, in `valueMode=failfast`.
+        """
+        group: list[Opened] = []
+        rows = size = 0
+        for one in opened:
+            if group and (rows + one.rows > BATCH_ROWS or size + len(one.plain) > BATCH_BYTES):
+                yield self._batch(group)
+                group, rows, size = [], 0, 0
+            group.append(one)
+            rows += one.rows
+            size += len(one.plain)
+        if group:
+            yield self._batch(group)
+
+    def _batch(self, group: list[Opened]) -> pa.RecordBatch:
+        counts = np.array([one.rows for one in group], dtype=np.int64)
+        rows = int(counts.sum())
+        found = [bundle_arrays(one) for one in group]
+        options = self._options
+        values = _joined([payload for payload, _, _ in found])
+        columns: list[Any] = [_joined([keys for _, keys, _ in found])]
+        if self._values is None:
+            columns.append(values)
+        else:
+            packed = [(one.rows, _packed(one.plain)) for one in group]
+            columns += self._values.columns(values, packed)
+        headers: list[Headers | None] | None = None
+        if any(part is not None for _, _, part in found):
+            headers = []
+            for one, (_, _, part) in zip(group, found, strict=True):
+                headers += part if part is not None else [None] * one.rows
+        within = np.arange(rows) - np.repeat(counts.cumsum() - counts, counts)
+        offsets = np.repeat([one.offset for one in group], counts) + within
+        columns += [
+            _repeated([one.name for one in group], counts, pa.string()),
+            pa.array(np.zeros(rows, np.int32)),
+            pa.array(offsets),
+            self._timestamps(group, counts, headers),
+            pa.array(np.full(rows, CREATE_TIME, np.int32)),
+        ]
+        if options.include_headers:
+            columns.append(_header_array(headers, rows))
+        if options.include_meta:
+            clusters = [
+                one.name if one.kind in (Kind.PUSH, Kind.BROADCAST) else None for one in group
+            ]
+            sequences = np.repeat([one.sequence for one in group], counts) + within
+            columns += [
+                _repeated([one.sender for one in group], counts, pa.binary()),
+                _repeated(clusters, counts, pa.string()),
+                pa.array(sequences),
+            ]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _timestamps(
+        self, group: list[Opened], counts: Any, headers: list[Headers | None] | None
+    ) -> pa.Array:
+        times = np.repeat(np.array([one.sent_us for one in group], dtype=np.int64), counts)
+        name = self._options.timestamp_header
+        if name and headers is not None:
+            for row, found in enumerate(headers):
+                if found and name in found:
+                    times[row] = _timestamp_us(name, found[name])
+        return pa.array(times).view(pa.timestamp("us", tz="UTC"))
+
+
+def bundle_arrays(one: Opened) -> tuple[pa.Array, pa.Array, list[Headers | None] | None]:
+    """Return (payloads, keys, headers) of the messages that are wanted: payloads and keys lie where the bundle was opened to.
+
+    Raises:
+        DecodeError: the columns do not add up.
+    """
+    plain = one.plain
+    found = find_columns(plain)
+    if found.count != one.count:
+        raise DecodeError(f"{found.count} messages in a record of {one.count}")
+    buffer = pa.py_buffer(plain)
+    payloads = _array(buffer, found.payloads, found.count)
+    if one.tombstone:
+        payloads = pa.nulls(found.count, pa.binary())
+    if found.keys is None:
+        keys: pa.Array = pa.nulls(one.rows, pa.binary())
+    else:
+        keys = _array(buffer, found.keys, found.count).slice(one.skip, one.rows)
+        keys = _null_if_empty(keys)
+    headers = None
+    if found.headers is not None:
+        headers = decode_headers(plain, found.headers)[one.skip : one.skip + one.rows]
+    return payloads.slice(one.skip, one.rows), keys, headers
+
+
+def _array(buffer: pa.Buffer, column: Column, count: int) -> pa.Array:
+    offsets = buffer.slice(column.offsets, column.base - column.offsets)
+    values = buffer.slice(column.base, column.end - column.base)
+    array = pa.Array.from_buffers(pa.binary(), count, [None, offsets, values], null_count=0)
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as err:
+        raise DecodeError("bundle offsets do not fit its bytes") from err
+    return array
+
+
+def _null_if_empty(keys: pa.Array) -> pa.Array:
+    import pyarrow.compute as pc
+
+    empty = pc.equal(pc.binary_length(keys), 0)
+    return pc.if_else(empty, pa.scalar(None, pa.binary()), keys) if pc.any(empty).as_py() else keys
+
+
+def _joined(arrays: list[pa.Array]) -> pa.Array:
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+
+
+def _repeated(values: Sequence[Any], counts: Any, kind: pa.DataType) -> pa.Array:
+    if len(set(values)) == 1:
+        return pa.repeat(pa.scalar(values[0], kind), int(counts.sum()))
+    return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
+
+
+def _header_array(headers: list[Headers | None] | None, rows: int) -> pa.Array:
+    if headers is None:
+        return pa.nulls(rows, _HEADERS)
+    return pa.array(
+        [
+            [{"key": k, "value": v.encode()} for k, v in found.items()] if found else None
+            for found in headers
+        ],
+        _HEADERS,
+    )
+
+
+def _timestamp_us(name: str, text: str) -> int:
+    """µs since 1970 of a header: ISO 8601, in UTC unless it says otherwise, or whole milliseconds."""
+    try:
+        if text.lstrip("-").isdecimal():
+            return int(text) * 1000
+        found = datetime.fromisoformat(text)
+        return int((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1e6)
+    except (ValueError, OverflowError) as err:
+        raise SparkError(
+            MALFORMED, f"header {name!r}: {text[:40]!r} is neither milliseconds nor ISO 8601"
+        ) from err
+
+
+def _packed(plain: bytes) -> bool:
+    return bool(plain[4] & PACKED)
+
+
+class _ValueDecoder:
+    """Decodes values to the columns of `valueSchema`."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        schema = value_schema(options)
+        self._failfast = options.value_mode == FAILFAST
+        self._types = to_arrow_schema(schema, timezone="UTC")
+        self._names = schema.fieldNames()
+        json = options.value_format == JSON
+        self._decode: Callable[[bytes], Any] = (msgspec.json if json else msgspec.msgpack).decode
+
+    def columns(self, values: pa.Array, packed: list[tuple[int, bool]]) -> list[pa.Array]:
+        """Return one array for each column, and last the values that did not fit."""
+        raw = values.to_pylist()
+        rows: list[Any] = []
+        for value in raw:
+            found = None
+            if value is not None:
+                try:
+                    found = self._decode(value)
+                except (msgspec.DecodeError, UnicodeDecodeError) as err:
+                    self._check_mode(str(err))
+                if not isinstance(found, dict):
+                    self._check_mode("it is no map")
+                    found = None
+            rows.append(found)
+        try:
+            columns = [
+                pa.array(
+                    [row.get(field.name) if row is not None else None for row in rows], field.type
+                )
+                for field in self._types
+            ]
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+            columns = self._singly(raw, rows)
+        corrupt = [value if row is None else None for value, row in zip(raw, rows, strict=True)]
+        return [*columns, pa.array(corrupt, pa.binary())]
+
+    def _singly(self, raw: list[bytes], rows: list[Any]) -> list[pa.Array]:
+        """Find the rows that do not fit the types; they become None in `rows`."""
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            try:
+                for field in self._types:
+                    pa.array([row.get(field.name)], field.type)
+            except (
+                pa.ArrowInvalid,
+                pa.ArrowTypeError,
+                pa.ArrowNotImplementedError,
+                OverflowError,
+            ) as err:
+                self._check_mode(str(err))
+                rows[index] = None
+        return [
+            pa.array([row.get(field.name) if row is not None else None for row in rows], field.type)
+            for field in self._types
+        ]
+
+    def _check_mode(self, reason: str) -> None:
+        if self._failfast:
+            raise SparkError(MALFORMED, f"a value does not fit valueSchema: {reason[:200]}")
+
+
+def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Headers | None] | None) -> Iterator[tuple[bytes, int]]:  # fmt: skip
+    """Yield (plain text, count) of the bundles of these rows, cut at 64 KiB; values and keys are binary arrays without nulls."""
+    import itertools
+
+    rows = len(values)
+    starts, data = _buffers(values)
+    weights = starts - starts[0] + 8 * np.arange(rows + 1)
+    key_starts, key_data = _buffers(keys) if keys is not None else (None, None)
+    if key_starts is not None:
+        weights = weights + (key_starts - key_starts[0])
+    encoded = None
+    if headers is not None:
+        encoded = [msgspec.msgpack.encode(found) if found else b"" for found in headers]
+    flags = (KEYS if keys is not None else 0) | (HEADERS_FLAG if encoded is not None else 0)
+    begin = 0
+    while begin < rows:
+        end = int(np.searchsorted(weights, weights[begin] + CUT_BYTES, side="right")) - 1
+        end = max(begin + 1, min(end, rows))
+        columns: list[tuple[bytes, Sequence[bytes | memoryview]]] = [
+            _column(starts, data, begin, end)
+        ]
+        if key_starts is not None and key_data is not None:
+            columns.append(_column(key_starts, key_data, begin, end))
+        if encoded is not None:
+            part = encoded[begin:end]
+            places = np.array([0, *itertools.accumulate(map(len, part))], dtype="<i4")
+            columns.append((places.tobytes(), part))
+        yield join_columns(end - begin, flags, columns), end - begin
+        begin = end
+
+
+def _buffers(array: pa.Array) -> tuple[Any, memoryview]:
+    """Return (offsets into the bytes as int64, one more than rows; the bytes)."""
+    _, offsets, values = array.buffers()
+    places = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
+    return places.astype(np.int64), memoryview(values) if values is not None else memoryview(b"")
+
+
+def _column(starts: Any, data: memoryview, begin: int, end: int) -> tuple[bytes, list[memoryview]]:
+    places = (starts[begin : end + 1] - starts[begin]).astype("<i4")
+    return places.tobytes(), [data[int(starts[begin]) : int(starts[end])]]

@@ -1,0 +1,155 @@
+"""Connections of this process to its relay: one for each way there, kept between tasks, dropped on any error.
+
+Spark's Python workers run one task after another, so what the first one opened serves the next. A worker is forked from a daemon
+that imported us: a connection belongs to the process that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from iris import blocking
+from iris.client import Client
+from iris.config import ClientConfig
+from iris.errors import IrisError, NoStream
+from iris.keyfiles import load_keyring
+from iris.spark.errors import TIMEOUT, told
+from iris.spark.options import Access
+from iris.streams.calls import Stores
+
+MAX_CONNECTIONS: Final = 16
+"""Ways to a relay that one process keeps open; beyond it the one that was used longest ago is closed."""
+LABEL: Final = "spark"
+CONNECT_S: Final = 10.0
+"""How long a relay that takes no connections is waited for: one that restarts is back by then."""
+PAUSE_S: Final = 0.2
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_Place = tuple[int, Access, int]
+"""Process, way, and when the key file was written: a rotated key is taken up by the next task."""
+_open: dict[_Place, Connection] = {}
+
+
+class Connection:
+    """A client for threads, and the streams it finds."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        keyring = load_keyring(Path(access.keyring_file)) if access.keyring_file else None
+        config = ClientConfig(
+            relay=access.relay or None,
+            access=Path(access.access_file) if access.access_file else None,
+            label=LABEL,
+            connect_timeout_s=min(30.0, access.timeout_s),
+        )
+        self._client = blocking.Client(Client(config, keyring))
+        self.stores: Stores = self._client.call(_stores)
+
+    def call(self, work: Callable[[Client], Coroutine[Any, Any, T]], *, writing: bool = False) -> T:
+        """Return what `work(client)` returns; raises SparkError, and then this connection is used no more."""
+        return self.result(self.start(work), writing=writing)
+
+    def start(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Begin a call, for `result`."""
+        return self._client.start(work)
+
+    def result(self, future: Future[T], *, writing: bool = False) -> T:
+        """Wait for what `start` began; raises as `call`."""
+        try:
+            return future.result()
+        except (IrisError, TimeoutError, OSError) as err:
+            self.drop()
+            raise told(err, writing=writing) from err
+        except BaseException:
+            future.cancel()
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Close it: the next task opens another. Idempotent."""
+        with _lock:
+            for place, connection in list(_open.items()):
+                if connection is self:
+                    del _open[place]
+        self.close()
+
+    def close(self) -> None:
+        """Leave the relay. Idempotent."""
+        self._client.close()
+
+
+def connection(access: Access) -> Connection:
+    """Return this process's connection; raises SparkError if the relay or the keys cannot be reached. Waits for a relay that restarts."""
+    place = (os.getpid(), access, _written(access.keyring_file))
+    with _lock:
+        found = _open.pop(place, None)
+        if found is not None:
+            _open[place] = found
+            return found
+    until_s = time.monotonic() + min(CONNECT_S, access.timeout_s)
+    while True:
+        try:
+            made = Connection(access)
+            break
+        except (IrisError, TimeoutError, OSError) as err:
+            error = told(err)
+            if error.code != TIMEOUT or time.monotonic() + PAUSE_S > until_s:
+                raise error from err
+        time.sleep(PAUSE_S)
+    surplus: list[Connection] = []
+    with _lock:
+        for other in [place for place in _open if place[0] != os.getpid()]:
+            del _open[other]  # the parent's, whose threads are not here
+        found = _open.setdefault(place, made)
+        if found is not made:
+            surplus.append(made)
+        while len(_open) > MAX_CONNECTIONS:
+            surplus.append(_open.pop(next(iter(_open))))
+    for one in surplus:
+        one.close()
+    return found
+
+
+async def found(find: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Return what `find()` returns, which asks for a stream; again while no store is known to hold it: one that restarts comes back.
+
+    A client that has not seen the stream before does not wait for it by itself.
+    """
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return await find()
+        except NoStream as err:
+            if not err.passing or time.monotonic() + PAUSE_S > until_s:
+                raise
+        await asyncio.sleep(PAUSE_S)
+
+
+@atexit.register
+def close_all() -> None:
+    """Leave every relay, as the process ends."""
+    with _lock:
+        mine = [made for (pid, *_), made in _open.items() if pid == os.getpid()]
+        _open.clear()
+    for made in mine:
+        made.close()
+
+
+def _written(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns if path else 0
+    except OSError:
+        return 0  # opening it says what is wrong
+
+
+async def _stores(client: Client) -> Stores:
+    return Stores(client)

@@ -1,0 +1,243 @@
+"""Rows that do not parse, out of the way and kept: `with_dead_letter` returns the others.
+
+    good = with_dead_letter(rows, json.loads, schema="id INT, total DOUBLE", topic="unreadable.orders")
+
+It is a step of the plan, so the input is read once, and whatever follows is as without it: any sink, any output mode, state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.errors import ConfigError, IrisError
+from iris.spark.errors import told
+from iris.spark.options import AT_LEAST_ONCE, SinkOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import StructType
+
+    Parse = Callable[[Any], Any]
+
+PARSED: Final = "parsed"
+REASON: Final = "reason"
+"""Why, in a header of a dead letter; TOPIC and OFFSET say where the row came from, if the frame does."""
+TOPIC: Final = "topic"
+OFFSET: Final = "offset"
+REASON_CHARACTERS: Final = 200
+NULL: Final = "parse returned null"
+UNFIT: Final = "the value does not fit valueSchema"
+_WHY: Final = "_dead"
+_CORRUPT_RECORD: Final = "_corrupt_record"
+
+
+def with_dead_letter(
+    df: DataFrame, parse: Parse | None = None, *, topic: str = "", stream: str = "", schema: StructType | str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> DataFrame:  # fmt: skip
+    """Return the rows that parse; the others go to a topic or stream, as they came, with headers that say why.
+
+    `parse` is one of three:
+
+    * with `schema`, a Python function of the value (bytes) that returns a dict. It runs in the executors. A row is dead if it raises
+      or returns None, or if what it returns does not fit the schema.
+    * without, a function from the column `value` to another. A row is dead where that is null, or is a struct in which all fields are
+      null, or its field `_corrupt_record` is not: which is how `from_json` says it.
+    * None: `df` is of a source with `valueSchema`, which has parsed. A row is dead where `_corrupt_value` is not null.
+
+    The result has the columns of `df` and `parsed`; in the third case those of `df` without `_corrupt_value`. A value of null is no
+    dead letter. A watermark belongs after this step. `topic` has to lie outside what `df` reads, or dead letters come back as rows.
+
+    A dead letter is sent, and appended to a stream or handed to the relay, before the task goes on: **at least once**, since a task or
+    batch that is done again sends it again, and so does a plan that is run twice. Headers `topic` and `offset` tell repeats apart. If
+    they cannot be sent, the task fails. `options` are those of the sink: relay, keyringFile, accessKeyFile, fetchTimeoutMs, createStream.
+
+    Raises:
+        SparkError: an option is wrong, or `df` has no column that this needs.
+    """
+    from pyspark.sql import functions as F  # noqa: N812  # as everybody calls it
+    from pyspark.sql.types import StructField, StructType
+
+    try:
+        given = {**(options or {}), **_target(topic, stream), "delivery": AT_LEAST_ONCE}
+        sink = SinkOptions.parse(given, streaming=False)
+        _check_frame(df.columns, corrupt=parse is None)
+    except IrisError as err:
+        raise told(err) from err
+    # Makes the stream, if it is to; the tasks find it.
+    _writer(sink)
+    given = {name: text for name, text in given.items() if name.lower() != "createstream"}
+    function: Parse | None = None
+    if parse is None:
+        from iris.spark.schema import CORRUPT
+
+        body = CORRUPT
+        result = StructType([field for field in df.schema.fields if field.name != CORRUPT])
+        marked = df.withColumn(_WHY, F.when(F.col(CORRUPT).isNotNull(), F.lit(UNFIT)))
+    elif schema is not None:
+        body = "value"
+        kind = StructType.fromDDL(schema) if isinstance(schema, str) else schema
+        function = parse
+        result = StructType([*df.schema.fields, StructField(PARSED, kind)])
+        marked = df
+    else:
+        body = "value"
+        marked = df.withColumn(PARSED, parse(F.col("value")))
+        result = StructType(marked.schema.fields)
+        failed = F.col("value").isNotNull() & _failed(F.col(PARSED), result[PARSED].dataType)
+        marked = marked.withColumn(_WHY, F.when(failed, F.lit(NULL)))
+    return marked.mapInArrow(_Splitter(given, body, function, result), result)
+
+
+def _failed(parsed: Column, kind: Any) -> Column:
+    from pyspark.sql.types import StructType
+
+    failed = parsed.isNull()
+    if isinstance(kind, StructType) and kind.fields:
+        names = kind.fieldNames()
+        failed = failed | reduce(and_, [parsed[name].isNull() for name in names])
+        if _CORRUPT_RECORD in names:
+            failed = failed | parsed[_CORRUPT_RECORD].isNotNull()
+    return failed
+
+
+def _target(topic: str, stream: str) -> dict[str, str]:
+    if bool(topic) == bool(stream):
+        raise ConfigError("dead letters go to a topic or a stream: give one of them")
+    return {"topic": topic} if topic else {"stream": stream}
+
+
+def _check_frame(columns: list[str], *, corrupt: bool) -> None:
+    from iris.spark.schema import CORRUPT
+
+    if corrupt and CORRUPT not in columns:
+        raise ConfigError(f"there is no column {CORRUPT!r}: read with valueSchema, or give parse")
+    if not corrupt and "value" not in columns:
+        raise ConfigError("there is no column 'value' to parse")
+    for name in (_WHY, *(() if corrupt else (PARSED,))):
+        if name in columns:
+            raise ConfigError(f"column {name!r} is there already: rename it")
+
+
+class _Splitter:
+    """Splits the batches of a task: dead letters are sent, the other rows go on. Travels to the executors."""
+
+    def __init__(
+        self, sink: dict[str, str], body: str, parse: Parse | None, result: StructType
+    ) -> None:
+        self._sink = sink
+        self._body = body
+        self._parse = parse
+        self._result = result
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow.compute as pc
+
+        writer: Any = None
+        sent = 0
+        for batch in batches:
+            whole, reasons = self._judge(batch)
+            if reasons.null_count < len(reasons):
+                if writer is None:
+                    writer = _writer(
+                        SinkOptions.parse(self._sink | _batch_of_task(), streaming=False)
+                    )
+                dead = pc.is_valid(reasons)
+                letters = _letters(batch.filter(dead), self._body, reasons.filter(dead), sent)
+                writer.write(iter([letters]))
+                sent += letters.num_rows
+                whole = whole.filter(pc.invert(dead))
+            yield whole
+
+    def _judge(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array]:
+        """Return the columns of the result, and for each row why it is dead, or null."""
+        import pyarrow as pa
+
+        columns = {name: batch.column(name) for name in batch.schema.names}
+        if self._parse is None:
+            reasons = columns[_WHY]
+        else:
+            columns[PARSED], reasons = self._run(self._parse, columns[self._body].to_pylist())
+        names = self._result.fieldNames()
+        return pa.RecordBatch.from_arrays([columns[name] for name in names], names), reasons
+
+    def _run(self, parse: Parse, values: list[Any]) -> tuple[pa.Array, pa.Array]:
+        import pyarrow as pa
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        kind = to_arrow_schema(self._result, timezone="UTC").field(PARSED).type
+        rows: list[Any] = []
+        reasons: list[str | None] = []
+        for value in values:
+            row, why = None, None
+            try:
+                row = parse(value) if value is not None else None
+                if row is None and value is not None:
+                    why = NULL
+            except Exception as err:
+                # Whatever it is: that is what this is for.
+                why = f"{type(err).__name__}: {err}"
+            rows.append(row)
+            reasons.append(why)
+        try:
+            parsed = pa.array(rows, kind)
+        except _MISFITS:
+            for place, row in enumerate(rows):
+                try:
+                    pa.array([row], kind)
+                except _MISFITS as err:
+                    rows[place], reasons[place] = None, f"it does not fit the schema: {err}"
+            parsed = pa.array(rows, kind)
+        return parsed, pa.array(reasons, pa.string())
+
+
+# pyarrow's errors are these, so that this module can be read without it.
+_MISFITS: Final = (ValueError, TypeError, NotImplementedError, OverflowError, AttributeError)
+
+
+def _letters(rows: pa.RecordBatch, body: str, reasons: pa.Array, first: int) -> pa.RecordBatch:
+    """Return what the sink takes: the rows as they came, each with headers that say why it is here; `first` numbers them."""
+    import pyarrow as pa
+
+    from iris.spark.sink import ROW_HEADER
+
+    names = set(rows.schema.names)
+    headers = []
+    topics = rows.column(TOPIC).to_pylist() if TOPIC in names else None
+    offsets = rows.column(OFFSET).to_pylist() if OFFSET in names else None
+    for place, why in enumerate(reasons.to_pylist()):
+        found = {ROW_HEADER: str(first + place), REASON: why[:REASON_CHARACTERS]}
+        if topics is not None:
+            found[TOPIC] = str(topics[place])
+        if offsets is not None:
+            found[OFFSET] = str(offsets[place])
+        headers.append([{"key": name, "value": text.encode("utf-8", "replace")} for name, text in found.items()])  # fmt: skip
+    kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+    columns = {"value": rows.column(body).cast(pa.binary()), "headers": pa.array(headers, kind)}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _batch_of_task() -> dict[str, str]:
+    """Return options that name the query and batch that this task is of, if it is of a query."""
+    from pyspark import TaskContext
+
+    from iris.spark.sink import BATCH_PROPERTY, QUERY_PROPERTY
+
+    context = TaskContext.get()
+    query = context.getLocalProperty(QUERY_PROPERTY) if context is not None else None
+    batch = context.getLocalProperty(BATCH_PROPERTY) if context is not None else None
+    return {"writerId": query, "batchId": batch} if query and batch is not None else {}
+
+
+def _writer(sink: SinkOptions) -> Any:
+    from pyspark.sql.types import BinaryType, StructField, StructType
+
+    from iris.spark.schema import HEADERS
+    from iris.spark.sink import IrisWriter
+
+    columns = StructType([StructField("value", BinaryType()), StructField("headers", HEADERS)])
+    return IrisWriter(sink, columns, False)

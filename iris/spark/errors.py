@@ -1,0 +1,62 @@
+"""What a query that cannot go on says: a stable code first, so that whoever restarts queries need not read prose."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from iris.errors import (
+    AmbiguousStream,
+    ConfigError,
+    DecodeError,
+    IrisError,
+    KeyringError,
+    NoStream,
+    OpenError,
+    StreamDamaged,
+    StreamExists,
+)
+
+DATA_LOSS: Final = "IRIS_DATA_LOSS"
+"""Rows that the query is owed are gone: retention took them, the log is another, or the disk lost them."""
+AUTH: Final = "IRIS_AUTH"
+"""The keyring is missing, too open, or does not hold the key that the rows are sealed under."""
+NO_STREAM: Final = "IRIS_NO_STREAM"
+"""No store holds the stream under our keys, or two do."""
+TIMEOUT: Final = "IRIS_TIMEOUT"
+"""The relay or the store did not answer in time; a restart of the query goes on where it was."""
+CONFIG: Final = "IRIS_CONFIG"
+"""An option or a column is wrong."""
+MALFORMED: Final = "IRIS_MALFORMED"
+"""A value does not fit `valueSchema`, in `valueMode=failfast`."""
+SINK: Final = "IRIS_SINK"
+"""The stream does not take the rows: it is full, paused, defined otherwise, or what was staged has expired."""
+
+
+class SparkError(IrisError):
+    """A read or write of Spark failed; `code` is one of the constants of this module and begins the text."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}"
+
+
+def told(err: IrisError | TimeoutError | OSError, *, writing: bool = False) -> SparkError:
+    """Return what Spark is told of an error of the client."""
+    if isinstance(err, SparkError):
+        return err
+    detail = str(err) or type(err).__name__
+    if isinstance(err, (KeyringError, OpenError)):
+        return SparkError(AUTH, detail)
+    if isinstance(err, (ConfigError, DecodeError, ValueError)):
+        return SparkError(CONFIG, detail)
+    if isinstance(err, (NoStream, AmbiguousStream)):
+        return SparkError(NO_STREAM, detail)
+    if isinstance(err, StreamDamaged):
+        return SparkError(DATA_LOSS, detail)
+    if isinstance(err, StreamExists):
+        return SparkError(CONFIG, detail)
+    return SparkError(SINK if writing else TIMEOUT, detail)

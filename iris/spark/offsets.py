@@ -1,0 +1,80 @@
+"""Offsets as Spark keeps them: Kafka's JSON, `{"orders": {"0": 23}}`, where 23 is the next offset, and which log it is of.
+
+    {"orders": {"0": 23, "log": "5f0c…"}}
+
+A stream has one partition, 0. `log` is the log's uuid: one that was deleted and made again counts from 0 and is another.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from msgspec import Struct
+
+from iris.spark.errors import CONFIG, DATA_LOSS, SparkError
+
+
+class Place(Struct, frozen=True):
+    """The next offset of a log."""
+
+    uuid: str
+    next: int
+
+
+Offsets = dict[str, Place]
+"""By stream."""
+
+
+def encode_offsets(offsets: Offsets) -> dict[str, Any]:
+    """Return offsets as Spark writes them to its checkpoint."""
+    return {name: {"0": place.next, "log": place.uuid} for name, place in sorted(offsets.items())}
+
+
+def decode_offsets(found: Any) -> Offsets:
+    """Return the offsets of a checkpoint; raises SparkError if it is not ours."""
+    try:
+        offsets = {name: Place(place["log"], place["0"]) for name, place in found.items()}
+    except (AttributeError, KeyError, TypeError) as err:
+        raise SparkError(
+            CONFIG, f"the checkpoint is not of this source: {str(found)[:120]}"
+        ) from err
+    for name, place in offsets.items():
+        if type(place.next) is not int or place.next < 0 or type(place.uuid) is not str:
+            raise SparkError(CONFIG, f"the checkpoint has no offset of {name!r}")
+    return offsets
+
+
+def check_same_log(name: str, before: Place, uuid: str) -> None:
+    """Raise SparkError if a stream is not the log that it was: its offsets now name other rows."""
+    if before.uuid != uuid:
+        raise SparkError(
+            DATA_LOSS,
+            f"stream {name!r} is log {uuid} now, and was {before.uuid}: it was deleted and made again. "
+            "Start a query with a new checkpoint",
+        )
+
+
+def split(start: int, end: int, parts: int, most: int) -> list[tuple[int, int]]:
+    """Return at least `parts` neighbouring ranges of [start, end), none longer than `most` (0: no limit), none empty."""
+    total = end - start
+    if total <= 0:
+        return []
+    parts = max(1, parts, -(-total // most) if most else 1)
+    parts = min(parts, total)
+    cuts = [start + total * i // parts for i in range(parts + 1)]
+    return list(pairwise(cuts))
+
+
+def spread(wanted: dict[str, int], most: int) -> dict[str, int]:
+    """Return how many messages of each stream to take, in proportion to what there is, `most` in all (0: no limit)."""
+    total = sum(wanted.values())
+    if not most or total <= most:
+        return dict(wanted)
+    taken = {name: count * most // total for name, count in wanted.items()}
+    left = most - sum(taken.values())
+    for name in sorted(wanted, key=lambda name: (taken[name] - wanted[name], name)):
+        if left and taken[name] < wanted[name]:
+            taken[name] += 1
+            left -= 1
+    return taken

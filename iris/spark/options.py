@@ -1,0 +1,337 @@
+"""The options of the `iris` format, read once: the dictionary of strings that Spark hands over becomes one of two dataclasses.
+
+Names and meanings follow Spark's Kafka source; options are case-insensitive. Nothing here holds a secret: key files are paths.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from iris.errors import ConfigError
+from iris.wire.names import check_cluster, check_filter, check_topic
+
+EARLIEST: Final = "earliest"
+LATEST: Final = "latest"
+LIVE_AGE_S: Final = 7 * 86_400
+"""What a stream that a source creates keeps, unless `streamMaxAge` says otherwise: as long as a Kafka topic by default."""
+MAX_FETCH_BYTES: Final = 8 << 20
+EXACTLY_ONCE: Final = "exactly_once"
+AT_LEAST_ONCE: Final = "at_least_once"
+APPEND: Final = "append"
+PUBLISH: Final = "publish"
+PUSH: Final = "push"
+BROADCAST: Final = "broadcast"
+JSON: Final = "json"
+MSGPACK: Final = "msgpack"
+PERMISSIVE: Final = "permissive"
+FAILFAST: Final = "failfast"
+SPARK_OWN: Final = frozenset({"path", "checkpointlocation", "queryname", "outputmode"})
+"""What Spark itself hands to every format."""
+
+_BOTH: Final = ("stream", "keyringFile", "accessKeyFile", "relay", "fetchTimeoutMs")
+_SOURCE: Final = (
+    *_BOTH, "subscribe", "subscribePattern", "cluster", "groupId", "groupIdPrefix", "startingOffsets", "endingOffsets", "startingTimestamp",
+    "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions",
+    "maxRecordsPerPartition", "failOnDataLoss", "includeHeaders", "includeMeta", "fetchOffset.numRetries", "fetchBytes", "timestampHeader",
+    "valueFormat", "valueSchema", "valueMode", "streamMaxBytes", "streamMaxAge",
+)  # fmt: skip
+_SINK: Final = (*_BOTH, "topic", "cluster", "sendMode", "delivery", "writerId", "batchId", "keyedRecords", "createStream")  # fmt: skip
+
+_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION: Final = re.compile(
+    r"(\d{1,9}(?:\.\d{1,3})?) ?(ms|s(?:ec(?:onds?)?)?|m(?:in(?:utes?)?)?|h(?:ours?)?|d(?:ays?)?)?"
+)
+
+STREAM: Final = "stream"
+TOPIC: Final = "topic"
+CLUSTER: Final = "cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How a process reaches its relay and its keys: paths and addresses, the same on every host."""
+
+    keyring_file: str = ""
+    """Mode 0600, on the host of whoever opens it. Empty: the configuration directory's, else the development relay's."""
+    access_file: str = ""
+    """For `relay=tls://…`: the file that `iris key access` made."""
+    relay: str = ""
+    timeout_s: float = 120.0
+    """How long a store may be away until the task or the query fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What `spark.read` and `spark.readStream` were told."""
+
+    access: Access
+    kind: str
+    """STREAM: `names` are streams that are there. TOPIC or CLUSTER: addresses, each recorded in a stream of its own."""
+    names: tuple[str, ...]
+    group: str = ""
+    group_prefix: str = "spark-iris"
+    starting: str = ""
+    """EARLIEST, LATEST or Kafka's JSON."""
+    ending: str = LATEST
+    starting_ms: int | None = None
+    ending_ms: int | None = None
+    max_offsets: int = 0
+    """A trigger's, over all streams. 0: no limit."""
+    max_bytes: int = 0
+    min_offsets: int = 0
+    max_delay_s: float = 900.0
+    min_partitions: int = 0
+    max_records: int = 0
+    """A partition's."""
+    fail_on_data_loss: bool = True
+    include_headers: bool = False
+    include_meta: bool = False
+    retries: int = 3
+    fetch_bytes: int = MAX_FETCH_BYTES
+    timestamp_header: str = ""
+    value_format: str = ""
+    value_schema: str = ""
+    value_mode: str = PERMISSIVE
+    stream_max_bytes: int = 0
+    stream_max_age_s: float = LIVE_AGE_S
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None) -> SourceOptions:
+        """Return what the options say; `streaming` None: for either. Raises ConfigError, which names the option."""
+        given = _Given(options, _SOURCE)
+        kind, text = given.one_of(
+            {"stream": STREAM, "subscribe": TOPIC, "subscribePattern": TOPIC, "cluster": CLUSTER}
+        )
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+        for name in names:
+            (check_filter if kind == TOPIC else check_cluster)(name)
+        if not names:
+            raise ConfigError("stream, subscribe, cluster: no name is given")
+        starting = given.text("startingOffsets", LATEST if streaming else EARLIEST)
+        ending = given.text("endingOffsets", LATEST)
+        if streaming and ("endingoffsets" in given or "endingtimestamp" in given):
+            raise ConfigError("endingOffsets, endingTimestamp: a streaming query has no end")
+        if streaming is False and starting == LATEST:
+            raise ConfigError("startingOffsets: 'latest' leaves a batch query nothing to read")
+        if streaming is False and ending == EARLIEST:
+            raise ConfigError("endingOffsets: 'earliest' leaves a batch query nothing to read")
+        for option, value in (("startingOffsets", starting), ("endingOffsets", ending)):
+            if value not in (EARLIEST, LATEST):
+                parse_offsets(option, value)
+        value_format = given.choice("valueFormat", "", ("", JSON, MSGPACK))
+        value_schema = given.text("valueSchema", "")
+        if bool(value_format) != bool(value_schema):
+            raise ConfigError("valueFormat, valueSchema: give both or neither")
+        parsed = cls(
+            access=_access(given),
+            kind=kind,
+            names=names,
+            group=given.text("groupId", ""),
+            group_prefix=given.text("groupIdPrefix", "spark-iris"),
+            starting=starting,
+            ending=ending,
+            starting_ms=given.optional("startingTimestamp"),
+            ending_ms=given.optional("endingTimestamp"),
+            max_offsets=given.number("maxOffsetsPerTrigger", 0),
+            max_bytes=given.number("maxBytesPerTrigger", 0),
+            min_offsets=given.number("minOffsetsPerTrigger", 0),
+            max_delay_s=given.duration("maxTriggerDelay", 900.0),
+            min_partitions=given.number("minPartitions", 0),
+            max_records=given.number("maxRecordsPerPartition", 0),
+            fail_on_data_loss=given.flag("failOnDataLoss", True),
+            include_headers=given.flag("includeHeaders", False),
+            include_meta=given.flag("includeMeta", False),
+            retries=given.number("fetchOffset.numRetries", 3),
+            fetch_bytes=given.number("fetchBytes", MAX_FETCH_BYTES, 1, MAX_FETCH_BYTES),
+            timestamp_header=given.text("timestampHeader", ""),
+            value_format=value_format,
+            value_schema=value_schema,
+            value_mode=given.choice("valueMode", PERMISSIVE, (PERMISSIVE, FAILFAST)),
+            stream_max_bytes=given.number("streamMaxBytes", 0),
+            stream_max_age_s=given.duration("streamMaxAge", LIVE_AGE_S),
+        )
+        if parsed.max_offsets and parsed.min_offsets > parsed.max_offsets:
+            raise ConfigError("minOffsetsPerTrigger is above maxOffsetsPerTrigger")
+        if streaming is False and kind != STREAM and not parsed.group:
+            raise ConfigError(
+                "groupId: a batch read of an address needs one, or every read makes a stream"
+            )
+        for group in (parsed.group, parsed.group_prefix):
+            if group:
+                _check_group(group)
+        if kind == STREAM and parsed.group:
+            raise ConfigError(
+                "groupId: a stream that is there is read by its offsets, not as a group"
+            )
+        return parsed
+
+    def stream_of(self, name: str, group: str) -> str:
+        """Return the stream that is read for a name: itself, or the one that records the address for a group."""
+        if self.kind == STREAM:
+            return name
+        digest = hashlib.sha256(f"{self.kind}\0{name}".encode()).hexdigest()[:16]
+        return f"spark.{group}.{digest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkOptions:
+    """What `df.write` and `df.writeStream` were told."""
+
+    access: Access
+    send: str
+    """APPEND, PUBLISH, PUSH or BROADCAST."""
+    stream: str = ""
+    name: str = ""
+    """Topic or cluster of rows that name none."""
+    exactly_once: bool = True
+    writer: str = ""
+    batch: int | None = None
+    """Of a batch job that is retried by its scheduler, with `writer`."""
+    keyed_records: bool | None = None
+    """Each row with a key is a record of its own, with the key's hash. None: if the stream is compacted."""
+    create_stream: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], *, streaming: bool) -> SinkOptions:
+        """Return what the options say; raises ConfigError, which names the option."""
+        given = _Given(options, _SINK)
+        stream, topic, cluster = (given.text(name, "") for name in ("stream", "topic", "cluster"))
+        if sum(map(bool, (stream, topic, cluster))) > 1:
+            raise ConfigError("stream, topic, cluster: give one of them")
+        default = APPEND if stream else PUSH if cluster else PUBLISH
+        send = given.choice("sendMode", default, (APPEND, PUBLISH, PUSH, BROADCAST))
+        if (send == APPEND) != bool(stream):
+            raise ConfigError(
+                f"sendMode={send}: append goes with the option stream, the others without"
+            )
+        if (send == PUBLISH and cluster) or (send in (PUSH, BROADCAST) and topic):
+            raise ConfigError(
+                f"sendMode={send}: publish goes to a topic, push and broadcast to a cluster"
+            )
+        if stream:
+            check_cluster(stream)
+        if cluster:
+            check_cluster(cluster)
+        if topic:
+            check_topic(topic)
+        delivery = given.choice(
+            "delivery", EXACTLY_ONCE if stream else AT_LEAST_ONCE, (EXACTLY_ONCE, AT_LEAST_ONCE)
+        )
+        if delivery == EXACTLY_ONCE and not stream:
+            raise ConfigError("delivery=exactly_once needs a stream to append to: option stream")
+        writer = given.text("writerId", "")
+        if len(writer.encode()) > 255:
+            raise ConfigError("writerId: over 255 bytes")
+        batch = given.optional("batchId")
+        if batch is not None and (streaming or not writer):
+            raise ConfigError("batchId goes with writerId, in a batch write")
+        return cls(
+            access=_access(given),
+            send=send,
+            stream=stream,
+            name=topic or cluster,
+            exactly_once=delivery == EXACTLY_ONCE,
+            writer=writer,
+            batch=batch,
+            keyed_records=given.flag("keyedRecords", False) if "keyedrecords" in given else None,
+            create_stream=given.flag("createStream", False),
+        )
+
+
+def parse_offsets(option: str, text: str) -> dict[str, int]:
+    """Return offset by stream or address of `{"orders": {"0": 23}}`; -2 is earliest, -1 latest. Raises ConfigError."""
+    try:
+        found = json.loads(text)
+        offsets = {name: place["0"] for name, place in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ConfigError(
+            f"{option}: {text[:80]!r} is not 'earliest', 'latest' or JSON like {{\"orders\": {{\"0\": 23}}}}"
+        ) from err
+    for name, offset in offsets.items():
+        if type(offset) is not int or not -2 <= offset < 1 << 63:
+            raise ConfigError(f"{option}: {offset!r} is no offset of {name!r}")
+    return offsets
+
+
+class _Given:
+    """Options by name without regard to case, those that exist."""
+
+    def __init__(self, options: Mapping[str, str], known: Iterable[str]) -> None:
+        names = {name.lower(): name for name in known}
+        self._values: dict[str, str] = {}
+        for name, value in options.items():
+            lower = name.lower()
+            if lower in names:
+                self._values[lower] = value
+            elif lower not in SPARK_OWN:
+                close = difflib.get_close_matches(lower, names, 1)
+                hint = f"; did you mean {names[close[0]]}?" if close else ""
+                raise ConfigError(f"{name}: the iris format has no such option here{hint}")
+
+    def __contains__(self, lower: str) -> bool:
+        return lower in self._values
+
+    def text(self, name: str, default: str) -> str:
+        return self._values.get(name.lower(), default).strip()
+
+    def one_of(self, kinds: Mapping[str, str]) -> tuple[str, str]:
+        given = [name for name in kinds if name.lower() in self._values]
+        if len(given) != 1:
+            raise ConfigError(f"give one of the options {', '.join(kinds)}, not {len(given)}")
+        return kinds[given[0]], self._values[given[0].lower()]
+
+    def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
+        value = self.text(name, default).lower()
+        if value not in choices:
+            raise ConfigError(f"{name}: {value!r} is not one of {', '.join(filter(None, choices))}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.text(name, "true" if default else "false").lower()
+        if value not in ("true", "false"):
+            raise ConfigError(f"{name}: {value!r} is neither true nor false")
+        return value == "true"
+
+    def number(self, name: str, default: int, least: int = 0, most: int = (1 << 63) - 1) -> int:
+        text = self.text(name, str(default))
+        if not text.isdecimal() or not text.isascii() or not least <= int(text) <= most:
+            raise ConfigError(f"{name}: {text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    def optional(self, name: str) -> int | None:
+        return self.number(name, 0) if name.lower() in self._values else None
+
+    def duration(self, name: str, default_s: float) -> float:
+        """Seconds of `15m`, `200ms`, `1.5 hours`; a number alone is milliseconds, as Spark's are."""
+        text = self.text(name, "")
+        if not text:
+            return default_s
+        found = _DURATION.fullmatch(text.lower())
+        if found is None:
+            raise ConfigError(f"{name}: {text!r} is no time like 200ms, 30s, 15m, 12h or 7d")
+        unit = found[2] or "ms"
+        return float(found[1]) * (0.001 if unit == "ms" else _UNITS[unit[0]])
+
+
+def _access(given: _Given) -> Access:
+    access = Access(
+        keyring_file=given.text("keyringFile", ""),
+        access_file=given.text("accessKeyFile", ""),
+        relay=given.text("relay", ""),
+        timeout_s=given.number("fetchTimeoutMs", 120_000, 1, 86_400_000) / 1000,
+    )
+    for name, path in (("keyringFile", access.keyring_file), ("accessKeyFile", access.access_file)):
+        if path and not os.path.isabs(path):
+            raise ConfigError(f"{name}: {path!r} is no absolute path; it is opened on every host")
+    return access
+
+
+def _check_group(group: str) -> None:
+    check_cluster(f"spark.{group}.{'0' * 16}")

@@ -1,0 +1,286 @@
+"""Where a query stands: the streams it reads, where it begins, and how far a trigger goes. Runs on the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar
+
+from iris.client import Client
+from iris.errors import NoStream
+from iris.spark.connections import Connection, connection
+from iris.spark.errors import CONFIG, DATA_LOSS, NO_STREAM, TIMEOUT, SparkError
+from iris.spark.offsets import Offsets, Place, check_same_log, split, spread
+from iris.spark.options import (
+    CLUSTER,
+    EARLIEST,
+    LATEST,
+    STREAM,
+    TOPIC,
+    SourceOptions,
+    parse_offsets,
+)
+from iris.spark.reading import Range
+from iris.streams import StreamInfo
+from iris.streams.reading import start_offset
+from iris.wire.streams import Fetch, Fetched
+
+log = logging.getLogger(__name__)
+RETRY_S: Final = 0.5
+WAIT_MS: Final = 100
+T = TypeVar("T")
+
+
+class Planner:
+    """Plans the triggers of one query, or one batch read."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self.options = options
+        self._group = options.group
+        self._streams: dict[str, str] = {}
+        """What we were asked for (a stream, topic or cluster) -> the stream that is read."""
+        self._made: set[str] = set()
+        """Streams that were made for this query: it begins where they do."""
+        self._target: Offsets | None = None
+        """With Trigger.AvailableNow: where the query ends."""
+        self._capture_target = False
+        self._planned_s = time.monotonic()
+        """When a trigger had something to do last."""
+
+    # -- streams ---------------------------------------------------------------------------------------------
+
+    def infos(self, known: Offsets | None = None) -> dict[str, StreamInfo]:
+        """Return the streams that are read, by name, made if they record an address and are not there. Raises SparkError."""
+        if known and not self._group and self.options.kind != STREAM:
+            self._group = _group_of(known)
+        found = {}
+        for name in self.options.names:
+            stream = self.options.stream_of(name, self._group)
+            self._streams[name] = stream
+            found[stream] = self._ask(self._describe(name, stream, known))
+        for name, place in (known or {}).items():
+            if name not in found:
+                raise SparkError(
+                    CONFIG, f"the checkpoint is of stream {name!r}, which this query does not read"
+                )
+            check_same_log(name, place, found[name].uuid)
+        return found
+
+    def _describe(
+        self, name: str, stream: str, known: Offsets | None
+    ) -> Callable[[Client], Coroutine[Any, Any, StreamInfo]]:
+        options = self.options
+        timeout_s = options.access.timeout_s
+        missing = known is not None and stream in known
+
+        async def describe(client: Client) -> StreamInfo:
+            if options.kind == STREAM:
+                return await client.streams.describe(stream, timeout=timeout_s)
+            try:
+                return await client.streams.describe(stream, timeout=timeout_s)
+            except NoStream:
+                if missing:
+                    raise SparkError(
+                        DATA_LOSS, f"stream {stream!r}, which the checkpoint is of, is gone"
+                    ) from None
+            self._made.add(stream)
+            return await client.streams.create(
+                stream,
+                topic=name if options.kind == TOPIC else "",
+                cluster=name if options.kind == CLUSTER else "",
+                max_bytes=options.stream_max_bytes,
+                max_age=options.stream_max_age_s,
+                timeout=timeout_s,
+            )
+
+        return describe
+
+    def _ask(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        """Ask a store, again after what passes: `fetchOffset.numRetries` times."""
+        tries = self.options.retries
+        while True:
+            try:
+                return connection(self.options.access).call(work)
+            except SparkError as err:
+                if not tries or err.code not in (TIMEOUT, NO_STREAM):
+                    raise
+                log.warning("spark.retry", extra={"fields": {"error": str(err), "left": tries}})
+            tries -= 1
+            time.sleep(RETRY_S)
+
+    # -- offsets ---------------------------------------------------------------------------------------------
+
+    def initial(self) -> Offsets:
+        """Return where a new query begins; one without a group gets one of its own, which its checkpoint remembers."""
+        self._group = self._group or f"{self.options.group_prefix}-{os.urandom(8).hex()}"
+        return self._bound("startingOffsets", self.options.starting, self.options.starting_ms)
+
+    def final(self) -> Offsets:
+        """Return where a batch query ends."""
+        return self._bound("endingOffsets", self.options.ending, self.options.ending_ms)
+
+    def latest(self) -> Offsets | None:
+        """Return where the streams end now, None while it is not known which they are."""
+        if not self._group and self.options.kind != STREAM:
+            return None
+        return {name: Place(info.uuid, info.next) for name, info in self.infos().items()}
+
+    def end_at_target(self) -> None:
+        """Go on to where the streams end now and no further (Trigger.AvailableNow)."""
+        self._capture_target = True
+        self._target = self.latest()
+
+    def next_end(self, start: Offsets) -> Offsets:
+        """Return how far the trigger that begins at `start` goes; `start` itself if it is not due yet. Raises SparkError."""
+        options = self.options
+        infos = self.infos(start)
+        if self._target is None and not self._capture_target and self._all_read(start, infos):
+            # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
+            self._ask(self._wait(infos))
+            infos = self.infos(start)
+        if self._capture_target and self._target is None:
+            self._target = {name: Place(info.uuid, info.next) for name, info in infos.items()}
+        ends: dict[str, int] = {}
+        for name, info in infos.items():
+            place = start.get(name)
+            # A stream that the query did not read before begins where it does.
+            begin = place.next if place is not None else info.oldest
+            if begin > info.next:
+                raise _beyond(name, begin, info.next)
+            ends[name] = info.next
+            if self._target is not None:
+                ends[name] = max(begin, min(info.next, self._target[name].next))
+            if begin < info.oldest and options.fail_on_data_loss:
+                raise _trimmed(name, begin, info.oldest)
+        begins = {name: start[name].next if name in start else infos[name].oldest for name in infos}
+        wanted = {name: ends[name] - begins[name] for name in infos}
+        total = sum(wanted.values())
+        now_s = time.monotonic()
+        waits = total < options.min_offsets and now_s - self._planned_s < options.max_delay_s
+        if total == 0 or (waits and self._target is None):
+            return {name: Place(infos[name].uuid, begins[name]) for name in infos}
+        self._planned_s = now_s
+        taken = spread(wanted, options.max_offsets)
+        if options.max_bytes:
+            sizes = {name: infos[name].size_bytes / max(1, infos[name].messages) for name in infos}
+            size = sum(taken[name] * sizes[name] for name in infos)
+            if size > options.max_bytes:
+                most = max(1, int(sum(taken.values()) * options.max_bytes / size))
+                taken = spread(taken, most)
+        return {name: Place(infos[name].uuid, begins[name] + taken[name]) for name in infos}
+
+    def _all_read(self, start: Offsets, infos: dict[str, StreamInfo]) -> bool:
+        return all(name in start and start[name].next == infos[name].next for name in infos)
+
+    def _wait(self, infos: dict[str, StreamInfo]) -> Callable[[Client], Coroutine[Any, Any, None]]:
+        """Return what ends when one of the streams has grown, or after a short while."""
+        stores = connection(self.options.access).stores
+        timeout_s = self.options.access.timeout_s
+
+        async def wait(_: Client) -> None:
+            calls = [
+                asyncio.ensure_future(
+                    stores.ask_stream(
+                        name, info.uuid, Fetch(info.next, 1, WAIT_MS), Fetched, timeout=timeout_s
+                    )
+                )
+                for name, info in infos.items()
+            ]
+            try:
+                done, _pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for call in done:
+                    call.result()
+            finally:
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+
+        return wait
+
+    def ranges(self, start: Offsets, end: Offsets) -> list[Range]:
+        """Return the parts that tasks read. Raises SparkError if something of it is gone."""
+        options = self.options
+        infos = self.infos(end)
+        parts = []
+        total = sum(place.next - start[name].next for name, place in end.items() if name in start)
+        for name, place in end.items():
+            info = infos[name]
+            begin = start[name].next if name in start else info.oldest
+            if name in start:
+                check_same_log(name, start[name], place.uuid)
+            if place.next > info.next:
+                raise _beyond(name, place.next, info.next)
+            if begin < info.oldest:
+                if options.fail_on_data_loss:
+                    raise _trimmed(name, begin, info.oldest)
+                log.warning("spark.data_loss", extra={"fields": {"stream": name, "from": begin, "until": info.oldest}})  # fmt: skip
+                begin = min(info.oldest, place.next)
+            share = -(-options.min_partitions * (place.next - begin) // total) if total > 0 else 1
+            for first, last in split(begin, place.next, share, options.max_records):
+                parts.append(Range(name, place.uuid, first, last, tuple(info.key_ids)))
+        return parts
+
+    def _bound(self, option: str, text: str, time_ms: int | None) -> Offsets:
+        """Return the offsets that an option names."""
+        infos = self.infos()
+        named = {} if text in (EARLIEST, LATEST) else parse_offsets(option, text)
+        unknown = named.keys() - self._streams.keys() - infos.keys()
+        if unknown:
+            raise SparkError(CONFIG, f"{option}: {min(unknown)!r} is not read by this query")
+        found = {}
+        for name, stream in self._streams.items():
+            info = infos[stream]
+            # What was recorded since it was made is new.
+            latest = text == LATEST and stream not in self._made
+            at = named.get(name, named.get(stream, -1 if latest else -2))
+            if named and name not in named and stream not in named:
+                raise SparkError(CONFIG, f"{option}: there is no offset of {name!r}")
+            if time_ms is not None:
+                at = self._ask(self._at_time(stream, info.uuid, time_ms))
+            elif at == -2:
+                at = info.oldest
+            elif at == -1:
+                at = info.next
+            elif at > info.next:
+                raise _beyond(stream, at, info.next)
+            found[stream] = Place(info.uuid, at)
+        return found
+
+    def _at_time(
+        self, stream: str, uuid: str, time_ms: int
+    ) -> Callable[[Client], Coroutine[Any, Any, int]]:
+        link: Connection = connection(self.options.access)
+        patience = self.options.access.timeout_s
+
+        async def find(_: Client) -> int:
+            when = datetime.fromtimestamp(time_ms / 1000, UTC)
+            return (await start_offset(link.stores, stream, uuid, when, patience=patience))[1]
+
+        return find
+
+
+def _group_of(known: Offsets) -> str:
+    """Return the group that a checkpoint's streams were made for."""
+    for name in known:
+        parts = name.split(".")
+        if len(parts) >= 3 and parts[0] == "spark":
+            return ".".join(parts[1:-1])
+    raise SparkError(CONFIG, "the checkpoint is of a query that read streams, not addresses")
+
+
+def _beyond(name: str, at: int, end: int) -> SparkError:
+    return SparkError(
+        DATA_LOSS,
+        f"stream {name!r} ends at {end}, and offset {at} was planned: its store lost what it had",
+    )
+
+
+def _trimmed(name: str, begin: int, oldest: int) -> SparkError:
+    return SparkError(
+        DATA_LOSS,
+        f"stream {name!r}: retention took offsets {begin} to {oldest}; failOnDataLoss=false reads on without",
+    )

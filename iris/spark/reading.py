@@ -1,0 +1,189 @@
+"""Reading a range of a stream, in an executor: every offset of it is accounted for, or the task fails.
+
+Spark never checks that a range was served whole, so this does: what the store sends has to lie side by side from the first offset to the
+last, and of what is missing it has to say why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import Struct
+
+from iris.errors import DecodeError
+from iris.spark.connections import Connection, connection, found
+from iris.spark.errors import AUTH, DATA_LOSS, SparkError
+from iris.spark.options import SourceOptions
+from iris.streams.records import RecordOpener, StreamGap, told
+from iris.wire.codec import END
+from iris.wire.streams import DEAD_KIND, Fetch, Fetched, Record
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+    from iris.spark.arrow import Opened
+    from iris.streams.calls import Known
+
+log = logging.getLogger(__name__)
+
+INTACT: Final = frozenset({"compacted", "expired", "deferred"})
+"""Holes that are as they should be: the stream was told to make them."""
+
+
+class Range(Struct, frozen=True):
+    """Offsets from `start` until `end` of one log."""
+
+    stream: str
+    uuid: str
+    start: int
+    end: int
+    key_ids: tuple[str, ...] = ()
+    """Under which the stream is kept, in hex."""
+
+
+def read_range(part: Range, options: SourceOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a range as record batches, fetched ahead by one.
+
+    Raises:
+        SparkError: DATA_LOSS if something of it is gone and `failOnDataLoss` is set, AUTH if the keyring does not open it, TIMEOUT.
+    """
+    from iris.spark.arrow import RowBuilder
+
+    link = connection(options.access)
+    builder = RowBuilder(options, schema)
+    reader = _RangeReader(link, part, options)
+    try:
+        for opened in reader:
+            yield from builder.batches(opened)
+    except DecodeError as err:
+        link.drop()
+        raise SparkError(DATA_LOSS, f"stream {part.stream!r}: {err}") from err
+    finally:
+        reader.close()
+
+
+class _RangeReader:
+    """Iterates over lists of opened records that cover a range."""
+
+    def __init__(self, link: Connection, part: Range, options: SourceOptions) -> None:
+        self._link = link
+        self._part = part
+        self._options = options
+        self._ahead: Future[Fetched] | None = None
+        self._opener = RecordOpener(lambda _: None)
+
+    def __iter__(self) -> Iterator[list[Opened]]:
+        part, link, stores = self._part, self._link, self._link.stores
+        timeout_s = self._options.access.timeout_s
+        self._opener = RecordOpener(stores.client.keyring.by_id)
+
+        if part.key_ids and not any(
+            stores.client.keyring.by_id(bytes.fromhex(key_id)) for key_id in part.key_ids
+        ):
+            raise SparkError(
+                AUTH,
+                f"stream {part.stream!r}: the keyring of this host holds no key that it is kept under",
+            )
+
+        # It was there when this range was planned.
+        def describe() -> Coroutine[Any, Any, Known]:
+            return stores.describe(part.stream, part.uuid, timeout=timeout_s, patience=timeout_s)
+
+        self._opener.known = link.call(lambda _: found(describe, timeout_s))
+        at = part.start
+        while at < part.end:
+            fetched = link.result(self._ahead or self._fetch(at))
+            if fetched.uuid.hex() != part.uuid:
+                raise SparkError(DATA_LOSS, f"stream {part.stream!r}: another log answered")
+            if fetched.next <= at:
+                raise SparkError(
+                    DATA_LOSS,
+                    f"stream {part.stream!r} ends at {at}, before offset {part.end} that was planned",
+                )
+            self._ahead = self._fetch(fetched.next) if fetched.next < part.end else None
+            opened, at = self._cover(fetched, at)
+            if opened:
+                yield opened
+
+    def close(self) -> None:
+        """Fetch no more."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def _fetch(self, start: int) -> Future[Fetched]:
+        part, timeout_s = self._part, self._options.access.timeout_s
+        call = Fetch(start, self._options.fetch_bytes)
+        return self._link.start(
+            lambda _: self._link.stores.ask_stream(
+                part.stream, part.uuid, call, Fetched, timeout=timeout_s, patience=timeout_s
+            )
+        )
+
+    def _cover(self, fetched: Fetched, at: int) -> tuple[list[Opened], int]:
+        """Return what of an answer is wanted, and where it ends; raises SparkError if it leaves something out."""
+        opened: list[Opened] = []
+        end = self._part.end
+        for item in fetched.items:
+            if item.offset > at:
+                raise self._lost(f"the store left out offsets {at} to {item.offset}")
+            if isinstance(item, Record):
+                following = item.offset + END.unpack(item.end)[2]
+                if following > at and at < end:
+                    one = self._open(item, at, min(following, end))
+                    opened += [one] if one is not None else []
+            else:
+                gap = told(item)
+                following = gap.next
+                if following > at and at < end and gap.cause not in INTACT:
+                    self._miss(gap)
+            at = max(at, following)
+        if at < min(fetched.next, end):
+            raise self._lost(f"the store left out offsets {at} to {fetched.next}")
+        return opened, min(at, end)
+
+    def _open(self, record: Record, at: int, end: int) -> Opened | None:
+        from iris.spark.arrow import Opened
+
+        if record.kind == DEAD_KIND:
+            raise SparkError(
+                AUTH, f"stream {self._part.stream!r} holds references to dead letters, not messages"
+            )
+        plain = self._opener.open_plain(record)
+        if isinstance(plain, StreamGap):
+            if self._options.fail_on_data_loss:
+                raise SparkError(
+                    AUTH, f"stream {self._part.stream!r} at offset {record.offset}: {plain.cause}"
+                )
+            log.warning("spark.unreadable", extra={"fields": {"stream": self._part.stream, "offset": record.offset, "cause": plain.cause}})  # fmt: skip
+            return None
+        sent_us, _, count, first = END.unpack(record.end)
+        skip = max(0, at - record.offset)
+        start = record.offset + skip
+        return Opened(
+            plain, count, skip, end - start, start, record.kind, record.name, record.sender_id, first + skip, sent_us,
+            record.tombstone,
+        )  # fmt: skip
+
+    def _miss(self, gap: StreamGap) -> None:
+        count = "an unknown number of" if gap.count is None else gap.count
+        text = (
+            f"offsets {gap.first} to {gap.next} were removed ({gap.cause})"
+            if gap.count == 0
+            else f"{count} messages are missing before offset {gap.next}: {gap.cause}"
+        )
+        if self._options.fail_on_data_loss:
+            raise self._lost(text)
+        log.warning(
+            "spark.data_loss", extra={"fields": {"stream": self._part.stream, "what": text}}
+        )
+
+    def _lost(self, text: str) -> SparkError:
+        return SparkError(
+            DATA_LOSS,
+            f"stream {self._part.stream!r}: {text}; failOnDataLoss=false reads on without",
+        )

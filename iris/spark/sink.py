@@ -1,0 +1,454 @@
+"""`df.write` and `df.writeStream` of the format "iris": rows appended to a stream, exactly once, or sent live.
+
+Exactly once: each task stages its rows in the store under (writer, batch, a random attempt); the driver's `commit` names the attempts that
+won, and the store appends their rows in one write and remembers the batch. What is replayed after a crash stages again, commits
+again, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    StringType,
+    StructType,
+)
+
+from iris.client import Client
+from iris.core.bundle import Headers, check_headers
+from iris.core.parties import Lost
+from iris.errors import IrisError, NoStream
+from iris.spark.connections import CONNECT_S, connection, found
+from iris.spark.errors import CONFIG, SINK, SparkError, told
+from iris.spark.options import APPEND, BROADCAST, PUBLISH, PUSH, SinkOptions
+from iris.streams import StreamInfo
+from iris.streams.staging import StagedAttempt
+from iris.wire.names import check_cluster, check_topic
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+log = logging.getLogger(__name__)
+
+QUERY_PROPERTY: Final = "sql.streaming.queryId"
+BATCH_PROPERTY: Final = "streaming.sql.batchId"
+QUERY_HEADER: Final = "spark-query"
+BATCH_HEADER: Final = "spark-batch"
+PARTITION_HEADER: Final = "spark-partition"
+ROW_HEADER: Final = "spark-row"
+FLUSH_ROWS: Final = 4096
+
+
+class IrisCommit(WriterCommitMessage):
+    """What a task says to the driver: whose rows it staged, if any."""
+
+    def __init__(self, writer: str, batch: int, attempt: StagedAttempt | None, rows: int) -> None:
+        self.writer = writer
+        self.batch = batch
+        self.attempt = attempt
+        self.rows = rows
+
+
+class _Sink:
+    """What batch and streaming writers share."""
+
+    def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
+        if overwrite:
+            raise SparkError(CONFIG, "a stream or topic cannot be overwritten: use mode('append')")
+        self._options = options
+        self._names = _check_columns(schema, options)
+
+    def _stage(self, batches: Iterator[pa.RecordBatch], writer: str, batch: int) -> IrisCommit:
+        options = self._options
+        link = connection(options.access)
+        timeout_s = options.access.timeout_s
+        info = link.call(self._describe(min(CONNECT_S, timeout_s)), writing=True)
+        by_record = options.keyed_records
+        if by_record is None:
+            by_record = "key" in self._names and info.compact
+
+        async def open_staging(client: Client) -> Any:
+            return client.streams.stage(
+                options.stream, writer=writer, batch=batch, timeout=timeout_s
+            )
+
+        staging = link.call(open_staging, writing=True)
+        rows = 0
+        for one in batches:
+            if by_record:
+                link.call(_add_records(staging, _rows(one, self._names)), writing=True)
+            else:
+                link.call(_add_bundles(staging, list(_bundles(one, self._names))), writing=True)
+            rows += one.num_rows
+        attempt = link.call(lambda _: staging.finish(), writing=True)
+        return IrisCommit(writer, batch, attempt, rows)
+
+    def _describe(self, patience_s: float) -> Callable[[Client], Coroutine[Any, Any, StreamInfo]]:
+        """Find the stream, also if its store restarts: once it has been seen, the client waits for it by itself."""
+        name, timeout_s = self._options.stream, self._options.access.timeout_s
+        return lambda client: found(
+            lambda: client.streams.describe(name, timeout=timeout_s), patience_s
+        )
+
+    def _send(
+        self, batches: Iterator[pa.RecordBatch], writer: str, batch: int, partition: int
+    ) -> IrisCommit:
+        """Append or send rows one by one, each with headers that name it: a retried task repeats them."""
+        link = connection(self._options.access)
+        rows = 0
+        common = {QUERY_HEADER: writer, BATCH_HEADER: str(batch), PARTITION_HEADER: str(partition)}
+        for one in batches:
+            found = list(_rows(one, self._names))
+            link.call(self._send_rows(found, common, rows), writing=True)
+            rows += one.num_rows
+        return IrisCommit(writer, batch, None, rows)
+
+    def _send_rows(
+        self, rows: list[_Row], common: Headers, first: int
+    ) -> Callable[[Client], Coroutine[Any, Any, None]]:
+        options = self._options
+        timeout_s = options.access.timeout_s
+
+        async def append(client: Client) -> None:
+            import asyncio
+
+            for begin in range(0, len(rows), FLUSH_ROWS):
+                calls = []
+                for number, row in enumerate(rows[begin : begin + FLUSH_ROWS], first + begin):
+                    headers = {**common, ROW_HEADER: str(number), **(row.headers or {})}
+                    calls.append(
+                        client.streams.append(
+                            options.stream, row.value or b"", headers=headers, key=row.key, tombstone=row.value is None,
+                            timeout=timeout_s,
+                        )
+                    )  # fmt: skip
+                for result in await asyncio.gather(*calls, return_exceptions=True):
+                    if isinstance(result, BaseException):
+                        raise result
+
+        async def send(client: Client) -> None:
+            lost: list[Lost] = []
+            _, session = await client.ready("relay", timeout_s)
+            client.on_loss = lost.append
+            try:
+                for number, row in enumerate(rows, first):
+                    headers = {**common, ROW_HEADER: str(number), **(row.headers or {})}
+                    name = row.name or options.name
+                    if not name:
+                        raise SparkError(
+                            CONFIG, f"row {number} names no topic or cluster, and no option does"
+                        )
+                    if options.send == PUSH:
+                        await client.push(
+                            check_cluster(name), row.value, headers=headers, timeout=timeout_s
+                        )
+                    elif options.send == BROADCAST:
+                        await client.broadcast(check_cluster(name), row.value, headers=headers)
+                    else:
+                        await client.publish(check_topic(name), row.value, headers=headers)
+                await client.flush(timeout=timeout_s)
+                _, after = await client.ready("relay", timeout_s)
+            finally:
+                client.on_loss = None
+            failed = [one for one in lost if one.error is not None]
+            if failed:
+                raise SparkError(SINK, f"{len(failed)} pushes failed: {failed[0].error}")
+            if after is not session:
+                raise SparkError(
+                    SINK, "the relay was lost on the way; some rows may not have been sent"
+                )
+
+        return append if options.send == APPEND else send
+
+    def _commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        told_by = [message for message in messages if isinstance(message, IrisCommit)]
+        if not self._options.exactly_once or not told_by:
+            return
+        writer, batch = told_by[0].writer, told_by[0].batch
+        attempts = [
+            one.attempt for one in told_by if one.attempt is not None and one.attempt.records
+        ]
+        options = self._options
+
+        async def commit(client: Client) -> Any:
+            return await client.streams.commit(
+                options.stream, writer=writer, batch=batch, attempts=attempts, timeout=options.access.timeout_s
+            )  # fmt: skip
+
+        link = connection(options.access)
+        # Tasks have staged in it: it is there.
+        link.call(self._describe(options.access.timeout_s), writing=True)
+        done = link.call(commit, writing=True)
+        if done.replayed:
+            log.info("spark.batch_was_there", extra={"fields": {"stream": options.stream, "writer": writer, "batch": batch}})  # fmt: skip
+
+    def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Remove what was staged; what cannot be removed now expires in the store."""
+        told_by = [message for message in messages if isinstance(message, IrisCommit)]
+        attempts = [
+            one.attempt for one in told_by if one.attempt is not None and one.attempt.records
+        ]
+        if not attempts:
+            return
+        writer, batch = told_by[0].writer, told_by[0].batch
+        options = self._options
+
+        async def discard(client: Client) -> None:
+            await client.streams.discard(
+                options.stream, writer=writer, batch=batch, attempts=attempts, timeout=10.0
+            )
+
+        try:
+            connection(options.access).call(discard, writing=True)
+        except SparkError as err:
+            log.warning("spark.not_discarded", extra={"fields": {"stream": options.stream, "error": str(err)}})  # fmt: skip
+
+
+class IrisWriter(_Sink, DataSourceArrowWriter):
+    """A batch write: into a stream all rows or none; live, each at least once."""
+
+    def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
+        super().__init__(options, schema, overwrite)
+        # Drawn on the driver, before the writer travels to the tasks.
+        self._writer = options.writer or f"job-{uuid.uuid4().hex}"
+        self._batch = options.batch or 0
+        if options.create_stream and options.stream:
+            _ensure_stream(options)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Stage or send a task's rows. Raises SparkError."""
+        if self._options.exactly_once:
+            return self._stage(iterator, self._writer, self._batch)
+        return self._send(iterator, self._writer, self._batch, _partition())
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Make the rows of all tasks visible at once. Raises SparkError."""
+        self._commit(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Forget the rows of all tasks."""
+        self._abort(messages)
+
+
+class IrisStreamWriter(_Sink, DataSourceStreamArrowWriter):
+    """A streaming write, a batch at a time."""
+
+    def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
+        super().__init__(options, schema, overwrite)
+        if options.create_stream and options.stream and not _in_task():
+            _ensure_stream(options)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Stage or send a task's rows. Raises SparkError."""
+        query, batch = _property(QUERY_PROPERTY), _property(BATCH_PROPERTY)
+        writer = query or self._options.writer
+        if not writer or batch is None:
+            missing = QUERY_PROPERTY if not writer else BATCH_PROPERTY
+            raise SparkError(
+                CONFIG, f"Spark does not tell this task its {missing}: give the option writerId, or use delivery=at_least_once"
+                if not writer
+                else f"Spark does not tell this task its {missing}, without which a batch cannot be told from its replay",
+            )  # fmt: skip
+        if self._options.exactly_once:
+            return self._stage(iterator, writer, int(batch))
+        return self._send(iterator, writer, int(batch), _partition())
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  # Spark's name
+        """Make a batch visible, once, however often Spark says so. Raises SparkError."""
+        self._commit(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  # Spark's name
+        """Forget a batch: Spark tries it again."""
+        self._abort(messages)
+
+
+class _Row:
+    """One row, as it is sent singly."""
+
+    __slots__ = ("headers", "key", "name", "value")
+
+    def __init__(
+        self, value: bytes | None, key: bytes | None, name: str, headers: Headers | None
+    ) -> None:
+        self.value = value
+        self.key = key
+        self.name = name
+        self.headers = headers
+
+
+def _check_columns(schema: StructType, options: SinkOptions) -> frozenset[str]:
+    """Return the names of the columns; raises SparkError if the sink cannot use one."""
+    text = (StringType, BinaryType)
+    target = (
+        "cluster"
+        if options.send in (PUSH, BROADCAST)
+        else "topic"
+        if options.send == PUBLISH
+        else ""
+    )
+    known = {"value", "key", "headers", target} - {""}
+    if not any(field.name == "value" for field in schema.fields):
+        raise SparkError(
+            CONFIG, f"there is no column 'value', only {', '.join(schema.fieldNames())}"
+        )
+    for field in schema.fields:
+        if field.name not in known:
+            raise SparkError(
+                CONFIG, f"column {field.name!r} is none of {', '.join(sorted(known))} that {options.send} takes: select them"
+            )  # fmt: skip
+        if field.name in ("value", "key") and not isinstance(field.dataType, text):
+            raise SparkError(
+                CONFIG,
+                f"column {field.name!r} is {field.dataType.simpleString()}, not string or binary",
+            )
+        if field.name == target and not isinstance(field.dataType, StringType):
+            raise SparkError(
+                CONFIG, f"column {target!r} is {field.dataType.simpleString()}, not string"
+            )
+        if field.name == "headers" and not _is_headers(field.dataType):
+            raise SparkError(
+                CONFIG,
+                "column 'headers' is no array<struct<key:string,value:binary>>, as of includeHeaders",
+            )
+    if options.send != APPEND and not options.name and target not in schema.fieldNames():
+        raise SparkError(CONFIG, f"where to? Give the option {target}, or a column of that name")
+    return frozenset(schema.fieldNames())
+
+
+def _is_headers(kind: Any) -> bool:
+    if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, StructType):
+        return False
+    fields = kind.elementType.fields
+    return [field.name for field in fields] == ["key", "value"] and isinstance(
+        fields[0].dataType, StringType
+    )
+
+
+def _binary(array: pa.Array) -> pa.Array:
+    import pyarrow as pa
+
+    return array if array.type == pa.binary() else array.cast(pa.binary())
+
+
+def _headers(array: pa.Array) -> list[Headers | None]:
+    found: list[Headers | None] = []
+    for row in array.to_pylist():
+        try:
+            headers = {
+                one["key"]: one["value"].decode()
+                if isinstance(one["value"], bytes)
+                else one["value"] or ""
+                for one in row or ()
+            }
+            found.append(check_headers(headers) if headers else None)
+        except (UnicodeDecodeError, IrisError) as err:
+            raise SparkError(CONFIG, f"headers: {err}; Iris's are text") from err
+    return found
+
+
+def _bundles(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[tuple[bytes, int]]:
+    """Yield a record batch as plain bundles, without a loop over its rows but for headers."""
+    from iris.spark.arrow import encode_bundles
+
+    values = _binary(batch.column("value"))
+    if values.null_count:
+        raise SparkError(
+            CONFIG,
+            "a value is null: that deletes a key, in a compacted stream, and needs keyedRecords=true",
+        )
+    keys = None
+    if "key" in names and (column := batch.column("key")).null_count < len(column):
+        keys = _binary(column).fill_null(b"") if column.null_count else _binary(column)
+    headers = None
+    if "headers" in names and (column := batch.column("headers")).null_count < len(column):
+        headers = _headers(column)
+    return encode_bundles(values, keys, headers)
+
+
+def _rows(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[_Row]:
+    columns: dict[str, list[Any]] = {}
+    for name in names - {"headers"}:
+        column = batch.column(name)
+        columns[name] = (_binary(column) if name in ("key", "value") else column).to_pylist()
+    if "headers" in names:
+        columns["headers"] = _headers(batch.column("headers"))
+    nothing: list[Any] = [None] * batch.num_rows
+    targets = columns.get("topic") or columns.get("cluster") or nothing
+    for value, key, name, headers in zip(
+        columns["value"],
+        columns.get("key", nothing),
+        targets,
+        columns.get("headers", nothing),
+        strict=True,
+    ):
+        if value is None and key is None:
+            raise SparkError(CONFIG, "a value is null, and there is no key that it deletes")
+        yield _Row(value, key, name or "", headers)
+
+
+def _add_bundles(
+    staging: Any, bundles: list[tuple[bytes, int]]
+) -> Callable[[Client], Coroutine[Any, Any, None]]:
+    async def add(_: Client) -> None:
+        for plain, count in bundles:
+            await staging.add_bundle(plain, count)
+
+    return add
+
+
+def _add_records(
+    staging: Any, rows: Iterator[_Row]
+) -> Callable[[Client], Coroutine[Any, Any, None]]:
+    async def add(_: Client) -> None:
+        for row in rows:
+            await staging.append(
+                row.value or b"", headers=row.headers, key=row.key, tombstone=row.value is None
+            )
+
+    return add
+
+
+def _ensure_stream(options: SinkOptions) -> None:
+    timeout_s = options.access.timeout_s
+
+    async def ensure(client: Client) -> None:
+        try:
+            await client.streams.describe(options.stream, timeout=timeout_s)
+        except NoStream:
+            await client.streams.create(options.stream, timeout=timeout_s)
+
+    try:
+        connection(options.access).call(ensure, writing=True)
+    except IrisError as err:
+        raise told(err, writing=True) from err
+
+
+def _in_task() -> bool:
+    from pyspark import TaskContext
+
+    return TaskContext.get() is not None
+
+
+def _property(name: str) -> str | None:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return context.getLocalProperty(name) if context is not None else None
+
+
+def _partition() -> int:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return context.partitionId() if context is not None else os.getpid()

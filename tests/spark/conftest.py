@@ -1,0 +1,193 @@
+"""A JVM for this folder, relays with stores, and clients of them. One Spark session serves all tests: starting one takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from spark.kit import Relay
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    import iris.blocking
+
+REQUIRED = "IRIS_TEST_SPARK"
+"""Set to "required", these tests fail where they would be skipped."""
+HERE = Path(__file__).parent
+LOG_BYTES = 6000
+TIMEOUT_S = 120
+relays = pytest.StashKey[list[Relay]]()
+_names = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.spark)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            # py4j leaves the sockets of its gateway to the collector.
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore:unclosed <socket.socket:ResourceWarning")
+            )
+
+
+@pytest.fixture(scope="session")
+def java() -> str:
+    """The home of a Java that runs Spark; without one, or without pyspark, the test is skipped."""
+    if importlib.util.find_spec("pyspark") is None:
+        _do_without("pyspark is not installed: pip install 'iris-messaging[spark]'")
+    found = subprocess.run(
+        [HERE / "java", "find"], capture_output=True, text=True, timeout=30, check=False
+    )
+    if found.returncode:
+        _do_without("no Java 17 or newer: apt-get install openjdk-17-jre-headless")
+    return found.stdout.strip()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spark_can_run(java: str) -> None:
+    """Nothing of this folder runs without."""
+
+
+def _do_without(reason: str) -> None:
+    if os.environ.get(REQUIRED) == "required":
+        pytest.fail(f"no tests of Spark: {reason}", pytrace=False)
+    pytest.skip(f"no tests of Spark: {reason}")
+
+
+@pytest.fixture(scope="session")
+def spark(java: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A session of two threads that knows the format "iris"; its files are in a directory of its own."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    import iris.spark
+
+    directory = tmp_path_factory.mktemp("spark")
+    # The JVM and the Python workers inherit it; asyncio's debug mode would slow each of them down.
+    environ = {name: value for name, value in os.environ.items() if not _is_foreign(name)} | {
+        "JAVA_HOME": java,
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "XDG_CONFIG_HOME": str(directory / "config"),
+        "XDG_RUNTIME_DIR": str(directory),
+    }
+    jvm = f"-Djava.io.tmpdir={directory} -Dderby.system.home={directory} -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m"
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.default.parallelism": "2",
+        "spark.driver.memory": "1g",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.extraJavaOptions": jvm,
+        "spark.jars.ivy": str(directory / "ivy"),
+        "spark.local.dir": str(directory / "local"),
+        "spark.sql.warehouse.dir": str(directory / "warehouse"),
+        "spark.sql.streaming.metricsEnabled": "false",
+        "spark.sql.streaming.pollingDelay": "20ms",
+    }
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        builder = SparkSession.builder.master("local[2]").appName("iris-tests")
+        for name, value in settings.items():
+            builder = builder.config(name, value)
+        session = builder.getOrCreate()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    session.sparkContext.setLogLevel("ERROR")
+    iris.spark.register(session)
+    yield session
+    gateway = SparkContext._gateway
+    session.stop()
+    gateway.shutdown()
+    # The JVM ends with its standard input.
+    gateway.proc.stdin.close()
+    gateway.proc.wait(30)
+
+
+def _is_foreign(name: str) -> bool:
+    return name.startswith(("IRIS_", "PYTHONASYNCIO", "SPARK_", "PYSPARK_"))
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    """A relay with a store, which all tests share: nobody ends it."""
+    relay = Relay(tmp_path_factory.mktemp("stage"))
+    try:
+        relay.start()
+        yield relay
+    finally:
+        relay.stop()
+
+
+@pytest.fixture(scope="session")
+def client(stage: Relay) -> iris.blocking.Client:
+    """A client of the stage."""
+    return stage.client()
+
+
+@pytest.fixture
+def make_relay(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], Relay]]:
+    """A function that starts a relay with a store for this test, which may end them."""
+    made = request.node.stash.setdefault(relays, [])
+
+    def make() -> Relay:
+        relay = Relay(tmp_path / f"r{len(made)}")
+        made.append(relay)
+        relay.start()
+        return relay
+
+    yield make
+    for relay in made:
+        relay.stop()
+
+
+@pytest.fixture
+def relay(make_relay: Callable[[], Relay]) -> Relay:
+    """A relay with a store, for this test alone."""
+    return make_relay()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory for a query's checkpoint; it is not there yet."""
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def name() -> str:
+    """A name for a stream, group, cluster or topic that no other test has."""
+    return f"t{next(_names)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_query_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "spark" in request.fixturenames:
+        for query in request.getfixturevalue("spark").streams.active:
+            query.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):  # type: ignore[no-untyped-def]  # pytest's own names, untyped
+    report = yield
+    if report.failed:
+        for relay in item.stash.get(relays, []):
+            for log in (relay.rig.directory / "relay.log", relay.rig.directory / "store.log"):
+                if log.exists():
+                    report.sections.append((str(log), log.read_text()[-LOG_BYTES:]))
+    return report

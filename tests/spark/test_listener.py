@@ -1,0 +1,212 @@
+"""The listener tells how far behind a query is, and never gets in its way."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from spark.kit import append_rows, finish, make_stream, stream_source, until
+
+import iris
+from iris.errors import ConfigError, InvalidName
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from spark.kit import Relay
+
+    import iris.blocking
+
+IMPORTED = """
+import sys, threading
+import iris.spark, iris.spark.dead_letters, iris.spark.listener
+assert "pyarrow" not in sys.modules
+assert threading.active_count() == 1
+"""
+LOG = "5f0c" * 8
+RUN = uuid.UUID(int=7)
+
+
+def listener(**settings: Any) -> Any:
+    """Return a listener that hears from nobody but the test."""
+    from iris.spark.listener import IrisLagListener
+
+    return IrisLagListener(**settings)
+
+
+def progress(query: int = 1, *, batch: int = 0, run: uuid.UUID = RUN, name: str = "", sources: Any = None) -> Any:  # fmt: skip
+    """Return the event of a batch that ended at 20 of 50 in stream "orders"."""
+    from pyspark.sql.streaming.listener import QueryProgressEvent, StreamingQueryProgress
+
+    one = source({"orders": {"0": 20, "log": LOG}}, {"orders": {"0": 50, "log": LOG}})
+    found = {
+        "id": str(uuid.UUID(int=query)), "runId": str(run), "name": name or None, "timestamp": "2013-01-01T00:00:00Z", "batchId": batch,
+        "batchDuration": 1500, "stateOperators": [], "sources": [one] if sources is None else sources,
+        "sink": {"description": "", "numOutputRows": 20},
+    }  # fmt: skip
+    return QueryProgressEvent(StreamingQueryProgress.fromJson(found))
+
+
+def source(end: Any, latest: Any) -> dict[str, Any]:
+    return {
+        "description": "", "startOffset": None, "endOffset": end, "latestOffset": latest, "numInputRows": 20,
+        "inputRowsPerSecond": 10.0, "processedRowsPerSecond": 13.3,
+    }  # fmt: skip
+
+
+def terminated(query: int = 1, run: uuid.UUID = RUN) -> Any:
+    from pyspark.sql.streaming.listener import QueryTerminatedEvent
+
+    return QueryTerminatedEvent(uuid.UUID(int=query), run, None, None)
+
+
+def test_importing_iris_spark_loads_no_arrow_and_starts_nothing() -> None:
+    subprocess.run([sys.executable, "-W", "error::ResourceWarning", "-c", IMPORTED], check=True)
+
+
+def test_a_batch_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "iris.spark.listener"):
+        listener().onQueryProgress(progress(name="totals"))
+    (record,) = caplog.records
+    assert record.message == "spark.progress"
+    fields = record.fields  # type: ignore[attr-defined]  # what `extra` added
+    assert fields["streams"] == {"orders": {"next": 20, "lag": 30}}
+    assert (fields["name"], fields["rows"], fields["batch_ms"]) == ("totals", 20, 1500)
+    assert fields["rows_per_s"] == 13.3
+
+
+def test_prometheus_reads_each_series_once_and_names_are_escaped() -> None:
+    told = listener()
+    told.onQueryProgress(progress(1, name='a "b"\\'))
+    told.onQueryProgress(progress(1, name='a "b"\\', batch=1))
+    told.onQueryProgress(progress(2))
+    text = told.prometheus()
+    samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(samples) == len(set(samples)) == 10
+    labels = f'query="{uuid.UUID(int=1)}",name="a \\"b\\"\\\\"'
+    assert f'iris_spark_lag_messages{{{labels},stream="orders"}} 30\n' in text
+    assert f"iris_spark_rows_total{{{labels}}} 40\n" in text
+    assert f"iris_spark_batch_seconds{{{labels}}} 1.5\n" in text
+    assert text.endswith("\n")
+
+
+def test_a_query_that_ended_is_forgotten_and_one_that_runs_again_is_not() -> None:
+    told = listener()
+    again = uuid.UUID(int=8)
+    told.onQueryProgress(progress(1))
+    told.onQueryProgress(progress(1, run=again))
+    told.onQueryTerminated(terminated(1))
+    assert [one.run for one in told.queries()] == [str(again)]
+    told.onQueryTerminated(terminated(1, again))
+    assert told.queries() == []
+    assert told.prometheus() == ""
+
+
+def test_queries_whose_end_nobody_tells_are_bounded() -> None:
+    from iris.spark.listener import MAX_QUERIES
+
+    told = listener()
+    for number in range(MAX_QUERIES + 10):
+        told.onQueryProgress(progress(number + 1))
+    assert len(told.queries()) == MAX_QUERIES
+    assert told.queries()[0].query == str(uuid.UUID(int=11))
+
+
+def test_a_query_that_reads_something_else_is_not_ours(caplog: pytest.LogCaptureFixture) -> None:
+    told = listener()
+    for end in (None, 7, "x", {}, {"topic": {"0": 5}}):
+        told.onQueryProgress(progress(sources=[source(end, end)]))
+    assert told.queries() == []
+    assert caplog.records == []
+
+
+def test_a_lag_that_nobody_knows_is_no_number() -> None:
+    ours = {"orders": {"0": 20, "log": LOG}}
+    for latest in (None, {}, {"orders": {"0": 5, "log": "another"}}):
+        told = listener()
+        told.onQueryProgress(progress(sources=[source(ours, latest)]))
+        assert told.queries()[0].streams["orders"].lag is None
+        assert "iris_spark_lag_messages{" not in told.prometheus()
+
+
+def test_the_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "iris.prom"
+    told = listener(prometheus_file=str(path))
+    told.onQueryProgress(progress())
+    assert path.read_text() == told.prometheus() != ""
+    told.onQueryTerminated(terminated())
+    assert path.read_text() == ""
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fails_is_told_once_until_it_goes_well_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "later"
+    told = listener(prometheus_file=str(folder / "iris.prom"))
+    for number in range(3):
+        told.onQueryProgress(progress(batch=number))
+    assert len(caplog.records) == 1
+    folder.mkdir()
+    told.onQueryProgress(progress())
+    (folder / "iris.prom").unlink()
+    folder.rmdir()
+    told.onQueryProgress(progress())
+    assert [record.message for record in caplog.records] == ["spark.listener_failed"] * 2
+
+
+def test_a_relay_that_is_away_is_told_once_and_not_asked_with_every_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = listener(topic="metrics.spark", relay=str(tmp_path / "none.sock"))
+    for number in range(50):
+        told.onQueryProgress(progress(batch=number))
+    (record,) = caplog.records
+    assert record.fields["what"] == "publish"  # type: ignore[attr-defined]  # what `extra` added
+    assert told.queries()[0].batch == 49
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [({"topic": "a..b"}, InvalidName), ({"prometheus_file": "iris.prom"}, ConfigError)],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_at_once(settings: dict[str, str], error: Any) -> None:
+    with pytest.raises(error):
+        listener(**settings)
+
+
+def test_a_query_tells_its_lag_to_the_log_a_topic_and_a_file(
+    spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    make_stream(client, name)
+    append_rows(client, name, 1000)
+    path = tmp_path / "iris.prom"
+    told = listener(
+        topic=f"metrics.{name}", prometheus_file=str(path), relay=str(stage.socket), keyring_file=str(stage.keyring)
+    )  # fmt: skip
+    heard: list[Any] = []
+    spark.streams.addListener(told)
+    try:
+        with client.subscribe(f"metrics.{name}") as messages:
+            rows = stream_source(
+                spark, stage, stream=name, startingOffsets="earliest", maxOffsetsPerTrigger=400
+            )
+            query = (
+                rows.writeStream.format("noop").queryName(name).option("checkpointLocation", str(checkpoint))
+                .trigger(availableNow=True).start()
+            )  # fmt: skip
+            heard += [next(messages).value for _ in range(3)]
+            finish(query)
+        until(lambda: told.queries() == [])
+    finally:
+        spark.streams.removeListener(told)
+    assert [one["streams"][name] for one in heard] == [
+        {"next": 400, "lag": 600}, {"next": 800, "lag": 200}, {"next": 1000, "lag": 0},
+    ]  # fmt: skip
+    assert [one["rows"] for one in heard] == [400, 400, 200]
+    assert all(one["name"] == name and one["batch_ms"] > 0 for one in heard)
+    assert path.read_text() == ""

@@ -1,0 +1,65 @@
+"""Offsets: what a checkpoint holds comes back, and ranges are split without a seam."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iris.spark.errors import SparkError
+from iris.spark.offsets import (
+    Place,
+    check_same_log,
+    decode_offsets,
+    encode_offsets,
+    split,
+    spread,
+)
+
+
+def test_offsets_are_kafkas_json_and_the_log() -> None:
+    offsets = {"orders": Place("ab" * 16, 23), "bills": Place("cd" * 16, 0)}
+    packed = json.dumps(encode_offsets(offsets))
+    assert json.loads(packed)["orders"] == {"0": 23, "log": "ab" * 16}
+    assert decode_offsets(json.loads(packed)) == offsets
+
+
+@pytest.mark.parametrize(
+    "found", [None, [], {"a": 1}, {"a": {"0": 1}}, {"a": {"0": -1, "log": ""}}, {"a": {"0": "1", "log": ""}}]
+)  # fmt: skip
+def test_a_foreign_checkpoint_is_refused(found: Any) -> None:
+    with pytest.raises(SparkError, match=r"^IRIS_CONFIG: the checkpoint"):
+        decode_offsets(found)
+
+
+def test_another_log_of_the_name_is_never_read_under_old_numbers() -> None:
+    check_same_log("orders", Place("a", 1), "a")
+    with pytest.raises(SparkError, match=r"^IRIS_DATA_LOSS: .*made again"):
+        check_same_log("orders", Place("a", 1), "b")
+
+
+@given(st.integers(0, 1000), st.integers(0, 5000), st.integers(0, 40), st.integers(0, 700))
+def test_ranges_lie_side_by_side(start: int, length: int, parts: int, most: int) -> None:
+    ranges = split(start, start + length, parts, most)
+    at = start
+    for first, last in ranges:
+        assert first == at
+        assert first < last
+        assert not most or last - first <= most
+        at = last
+    assert at == start + length
+    assert len(ranges) >= min(parts, length)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 1000), min_size=1), st.integers(0, 2000)
+)
+def test_a_limit_is_shared_out_whole(wanted: dict[str, int], most: int) -> None:
+    taken = spread(wanted, most)
+    assert sum(taken.values()) == (
+        min(most, sum(wanted.values())) if most else sum(wanted.values())
+    )
+    assert all(0 <= taken[name] <= wanted[name] for name in wanted)
