@@ -53,7 +53,7 @@ bench-spark: $(SPARK_STAMP)
 	@tests/spark/java install
 	JAVA_HOME=`tests/spark/java find` $(BIN)/python bench/spark.py $(if $(QUICK),--quick)
 
-proof: $(STAMP)
+proof: $(SPARK_STAMP)
 	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }
 	$(BIN)/python bench/proof.py "$(AREA)" "$(N)"
 

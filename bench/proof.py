@@ -9,6 +9,7 @@
     python bench/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
     python bench/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
     python bench/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
+    python bench/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
 and count, in the place of the former one. All but sim and scale in real processes with a relay, keys and sockets of their own.
@@ -41,6 +42,7 @@ AREAS = (
     "scale",
     "discovery",
     "streams",
+    "spark",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241

@@ -27,13 +27,15 @@ from iris.core.bundle import (
     join_columns,
 )
 from iris.errors import DecodeError
-from iris.spark.errors import MALFORMED, SparkError
+from iris.spark.errors import MALFORMED, MISFITS, SparkError
 from iris.spark.options import FAILFAST, JSON, SourceOptions
 from iris.spark.schema import value_schema
 from iris.wire.frames import Kind
 
 CREATE_TIME: Final = 0
 """Kafka's timestampType: when the sender sent it, by the sender's clock."""
+MAX_US: Final = 253_402_300_799_999_999
+"""The end of the year 9999, which is Spark's."""
 BATCH_BYTES: Final = 4 << 20
 BATCH_ROWS: Final = 1 << 16
 CUT_BYTES: Final = 64 << 10
@@ -117,7 +119,8 @@ class RowBuilder:
             clusters = [
                 one.name if one.kind in (Kind.PUSH, Kind.BROADCAST) else None for one in group
             ]
-            sequences = np.repeat([one.sequence for one in group], counts) + within
+            firsts = np.array([one.sequence for one in group], dtype=np.uint64).astype(np.int64)
+            sequences = np.repeat(firsts, counts) + within
             columns += [
                 _repeated([one.sender for one in group], counts, pa.binary()),
                 _repeated(clusters, counts, pa.string()),
@@ -205,10 +208,15 @@ def _header_array(headers: list[Headers | None] | None, rows: int) -> pa.Array:
 def _timestamp_us(name: str, text: str) -> int:
     """µs since 1970 of a header: ISO 8601, in UTC unless it says otherwise, or whole milliseconds."""
     try:
-        if text.lstrip("-").isdecimal():
-            return int(text) * 1000
-        found = datetime.fromisoformat(text)
-        return int((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1e6)
+        if text.isascii() and text.lstrip("-").isdecimal():
+            time_us = int(text) * 1000
+        else:
+            found = datetime.fromisoformat(text)
+            found = found if found.tzinfo else found.replace(tzinfo=UTC)
+            time_us = int(found.timestamp() * 1e6)
+        if abs(time_us) > MAX_US:
+            raise ValueError("out of range")
+        return time_us
     except (ValueError, OverflowError) as err:
         raise SparkError(
             MALFORMED, f"header {name!r}: {text[:40]!r} is neither milliseconds nor ISO 8601"
@@ -239,7 +247,7 @@ class _ValueDecoder:
             if value is not None:
                 try:
                     found = self._decode(value)
-                except (msgspec.DecodeError, UnicodeDecodeError) as err:
+                except MISFITS as err:
                     self._check_mode(str(err))
                 if not isinstance(found, dict):
                     self._check_mode("it is no map")
@@ -252,7 +260,7 @@ class _ValueDecoder:
                 )
                 for field in self._types
             ]
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+        except MISFITS:
             columns = self._singly(raw, rows)
         corrupt = [value if row is None else None for value, row in zip(raw, rows, strict=True)]
         return [*columns, pa.array(corrupt, pa.binary())]
@@ -265,12 +273,7 @@ class _ValueDecoder:
             try:
                 for field in self._types:
                     pa.array([row.get(field.name)], field.type)
-            except (
-                pa.ArrowInvalid,
-                pa.ArrowTypeError,
-                pa.ArrowNotImplementedError,
-                OverflowError,
-            ) as err:
+            except MISFITS as err:
                 self._check_mode(str(err))
                 rows[index] = None
         return [
@@ -296,6 +299,7 @@ def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Header
     encoded = None
     if headers is not None:
         encoded = [msgspec.msgpack.encode(found) if found else b"" for found in headers]
+        weights = weights + np.cumsum([0, *map(len, encoded)])
     flags = (KEYS if keys is not None else 0) | (HEADERS_FLAG if encoded is not None else 0)
     begin = 0
     while begin < rows:

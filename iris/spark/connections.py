@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from iris import blocking
 from iris.client import Client
 from iris.config import ClientConfig
 from iris.errors import IrisError, NoStream
-from iris.keyfiles import load_keyring
+from iris.keyfiles import KEYRING_FILE, config_directory, load_keyring
 from iris.spark.errors import TIMEOUT, told
 from iris.spark.options import Access
 from iris.streams.calls import Stores
@@ -89,7 +90,7 @@ class Connection:
 
 def connection(access: Access) -> Connection:
     """Return this process's connection; raises SparkError if the relay or the keys cannot be reached. Waits for a relay that restarts."""
-    place = (os.getpid(), access, _written(access.keyring_file))
+    place = (os.getpid(), access, _written(access))
     with _lock:
         found = _open.pop(place, None)
         if found is not None:
@@ -144,11 +145,15 @@ def close_all() -> None:
         made.close()
 
 
-def _written(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns if path else 0
-    except OSError:
-        return 0  # opening it says what is wrong
+def _written(access: Access) -> int:
+    written = 0
+    for path in (
+        access.keyring_file or config_directory(os.environ) / KEYRING_FILE,
+        access.access_file,
+    ):
+        with contextlib.suppress(OSError):  # opening it says what is wrong
+            written += os.stat(path).st_mtime_ns if path else 0
+    return written
 
 
 async def _stores(client: Client) -> Stores:

@@ -13,7 +13,7 @@ from operator import and_
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError, IrisError
-from iris.spark.errors import told
+from iris.spark.errors import MISFITS, told
 from iris.spark.options import AT_LEAST_ONCE, SinkOptions
 
 if TYPE_CHECKING:
@@ -185,18 +185,14 @@ class _Splitter:
             reasons.append(why)
         try:
             parsed = pa.array(rows, kind)
-        except _MISFITS:
+        except MISFITS:
             for place, row in enumerate(rows):
                 try:
                     pa.array([row], kind)
-                except _MISFITS as err:
+                except MISFITS as err:
                     rows[place], reasons[place] = None, f"it does not fit the schema: {err}"
             parsed = pa.array(rows, kind)
         return parsed, pa.array(reasons, pa.string())
-
-
-# pyarrow's errors are these, so that this module can be read without it.
-_MISFITS: Final = (ValueError, TypeError, NotImplementedError, OverflowError, AttributeError)
 
 
 def _letters(rows: pa.RecordBatch, body: str, reasons: pa.Array, first: int) -> pa.RecordBatch:

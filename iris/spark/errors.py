@@ -29,7 +29,11 @@ CONFIG: Final = "IRIS_CONFIG"
 MALFORMED: Final = "IRIS_MALFORMED"
 """A value does not fit `valueSchema`, in `valueMode=failfast`."""
 SINK: Final = "IRIS_SINK"
-"""The stream does not take the rows: it is full, paused, defined otherwise, or what was staged has expired."""
+"""The stream did not take the rows, or did not say so in time: it is full, paused, or what was staged has expired."""
+
+
+MISFITS: Final = (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError, RecursionError)  # fmt: skip
+"""What msgspec and pyarrow raise for a value that does not fit its type: their own errors are among these."""
 
 
 class SparkError(IrisError):

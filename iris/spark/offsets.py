@@ -73,7 +73,10 @@ def spread(wanted: dict[str, int], most: int) -> dict[str, int]:
         return dict(wanted)
     taken = {name: count * most // total for name, count in wanted.items()}
     left = most - sum(taken.values())
-    for name in sorted(wanted, key=lambda name: (taken[name] - wanted[name], name)):
+    # First those whose share came to nothing.
+    for name in sorted(
+        wanted, key=lambda name: (taken[name] > 0, taken[name] - wanted[name], name)
+    ):
         if left and taken[name] < wanted[name]:
             taken[name] += 1
             left -= 1

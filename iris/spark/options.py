@@ -232,6 +232,10 @@ class SinkOptions:
         batch = given.optional("batchId")
         if batch is not None and (streaming or not writer):
             raise ConfigError("batchId goes with writerId, in a batch write")
+        if writer and batch is None and not streaming and delivery == EXACTLY_ONCE:
+            raise ConfigError(
+                "writerId: a batch write needs batchId with it, or the second is taken for the first again"
+            )
         return cls(
             access=_access(given),
             send=send,

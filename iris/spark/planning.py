@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from iris.client import Client
 from iris.errors import NoStream
-from iris.spark.connections import Connection, connection
+from iris.spark.connections import Connection, connection, found
 from iris.spark.errors import CONFIG, DATA_LOSS, NO_STREAM, TIMEOUT, SparkError
 from iris.spark.offsets import Offsets, Place, check_same_log, split, spread
 from iris.spark.options import (
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 RETRY_S: Final = 0.5
 WAIT_MS: Final = 100
 T = TypeVar("T")
+_Work = Callable[[Client], Coroutine[Any, Any, T]]
 
 
 class Planner:
@@ -45,6 +47,10 @@ class Planner:
         """What we were asked for (a stream, topic or cluster) -> the stream that is read."""
         self._made: set[str] = set()
         """Streams that were made for this query: it begins where they do."""
+        self._initial: Offsets | None = None
+        """Of a new query: where it begins."""
+        self._pinned = False
+        """Its first batch is in the checkpoint."""
         self._target: Offsets | None = None
         """With Trigger.AvailableNow: where the query ends."""
         self._capture_target = False
@@ -55,38 +61,42 @@ class Planner:
 
     def infos(self, known: Offsets | None = None) -> dict[str, StreamInfo]:
         """Return the streams that are read, by name, made if they record an address and are not there. Raises SparkError."""
-        if known and not self._group and self.options.kind != STREAM:
+        known = known or {}
+        if known and not self.options.group and self.options.kind != STREAM:
             self._group = _group_of(known)
-        found = {}
-        for name in self.options.names:
-            stream = self.options.stream_of(name, self._group)
-            self._streams[name] = stream
-            found[stream] = self._ask(self._describe(name, stream, known))
-        for name, place in (known or {}).items():
-            if name not in found:
+        self._streams = {
+            name: self.options.stream_of(name, self._group) for name in self.options.names
+        }
+        for stream in known:
+            if stream not in self._streams.values():
                 raise SparkError(
-                    CONFIG, f"the checkpoint is of stream {name!r}, which this query does not read"
+                    CONFIG,
+                    f"the checkpoint is of stream {stream!r}, which this query does not read",
                 )
-            check_same_log(name, place, found[name].uuid)
-        return found
+        infos = {}
+        for name, stream in self._streams.items():
+            describe = self._describe(name, stream, there=stream in known)
+            infos[stream] = self._ask(partial(_whatever_link, describe))
+        for stream, place in known.items():
+            check_same_log(stream, place, infos[stream].uuid)
+        return infos
 
-    def _describe(
-        self, name: str, stream: str, known: Offsets | None
-    ) -> Callable[[Client], Coroutine[Any, Any, StreamInfo]]:
+    def _describe(self, name: str, stream: str, *, there: bool) -> _Work[StreamInfo]:
         options = self.options
         timeout_s = options.access.timeout_s
-        missing = known is not None and stream in known
 
         async def describe(client: Client) -> StreamInfo:
-            if options.kind == STREAM:
+            async def once() -> StreamInfo:
                 return await client.streams.describe(stream, timeout=timeout_s)
+
+            if there:
+                # It was there: a store that restarts brings it back.
+                return await found(once, timeout_s)
             try:
-                return await client.streams.describe(stream, timeout=timeout_s)
+                return await once()
             except NoStream:
-                if missing:
-                    raise SparkError(
-                        DATA_LOSS, f"stream {stream!r}, which the checkpoint is of, is gone"
-                    ) from None
+                if options.kind == STREAM:
+                    raise
             self._made.add(stream)
             return await client.streams.create(
                 stream,
@@ -99,12 +109,13 @@ class Planner:
 
         return describe
 
-    def _ask(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
-        """Ask a store, again after what passes: `fetchOffset.numRetries` times."""
+    def _ask(self, make: Callable[[Connection], _Work[T]]) -> T:
+        """Ask a store, again after what passes: `fetchOffset.numRetries` times, over a new connection each time."""
         tries = self.options.retries
         while True:
             try:
-                return connection(self.options.access).call(work)
+                link = connection(self.options.access)
+                return link.call(make(link))
             except SparkError as err:
                 if not tries or err.code not in (TIMEOUT, NO_STREAM):
                     raise
@@ -115,9 +126,16 @@ class Planner:
     # -- offsets ---------------------------------------------------------------------------------------------
 
     def initial(self) -> Offsets:
-        """Return where a new query begins; one without a group gets one of its own, which its checkpoint remembers."""
-        self._group = self._group or f"{self.options.group_prefix}-{os.urandom(8).hex()}"
-        return self._bound("startingOffsets", self.options.starting, self.options.starting_ms)
+        """Return where a new query begins; one without a group gets one of its own, which its checkpoint remembers.
+
+        Spark asks more than once, also when it does its first batch again after a crash, and keeps no answer but as the end of a
+        batch. So the first batch ends here, empty, whatever there is: what the second one begins with is then in the checkpoint.
+        """
+        if self._initial is None:
+            self._group = self._group or f"{self.options.group_prefix}-{os.urandom(8).hex()}"
+            options = self.options
+            self._initial = self._bound("startingOffsets", options.starting, options.starting_ms)
+        return self._initial
 
     def final(self) -> Offsets:
         """Return where a batch query ends."""
@@ -137,31 +155,33 @@ class Planner:
     def next_end(self, start: Offsets) -> Offsets:
         """Return how far the trigger that begins at `start` goes; `start` itself if it is not due yet. Raises SparkError."""
         options = self.options
+        if self._initial is not None and not self._pinned:
+            return start
         infos = self.infos(start)
-        if self._target is None and not self._capture_target and self._all_read(start, infos):
-            # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
-            self._ask(self._wait(infos))
-            infos = self.infos(start)
         if self._capture_target and self._target is None:
             self._target = {name: Place(info.uuid, info.next) for name, info in infos.items()}
-        ends: dict[str, int] = {}
+        begins: dict[str, int] = {}
+        wanted: dict[str, int] = {}
         for name, info in infos.items():
-            place = start.get(name)
-            # A stream that the query did not read before begins where it does.
-            begin = place.next if place is not None else info.oldest
-            if begin > info.next:
-                raise _beyond(name, begin, info.next)
-            ends[name] = info.next
-            if self._target is not None:
-                ends[name] = max(begin, min(info.next, self._target[name].next))
+            if name not in start:
+                # A stream that joins begins where it does now: this batch says so, the next one reads.
+                begins[name], wanted[name] = info.oldest, 0
+                continue
+            begin, end = start[name].next, info.next
+            if begin > end:
+                raise _beyond(name, begin, end)
             if begin < info.oldest and options.fail_on_data_loss:
                 raise _trimmed(name, begin, info.oldest)
-        begins = {name: start[name].next if name in start else infos[name].oldest for name in infos}
-        wanted = {name: ends[name] - begins[name] for name in infos}
+            if self._target is not None and name in self._target:
+                end = max(begin, min(end, self._target[name].next))
+            begins[name], wanted[name] = begin, end - begin
         total = sum(wanted.values())
         now_s = time.monotonic()
-        waits = total < options.min_offsets and now_s - self._planned_s < options.max_delay_s
-        if total == 0 or (waits and self._target is None):
+        few = total < options.min_offsets and now_s - self._planned_s < options.max_delay_s
+        if total == 0 or (few and self._target is None):
+            if self._target is None:
+                # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
+                self._ask(partial(self._wait, infos))
             return {name: Place(infos[name].uuid, begins[name]) for name in infos}
         self._planned_s = now_s
         taken = spread(wanted, options.max_offsets)
@@ -173,12 +193,9 @@ class Planner:
                 taken = spread(taken, most)
         return {name: Place(infos[name].uuid, begins[name] + taken[name]) for name in infos}
 
-    def _all_read(self, start: Offsets, infos: dict[str, StreamInfo]) -> bool:
-        return all(name in start and start[name].next == infos[name].next for name in infos)
-
-    def _wait(self, infos: dict[str, StreamInfo]) -> Callable[[Client], Coroutine[Any, Any, None]]:
+    def _wait(self, infos: dict[str, StreamInfo], link: Connection) -> _Work[None]:
         """Return what ends when one of the streams has grown, or after a short while."""
-        stores = connection(self.options.access).stores
+        stores = link.stores
         timeout_s = self.options.access.timeout_s
 
         async def wait(_: Client) -> None:
@@ -204,14 +221,16 @@ class Planner:
     def ranges(self, start: Offsets, end: Offsets) -> list[Range]:
         """Return the parts that tasks read. Raises SparkError if something of it is gone."""
         options = self.options
+        self._pinned = True
         infos = self.infos(end)
         parts = []
         total = sum(place.next - start[name].next for name, place in end.items() if name in start)
         for name, place in end.items():
             info = infos[name]
-            begin = start[name].next if name in start else info.oldest
-            if name in start:
-                check_same_log(name, start[name], place.uuid)
+            if name not in start:
+                continue  # it joins here
+            begin = start[name].next
+            check_same_log(name, start[name], place.uuid)
             if place.next > info.next:
                 raise _beyond(name, place.next, info.next)
             if begin < info.oldest:
@@ -231,7 +250,7 @@ class Planner:
         unknown = named.keys() - self._streams.keys() - infos.keys()
         if unknown:
             raise SparkError(CONFIG, f"{option}: {min(unknown)!r} is not read by this query")
-        found = {}
+        offsets = {}
         for name, stream in self._streams.items():
             info = infos[stream]
             # What was recorded since it was made is new.
@@ -240,20 +259,17 @@ class Planner:
             if named and name not in named and stream not in named:
                 raise SparkError(CONFIG, f"{option}: there is no offset of {name!r}")
             if time_ms is not None:
-                at = self._ask(self._at_time(stream, info.uuid, time_ms))
+                at = self._ask(partial(self._at_time, stream, info.uuid, time_ms))
             elif at == -2:
                 at = info.oldest
             elif at == -1:
                 at = info.next
             elif at > info.next:
                 raise _beyond(stream, at, info.next)
-            found[stream] = Place(info.uuid, at)
-        return found
+            offsets[stream] = Place(info.uuid, at)
+        return offsets
 
-    def _at_time(
-        self, stream: str, uuid: str, time_ms: int
-    ) -> Callable[[Client], Coroutine[Any, Any, int]]:
-        link: Connection = connection(self.options.access)
+    def _at_time(self, stream: str, uuid: str, time_ms: int, link: Connection) -> _Work[int]:
         patience = self.options.access.timeout_s
 
         async def find(_: Client) -> int:
@@ -261,6 +277,10 @@ class Planner:
             return (await start_offset(link.stores, stream, uuid, when, patience=patience))[1]
 
         return find
+
+
+def _whatever_link(work: _Work[T], _: Connection) -> _Work[T]:
+    return work
 
 
 def _group_of(known: Offsets) -> str:

@@ -85,13 +85,18 @@ class _Sink:
 
         staging = link.call(open_staging, writing=True)
         rows = 0
-        for one in batches:
-            if by_record:
-                link.call(_add_records(staging, _rows(one, self._names)), writing=True)
-            else:
-                link.call(_add_bundles(staging, list(_bundles(one, self._names))), writing=True)
-            rows += one.num_rows
-        attempt = link.call(lambda _: staging.finish(), writing=True)
+        try:
+            for one in batches:
+                if by_record:
+                    link.call(_add_records(staging, _rows(one, self._names)), writing=True)
+                else:
+                    link.call(_add_bundles(staging, list(_bundles(one, self._names))), writing=True)
+                rows += one.num_rows
+            attempt = link.call(lambda _: staging.finish(), writing=True)
+        except Exception:
+            # Or what this task staged stands against the bound of the stream for a day.
+            self._discard(writer, batch, [StagedAttempt(staging.attempt, 1)])
+            raise
         return IrisCommit(writer, batch, attempt, rows)
 
     def _describe(self, patience_s: float) -> Callable[[Client], Coroutine[Any, Any, StreamInfo]]:
@@ -126,7 +131,7 @@ class _Sink:
             for begin in range(0, len(rows), FLUSH_ROWS):
                 calls = []
                 for number, row in enumerate(rows[begin : begin + FLUSH_ROWS], first + begin):
-                    headers = {**common, ROW_HEADER: str(number), **(row.headers or {})}
+                    headers = {**(row.headers or {}), **common, ROW_HEADER: str(number)}
                     calls.append(
                         client.streams.append(
                             options.stream, row.value or b"", headers=headers, key=row.key, tombstone=row.value is None,
@@ -143,7 +148,7 @@ class _Sink:
             client.on_loss = lost.append
             try:
                 for number, row in enumerate(rows, first):
-                    headers = {**common, ROW_HEADER: str(number), **(row.headers or {})}
+                    headers = {**(row.headers or {}), **common, ROW_HEADER: str(number)}
                     name = row.name or options.name
                     if not name:
                         raise SparkError(
@@ -171,14 +176,17 @@ class _Sink:
 
         return append if options.send == APPEND else send
 
-    def _commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+    def _commit(
+        self, messages: Sequence[WriterCommitMessage | None], *, latest: bool = False
+    ) -> None:
+        """Make a batch visible; with `latest` one that the writer went beyond before is no replay but an error."""
         told_by = [message for message in messages if isinstance(message, IrisCommit)]
-        if not self._options.exactly_once or not told_by:
-            return
-        writer, batch = told_by[0].writer, told_by[0].batch
         attempts = [
             one.attempt for one in told_by if one.attempt is not None and one.attempt.records
         ]
+        if not attempts:
+            return
+        writer, batch = told_by[0].writer, told_by[0].batch
         options = self._options
 
         async def commit(client: Client) -> Any:
@@ -190,18 +198,22 @@ class _Sink:
         # Tasks have staged in it: it is there.
         link.call(self._describe(options.access.timeout_s), writing=True)
         done = link.call(commit, writing=True)
+        if latest and done.replayed and done.first is None:
+            raise SparkError(
+                SINK, f"writer {writer!r} has committed batches after {batch}: its checkpoint was set back, and these rows are not "
+                "written. Start a query with a new checkpoint",
+            )  # fmt: skip
         if done.replayed:
             log.info("spark.batch_was_there", extra={"fields": {"stream": options.stream, "writer": writer, "batch": batch}})  # fmt: skip
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Remove what was staged; what cannot be removed now expires in the store."""
+        """Remove all that was staged for the batch."""
         told_by = [message for message in messages if isinstance(message, IrisCommit)]
-        attempts = [
-            one.attempt for one in told_by if one.attempt is not None and one.attempt.records
-        ]
-        if not attempts:
-            return
-        writer, batch = told_by[0].writer, told_by[0].batch
+        if told_by and self._options.exactly_once:
+            self._discard(told_by[0].writer, told_by[0].batch, ())
+
+    def _discard(self, writer: str, batch: int, attempts: Sequence[StagedAttempt]) -> None:
+        """Remove attempts at a batch, all of them if none is named; what cannot be removed now expires in the store."""
         options = self._options
 
         async def discard(client: Client) -> None:
@@ -266,7 +278,7 @@ class IrisStreamWriter(_Sink, DataSourceStreamArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  # Spark's name
         """Make a batch visible, once, however often Spark says so. Raises SparkError."""
-        self._commit(messages)
+        self._commit(messages, latest=True)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  # Spark's name
         """Forget a batch: Spark tries it again."""
@@ -297,7 +309,7 @@ def _check_columns(schema: StructType, options: SinkOptions) -> frozenset[str]:
         if options.send == PUBLISH
         else ""
     )
-    known = {"value", "key", "headers", target} - {""}
+    known = {"value", "headers", target or "key"}
     if not any(field.name == "value" for field in schema.fields):
         raise SparkError(
             CONFIG, f"there is no column 'value', only {', '.join(schema.fieldNames())}"
@@ -393,7 +405,9 @@ def _rows(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[_Row]:
         strict=True,
     ):
         if value is None and key is None:
-            raise SparkError(CONFIG, "a value is null, and there is no key that it deletes")
+            raise SparkError(
+                CONFIG, "a value is null, and there is no key that it deletes: live, there never is"
+            )
         yield _Row(value, key, name or "", headers)
 
 

@@ -101,6 +101,11 @@ class Staging:
         self._error: BaseException | None = None
         self._ended = ""
 
+    @property
+    def attempt(self) -> str:
+        """Its id, 32 hex digits: for `discard`, if it came to nothing."""
+        return self._attempt.hex()
+
     # -- taking ----------------------------------------------------------------------------------------------
 
     async def append(

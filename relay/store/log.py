@@ -237,7 +237,7 @@ class Log:
         deferred. The message count is the publisher's: nothing here can look under the seal.
 
         Raises:
-            ValueError: an entry is malformed; nothing was written.
+            ValueError: an entry is malformed; nothing was written, and what was staged waits for the next call.
             LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what was stored.
         """
         counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
@@ -269,6 +269,7 @@ class Log:
             self._producers.forget()
             raise
         self._producers.commit()
+        self._staged.written()
         return outcomes
 
     def gap(self, count: int | None, cause: str, now_us: int) -> int:
@@ -327,7 +328,7 @@ class Log:
             if draft.next + count > MAX_OFFSET:
                 raise ValueError("end: the log has no such offsets")
             draft.add_entry(entry, draft.next, count, now_us)
-        last = Last(batch, first, draft.next, now_us)
+        last = Last(batch, first, draft.next, now_us, self._staged.commits(writer) + 1)
         self._staged.settle(draft.batch, writer, last)
         draft.rows = True
         self._chain.finish(draft)
@@ -347,6 +348,7 @@ class Log:
         """Drop attempts that are too old, give disk space back; return how many records went. Raises LogWriteFailed."""
         dropped = 0
         if old := self._staged.old(now_us):
+            self.append((), now_us)
             rows = self._database.batch()
             dropped = sum(self._staged.drop(rows, *place) for place in old)
             self._chain.write(rows, sync=False)

@@ -99,6 +99,9 @@ class Retention:
                 chain.open, chain.open_slots = Segment(chain.oldest), []
             else:
                 chain.segments.popleft()
+        elif segment is chain.open:
+            # A log that is kept this short would gather what it dropped.
+            chain.open_slots = None
 
     def _move(self, batch: Batch, oldest: int, size: int, messages: int) -> None:
         chain = self._chain

@@ -4,7 +4,7 @@ Rows outside the records, of a place = u8 length of the writer's name | name | u
 
     t place     the entry, laid out as a record
     u place     u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what has to be known without reading it
-    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed: its last batch
+    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed | u64 commits: its last batch, and how many it committed
 
 A commit copies entries into the chain in one write with the writer's row and the end of all that was staged for that batch or an
 earlier one, so that it has happened or it has not. docs/decisions/0017 says why they are copied.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 from msgspec import Struct
@@ -44,13 +45,21 @@ MAX_WRITERS: Final = 4096
 MAX_WRITER_BYTES: Final = 255
 FORGET_US: Final = 7 * 86_400_000_000
 """A writer that committed nothing for so long makes room for a new one."""
+FORGET_ONCE_US: Final = 3_600_000_000
+"""One that committed a single batch does so earlier, and before all others: most are jobs that never come again."""
 EXPIRE_US: Final = 86_400_000_000
 """An attempt is dropped so long after it was staged to last."""
 LOOK_US: Final = 60_000_000
 FREE_BYTES: Final = 64 << 20
 """Disk space of what is dropped comes back in lumps of about so much."""
+RANGE_RECORDS: Final = 1000
+"""More records are dropped by range, these and fewer row by row: after each write the next read sorts all ranges that were ever dropped."""
+FREE_RANGES: Final = 256
+"""After so many drops by range their disk space comes back too, however little it is, since they go only with it."""
+EXPIRE_RECORDS: Final = 65_536
+"""Of old attempts about so many records are dropped at a time."""
 _SIZES: Final = struct.Struct("<IIq")
-_LAST: Final = struct.Struct("<QQQq")
+_LAST: Final = struct.Struct("<QQQqQ")
 
 
 class StagingRefused(IrisError):
@@ -76,6 +85,8 @@ class Last(Struct, frozen=True):
     first: int
     next: int
     committed_us: int
+    commits: int
+    """How many batches it committed, this one included."""
 
 
 class _Attempt:
@@ -108,6 +119,9 @@ class _Attempt:
     def records(self) -> int:
         return self.next + len(self.ahead)
 
+    def sequences(self) -> Iterator[int]:
+        return chain(range(self.next), self.ahead)
+
 
 _Batches = dict[int, dict[bytes, _Attempt]]
 
@@ -122,15 +136,20 @@ class Staged:
         """Rows that the next write takes."""
         self._staged: dict[str, _Batches] = {}
         self._writers: dict[str, Last] = {}
+        """The one that committed longest ago is first."""
         self.bytes = 0
         """What counts against `STAGED_BYTES`."""
         self._freed = 0
         """Bytes that were dropped and may still be on disk, all between two places."""
         self._freed_from = self._freed_until = b""
+        self._ranges = 0
+        """Drops by range that may still be on disk, between the same two places."""
         self._look_us = 0
+        writers = []
         for row, value in database.rows(b"w"):
             check_row(b"w" + row, value)
-            self._writers[row.decode()] = Last(*_LAST.unpack(value[4:]))
+            writers.append((row.decode(), Last(*_LAST.unpack(value[4:]))))
+        self._writers.update(sorted(writers, key=lambda pair: pair[1].committed_us))
         for row, value in database.rows(b"u"):
             check_row(b"u" + row, value)
             body_bytes, row_bytes, staged_us = _SIZES.unpack(value[4:])
@@ -186,11 +205,14 @@ class Staged:
         return size
 
     def put(self, batch: Batch) -> bool:
-        """Add what waits to a write; return whether anything does."""
-        waiting, self._waiting = self._waiting, []
-        for key, value in waiting:
+        """Add what waits to a write; return whether anything does. `written` says that it is done, else it waits on."""
+        for key, value in self._waiting:
             batch.put(key, value)
-        return bool(waiting)
+        return bool(self._waiting)
+
+    def written(self) -> None:
+        """What `put` added is on disk."""
+        self._waiting.clear()
 
     # -- committing ------------------------------------------------------------------------------------------
 
@@ -243,8 +265,9 @@ class Staged:
             start = b"t" + _pack_batch(writer, batch) + attempt
             sequence = 0
             try:
-                for row, value in self._database.rows(start):
-                    if row != KEY.pack(sequence) or sequence >= count:
+                # No step goes beyond the last record: rows that were dropped may lie there, by the hundred thousand.
+                for _, (row, value) in zip(range(count), self._database.rows(start), strict=False):
+                    if row != KEY.pack(sequence):
                         raise ValueError("it is missing")
                     yield decode_staged(start + row, value)
                     sequence += 1
@@ -254,20 +277,28 @@ class Staged:
                 what = f"staged record {sequence} of attempt {attempt.hex()}, batch {batch} of writer {writer!r}"
                 raise LogDamaged(self._database.path, f"{what}: {err}") from err
 
+    def commits(self, writer: str) -> int:
+        """Return how many batches a writer committed since it was forgotten last."""
+        last = self._writers.get(writer)
+        return last.commits if last is not None else 0
+
     def settle(self, rows: Batch, writer: str, last: Last) -> None:
         """Add to a write: `last` is the writer's last batch, and nothing is staged for it and those before; `settled` says it is done."""
         if (gone := self._room(writer, last.committed_us)) is not None:
             rows.delete(b"w" + gone.encode())
         key = b"w" + writer.encode()
-        packed = _LAST.pack(last.batch, last.first, last.next, last.committed_us)
+        packed = _LAST.pack(last.batch, last.first, last.next, last.committed_us, last.commits)
         rows.put(key, encode_row(key, packed))
-        if any(batch <= last.batch for batch in self._staged.get(writer, ())):
-            self._drop_range(rows, _pack_batch(writer, 0), _pack_batch(writer, last.batch + 1))
+        batches = self._staged.get(writer, {})
+        every = [(batch, one) for batch in batches if batch <= last.batch for one in batches[batch]]
+        start, end = _pack_batch(writer, 0), _pack_batch(writer, last.batch + 1)
+        self._drop_rows(rows, writer, every, start, end)
 
     def settled(self, writer: str, last: Last) -> None:
         """What `settle` added is on disk."""
         if (gone := self._room(writer, last.committed_us)) is not None:
             del self._writers[gone]
+        self._writers.pop(writer, None)
         self._writers[writer] = last
         batches = self._staged.get(writer, {})
         for batch in [batch for batch in batches if batch <= last.batch]:
@@ -280,38 +311,63 @@ class Staged:
         """Add to a write: these attempts, or all of a batch, are not staged any more. Return how many records that is."""
         staged = self._staged.get(writer, {}).get(batch, {})
         chosen = {attempt for attempt in attempts or list(staged) if attempt in staged}
-        return sum(self.drop(rows, writer, batch, attempt) for attempt in chosen)
+        if len(chosen) < len(staged):
+            return sum(self.drop(rows, writer, batch, attempt) for attempt in chosen)
+        every = [(batch, attempt) for attempt in chosen]
+        start, end = _pack_batch(writer, batch), _pack_batch(writer, batch + 1)
+        self._drop_rows(rows, writer, every, start, end)
+        return sum(self._forget(writer, batch, attempt) for attempt in chosen)
 
     def old(self, now_us: int) -> list[tuple[str, int, bytes]]:
-        """Return the attempts that were staged too long ago, as (writer, batch, attempt). Looks once a minute."""
+        """Return attempts that were staged too long ago, as (writer, batch, attempt). Looks once a minute, or goes on at once if there are many."""
         if not self._staged or now_us < self._look_us:
             return []
+        found: list[tuple[str, int, bytes]] = []
+        records = 0
+        for writer, batches in self._staged.items():
+            for batch, staged in batches.items():
+                for attempt, state in staged.items():
+                    if state.staged_us + EXPIRE_US <= now_us:
+                        found.append((writer, batch, attempt))
+                        records += state.records
+                        if records >= EXPIRE_RECORDS:
+                            return found
         self._look_us = now_us + LOOK_US
-        return [
-            (writer, batch, attempt)
-            for writer, batches in self._staged.items()
-            for batch, staged in batches.items()
-            for attempt, state in staged.items()
-            if state.staged_us + EXPIRE_US <= now_us
-        ]
+        return found
 
     def drop(self, rows: Batch, writer: str, batch: int, attempt: bytes) -> int:
         """Add to a write: this attempt, which is there, is not staged any more. Return how many records that is."""
         start = _pack_batch(writer, batch) + attempt
-        self._drop_range(rows, start, start + b"\xff" * (KEY.size + 1))
+        end = start + b"\xff" * (KEY.size + 1)
+        self._drop_rows(rows, writer, [(batch, attempt)], start, end)
         return self._forget(writer, batch, attempt)
 
     def free(self) -> None:
         """Give disk space of what was dropped back, if there is enough of it. Raises LogWriteFailed."""
-        if self._freed < FREE_BYTES:
+        if self._freed < FREE_BYTES and self._ranges < FREE_RANGES:
             return
         for prefix in (b"t", b"u"):
             self._database.compact_rows(prefix + self._freed_from, prefix + self._freed_until)
-        self._freed, self._freed_from, self._freed_until = 0, b"", b""
+        self._freed = self._ranges = 0
+        self._freed_from = self._freed_until = b""
 
-    def _drop_range(self, rows: Batch, start: bytes, end: bytes) -> None:
-        for prefix in (b"t", b"u"):
-            rows.delete_range(prefix + start, prefix + end)
+    def _drop_rows(
+        self, rows: Batch, writer: str, attempts: Sequence[tuple[int, bytes]], start: bytes, end: bytes
+    ) -> None:  # fmt: skip
+        """Add to a write: the rows of these (batch, attempt) go, which is all that there is from `start` until `end`."""
+        if not attempts:
+            return
+        states = [(place, self._staged[writer][place[0]][place[1]]) for place in attempts]
+        if sum(state.records for _, state in states) > RANGE_RECORDS:
+            for prefix in (b"t", b"u"):
+                rows.delete_range(prefix + start, prefix + end)
+                self._ranges += 1
+        else:
+            for (batch, attempt), state in states:
+                first = _pack_batch(writer, batch) + attempt
+                for sequence in state.sequences():
+                    for prefix in (b"t", b"u"):
+                        rows.delete(prefix + first + KEY.pack(sequence))
         self._freed_from = min(self._freed_from or start, start)
         self._freed_until = max(self._freed_until, end)
 
@@ -333,10 +389,12 @@ class Staged:
         """Return the writer to forget for this one, None if there is room; raises StagingRefused if there is neither."""
         if writer in self._writers or len(self._writers) < MAX_WRITERS:
             return None
-        oldest = min(self._writers, key=lambda name: self._writers[name].committed_us)
-        if self._writers[oldest].committed_us + FORGET_US >= now_us:
-            raise StagingRefused("full", f"{MAX_WRITERS} writers committed in the last week")
-        return oldest
+        once = next((name for name, last in self._writers.items() if last.commits == 1), None)
+        oldest = next(iter(self._writers))
+        for name, after_us in ((once, FORGET_ONCE_US), (oldest, FORGET_US)):
+            if name is not None and self._writers[name].committed_us + after_us < now_us:
+                return name
+        raise StagingRefused("full", f"{MAX_WRITERS} writers are remembered, none to be forgotten")
 
 
 def _pack_batch(writer: str, batch: int) -> bytes:

@@ -109,7 +109,7 @@ def test_values_that_do_not_fit_value_schema_are_dead_letters_of_a_query(
     assert {int(one.headers["offset"]): one.payload for one in heard} == bad
     assert {one.headers["reason"] for one in heard} == {"the value does not fit valueSchema"}
     assert {one.headers["spark-query"] for one in heard} == {str(query.id)}
-    assert {one.headers["spark-batch"] for one in heard} == {"0", "1"}
+    assert {one.headers["spark-batch"] for one in heard} == {"1", "2"}
 
 
 def test_a_task_whose_dead_letters_cannot_be_kept_fails(

@@ -199,14 +199,14 @@ def test_a_query_tells_its_lag_to_the_log_a_topic_and_a_file(
                 rows.writeStream.format("noop").queryName(name).option("checkpointLocation", str(checkpoint))
                 .trigger(availableNow=True).start()
             )  # fmt: skip
-            heard += [next(messages).value for _ in range(3)]
+            heard += [next(messages).value for _ in range(4)]
             finish(query)
         until(lambda: told.queries() == [])
     finally:
         spark.streams.removeListener(told)
     assert [one["streams"][name] for one in heard] == [
-        {"next": 400, "lag": 600}, {"next": 800, "lag": 200}, {"next": 1000, "lag": 0},
+        {"next": 0, "lag": 1000}, {"next": 400, "lag": 600}, {"next": 800, "lag": 200}, {"next": 1000, "lag": 0},
     ]  # fmt: skip
-    assert [one["rows"] for one in heard] == [400, 400, 200]
+    assert [one["rows"] for one in heard] == [0, 400, 400, 200]
     assert all(one["name"] == name and one["batch_ms"] > 0 for one in heard)
     assert path.read_text() == ""

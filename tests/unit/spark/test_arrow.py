@@ -165,3 +165,31 @@ def test_bundles_made_from_columns_are_those_of_the_encoder(
         assert plain == encode_bundle(payloads, found_headers, False, found_keys)
         at += count
     assert at == len(rows)
+
+
+def test_headers_count_where_bundles_are_cut() -> None:
+    values = pa.array([b"tiny"] * 3000, pa.binary())
+    headers: list[Headers | None] = [{"name": "x" * 230}] * 3000
+    bundles = list(encode_bundles(values, None, headers))
+    assert sum(count for _, count in bundles) == 3000
+    assert max(len(plain) for plain, _ in bundles) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "ddl"),
+    [
+        ("json", b"[" * 100_000, "a INT"),
+        ("msgpack", msgspec.msgpack.encode({"a": float("nan")}), "a TIMESTAMP"),
+        ("json", b'{"a": 1e400}', "a INT"),
+        ("json", b'{"a": 123456789012345678901234567890}', "a BIGINT"),
+    ],
+)
+def test_no_value_stops_a_query_that_is_permissive(form: str, value: bytes, ddl: str) -> None:
+    (row,) = table(opened([value]), valueFormat=form, valueSchema=ddl)
+    assert (row["a"], row["_corrupt_value"]) == (None, value)
+
+
+@pytest.mark.parametrize("text", ["9" * 20, "-" + "9" * 20, "noon", "١٢٣"])
+def test_a_time_that_is_none_is_malformed(text: str) -> None:
+    with pytest.raises(SparkError, match="IRIS_MALFORMED"):
+        table(opened([b"a"], headers=[{"at": text}]), timestampHeader="at")

@@ -63,3 +63,7 @@ def test_a_limit_is_shared_out_whole(wanted: dict[str, int], most: int) -> None:
         min(most, sum(wanted.values())) if most else sum(wanted.values())
     )
     assert all(0 <= taken[name] <= wanted[name] for name in wanted)
+
+
+def test_a_small_stream_is_not_starved_by_a_large_one() -> None:
+    assert spread({"large": 10**6, "small": 10}, 100) == {"large": 99, "small": 1}

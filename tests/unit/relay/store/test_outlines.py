@@ -134,3 +134,15 @@ def test_outlines_go_with_their_segments(log: Log) -> None:
     log.enforce(Limits(max_messages=1), now_us=30)
     assert len(list(log._database.rows(b"x"))) <= 1
     assert len(list(log._database.rows(b"s"))) <= 1
+
+
+def test_a_log_that_is_shorter_than_a_segment_remembers_no_more_than_it_holds(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Log.create(path, uuid=b"\x07" * 16, definition=b"", created_us=5) as log:
+        for first in range(0, 400, 10):
+            fill(log, first, 10)
+            log.enforce(Limits(max_messages=20), now_us=first)
+        chain = log._chain
+        assert chain.segments == type(chain.segments)()
+        assert len(chain.open_slots or ()) + len(chain.head or ()) <= 3 * chain.open.entries

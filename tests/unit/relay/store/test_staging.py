@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from iris.wire.codec import END
-from relay.store import segments, staged
+from relay.store import database, segments, staged
 from relay.store.errors import LogDamaged, LogWriteFailed
 from relay.store.log import Log
-from relay.store.records import KEY, Entry, Hole, Reason, Record
+from relay.store.records import KEY, Entry, Hole, Note, Reason, Record
 from relay.store.segments import Limits
 from relay.store.staged import Committed, StagingRefused
 
@@ -19,6 +19,7 @@ UUID = b"\x07" * 16
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 KEY_1, KEY_2 = b"1" * 32, b"2" * 32
 DAY_US = 86_400_000_000
+HOUR_US = 3_600_000_000
 MANY = 1 << 30
 
 
@@ -285,23 +286,69 @@ def test_a_writer_has_1_to_255_bytes(writer: str, log: Log) -> None:
         assert refused.value.code == "invalid"
 
 
+def writers(log: Log) -> set[str]:
+    return {row.decode() for row, _ in log._database.rows(b"w")}
+
+
 def test_the_writer_idle_longest_makes_room_if_it_was_idle_for_a_week(
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "MAX_WRITERS", 2)
     log.commit("first", 1, [], 10)
+    log.commit("first", 2, [], 10)
     log.commit("second", 1, [], 20)
+    log.commit("second", 2, [], 20)
     stage(log, A, b"a0", writer="third", now_us=30)
     with pytest.raises(StagingRefused, match="2 writers") as refused:
         log.commit("third", 1, [(A, 1)], 7 * DAY_US + 10)
     assert refused.value.code == "full"
-    assert log.commit("second", 2, [], 7 * DAY_US + 10) == Committed(0, 0, False)
+    assert log.commit("second", 3, [], 7 * DAY_US + 10) == Committed(0, 0, False)
     assert log.commit("third", 1, [(A, 1)], 7 * DAY_US + 11) == Committed(0, 1, False)
     log.close()
     with Log.open(path) as again:
-        assert again.commit("second", 2, [], 7 * DAY_US + 12).replayed
+        assert again.commit("second", 3, [], 7 * DAY_US + 12).replayed
         assert again.commit("third", 1, [], 7 * DAY_US + 12) == Committed(0, 1, True)
-        assert {row for row, _ in again._database.rows(b"w")} == {b"second", b"third"}
+        assert writers(again) == {"second", "third"}
+
+
+def test_a_writer_of_a_single_batch_makes_room_after_an_hour_and_before_all_others(
+    path: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "MAX_WRITERS", 3)
+    log.commit("query", 1, [], 10)
+    log.commit("query", 2, [], 11)
+    log.commit("job z", 1, [], 20)  # the older one, though its name is the later one
+    log.commit("job a", 1, [], 30)
+    log.commit("job a", 1, [], 40)  # a replay is no second batch
+    with pytest.raises(StagingRefused, match="3 writers") as refused:
+        log.commit("job b", 1, [], HOUR_US + 20)
+    assert refused.value.code == "full"
+    assert writers(log) == {"query", "job a", "job z"}
+    log.close()
+    with Log.open(path) as again:
+        assert not again.commit("job b", 1, [], HOUR_US + 21).replayed
+        assert writers(again) == {"query", "job a", "job b"}
+        late = 8 * DAY_US
+        for name in ("job c", "job d"):
+            assert not again.commit(name, 1, [], late).replayed
+        assert writers(again) == {"query", "job c", "job d"}, "it is older than any, but no job"
+        assert not again.commit("job e", 1, [], late).replayed
+        assert writers(again) == {"job c", "job d", "job e"}
+        with pytest.raises(StagingRefused, match="3 writers"):
+            again.commit("query", 3, [], late)
+
+
+def test_one_job_after_the_other_is_never_refused_and_costs_no_query_its_place(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "MAX_WRITERS", 8)
+    log.commit("query", 1, [], 10)
+    log.commit("query", 2, [], 10)
+    for number in range(100):
+        now_us = 20 + number * HOUR_US // 6
+        assert not log.commit(f"job {number}", 1, [], now_us).replayed
+    assert log.commit("query", 2, [], now_us).replayed
+    assert len(writers(log)) == 8
 
 
 def place(attempt: bytes, sequence: int) -> bytes:
@@ -373,6 +420,27 @@ def test_a_commit_whose_write_failed_is_found_done_or_not_done_and_done_once(
         assert (again.staged_bytes, rows(again)) == (0, 0)
 
 
+def test_what_is_staged_waits_on_if_the_append_that_was_to_write_it_fails(
+    path: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.stage("etl", 1, A, [(0, entry(b"a0")), (1, entry(b"a1"))], 10)
+    with pytest.raises(ValueError, match="count"):
+        log.append([entry(b"x"), Note(-1, "no such count")], 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "_judge", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            log.append([entry(b"x")], 10)
+    assert (rows(log), log.next) == (0, 0)
+    assert log.stage("etl", 1, A, [(0, entry(b"a0"))], 10) == 0, "it is known"
+    log.append((), 11)
+    assert rows(log) == 4
+    log.append((), 12)
+    log.close()
+    with Log.open(path) as again:
+        assert again.commit("etl", 1, [(A, 2)], 20) == Committed(0, 2, False)
+        assert bodies(again) == [b"a0", b"a1"]
+
+
 def test_keys_due_times_and_expiry_of_committed_records_count_as_if_appended(log: Log) -> None:
     log.append([entry(b"old", key_hash=KEY_1)], 10)
     stage(
@@ -433,3 +501,78 @@ def test_disk_space_of_what_was_dropped_comes_back(
     assert log.tend_staged(30) == 0
     assert used() < 5 << 20
     assert log.commit("etl", 2, [(B, 1)], 40) == Committed(0, 1, False)
+
+
+class Ranges:
+    """Counts what is dropped by range, and how often its space comes back."""
+
+    def __init__(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dropped = 0
+        self.freed = 0
+        delete_range, compact_rows = database.Batch.delete_range, log._database.compact_rows
+
+        def dropping(batch: database.Batch, begin: bytes, end: bytes) -> None:
+            self.dropped += 1
+            delete_range(batch, begin, end)
+
+        def freeing(begin: bytes, end: bytes) -> None:
+            self.freed += 1
+            compact_rows(begin, end)
+
+        monkeypatch.setattr(database.Batch, "delete_range", dropping)
+        monkeypatch.setattr(log._database, "compact_rows", freeing)
+
+
+def test_small_commits_drop_nothing_by_range(
+    path: str, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = Ranges(log, monkeypatch)
+    for batch in range(2000):
+        stage(log, A, b"%d" % batch, batch=batch)
+        if batch % 100 == 0:
+            stage(log, B, b"loses", batch=batch)
+            stage(log, C, b"is discarded", b"waits for 1", batch=batch + 1, first=2)
+            assert log.discard("etl", batch + 1, [C], 20) == 2
+        assert log.commit("etl", batch, [(A, 1)], 20) == Committed(batch, batch + 1, False)
+    assert (ranges.dropped, rows(log), log.staged_bytes) == (0, 0, 0)
+    log.close()
+    with Log.open(path) as again:
+        assert (rows(again), len(bodies(again))) == (0, 2000)
+
+
+def test_large_drops_are_by_range_and_go_from_disk_after_some_of_them(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "RANGE_RECORDS", 3)
+    monkeypatch.setattr(staged, "FREE_RANGES", 8)
+    ranges = Ranges(log, monkeypatch)
+    stage(log, C, b"stays", batch=100)
+    for batch in range(3):
+        stage(log, A, b"0", b"1", batch=batch)
+        stage(log, B, b"0", b"1", batch=batch)
+        log.commit("etl", batch, [(A, 2)], 20)
+    assert ranges.dropped == 6
+    log.tend_staged(30)
+    assert ranges.freed == 0
+    stage(log, A, b"0", b"1", b"2", batch=3)
+    stage(log, B, b"0", batch=3)
+    stage(log, A, b"0", batch=4)
+    assert log.discard("etl", 3, [], 20) == 4
+    assert (ranges.dropped, rows(log)) == (8, 4), "all of a batch is one range"
+    log.tend_staged(30)
+    log.tend_staged(30)
+    assert ranges.freed == 2
+    assert log.commit("etl", 4, [(A, 1)], 20) == Committed(6, 7, False)
+    assert log.commit("etl", 100, [(C, 1)], 20) == Committed(7, 8, False)
+    assert rows(log) == 0
+
+
+def test_many_old_attempts_are_dropped_some_at_a_time(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "EXPIRE_RECORDS", 4)
+    for batch in range(5):
+        stage(log, A, b"0", b"1", batch=batch)
+    stage(log, A, b"0", batch=9, now_us=DAY_US)
+    assert [log.tend_staged(DAY_US + 10) for _ in range(4)] == [4, 4, 2, 0]
+    assert rows(log) == 2

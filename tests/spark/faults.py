@@ -1,0 +1,155 @@
+"""Ways to halt or end what Spark runs at a chosen place in the middle of a batch, and drivers as processes of their own.
+
+    fault = Fault(tmp_path, place="read", action="halt", at=3)
+    query = spark.readStream.format(FORMAT).options(**relay.options).options(**fault.options)...
+    fault.wait(query)        # three parts of a range were read, and the task waits
+    relay.kill_store()
+    fault.release()
+
+What happens in Spark's processes is in `spark.faulty`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from iris.keyfiles import load_keyring
+
+PATIENCE_S: Final = 60.0
+FORMAT: Final = "iris-faults"
+OPTION: Final = "fault"
+PLACES: Final = ("task", "read", "write", "staged", "commit", "committed")
+"""Before a task reads; in its range; in the rows that a task stages; after it staged them; before and after the driver's commit to
+the store."""
+
+
+class Fault:
+    """What is to happen, once, to the first process that comes to `place`; `at`: after so many batches of rows."""
+
+    def __init__(self, directory: Path, *, place: str, action: str, at: int = 1) -> None:
+        assert place in PLACES
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        self._given_up = False
+        self.options = {
+            OPTION: json.dumps({"dir": str(directory), "place": place, "do": action, "at": at})
+        }
+
+    def wait(self, query: Any = None) -> None:
+        """Return when it has happened; raises what the query has failed with before."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not self.happened:
+            if query is not None and query.exception() is not None:
+                raise query.exception()
+            assert not self._given_up, "the batch ended without"
+            assert time.monotonic() < until_s, "nobody came to the place of the fault"
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def meanwhile(self, work: Callable[[], None]) -> Iterator[None]:
+        """Do `work` in another thread once it has happened, while this one runs what makes it happen. Raises what `work` does.
+
+        Spark knows a session's formats in the threads in which it is active: ours.
+        """
+
+        def when() -> None:
+            self.wait()
+            work()
+
+        with ThreadPoolExecutor(1) as pool:
+            doing = pool.submit(when)
+            try:
+                yield
+            finally:
+                self._given_up = not self.happened
+            doing.result(PATIENCE_S)
+
+    def release(self) -> None:
+        """Let what has halted go on."""
+        (self.directory / "go").touch()
+
+    @property
+    def happened(self) -> bool:
+        """Whether somebody came to its place."""
+        return (self.directory / "happened").exists()
+
+
+def register(spark: Any) -> None:
+    """Make the format known to a session of this process, whose workers cannot import our modules. Again does no harm."""
+    from pyspark import cloudpickle
+    from spark import faulty
+
+    if faulty.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(faulty)
+        spark.dataSource.register(faulty.FaultySource)
+
+
+def secrets(keyring: Path) -> list[bytes]:
+    """Return the cluster keys of a file, in the ways in which they may be written."""
+    found = []
+    for keys in load_keyring(keyring).entries().values():
+        for key in keys:
+            raw = base64.urlsafe_b64decode(key.reveal() + "==")
+            found += [key.reveal().encode(), raw, raw.hex().encode(), base64.b64encode(raw)]
+    assert found
+    return found
+
+
+# -- drivers in processes of their own -----------------------------------------------------------------------
+
+
+class Driver:
+    """A Spark driver as a process: `Driver(directory, relay.env(), master="local[2,4]").run([phase, …])`.
+
+    A phase is a dictionary with the name of a function of `spark.faulty`, `do`, and its arguments. Returns the exit code.
+    """
+
+    def __init__(
+        self, directory: Path, environ: dict[str, str], *, master: str, **conf: str
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        self.said = directory / "driver.log"
+        self.master = master
+        self.conf = conf
+        self._environ = environ
+
+    def run(self, phases: list[dict[str, Any]]) -> int:
+        """Run the phases one after the other; fails if that takes too long."""
+        text = json.dumps({"master": self.master, "conf": self.conf, "phases": phases, "dir": str(self.directory)})  # fmt: skip
+        tests = Path(__file__).parent.parent
+        environ = {
+            **self._environ,
+            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_DRIVER_PYTHON": sys.executable,
+            "PYTHONPATH": str(tests),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_HOSTNAME": "localhost",
+        }
+        with self.said.open("ab") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "spark.faulty", text],
+                env=environ, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+            )  # fmt: skip
+        try:
+            return process.wait(3 * PATIENCE_S)
+        finally:
+            # Its JVM and workers go with it, however it ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def last_words(self) -> str:
+        """Return the end of what it said."""
+        return self.said.read_text(errors="replace")[-6000:]

@@ -1,0 +1,132 @@
+"""Drivers, executors and Python workers that are killed in the middle of a batch: every row is in the stream once.
+
+Each driver is a process of its own; what happens in it is in `spark.faults`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from spark.faults import Driver, Fault, secrets
+from spark.kit import Relay, append_rows, make_stream, read_stream
+
+if TYPE_CHECKING:
+    import iris.blocking
+
+ROWS = 1000
+SIZE = 1000
+SMALL = {"fetchBytes": "1", "minPartitions": "2", "startingOffsets": "earliest"}
+KILLED = -9
+
+
+class Job:
+    """A query that copies a stream to another, in two batches."""
+
+    def __init__(
+        self, stage: Relay, client: iris.blocking.Client, name: str, directory: Path
+    ) -> None:
+        self.client = client
+        self.source = make_stream(client, name)
+        self.target = make_stream(client, f"{name}.out")
+        self.rows = append_rows(client, name, ROWS, size=SIZE)
+        self.directory = directory
+        self._options = stage.options
+
+    @property
+    def copied(self) -> list[bytes]:
+        return read_stream(self.client, self.target)
+
+    def phase(self, do: str = "copy", **options: Any) -> dict[str, Any]:
+        """Return the phase of a `Driver` that runs it, with a `fault` in its source or sink."""
+        fault = options.pop("fault", {})
+        found: dict[str, Any] = {
+            "do": do,
+            "source": {**self._options, **SMALL, "stream": self.source, **fault},
+            "sink": {**self._options, "stream": self.target, **fault},
+            **options,
+        }
+        if do == "copy":
+            found["source"]["maxOffsetsPerTrigger"] = "500"
+            found["checkpoint"] = str(self.directory / "checkpoint")
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_driver_goes_on_from_its_checkpoint(
+    stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
+) -> None:
+    """Killed before its tasks stage, after that, and after the store has committed what Spark does not know of."""
+    job = Job(stage, client, name, tmp_path)
+    events = tmp_path / "events"
+    events.mkdir()
+    driver = Driver(
+        tmp_path / "driver", stage.env(), master="local[2]",
+        **{"spark.eventLog.enabled": "true", "spark.eventLog.dir": events.as_uri(), "spark.eventLog.compress": "false"},
+    )  # fmt: skip
+    # What was committed when it died: whole batches, and of the last one all or nothing.
+    for place, left in (("read", 0), ("commit", 0), ("committed", 500)):
+        fault = Fault(tmp_path / place, place=place, action="driver")
+        assert driver.run([job.phase(fault=fault.options)]) == KILLED, driver.last_words()
+        assert fault.happened
+        assert job.copied == job.rows[:left], place
+    assert driver.run([job.phase()]) == 0, driver.last_words()
+    assert job.copied == job.rows
+
+    # Spark's own log of it all tells no key.
+    told = b"".join(path.read_bytes() for path in events.rglob("*") if path.is_file())
+    assert b"SparkListenerTaskEnd" in told
+    for secret in secrets(stage.keyring):
+        assert secret not in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_tasks_that_fail_or_are_killed_leave_no_row_twice(
+    stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
+) -> None:
+    """A task that fails after it has staged its rows, and Python workers killed while they read, and while they write."""
+    jobs, phases, checks = [], [], []
+    failing = Job(stage, client, f"{name}a", tmp_path / "a")
+    phases.append(failing.phase("copy_batch", fail=str(tmp_path / "failed")))
+    for number, (place, at) in enumerate((("read", 1), ("write", 1), ("staged", 1))):
+        job = Job(stage, client, f"{name}{number}", tmp_path / str(number))
+        action = "fail" if place == "staged" else "worker"
+        fault = Fault(tmp_path / f"f{number}", place=place, action=action, at=at)
+        phases.append(job.phase(fault=fault.options))
+        checks.append(fault)
+        jobs.append(job)
+    driver = Driver(tmp_path / "driver", stage.env(), master="local[2,4]")
+    assert driver.run(phases) == 0, driver.last_words()
+    assert (tmp_path / "failed").exists()
+    assert all(fault.happened for fault in checks)
+    for job in (failing, *jobs):
+        assert job.copied == job.rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_executor_leaves_no_row_twice(
+    stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
+) -> None:
+    """While it reads, and while it writes; both are in one task."""
+    jobs, phases, checks = [], [], []
+    for number, place in enumerate(("read", "write")):
+        job = Job(stage, client, f"{name}{number}", tmp_path / str(number))
+        fault = Fault(tmp_path / place, place=place, action="executor", at=1)
+        phases.append(job.phase(fault=fault.options))
+        jobs.append(job)
+        checks.append(fault)
+    driver = Driver(
+        tmp_path / "driver", stage.env(), master="local-cluster[2,1,1024]", **{"spark.executor.memory": "512m"}
+    )  # fmt: skip
+    try:
+        assert driver.run(phases) == 0, driver.last_words()
+    finally:
+        shutil.rmtree(tmp_path / "driver" / "local", ignore_errors=True)
+    for job, fault in zip(jobs, checks, strict=True):
+        assert fault.happened
+        assert job.copied == job.rows
