@@ -209,4 +209,4 @@ def test_a_query_tells_its_lag_to_the_log_a_topic_and_a_file(
     ]  # fmt: skip
     assert [one["rows"] for one in heard] == [0, 400, 400, 200]
     assert all(one["name"] == name and one["batch_ms"] > 0 for one in heard)
-    assert path.read_text() == ""
+    until(lambda: path.read_text() == "")
