@@ -17,7 +17,6 @@ import random
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ ROW_BYTES: Final = 1024
 TASKS: Final = 2
 CHUNK_ROWS: Final = 20_000
 PATIENCE_S: Final = 120.0
+DEADLINE_S: Final = 3600.0
 DISCARD: Final = 3
 """Micro-batches at the start of a query that do not count."""
 
@@ -284,11 +284,9 @@ def staged(rows: int) -> Iterator[Bench]:
     import iris.blocking
     import iris.spark
 
-    with (
-        tempfile.TemporaryDirectory(prefix="iris-bench-spark-") as text,
-        Roles(Path(text)) as roles,
-    ):
-        directory = Path(text)
+    with Roles(DEADLINE_S) as roles:
+        directory = roles.directory / "spark"
+        directory.mkdir()
         relay = IrisRelay(roles, ["--data", str(directory / "data")])
         os.environ.update(relay.env)
         os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -299,7 +297,7 @@ def staged(rows: int) -> Iterator[Bench]:
             "spark.driver.memory": "4g",
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
-            "spark.local.dir": str(directory / "spark"),
+            "spark.local.dir": str(directory / "local"),
             "spark.sql.warehouse.dir": str(directory / "warehouse"),
             "spark.sql.streaming.numRecentProgressUpdates": "1000",
             "spark.log.level": "ERROR",
