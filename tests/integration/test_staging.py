@@ -382,6 +382,8 @@ async def test_a_disk_that_refuses_fails_staging_and_committing_and_nothing_is_t
         raise LogWriteFailed("here", "no space left")
 
     monkeypatch.setattr(database, "write", refuse)
+    # It is not opened again until we say so.
+    only(setting).reopen_us = 1 << 62
     with pytest.raises(StreamUnavailable, match="no space") as failed:
         await attempt(client, 1, b"y")
     assert failed.value.may_have_run
