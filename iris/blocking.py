@@ -198,7 +198,7 @@ class Client:
     def start(
         self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:
-        """Begin as `call` does and return at once; who drops the future cancels it."""
+        """Begin as `call` does and return at once; cancelling the future cancels the work."""
         return self._submit(work(self._client))
 
     def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:

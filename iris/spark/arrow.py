@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from msgspec import Struct
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
@@ -19,7 +21,6 @@ from pyspark.sql.types import StructType
 from iris.core.bundle import HEADERS as HEADERS_FLAG
 from iris.core.bundle import (
     KEYS,
-    PACKED,
     Column,
     Headers,
     decode_headers,
@@ -97,8 +98,7 @@ class RowBuilder:
         if self._values is None:
             columns.append(values)
         else:
-            packed = [(one.rows, _packed(one.plain)) for one in group]
-            columns += self._values.columns(values, packed)
+            columns += self._values.columns(values)
         headers: list[Headers | None] | None = None
         if any(part is not None for _, _, part in found):
             headers = []
@@ -177,8 +177,6 @@ def _array(buffer: pa.Buffer, column: Column, count: int) -> pa.Array:
 
 
 def _null_if_empty(keys: pa.Array) -> pa.Array:
-    import pyarrow.compute as pc
-
     empty = pc.equal(pc.binary_length(keys), 0)
     return pc.if_else(empty, pa.scalar(None, pa.binary()), keys) if pc.any(empty).as_py() else keys
 
@@ -223,10 +221,6 @@ def _timestamp_us(name: str, text: str) -> int:
         ) from err
 
 
-def _packed(plain: bytes) -> bool:
-    return bool(plain[4] & PACKED)
-
-
 class _ValueDecoder:
     """Decodes values to the columns of `valueSchema`."""
 
@@ -234,11 +228,10 @@ class _ValueDecoder:
         schema = value_schema(options)
         self._failfast = options.value_mode == FAILFAST
         self._types = to_arrow_schema(schema, timezone="UTC")
-        self._names = schema.fieldNames()
         json = options.value_format == JSON
         self._decode: Callable[[bytes], Any] = (msgspec.json if json else msgspec.msgpack).decode
 
-    def columns(self, values: pa.Array, packed: list[tuple[int, bool]]) -> list[pa.Array]:
+    def columns(self, values: pa.Array) -> list[pa.Array]:
         """Return one array for each column, and last the values that did not fit."""
         raw = values.to_pylist()
         rows: list[Any] = []
@@ -261,11 +254,11 @@ class _ValueDecoder:
                 for field in self._types
             ]
         except MISFITS:
-            columns = self._singly(raw, rows)
+            columns = self._singly(rows)
         corrupt = [value if row is None else None for value, row in zip(raw, rows, strict=True)]
         return [*columns, pa.array(corrupt, pa.binary())]
 
-    def _singly(self, raw: list[bytes], rows: list[Any]) -> list[pa.Array]:
+    def _singly(self, rows: list[Any]) -> list[pa.Array]:
         """Find the rows that do not fit the types; they become None in `rows`."""
         for index, row in enumerate(rows):
             if row is None:
@@ -288,8 +281,6 @@ class _ValueDecoder:
 
 def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Headers | None] | None) -> Iterator[tuple[bytes, int]]:  # fmt: skip
     """Yield (plain text, count) of the bundles of these rows, cut at 64 KiB; values and keys are binary arrays without nulls."""
-    import itertools
-
     rows = len(values)
     starts, data = _buffers(values)
     weights = starts - starts[0] + 8 * np.arange(rows + 1)
@@ -312,7 +303,7 @@ def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Header
             columns.append(_column(key_starts, key_data, begin, end))
         if encoded is not None:
             part = encoded[begin:end]
-            places = np.array([0, *itertools.accumulate(map(len, part))], dtype="<i4")
+            places = np.array([0, *accumulate(map(len, part))], dtype="<i4")
             columns.append((places.tobytes(), part))
         yield join_columns(end - begin, flags, columns), end - begin
         begin = end

@@ -75,13 +75,12 @@ class Planner:
                 )
         infos = {}
         for name, stream in self._streams.items():
-            describe = self._describe(name, stream, there=stream in known)
-            infos[stream] = self._ask(partial(_whatever_link, describe))
+            infos[stream] = self._ask(partial(self._describe, name, stream, stream in known))
         for stream, place in known.items():
             check_same_log(stream, place, infos[stream].uuid)
         return infos
 
-    def _describe(self, name: str, stream: str, *, there: bool) -> _Work[StreamInfo]:
+    def _describe(self, name: str, stream: str, there: bool, _: Connection) -> _Work[StreamInfo]:
         options = self.options
         timeout_s = options.access.timeout_s
 
@@ -277,10 +276,6 @@ class Planner:
             return (await start_offset(link.stores, stream, uuid, when, patience=patience))[1]
 
         return find
-
-
-def _whatever_link(work: _Work[T], _: Connection) -> _Work[T]:
-    return work
 
 
 def _group_of(known: Offsets) -> str:

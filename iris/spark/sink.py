@@ -7,6 +7,7 @@ again, and changes nothing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import uuid
@@ -126,8 +127,6 @@ class _Sink:
         timeout_s = options.access.timeout_s
 
         async def append(client: Client) -> None:
-            import asyncio
-
             for begin in range(0, len(rows), FLUSH_ROWS):
                 calls = []
                 for number, row in enumerate(rows[begin : begin + FLUSH_ROWS], first + begin):
