@@ -27,6 +27,7 @@ from iris.core.bundle import (
     find_columns,
     join_columns,
 )
+from iris.core.compression import expanded
 from iris.errors import DecodeError
 from iris.spark.errors import MALFORMED, MISFITS, SparkError
 from iris.spark.options import FAILFAST, JSON, SourceOptions
@@ -146,7 +147,7 @@ def bundle_arrays(one: Opened) -> tuple[pa.Array, pa.Array, list[Headers | None]
     Raises:
         DecodeError: the columns do not add up.
     """
-    plain = one.plain
+    plain = expanded(one.plain)
     found = find_columns(plain)
     if found.count != one.count:
         raise DecodeError(f"{found.count} messages in a record of {one.count}")

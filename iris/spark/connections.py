@@ -24,10 +24,12 @@ from iris.errors import IrisError, NoStream
 from iris.keyfiles import KEYRING_FILE, config_directory, load_keyring
 from iris.spark.errors import TIMEOUT, told
 from iris.spark.options import Access
-from iris.streams.calls import Stores
+from iris.streams.calls import Known, Stores
 
 MAX_CONNECTIONS: Final = 16
 """Ways to a relay that one process keeps open; beyond it the one that was used longest ago is closed."""
+MAX_KNOWN: Final = 256
+"""Streams whose description one connection remembers."""
 LABEL: Final = "spark"
 CONNECT_S: Final = 10.0
 """How long a relay that takes no connections is waited for: one that restarts is back by then."""
@@ -54,6 +56,23 @@ class Connection:
         )
         self._client = blocking.Client(Client(config, keyring))
         self.stores: Stores = self._client.call(_stores)
+        self._known: dict[tuple[str, str], Known] = {}
+
+    def known(self, stream: str, uuid: str) -> Known:
+        """Return what a log that was there is; raises SparkError. What it records never changes, so it is asked once."""
+        place = (stream, uuid)
+        known = self._known.get(place)
+        if known is None:
+            timeout_s = self.access.timeout_s
+
+            def describe() -> Coroutine[Any, Any, Known]:
+                return self.stores.describe(stream, uuid, timeout=timeout_s, patience=timeout_s)
+
+            known = self.call(lambda _: found(describe, timeout_s))
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[place] = known
+        return known
 
     def call(self, work: Callable[[Client], Coroutine[Any, Any, T]], *, writing: bool = False) -> T:
         """Return what `work(client)` returns; raises SparkError, and then this connection is used no more."""

@@ -153,10 +153,21 @@ class Planner:
 
     def next_end(self, start: Offsets) -> Offsets:
         """Return how far the trigger that begins at `start` goes; `start` itself if it is not due yet. Raises SparkError."""
-        options = self.options
         if self._initial is not None and not self._pinned:
             return start
         infos = self.infos(start)
+        offsets = self._planned(start, infos)
+        if offsets is None and self._target is None and self._ask(partial(self._wait, infos)):
+            # What came goes into this trigger: Spark's next question is a pause and two calls away.
+            infos = self.infos(start)
+            offsets = self._planned(start, infos)
+        if offsets is None:
+            offsets = {name: start.get(name, Place(i.uuid, i.oldest)) for name, i in infos.items()}
+        return offsets
+
+    def _planned(self, start: Offsets, infos: dict[str, StreamInfo]) -> Offsets | None:
+        """Return how far the trigger that begins at `start` goes, None if it is not due."""
+        options = self.options
         if self._capture_target and self._target is None:
             self._target = {name: Place(info.uuid, info.next) for name, info in infos.items()}
         begins: dict[str, int] = {}
@@ -178,10 +189,7 @@ class Planner:
         now_s = time.monotonic()
         few = total < options.min_offsets and now_s - self._planned_s < options.max_delay_s
         if total == 0 or (few and self._target is None):
-            if self._target is None:
-                # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
-                self._ask(partial(self._wait, infos))
-            return {name: Place(infos[name].uuid, begins[name]) for name in infos}
+            return None
         self._planned_s = now_s
         taken = spread(wanted, options.max_offsets)
         if options.max_bytes:
@@ -192,12 +200,13 @@ class Planner:
                 taken = spread(taken, most)
         return {name: Place(infos[name].uuid, begins[name] + taken[name]) for name in infos}
 
-    def _wait(self, infos: dict[str, StreamInfo], link: Connection) -> _Work[None]:
-        """Return what ends when one of the streams has grown, or after a short while."""
+    def _wait(self, infos: dict[str, StreamInfo], link: Connection) -> _Work[bool]:
+        """Return what ends when one of the streams has grown, or after a short while, and says which."""
         stores = link.stores
         timeout_s = self.options.access.timeout_s
 
-        async def wait(_: Client) -> None:
+        async def wait(_: Client) -> bool:
+            # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
             calls = [
                 asyncio.ensure_future(
                     stores.ask_stream(
@@ -208,8 +217,7 @@ class Planner:
             ]
             try:
                 done, _pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-                for call in done:
-                    call.result()
+                return any(call.result().items for call in done)
             finally:
                 for call in calls:
                     call.cancel()

@@ -7,13 +7,13 @@ last, and of what is missing it has to say why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
 from iris.errors import DecodeError
-from iris.spark.connections import Connection, connection, found
+from iris.spark.connections import Connection, connection
 from iris.spark.errors import AUTH, DATA_LOSS, SparkError
 from iris.spark.options import SourceOptions
 from iris.streams.records import RecordOpener, StreamGap, told
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from iris.spark.arrow import Opened
-    from iris.streams.calls import Known
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class _RangeReader:
 
     def __iter__(self) -> Iterator[list[Opened]]:
         part, link, stores = self._part, self._link, self._link.stores
-        timeout_s = self._options.access.timeout_s
         self._opener = RecordOpener(stores.client.keyring.by_id)
 
         if part.key_ids and not any(
@@ -90,11 +88,7 @@ class _RangeReader:
                 f"stream {part.stream!r}: the keyring of this host holds no key that it is kept under",
             )
 
-        # It was there when this range was planned.
-        def describe() -> Coroutine[Any, Any, Known]:
-            return stores.describe(part.stream, part.uuid, timeout=timeout_s, patience=timeout_s)
-
-        self._opener.known = link.call(lambda _: found(describe, timeout_s))
+        self._opener.known = link.known(part.stream, part.uuid)
         at = part.start
         while at < part.end:
             fetched = link.result(self._ahead or self._fetch(at))

@@ -49,6 +49,8 @@ BATCH_HEADER: Final = "spark-batch"
 PARTITION_HEADER: Final = "spark-partition"
 ROW_HEADER: Final = "spark-row"
 FLUSH_ROWS: Final = 4096
+DISCARD_S: Final = 10.0
+"""How long a store is waited for at most that is to forget a batch: what it does not hear expires by itself."""
 
 
 class IrisCommit(WriterCommitMessage):
@@ -214,10 +216,11 @@ class _Sink:
     def _discard(self, writer: str, batch: int, attempts: Sequence[StagedAttempt]) -> None:
         """Remove attempts at a batch, all of them if none is named; what cannot be removed now expires in the store."""
         options = self._options
+        timeout_s = min(DISCARD_S, options.access.timeout_s)
 
         async def discard(client: Client) -> None:
             await client.streams.discard(
-                options.stream, writer=writer, batch=batch, attempts=attempts, timeout=10.0
+                options.stream, writer=writer, batch=batch, attempts=attempts, timeout=timeout_s
             )
 
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from spark.kit import Relay
+from spark.kit import FLIGHTS, JVM, QUICK, Example, Relay
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,7 +23,7 @@ REQUIRED = "IRIS_TEST_SPARK"
 """Set to "required", these tests fail where they would be skipped."""
 HERE = Path(__file__).parent
 LOG_BYTES = 6000
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 relays = pytest.StashKey[list[Relay]]()
 _names = itertools.count(1)
 
@@ -65,7 +65,21 @@ def _do_without(reason: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark(java: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+def spark_home(java: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A home of Spark in which the zipped copy of pyspark is missing: workers find it first, and each compiles it anew."""
+    found = importlib.util.find_spec("pyspark")
+    assert found is not None
+    assert found.origin is not None
+    home = tmp_path_factory.mktemp("home")
+    for name in ("bin", "jars"):
+        (home / name).symlink_to(Path(found.origin).parent / name)
+    return str(home)
+
+
+@pytest.fixture(scope="session")
+def spark(
+    java: str, spark_home: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SparkSession]:
     """A session of two threads that knows the format "iris"; its files are in a directory of its own."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
@@ -76,15 +90,17 @@ def spark(java: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spark
     # The JVM and the Python workers inherit it; asyncio's debug mode would slow each of them down.
     environ = {name: value for name, value in os.environ.items() if not _is_foreign(name)} | {
         "JAVA_HOME": java,
+        "SPARK_HOME": spark_home,
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
         "XDG_CONFIG_HOME": str(directory / "config"),
         "XDG_RUNTIME_DIR": str(directory),
     }
-    jvm = f"-Djava.io.tmpdir={directory} -Dderby.system.home={directory} -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m"
+    jvm = f"-Djava.io.tmpdir={directory} -Dderby.system.home={directory} -Xss4m -Xms512m {JVM}"
     settings = {
         "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
         "spark.sql.shuffle.partitions": "2",
         "spark.default.parallelism": "2",
         "spark.driver.memory": "1g",
@@ -96,6 +112,7 @@ def spark(java: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spark
         "spark.sql.warehouse.dir": str(directory / "warehouse"),
         "spark.sql.streaming.metricsEnabled": "false",
         "spark.sql.streaming.pollingDelay": "20ms",
+        **QUICK,
     }
     before = dict(os.environ)
     os.environ.clear()
@@ -120,7 +137,44 @@ def spark(java: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spark
 
 
 def _is_foreign(name: str) -> bool:
-    return name.startswith(("IRIS_", "PYTHONASYNCIO", "SPARK_", "PYSPARK_"))
+    return name.startswith(
+        ("IRIS_", "PYTHONASYNCIO", "PYTHONDONTWRITEBYTECODE", "SPARK_", "PYSPARK_")
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def flights(
+    java: str,
+    spark_home: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Example | None]:
+    """The example, begun with the first test if it is wanted at all: it has a JVM of its own, and the tests before it do not wait for it."""
+    if not any(item.path.stem == "test_flights" for item in request.session.items):
+        yield None
+        return
+    directory = tmp_path_factory.mktemp("flights")
+    inside, out = directory / "inside", directory / "out"
+    inside.mkdir()
+    said, complaints = directory / "said", directory / "complaints"
+    settings = " ".join(f"--conf {name}={value}" for name, value in QUICK.items())
+    environ = {name: value for name, value in os.environ.items() if not _is_foreign(name)} | {
+        "JAVA_HOME": java,
+        "JDK_JAVA_OPTIONS": JVM,
+        "PYSPARK_SUBMIT_ARGS": f"{settings} pyspark-shell",
+        "SPARK_HOME": spark_home,
+        "TMPDIR": str(inside),
+    }
+    with said.open("wb") as stdout, complaints.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, FLIGHTS, "--rows", "2500", "--out", out],
+            env=environ, cwd=inside, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+        )  # fmt: skip
+    try:
+        yield Example(process, inside, out, said, complaints)
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from support.stores import Rig
 
@@ -20,8 +21,31 @@ from iris.keyfiles import load_keyring
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """How long anything is waited for before the test fails; nothing is measured by it."""
+JVM = "-XX:MetaspaceSize=256m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+"""Options of a JVM that lives for minutes: it collects, compiles and verifies less."""
+QUICK = {
+    # Plans of a few rows, each run once: to compile or to reconsider them costs more than it saves.
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    # The other one starts a program for each file of a checkpoint that it looks at.
+    "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager",
+}
+"""Settings with which Spark does the same with less work."""
+
+FLIGHTS: Final = Path(__file__).parents[2] / "examples" / "spark" / "flights.py"
+
+
+class Example(NamedTuple):
+    """The example, under way: its directory for temporary files, that for its results, and the files with what it says."""
+
+    process: subprocess.Popen[bytes]
+    inside: Path
+    out: Path
+    said: Path
+    complaints: Path
 
 
 class Relay:
@@ -159,9 +183,14 @@ def read_stream(client: iris.blocking.Client, stream: str) -> list[bytes]:
     return client.call(read)
 
 
+def rows_of(frame: DataFrame) -> list[Any]:
+    """Return the rows of a frame by topic and offset. Sorted here: orderBy would read everything twice."""
+    return sorted(frame.collect(), key=lambda row: (row.topic, row.offset))
+
+
 def values(frame: DataFrame) -> list[bytes]:
-    """Return the column `value` of a frame by offset."""
-    return [bytes(row.value) for row in frame.orderBy("topic", "offset").select("value").collect()]
+    """Return the column `value` of a frame by topic and offset."""
+    return [bytes(row.value) for row in rows_of(frame.select("topic", "offset", "value"))]
 
 
 def make_stream(client: iris.blocking.Client, name: str, **settings: Any) -> str:

@@ -157,7 +157,7 @@ def test_a_stream_that_was_made_again_is_never_taken_for_the_first(
     )
     finish(run(frame, checkpoint))
     batch = Planned(
-        spark, stage, tmp_path / "fault", stream=name, failOnDataLoss=strict, fetchTimeoutMs=3000
+        spark, stage, tmp_path / "fault", stream=name, failOnDataLoss=strict, fetchTimeoutMs=2000
     )
 
     def make_again() -> None:
@@ -255,6 +255,7 @@ def test_a_keyring_without_any_key_of_a_stream_reads_nothing_of_it(
     text = task.failure_after(lambda: own_keys(foreign))
     assert "IRIS_AUTH: " in text
     # To the driver it is as if there were no such stream.
+    options["fetchOffset.numRetries"] = 0
     assert "IRIS_NO_STREAM: " in failure(source(spark, stage, **options))
 
 
@@ -279,8 +280,9 @@ def test_a_keyring_that_others_may_read_or_that_is_not_there_is_refused(
 def test_a_stream_that_nobody_holds_is_an_error(
     spark: SparkSession, stage: Relay, name: str, checkpoint: Path
 ) -> None:
-    assert "IRIS_NO_STREAM: " in failure(source(spark, stage, stream=name, failOnDataLoss=False))
     options: dict[str, Any] = {"stream": name, "failOnDataLoss": False}
+    options["fetchOffset.numRetries"] = 1
+    assert "IRIS_NO_STREAM: " in failure(source(spark, stage, **options))
     expect_code(run(stream_source(spark, stage, **options), checkpoint), "IRIS_NO_STREAM: ")
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from spark.kit import Example
 
-# It has a JVM of its own.
 pytestmark = pytest.mark.timeout(240)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "spark" / "flights.py"
 
 
 def processes_under(directory: Path) -> list[str]:
@@ -27,22 +24,15 @@ def processes_under(directory: Path) -> list[str]:
     return found
 
 
-def test_a_query_of_departures_agrees_with_the_file(java: str, tmp_path: Path) -> None:
-    inside, out = tmp_path / "inside", tmp_path / "out"
-    inside.mkdir()
-    foreign = ("IRIS_", "PYTHONASYNCIO", "SPARK_", "PYSPARK_")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, "--rows", "2500", "--out", out],
-        env=environ | {"JAVA_HOME": java, "TMPDIR": str(inside)},
-        cwd=inside, capture_output=True, text=True, timeout=220, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAIL"))]
+def test_a_query_of_departures_agrees_with_the_file(flights: Example) -> None:
+    code = flights.process.wait(220)
+    said = flights.said.read_text()
+    assert code == 0, said + flights.complaints.read_text()[-3000:]
+    lines = [line for line in said.splitlines() if line.startswith(("ok", "FAIL"))]
     assert len(lines) == 3
     assert all(line.startswith("ok  ") for line in lines)
     assert "2,500 departures" in lines[0]
     assert "2,500 departures" in lines[1]
-    assert (out / "delays.parquet").is_dir()
-    assert list(inside.iterdir()) == []
-    assert processes_under(inside) == []
+    assert (flights.out / "delays.parquet").is_dir()
+    assert list(flights.inside.iterdir()) == []
+    assert processes_under(flights.inside) == []

@@ -16,6 +16,7 @@ from spark.kit import (
     make_row,
     make_stream,
     read_stream,
+    rows_of,
     source,
     stream_source,
     streams_of,
@@ -192,7 +193,7 @@ def test_a_row_without_a_value_deletes_its_key_in_a_compacted_stream(
     save(nulls, stage, stream=name)
     found = messages_of(client, name)
     assert [message.tombstone for message in found] == [number % 2 == 0 for number in range(40)]
-    rows = source(spark, stage, stream=name).orderBy("offset").collect()
+    rows = rows_of(source(spark, stage, stream=name))
     assert [bytes(row.key) for row in rows] == [f"k{number}".encode() for number in range(40)]
     assert [None if row.value is None else bytes(row.value) for row in rows] == [
         make_row("a", number) if number % 2 else None for number in range(40)

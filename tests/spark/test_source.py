@@ -17,6 +17,7 @@ from spark.kit import (
     make_row,
     make_stream,
     publish_rows,
+    rows_of,
     source,
     streams_of,
     until,
@@ -50,7 +51,7 @@ def test_a_batch_read_is_the_whole_stream_in_the_columns_of_kafka(
     rows = append_rows(client, name, 700)
     frame = source(spark, stage, stream=name)
     assert frame.dtypes == KAFKA
-    found = frame.orderBy("offset").collect()
+    found = rows_of(frame)
     assert [bytes(row.value) for row in found] == rows
     assert [row.offset for row in found] == list(range(700))
     assert {(row.key, row.topic, row.partition, row.timestampType) for row in found} == {
@@ -83,7 +84,7 @@ def test_keys_and_headers_are_those_of_the_messages(
             None if row.key is None else bytes(row.key),
             None if row.headers is None else {h.key: bytes(h.value) for h in row.headers},
         )
-        for row in frame.orderBy("offset").collect()
+        for row in rows_of(frame)
     ]
     assert found == [
         (b"plain", None, None),
@@ -179,7 +180,7 @@ def test_meta_columns_say_who_sent_a_row_and_which_of_theirs_it_is(
         ("cluster", "string"),
         ("sequence", "bigint"),
     ]
-    found = frame.orderBy("offset").collect()
+    found = rows_of(frame)
     assert len({bytes(row.sender) for row in found}) == 1
     assert {row.cluster for row in found} == {None}
     sequences = [row.sequence for row in found]
@@ -196,8 +197,9 @@ def test_a_header_may_be_the_timestamp(
         await c.streams.append(name, b"2", headers={"at": "1700000000123"})
 
     client.call(append)
-    frame = source(spark, stage, stream=name, timestampHeader="at").orderBy("offset")
-    times = [float(row.t) for row in frame.selectExpr("cast(timestamp as double) t").collect()]
+    frame = source(spark, stage, stream=name, timestampHeader="at")
+    columns = ("topic", "offset", "cast(timestamp as double) t")
+    times = [float(row.t) for row in rows_of(frame.selectExpr(*columns))]
     assert times == [datetime(2024, 5, 6, 7, 8, 9, tzinfo=UTC).timestamp(), 1_700_000_000.123]
 
 
@@ -225,7 +227,7 @@ def test_values_are_decoded_to_columns_and_what_does_not_fit_is_kept(
     }
     frame = source(spark, stage, **options)
     assert frame.columns[:5] == ["key", "id", "tags", "at", "_corrupt_value"]
-    first, *rest = frame.orderBy("offset").collect()
+    first, *rest = rows_of(frame)
     assert (first.id, first.tags, first["at"].lat, first._corrupt_value) == (
         7,
         ["x", "y"],
@@ -287,7 +289,7 @@ def test_a_cluster_is_read_as_a_member_that_takes_its_share(
         client.wait_for_members(name, 2, timeout=PATIENCE_S)
         client.call(send)
         until(lambda: len(heard) == 50 and len(pushed) + messages() == 250)
-    found = source(spark, stage, **options).orderBy("offset").collect()
+    found = rows_of(source(spark, stage, **options))
     assert {(row.topic, row.cluster) for row in found} == {(name, name)}
     taken = [bytes(row.value) for row in found]
     shared = [row for row in taken if row.startswith(b"push")]

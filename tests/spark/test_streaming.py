@@ -20,6 +20,10 @@ from spark.kit import (
     until,
 )
 
+from iris.spark.connections import connection
+from iris.spark.options import SourceOptions
+from iris.spark.planning import Planner
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
@@ -121,6 +125,38 @@ def test_a_trigger_waits_for_the_least_rows_unless_it_has_waited_long_enough(
     assert patient.rows == hasty.rows == rows
     assert patient.sizes == [110]
     assert len(hasty.sizes) > 1
+
+
+def test_what_comes_while_a_trigger_waits_goes_into_it(
+    stage: Relay, client: iris.blocking.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than into the next one, which Spark begins a pause later; unless there are to be more."""
+    make_stream(client, name)
+    wait = Planner._wait
+
+    def append_and_wait(planner: Planner, *args: Any) -> Any:
+        append_rows(client, name, 5)
+        return wait(planner, *args)
+
+    monkeypatch.setattr(Planner, "_wait", append_and_wait)
+    for least, grown in (("0", 5), ("100", 0)):
+        options = {"stream": name, "startingOffsets": "latest", "minOffsetsPerTrigger": least}
+        planner = Planner(SourceOptions.parse({**options, **stage.options}, streaming=True))
+        start = planner.initial()
+        assert planner.next_end(start) == start  # what it begins with is for the checkpoint
+        planner.ranges(start, start)
+        assert planner.next_end(start)[name].next == start[name].next + grown
+
+
+def test_a_connection_asks_once_what_a_stream_is(
+    stage: Relay, client: iris.blocking.Client, name: str
+) -> None:
+    make_stream(client, name)
+    uuid = client.call(lambda c: c.streams.describe(name)).uuid
+    link = connection(SourceOptions.parse({"stream": name, **stage.options}, streaming=True).access)
+    known = link.known(name, uuid)
+    assert known.name == name
+    assert link.known(name, uuid) is known
 
 
 def test_a_limit_in_bytes_makes_several_batches(
