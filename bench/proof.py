@@ -10,9 +10,11 @@
     python bench/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
     python bench/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
     python bench/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
+    python bench/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
+    python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in the place of the former one. All but sim and scale in real processes with a relay, keys and sockets of their own.
+and count, in the place of the former one. All but sim, scale and federation in real processes with a relay, keys and sockets of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ AREAS = (
     "discovery",
     "streams",
     "spark",
+    "federation",
+    "sites",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241

@@ -18,7 +18,7 @@
 (SciTools Iris, for Earth science, is imported by the same name: the two do not fit in one environment.)
 """
 
-from iris.client import Client, connect
+from iris.client import Client, Scope, connect
 from iris.config import ClientConfig, Limits
 from iris.core.message import Message
 from iris.core.parties import Lost
@@ -95,6 +95,7 @@ __all__ = [
     "Request",
     "RequestError",
     "RequestTimeout",
+    "Scope",
     "Service",
     "StagedAttempt",
     "StagedMissing",

@@ -201,6 +201,7 @@ class Attachment:
         session = Session(
             self._client, self.guard, self._entropy,
             label=config.label, pid=os.getpid(), message_limit=config.message_limit_bytes,
+            compress=config.compress,
         )  # fmt: skip
         pump = Pump(self, session, self._buffer, config.write_high_bytes)
         if hold:

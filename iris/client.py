@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import msgspec
 
@@ -53,8 +53,8 @@ from iris.survey import Survey
 from iris.transport import Pump
 from iris.tunnel import Tunnel
 from iris.wire import frames
-from iris.wire.frames import Kind
-from iris.wire.names import check_cluster, check_filter, check_group
+from iris.wire.frames import HERE, Kind
+from iris.wire.names import check_address, check_filter, check_group
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 
 MAX_LOSSES: Final = 1000
 LOG_INTERVAL_S: Final = 1.0
+Scope = Literal["site", "federation"]
+"""Whom a survey or broadcast is for: the members of this site, or of all."""
 SESSIONS_TRIED: Final = 3
 """Sessions that an idempotent request is sent on, as one after the other is lost."""
 
@@ -247,6 +249,7 @@ class Client:
     ) -> Any:  # fmt: skip
         """Send a request to one member and return its reply.
 
+        It is one of this site while anybody here takes it, else of the nearest site that has one; `cluster` as "eu:billing" names a site.
         `payload` is bytes or str (sent raw) or an object (sent as MessagePack). The reply is bytes if it was sent raw, else
         the object; with `type` it is decoded into that, `iris.Message` gives the whole message. At most once, unless
         `idempotent`, which lets it run again elsewhere when a member is lost.
@@ -317,20 +320,21 @@ class Client:
             await attachment.wait_writable()
 
     def survey(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
+        scope: Scope = "federation",
     ) -> Survey:  # fmt: skip
-        """Ask all members; iterate over the answers: `async for answer in client.survey(...)`.
+        """Ask all members, of all sites or (`scope="site"`) of this one; iterate over the answers: `async for answer in client.survey(...)`.
 
         Ends when all have answered or at the timeout; `missing` then names the members that did not.
         """
-        check_cluster(cluster)
+        address = _scoped(cluster, scope)
         data, packed = self._encode(payload, headers)
 
         async def start(survey: Survey) -> Callable[[], None]:
             until_s = _deadline(timeout)
             pump, session = await self._ready(cluster, timeout)
             pending = session.asks.send(
-                Kind.SURVEY, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
+                Kind.SURVEY, address, self._registry.cluster_keys(address)[0], data, headers, packed,
                 timeout_ms=_milliseconds(_seconds_left(until_s)), survey=survey,
             )  # fmt: skip
             pump.touch()
@@ -351,9 +355,10 @@ class Client:
     # -- casts -----------------------------------------------------------------------------------------------
 
     async def broadcast(
-        self, cluster: str, payload: object, *, headers: Headers | None = None
-    ) -> None:
-        """Send to every member that serves broadcasts; waits and fails as `publish`."""
+        self, cluster: str, payload: object, *, headers: Headers | None = None, scope: Scope = "federation"
+    ) -> None:  # fmt: skip
+        """Send to every member that serves broadcasts, in all sites or (`scope="site"`) in this one; waits and fails as `publish`."""
+        cluster = _scoped(cluster, scope)
         if not self._cast(Kind.BROADCAST, cluster, payload, headers):
             await self._attached().wait_writable()
             self._cast(Kind.BROADCAST, cluster, payload, headers, force=True)
@@ -593,7 +598,7 @@ class Client:
     # -- members ---------------------------------------------------------------------------------------------
 
     async def members(self, cluster: str, *, timeout: float = 5.0) -> Members:
-        """Return who is there now, under any of our keys for the cluster."""
+        """Return who is there now, under any of our keys for the cluster: each member of this site, and how many there are in others."""
         return await self.wait_for_members(cluster, 0, timeout=timeout)
 
     async def watch_members(self, cluster: str) -> AsyncIterator[Members]:
@@ -773,6 +778,18 @@ async def _within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:
             return await waiter
     except TimeoutError:
         raise RequestTimeout("relay", f"{text} within {timeout:g} s") from None
+
+
+def _scoped(cluster: str, scope: Scope) -> str:
+    """Return a cluster's name with the site that a scope means before it; raises InvalidName or ConfigError."""
+    site, name = check_address(cluster)
+    if scope == "federation":
+        return cluster
+    if scope != "site":
+        raise ConfigError(f"scope: {scope!r} is neither 'site' nor 'federation'")
+    if site not in ("", HERE):
+        raise ConfigError(f"scope: {cluster!r} names a site already")
+    return f"{HERE}:{name}"
 
 
 def _deadline(timeout: float) -> float:

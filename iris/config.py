@@ -58,6 +58,12 @@ class ClientConfig:
     `iris run` does it for its services. glibc only, and for good: another client of this process cannot take it back.
     """
 
+    compress: bool = False
+    """Compress what is sent, bundle by bundle, before it is sealed (zstd): for slow ways between sites. Receivers open it in any case.
+
+    Whoever sees the traffic learns how well it compressed: leave it off where strangers choose part of a message with a secret in it.
+    """
+
     relay_user: str = "iris"
     """A relay is trusted if it runs as us, as root, or as this user."""
 

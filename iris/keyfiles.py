@@ -1,4 +1,4 @@
-"""Key files on disk: `keyring.toml` and `network.toml`, mode 0600, in the configuration directory.
+"""Key files on disk: `keyring.toml` and `network.toml`, mode 0600, in the configuration directory, and a site's key file.
 
 The layouts are those of `iris.crypto.keyring`; this module only reads and writes. A file is opened
 once and judged by its descriptor, so nobody can swap it between check and read. A file that others
@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from iris import paths
-from iris.crypto.keyring import Keyring, dump_network_keys, parse_network_keys
-from iris.crypto.keys import SECRET_BYTES, ClusterKey, NetworkKey
+from iris.crypto.keyring import (
+    Keyring,
+    dump_network_keys,
+    dump_site_key,
+    parse_network_keys,
+    parse_site_key,
+)
+from iris.crypto.keys import SECRET_BYTES, ClusterKey, NetworkKey, SiteKey
 from iris.errors import KeyringError
 
 KEYRING_FILE: Final = "keyring.toml"
@@ -124,6 +130,39 @@ def load_network_keys(path: Path) -> tuple[NetworkKey, ...]:
         KeyringError: as `load_keyring`.
     """
     return load(path, parse_network_keys)
+
+
+def load_site_key(path: Path) -> SiteKey:
+    """Return the site key in the file `path`.
+
+    Raises:
+        KeyringError: as `load_keyring`.
+    """
+    return load(path, parse_site_key)
+
+
+def create_site_key(path: Path, entropy: Callable[[int], bytes] = os.urandom) -> SiteKey:
+    """Write a new site key into the new file `path`, mode 0600, and return it.
+
+    Raises:
+        KeyringError: there is such a file, which was left alone, or the disk refused; then none is left.
+    """
+    key = SiteKey(entropy(SECRET_BYTES))
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise KeyringError(f"{path} is there already; it was left alone") from error
+    except OSError as error:
+        raise KeyringError(f"cannot create {path}: {error.strerror}") from error
+    try:
+        _write(descriptor, dump_site_key(key))
+        _sync_directory(path.parent)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise KeyringError(f"cannot write {path}: {error.strerror}") from error
+        raise
+    return key
 
 
 def save_keyring(path: Path, keyring: Keyring) -> None:

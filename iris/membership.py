@@ -7,19 +7,25 @@ from collections.abc import Sequence
 
 from iris.core.session import Session
 from iris.crypto.keys import ClusterKey
+from iris.errors import InvalidName
 from iris.wire import frames
-from iris.wire.frames import Kind, MemberInfo
+from iris.wire.frames import HERE, Kind, MemberInfo
+from iris.wire.names import check_address
 
 
 class Members(Sequence[MemberInfo]):
     """The members of one cluster at one time, oldest first.
 
-    `others` counts members of the same name under keys that we did not ask for, by the first 8 hex digits of the key id.
+    `others` counts members of the same name under keys that we did not ask for, by the first 8 hex digits of the key id; `sites` those in
+    other sites, as they were when this list was asked for: they are known by their number alone.
     """
 
-    def __init__(self, cluster: str, members: Sequence[MemberInfo], others: dict[str, int]) -> None:
+    def __init__(
+        self, cluster: str, members: Sequence[MemberInfo], others: dict[str, int], sites: dict[str, int]
+    ) -> None:  # fmt: skip
         self.cluster = cluster
         self.others = others
+        self.sites = sites
         self._members = tuple(members)
 
     def __len__(self) -> int:
@@ -41,6 +47,11 @@ class Watcher:
     """Follows one cluster over reconnects."""
 
     def __init__(self, cluster: str, keys: Sequence[ClusterKey]) -> None:
+        site, cluster = check_address(cluster)
+        if site not in ("", HERE):
+            raise InvalidName(
+                f"{site}:{cluster}: members of another site are known by their number alone, `Members.sites`"
+            )
         self.cluster = cluster
         self.ended = False
         self._keys = keys
@@ -48,6 +59,7 @@ class Watcher:
         self._number = 0
         self._members: dict[str, MemberInfo] = {}
         self._others: dict[str, int] = {}
+        self._sites: dict[str, int] = {}
         self._heard = asyncio.Event()
         self._changed = asyncio.Event()
         self._fresh = True
@@ -86,12 +98,12 @@ class Watcher:
 
     def members(self) -> Members:
         """Return who is there as far as we heard."""
-        return Members(self.cluster, list(self._members.values()), self._others)
+        return Members(self.cluster, list(self._members.values()), self._others, self._sites)
 
     def _hear(self, heard: frames.Membership) -> None:
         if self._fresh:  # the first answer of a session is the whole list
             self._members = {}
-            self._others = heard.others
+            self._others, self._sites = heard.others, heard.sites
             self._fresh = False
         self._members.update({info.member: info for info in heard.joined})
         for member in heard.left:

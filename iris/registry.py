@@ -20,7 +20,7 @@ from iris.service import ServiceBinding
 from iris.subscription import Subscription
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
-from iris.wire.names import check_cluster, check_topic, matches
+from iris.wire.names import check_address, check_topic, is_wild, matches
 
 MAX_CACHED_KEYS = 65_536
 Place = tuple[str, str]
@@ -36,6 +36,8 @@ class Registry:
         self.watchers: list[Watcher] = []
         self._bindings: dict[int, ServiceBinding] = {}
         self._subscriptions: dict[Place, list[Subscription]] = {}
+        self._wild: dict[Place, None] = {}
+        """Those of them whose filter may match more than one topic: each is looked at for every new topic."""
         self._answers: dict[Place, asyncio.Future[None]] = {}
         """The latest registration of each place: what `ready` waits for."""
         self._keys: dict[bytes, ClusterKey] = {}
@@ -59,10 +61,10 @@ class Registry:
         return self._keys.get(key_id)
 
     def cluster_keys(self, cluster: str) -> tuple[ClusterKey, ...]:
-        """Return the keys of a cluster, the sealing one first; raises InvalidName or KeyringError."""
+        """Return the keys of a cluster, the sealing one first, whatever site it is named in; raises InvalidName or KeyringError."""
         keys = self._cluster_keys.get(cluster)
         if keys is None:
-            keys = self.keyring.for_cluster(check_cluster(cluster))
+            keys = self.keyring.for_cluster(check_address(cluster)[1])
             if not keys:
                 raise KeyringError(
                     f"no key for cluster {cluster!r}; add one with `iris key add {cluster}`"
@@ -146,6 +148,8 @@ class Registry:
         place = (subscription.filter, subscription.group)
         known = self._subscriptions.setdefault(place, [])
         known.append(subscription)
+        if is_wild(subscription.filter):
+            self._wild[place] = None
         if session is not None:
             session.subscriptions_version += 1
             if len(known) == 1:
@@ -203,6 +207,7 @@ class Registry:
         if known:
             return None
         del self._subscriptions[place]
+        self._wild.pop(place, None)
         self._answers.pop(place, None)
         return _unsubscribe(session, place) if session is not None else None
 
@@ -215,8 +220,11 @@ class Registry:
             return ()
         found: list[Sink] = []
         grouped: dict[str, list[Subscription]] = {}
-        for (pattern, group), subscriptions in self._subscriptions.items():
-            if (group in flow.groups if group else flow.plain) and matches(pattern, flow.name):
+        places = [(flow.name, group) for group in ("", *sorted(flow.groups))]
+        places += [place for place in self._wild if matches(place[0], flow.name)]
+        for place in places:
+            group, subscriptions = place[1], self._subscriptions.get(place, ())
+            if group in flow.groups if group else flow.plain:
                 (grouped.setdefault(group, []) if group else found).extend(subscriptions)
         # Chosen by sender, so that each sender's order is kept.
         found += [each[flow.sender_id[0] % len(each)] for each in grouped.values()]

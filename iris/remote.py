@@ -162,14 +162,26 @@ def peer_access_id(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
 
 
 def _peer_id(tls: ssl.SSLObject | ssl.SSLSocket, scheme: str) -> bytes:
+    text = peer_name(tls, scheme)
+    if not _ID.fullmatch(text):
+        raise PeerProtocolError(f"the peer's certificate holds no {scheme}: name")
+    return bytes.fromhex(text)
+
+
+def peer_name(tls: ssl.SSLObject | ssl.SSLSocket, scheme: str) -> str:
+    """Return what follows `scheme:` in the one name of the certificate that the handshake verified.
+
+    Raises:
+        PeerProtocolError: it names no such thing, or more than one.
+    """
     certificate = tls.getpeercert() or {}
     # typeshed gives every field of a certificate the union of all their types.
     names = [name for name in certificate.get("subjectAltName", ()) if isinstance(name, tuple)]
     uris = [str(value) for kind, value in names if kind == "URI"]
     if len(uris) == 1:
         found, _, text = uris[0].partition(":")
-        if found == scheme and _ID.fullmatch(text):
-            return bytes.fromhex(text)
+        if found == scheme:
+            return text
     raise PeerProtocolError(f"the peer's certificate holds no {scheme}: name")
 
 

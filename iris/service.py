@@ -15,11 +15,11 @@ from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.parties import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
-from iris.errors import ConfigError, DecodeError
+from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.frames import Kind, Refusal, Serving
-from iris.wire.names import check_cluster, check_filter, check_group
+from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
 if TYPE_CHECKING:
     from iris.client import Client
@@ -38,6 +38,8 @@ class Service:
 
     def __init__(self, name: str, *, limits: Limits | None = None) -> None:
         self.name = check_cluster(name)
+        if split_site(name)[0]:
+            raise InvalidName(f"{name!r} names a site; a service serves in its own")
         self.limits = limits or Limits()
         self.handlers: dict[Kind, Handler] = {}
         self.topics: list[tuple[str, str, Handler]] = []

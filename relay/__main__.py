@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -15,6 +15,8 @@ from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from relay.config import load_config
 from relay.daemon import run
+
+_SITES: Final = "Other sites"
 
 
 def relay(
@@ -55,11 +57,48 @@ def relay(
         Path | None,
         typer.Option(help="Keep durable streams here: starts a store.", file_okay=False),
     ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The site that this relay is in.", rich_help_panel=_SITES),
+    ] = None,
+    gateway: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="tls://HOST:PORT", help="Where gateways of other sites connect. Repeatable.", rich_help_panel=_SITES
+        ),
+    ] = None,
+    site_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="This site's key (`iris federation key`).", dir_okay=False, rich_help_panel=_SITES),
+    ] = None,
+    peer_site: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE=tls://HOST:PORT#FINGERPRINT",
+            help="Another site: its gateways' addresses (with commas; none: they dial us) and its key's fingerprint. Repeatable.",
+            rich_help_panel=_SITES,
+        ),
+    ] = None,
+    site_cost: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE=MS", help="What requests to a site cost on top of the round trip. Repeatable.", rich_help_panel=_SITES),
+    ] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="What other sites may know of: names, filters, or !FILTER for what not. Repeatable. Default: all.",
+            rich_help_panel=_SITES,
+        ),
+    ] = None,
+    import_: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="PATTERN", help="The same of what this site takes from others. Repeatable.", rich_help_panel=_SITES),
+    ] = None,
     dev: Annotated[
         bool,
         typer.Option("--dev", help="Alone, with throw-away keys that this user's programs find."),
     ] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).
 
     \b
@@ -68,12 +107,16 @@ def relay(
       iris relay --join 10.0.0.7:7430
       iris relay --listen tls://0.0.0.0:7431
       iris relay --data /var/lib/iris
+      iris relay --site eu --site-key eu.toml --gateway tls://0.0.0.0:7440 \\
+          --peer-site us=tls://gw.us.example:7440#FINGERPRINT
     """
     try:
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
-            "listen": listen or None, "data": data and data.absolute(),
+            "listen": listen or None, "data": data and data.absolute(), "site": site, "gateway": gateway or None,
+            "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
+            "export": export or None, "import": import_ or None,
         }  # fmt: skip
         chosen = load_config(overrides, os.environ, config)
         keys = _dev_keys(os.environ) if chosen.dev else _network_keys(os.environ)

@@ -114,12 +114,19 @@ async def connect(loop: asyncio.AbstractEventLoop, connection: socket.socket, pl
         raise OSError(error, os.strerror(error))
 
 
-def prepare(connection: socket.socket) -> None:
-    """Set what a link's socket needs."""
+def prepare(connection: socket.socket, *, far: bool = False) -> None:
+    """Set what the socket of a link needs, or with `far` that of a connection to another site.
+
+    Over long round trips the kernel chooses how much it buffers (a bound of ours would be one of the throughput), and what stands
+    between the sites is to keep the connection in mind.
+    """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD_BYTES)
+    if far:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    else:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD_BYTES)
 
 
 def show(host: str, port: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
+import re
 import tomllib
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iris import paths
-from iris.errors import ConfigError
+from iris.crypto.keys import parse_fingerprint
+from iris.errors import ConfigError, InvalidName, KeyringError
+from iris.wire.names import check_filter, check_site
 from relay.discovery.seeds import MAX_JOINS, parse_join
 from relay.socketfile import MAX_PATH_BYTES
 
@@ -21,6 +24,13 @@ if TYPE_CHECKING:
     from iris.crypto.keys import NetworkKey
 
 MAX_LISTEN = 16
+MAX_SITES = 64
+MAX_PINS = 8
+"""Keys that are pinned for one site: two while it changes its own."""
+MAX_GATEWAYS = 16
+"""Addresses of one site."""
+MAX_COST_MS = 3_600_000
+MAX_PATTERNS = 1024
 ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
 
@@ -124,6 +134,28 @@ class RelayConfig:
     """Keys of the networks whose relays are admitted. Kept out of `repr`, so out of logs. Read from key
     files by the caller, never from settings: an environment or a settings file is no place for keys."""
 
+    site: str = ""
+    """The site that this relay is in: 1 to 32 of a-z, 0-9 and -. Empty: it has no name. All relays of a site have the same."""
+
+    gateway: tuple[str, ...] = ()
+    """Where gateways of other sites are accepted, each tls://HOST:PORT. Makes this relay a gateway, as `peer_site` does."""
+
+    site_key: Path | None = None
+    """File of the key that shows gateways of this site to other sites, as `iris federation key` makes one."""
+
+    peer_site: tuple[str, ...] = ()
+    """Other sites: SITE=tls://HOST:PORT,tls://HOST:PORT#FINGERPRINT, the address of each of their gateways and what `iris federation
+    key` printed there. Without an address they dial us. Entries of the same site add to each other."""
+
+    site_cost: tuple[str, ...] = ()
+    """What it costs to send requests to another site, SITE=MS: milliseconds that count on top of the round trip. 0 if not said."""
+
+    export: tuple[str, ...] = ()
+    """Clusters and topics of this site that others may know of: names and filters, "!" before those that they may not. Empty: all."""
+
+    import_: tuple[str, ...] = ()
+    """Clusters and topics of other sites that this one may know of, written as in `export`. The setting is called `import`."""
+
     dev: bool = False
     """True for a relay on a developer's machine."""
 
@@ -169,10 +201,10 @@ class RelayConfig:
                 ipaddress.ip_address(address)
             except ValueError as err:
                 raise ConfigError(f"bind: {address!r} is not an IP address") from err
-        for name in ("join", "listen", "port") if self.dev else ():
-            if getattr(self, name) not in ((), None):
+        for name in (*_NOT_DEV, "port") if self.dev else ():
+            if getattr(self, name) not in ((), None, ""):
                 raise ConfigError(
-                    f"{name}: a development relay stays alone; make keys with `iris key new`, copy network.toml to the other hosts, and "
+                    f"{_SETTINGS.get(name, name)}: a development relay stays alone; make keys with `iris key new`, copy network.toml to the other hosts, and "
                     "leave out --dev"
                 )
         if len(self.listen) > MAX_LISTEN:
@@ -183,8 +215,55 @@ class RelayConfig:
             raise ConfigError(f"join: {len(self.join)} entries, over {MAX_JOINS}")
         for join in self.join:
             parse_join(join)
+        self._check_federation()
         if self.log_level not in _LOG_LEVELS:
             raise ConfigError(f"log_level: {self.log_level!r} is none of {', '.join(_LOG_LEVELS)}")
+
+    @property
+    def is_gateway(self) -> bool:
+        """Whether this relay meets other sites."""
+        return bool(self.gateway or self.peer_site)
+
+    def _check_federation(self) -> None:
+        if self.site:
+            _site("site", self.site)
+        if len(self.gateway) > MAX_LISTEN:
+            raise ConfigError(f"gateway: {len(self.gateway)} entries, over {MAX_LISTEN}")
+        for text in self.gateway:
+            parse_gateway(text)
+        peers = peer_sites(self)
+        costs = site_costs(self)
+        for name in ("export", "import"):
+            patterns: tuple[str, ...] = getattr(self, _FIELDS.get(name, name))
+            if len(patterns) > MAX_PATTERNS:
+                raise ConfigError(f"{name}: {len(patterns)} patterns, over {MAX_PATTERNS}")
+            for text in patterns:
+                parse_pattern(name, text)
+            if patterns and not self.is_gateway:
+                raise ConfigError(
+                    f"{name}: is for gateways; this relay has neither gateway nor peer_site"
+                )
+        if not self.is_gateway:
+            if costs:
+                raise ConfigError(f"site_cost: {next(iter(costs))} is no peer_site")
+            return
+        named = "gateway" if self.gateway else "peer_site"
+        if not self.site:
+            raise ConfigError(f"site: a relay with {named} needs the name of its site")
+        if self.site_key is None:
+            raise ConfigError(
+                f"site_key: a relay with {named} needs the key of its site; make one with `iris federation key FILE`"
+            )
+        for site, peer in peers.items():
+            if site == self.site:
+                raise ConfigError(f"peer_site: {site} is this site; its relays link by themselves")
+            if not peer.addresses and not self.gateway:
+                raise ConfigError(
+                    f"peer_site: {site} has no address, and without gateway there is none that it could dial"
+                )
+        for site in costs:
+            if site not in peers:
+                raise ConfigError(f"site_cost: {site} is no peer_site")
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value: float = getattr(self, name)
@@ -193,19 +272,124 @@ class RelayConfig:
             raise ConfigError(f"{name}: {value} is not {bounds}")
 
 
+@dataclass(frozen=True, slots=True)
+class PeerSite:
+    """Another site as `peer_site` has it."""
+
+    site: str
+    addresses: tuple[tuple[str, int], ...]
+    """Host (a name, or numeric without brackets) and port of each of its gateways that is dialled."""
+    pins: tuple[bytes, ...]
+    """Its public keys, 32 bytes each."""
+
+
 def parse_listen(text: str) -> tuple[str, int]:
     """Return host and port of `tls://host:port`; raises ConfigError, for a listener without TLS above all."""
-    parts = urllib.parse.urlsplit(text)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "tls":
+    if not text.startswith("tls:"):
         raise ConfigError(
             f"listen: {text!r} is not tls://HOST:PORT; there is no listener without TLS: programs of this host use the socket"
         )
-    if not host or port is None or parts.path.strip("/") or parts.query or parts.username:
-        raise ConfigError(f"listen: {text!r} is not tls://HOST:PORT")
+    return _tls_address("listen", text)
+
+
+def parse_gateway(text: str) -> tuple[str, int]:
+    """Return host and port of `tls://host:port`; raises ConfigError."""
+    return _tls_address("gateway", text)
+
+
+def parse_peer_site(text: str) -> PeerSite:
+    """Return one entry SITE=[tls://HOST:PORT[,tls://HOST:PORT...]]#FINGERPRINT; raises ConfigError."""
+    site, equals, rest = text.partition("=")
+    listed, sharp, pin = rest.partition("#")
+    if not equals or not sharp:
+        raise ConfigError(f"peer_site: {text!r} is not SITE=tls://HOST:PORT#FINGERPRINT")
+    _site("peer_site", site)
+    addresses: list[tuple[str, int]] = []
+    for address in listed.split(",") if listed.strip() else ():
+        host, port = _tls_address("peer_site", address.strip())
+        try:
+            parse_join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except ConfigError as err:
+            raise ConfigError(f"peer_site: {address!r} names no host, or no port to dial") from err
+        addresses.append((host, port))
+    try:
+        return PeerSite(site, tuple(addresses), (parse_fingerprint(pin.strip()),))
+    except KeyringError as err:
+        raise ConfigError(f"peer_site: {site}: {err}") from err
+
+
+def peer_sites(config: RelayConfig) -> dict[str, PeerSite]:
+    """Return the other sites by name, entries of the same site as one.
+
+    Raises:
+        ConfigError: an entry is malformed, there are too many, or two sites have the same key.
+    """
+    found: dict[str, PeerSite] = {}
+    for text in config.peer_site:
+        more = parse_peer_site(text)
+        known = found.get(more.site, PeerSite(more.site, (), ()))
+        found[more.site] = PeerSite(
+            more.site,
+            tuple(dict.fromkeys(known.addresses + more.addresses)),
+            tuple(dict.fromkeys(known.pins + more.pins)),
+        )
+    if len(found) > MAX_SITES:
+        raise ConfigError(f"peer_site: {len(found)} sites, over {MAX_SITES}")
+    owners: dict[bytes, str] = {}
+    for peer in found.values():
+        if len(peer.addresses) > MAX_GATEWAYS or len(peer.pins) > MAX_PINS:
+            raise ConfigError(
+                f"peer_site: {peer.site} has over {MAX_GATEWAYS} addresses or {MAX_PINS} fingerprints"
+            )
+        for pin in peer.pins:
+            owner = owners.setdefault(pin, peer.site)
+            if owner != peer.site:
+                raise ConfigError(f"peer_site: {owner} and {peer.site} have the same fingerprint")
+    return found
+
+
+def site_costs(config: RelayConfig) -> dict[str, int]:
+    """Return the cost of other sites in ms, where one is said; raises ConfigError."""
+    costs: dict[str, int] = {}
+    for text in config.site_cost:
+        site, _, cost = text.partition("=")
+        _site("site_cost", site.strip())
+        cost_ms = _whole(cost.strip())
+        if cost_ms is None or not 0 <= cost_ms <= MAX_COST_MS:
+            raise ConfigError(
+                f"site_cost: {text!r} is not SITE=MS, a whole number of ms from 0 to {MAX_COST_MS}"
+            )
+        if site.strip() in costs:
+            raise ConfigError(f"site_cost: {site.strip()} is there twice")
+        costs[site.strip()] = cost_ms
+    return costs
+
+
+def parse_pattern(setting: str, text: str) -> tuple[bool, str]:
+    """Return whether a pattern of `export` or `import` denies, and its name or filter; raises ConfigError."""
+    denies = text.startswith("!")
+    try:
+        return denies, check_filter(text.removeprefix("!"))
+    except InvalidName as err:
+        raise ConfigError(f"{setting}: {err}") from err
+
+
+def _site(setting: str, name: str) -> str:
+    try:
+        return check_site(name)
+    except InvalidName as err:
+        raise ConfigError(f"{setting}: {err}") from err
+
+
+def _tls_address(setting: str, text: str) -> tuple[str, int]:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as err:
+        raise ConfigError(f"{setting}: {text!r} is not tls://HOST:PORT") from err
+    beside = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    if parts.scheme != "tls" or not host or port is None or beside:
+        raise ConfigError(f"{setting}: {text!r} is not tls://HOST:PORT")
     return host, port
 
 
@@ -254,6 +438,7 @@ def load_config(
         if value is not None:
             given = name in _GIVEN_ONLY
             values[name] = value if given else _parse(name, value, name)
+    values = {_FIELDS.get(name, name): value for name, value in values.items()}
     values["config_file"] = file
     default_path = paths.default_socket(environ, os.geteuid() if uid is None else uid)
     socket_path = values.pop("socket_path", default_path)
@@ -310,6 +495,13 @@ def _texts(value: object) -> tuple[str, ...] | None:
     return None
 
 
+def _sites(value: object) -> tuple[str, ...] | None:
+    """As `_texts`, of entries that begin with SITE= and have commas of their own."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in _NEXT_SITE.split(value) if part.strip())
+    return _texts(value)
+
+
 def _bits(value: object) -> int | None:
     """Texts are octal, as for chmod; TOML and Python write 0o660 themselves."""
     if isinstance(value, str):
@@ -340,6 +532,7 @@ _WANTED: dict[Callable[[object], object], str] = {
     _bits: "octal permission bits",
     _port: "a whole number",
     _texts: "a list of texts",
+    _sites: "a list of texts",
     _seconds: "a number of seconds",
     _truth: "true or false",
 }
@@ -356,10 +549,26 @@ _BY_ANNOTATION: dict[object, Callable[[object], object]] = {
 }
 # Not settings: a flag's code may give these, a file or an environment may not.
 _GIVEN_ONLY = ("network_keys",)
+_NOT_DEV = (
+    "join",
+    "listen",
+    "site",
+    "gateway",
+    "site_key",
+    "peer_site",
+    "site_cost",
+    "export",
+    "import_",
+)
+_NEXT_SITE = re.compile(r",(?=[^,=]*=)")
+# Settings whose name is no name in Python -> fields, and back.
+_FIELDS = {"import": "import_"}
+_SETTINGS = {name: setting for setting, name in _FIELDS.items()}
 _FILE_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG_FILE"
 _PARSERS = {
-    found.name: _BY_ANNOTATION[found.type]
+    _SETTINGS.get(found.name, found.name): _BY_ANNOTATION[found.type]
     for found in fields(RelayConfig)
     if found.name not in (*_GIVEN_ONLY, "config_file")
 }
 _PARSERS["socket_mode"] = _bits  # no number of the usual kind
+_PARSERS["peer_site"] = _sites

@@ -1,6 +1,6 @@
 """The relay as a process: what starts, in which order it stops, and the signals.
 
-bind socket -> router -> sessions -> links -> READY=1 -> discovery -> ... -> STOPPING=1 -> end discovery -> drain -> close -> release
+bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery -> ... -> STOPPING=1 -> end discovery -> drain -> close -> release
 
 SIGTERM and SIGINT stop it, SIGHUP has it read its network keys again.
 """
@@ -8,34 +8,35 @@ SIGTERM and SIGINT stop it, SIGHUP has it read its network keys again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from iris import keyfiles
 from iris.crypto.keys import NetworkKey
-from iris.errors import IrisError
+from iris.errors import ConfigError, IrisError
 from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify, socketfile
 from relay.addresses import show
 from relay.config import RelayConfig
+from relay.core.policy import Policy
 from relay.core.router import Limits, Router
 from relay.discovery import Discovery
 from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
 from relay.discovery.zeroconf import MulticastDiscovery
+from relay.federation import GatewayHub
+from relay.hub import Hub
 from relay.links import LinkHub
 from relay.logs import configure
 from relay.ports import Driver
+from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.remote import RemoteListener
 from relay.sessions import SessionHub
 from relay.supervisor import StoreSupervisor
@@ -70,6 +71,8 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
         entropy=entropy,
         message_limit=config.message_limit_bytes,
         limits=limits,
+        site=config.site,
+        policy=Policy(config.export, config.import_),
         label=socket.gethostname()[:64],
     )
 
@@ -77,7 +80,7 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
 class Relay:
     """One relay. `start` binds and serves, `stop` drains and closes; both are awaited in one event loop.
 
-    It has links when it has network keys and is no development relay.
+    It has links when it has network keys and is no development relay, and connections to other sites when it is a gateway.
     """
 
     def __init__(self, config: RelayConfig) -> None:
@@ -91,6 +94,13 @@ class Relay:
         self.remote: RemoteListener | None = None
         if self.links is not None and config.listen:
             self.remote = RemoteListener(self.hub, self.links.credentials)
+        self.gateways: GatewayHub | None = None
+        if config.is_gateway:
+            if self.links is None:
+                named = "gateway" if config.gateway else "peer_site"
+                raise ConfigError(f"{named}: a gateway needs the network keys of its site's relays")
+            self.gateways = GatewayHub(self.driver, config)
+        self._hubs: list[Hub] = [hub for hub in (self.links, self.gateways) if hub is not None]
         self._discoveries: dict[str, Discovery] = {}
         self._sighted: set[object] = set()
         self._store: StoreSupervisor | None = None
@@ -112,11 +122,13 @@ class Relay:
         try:
             if self.links is not None:
                 self.links.listen()
+            if self.gateways is not None:
+                self.gateways.listen()
             if self.remote is not None:
                 self.remote.listen(self.config.listen)
         except BaseException:
-            if self.links is not None:
-                self.links.stop_listening()
+            for hub in self._hubs:
+                hub.stop_listening()
             self._socket.listener.close()
             self._socket.release()
             self._socket = None
@@ -127,6 +139,8 @@ class Relay:
             self._task(self._store.run(), "iris-store")
         if self.links is not None:
             self._discover(self.links)
+        if self.gateways is not None:
+            self.gateways.dial()
         fields = {
             "relay": self.router.relay_id.hex(),
             "socket": str(self.config.socket_path),
@@ -145,9 +159,10 @@ class Relay:
                 self._socket.listener.close()
             if self.remote is not None:
                 self.remote.stop_listening()
-            if self.links is not None:
-                self.links.stop_listening()
-                await self.links.stop_dialling()
+            for hub in self._hubs:
+                hub.stop_listening()
+            for hub in self._hubs:
+                await hub.stop_dialling()
             await self._stop_discovery()
             self.driver.turn()
             self.router.drain(int(bound_s * 1000))
@@ -161,8 +176,7 @@ class Relay:
                 quiet = quiet + 1 if self.hub.idle and self._links_idle else 0
             if self._store is not None:
                 await self._store.stop()
-            if self.links is not None:
-                await self.links.close()
+            await asyncio.gather(*(hub.close() for hub in self._hubs))
         finally:
             if self._store is not None:
                 self._store.kill()
@@ -170,8 +184,8 @@ class Relay:
                 task.cancel()
             self._tasks.clear()
             self.hub.end()
-            if self.links is not None:
-                self.links.end()
+            for hub in self._hubs:
+                hub.end()
             if self._socket is not None:
                 self._socket.release()
                 self._socket = None
@@ -185,7 +199,7 @@ class Relay:
 
     @property
     def _links_idle(self) -> bool:
-        return self.links is None or self.links.idle
+        return all(hub.idle for hub in self._hubs)
 
     def garbled_name(self) -> None:
         """A stranger named a network by what is no text at all."""
@@ -273,9 +287,14 @@ class Relay:
             tried += map(str, found) if isinstance(found, list) else []
         return tried
 
+    @property
+    def _linked(self) -> bool:
+        """Whether there is another relay, be it in another site."""
+        return bool(self.router.links or self.router.wans)
+
     def _check_found(self) -> None:
         self._found = None
-        if not self.router.links:
+        if not self._linked:
             fields = {"tried": self._tried(), "type": JOIN_HINT}
             log.warning("discovery.nothing_found", extra={"fields": fields})
 
@@ -307,30 +326,15 @@ class Relay:
         status.update(self.links.status())
         if self.remote is not None:
             status.update(self.remote.status())
+        if self.gateways is not None:
+            status["gateways"] = self.gateways.status()
         discovery: dict[str, object] = {
             name: found.status() for name, found in self._discoveries.items()
         }
-        if self._discoveries and not self.router.links and up_s > NOTHING_FOUND_S:
+        if self._discoveries and not self._linked and up_s > NOTHING_FOUND_S:
             discovery["nothing_found"] = {"tried": self._tried(), "type": JOIN_HINT}
         status["discovery"] = discovery
         return status
-
-
-def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set, whoever else may set it; a second signal ends the process at once."""
-    stop = asyncio.Event()
-    signalled = False
-
-    def on_signal() -> None:
-        nonlocal signalled
-        if signalled:
-            os._exit(1)
-        signalled = True
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
 
 
 async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
@@ -362,15 +366,6 @@ def read_keys_again(relay: Relay, environ: Mapping[str, str]) -> None:
         log.error("links.keys_unreadable", extra={"fields": {"error": str(err)}})
 
 
-def raise_descriptor_limit() -> None:
-    """Allow as many descriptors as the hard limit does."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # containers may forbid it; the soft limit then stands
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def run(config: RelayConfig, environ: Mapping[str, str]) -> None:
     """Run a relay in this process until it is told to stop: logging, memory settings, event loop."""
     configure(config.log_level)
@@ -378,12 +373,3 @@ def run(config: RelayConfig, environ: Mapping[str, str]) -> None:
     keep_freed_memory()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(serve(config, environ))
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, where it exists."""
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop

@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -101,8 +101,11 @@ class Dialler:
         dial: Callable[[Target, Address], Awaitable[Outcome]],
         linked: Callable[[bytes], bool],
         rng: random.Random | None = None,
+        *,
+        kind: str = "link",
     ) -> None:
-        """`dial` tries one address of a target; `linked` says whether a relay is linked now."""
+        """`dial` tries one address of a target; `linked` says whether a relay is linked now; `kind` is how events of the log begin."""
+        self._kind = kind
         self._own_id = own_id
         self._dial = dial
         self._linked = linked
@@ -166,6 +169,11 @@ class Dialler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def targets(self) -> Iterable[Target]:
+        """What is dialled, linked or not."""
+        return self._targets.values()
 
     def status(self) -> dict[str, object]:
         """Return what is dialled and how that goes, for people: at most 64 targets."""
@@ -292,14 +300,14 @@ class Dialler:
         except Exception as err:  # a fault of ours costs this dial, and not the target
             outcome = Outcome(f"internal error: {err!r}")
             if target.error != outcome.what:
-                log.exception("link.dial_fault")
+                log.exception("%s.dial_fault", self._kind)
         finally:
             target.dialling = False
         linked = target.relay_id is not None and self._linked(target.relay_id)
         target.error = "" if linked else outcome.what
         if not linked and not target.failures and not target.told_by_peer:
             fields = {"source": target.source, "error": target.error}
-            log.warning("link.not_reached", extra={"fields": fields})
+            log.warning("%s.not_reached", self._kind, extra={"fields": fields})
         if outcome.what == OURSELVES:
             self._schedule(target, SELF_S)
         elif linked:

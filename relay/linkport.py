@@ -7,7 +7,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, cast
 
 import msgspec
 
@@ -26,13 +26,14 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION, TUNNEL_KINDS
 from iris.wire.names import printable
-from relay.core.link import Link
+from relay.core.session import Neighbor
 from relay.dialling import LINKED, OURSELVES, UP, Outcome
 from relay.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
 from relay.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Secured
-from relay.tls import LINK_ALPN, Credentials, check_alpn, peer_relay_id
+from relay.tls import LINK_ALPN, check_alpn, peer_relay_id
 
 if TYPE_CHECKING:
+    from relay.hub import Hub
     from relay.links import LinkHub
 
 log = logging.getLogger(__name__)
@@ -79,18 +80,30 @@ class Refused(PeerProtocolError):
         self.reason = reason
 
 
+class Dialling(Protocol):
+    """As whom a connection is dialled; see `relay.tls`."""
+
+    @property
+    def server_name(self) -> str: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+
+
 class LinkPort(ConnectionPort):
     """One connection to a relay, or to a stranger. Implements `relay.core.ports.Port` once it is a link."""
 
     high_water_bytes = HIGH_WATER_BYTES
+    alpn: ClassVar[str] = LINK_ALPN
+    unknown_name: ClassVar[str] = WRONG_NETWORK
+    """Why a connection is refused whose server name the acceptor does not know."""
 
     def __init__(
         self,
-        hub: LinkHub,
+        hub: Hub,
         address: str,
         context: ssl.SSLContext,
         *,
-        credentials: Credentials | None = None,
+        credentials: Dialling | None = None,
         dial_us: int = 0,
     ) -> None:
         """Accept under `context`, or dial with `credentials`, begun at `dial_us`."""
@@ -100,7 +113,10 @@ class LinkPort(ConnectionPort):
         self.dial_us = dial_us
         """When the dialler dialled, by its clock."""
         self.fingerprint = credentials.fingerprint if credentials is not None else b""
-        self.link: Link | None = None
+        """Of the key that the other side's certificate is under."""
+        self.relay_id = b""
+        """Whose it is, by that certificate."""
+        self.link: Neighbor | None = None
         self.reason = ""
         """Why it ended."""
         self.made = False
@@ -114,7 +130,6 @@ class LinkPort(ConnectionPort):
         self._shaking = True
         self._broken = False
         """TLS has failed: nothing can be written any more."""
-        self._relay_id = b""
         self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self._entry: Callable[[memoryview, int, int], None]
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
@@ -135,18 +150,26 @@ class LinkPort(ConnectionPort):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.made = True
+        if not self.dialled:
+            self.made = True
         if self._closed:  # given up meanwhile
-            self._transport.abort()
+            if self.made:
+                self._transport.abort()
             return
         self._hub.ports.add(self)
         name = self.credentials.server_name if self.credentials is not None else None
         self._secured = Secured(self._context, self._transport, name)
         self._writer = self._secured
-        if self.dialled:
-            self._secured.handshake()
-        else:
+        if not self.dialled:
             self._hub.half_open(self)
+
+    def begin(self) -> None:
+        """Go on with a dial, whose transport has taken the socket over by now: uvloop would close one twice that ends before."""
+        self.made = True
+        if self._closed:
+            self._transport.abort()
+        else:
+            self._secured.handshake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._driver.buffer.view
@@ -168,10 +191,13 @@ class LinkPort(ConnectionPort):
             self._protocol_error(err)
         except ssl.SSLError as err:
             reason = _TLS_REASONS.get(err.reason or "", "TLS failure")
+            if reason == WRONG_NETWORK:
+                reason = self.unknown_name
             self._broken = True
             self.refuse(Refused(reason, err.reason or str(err)))
         except Exception:  # a fault of ours costs this link, and nobody else theirs
-            log.exception("link.fault", extra={"fields": {"address": self.address}})
+            fields = {"address": self.address}
+            log.exception("%s.fault", self._hub.kind, extra={"fields": fields})
             self.abort("internal error")
         finally:
             self._driver.settle()
@@ -215,21 +241,29 @@ class LinkPort(ConnectionPort):
         self._shaking = False
         tls = self._secured.tls
         try:
-            check_alpn(tls, LINK_ALPN)
+            check_alpn(tls, self.alpn)
         except PeerProtocolError as err:
             raise Refused("protocol version", str(err)) from err
+        self._identify(tls)
+        if self.relay_id == self._router.relay_id:
+            raise Refused(OURSELVES)
+        if self.dialled and self._hub.linked(self.relay_id):
+            raise Refused(LINKED)
+        self._put(encode_control(self._hello()), 0, None)
+        return True
+
+    def _identify(self, tls: ssl.SSLObject) -> None:
+        """Take from the certificate that TLS verified whose it is. Raises Refused."""
         try:
-            self._relay_id = peer_relay_id(tls)
+            self.relay_id = peer_relay_id(tls)
         except PeerProtocolError as err:
             raise Refused("not a relay", str(err)) from err
         if not self.dialled:
-            self.fingerprint = self._hub.fingerprint_of(tls.context)
-        if self._relay_id == self._router.relay_id:
-            raise Refused(OURSELVES)
-        if self.dialled and self._hub.linked(self._relay_id):
-            raise Refused(LINKED)
-        self._put(encode_control(self._router.hello(self.dial_us)), 0, None)
-        return True
+            self.fingerprint = cast("LinkHub", self._hub).fingerprint_of(tls.context)
+
+    def _hello(self) -> frames.LinkHello:
+        """Return our greeting."""
+        return self._router.hello(self.dial_us)
 
     def _greeting(self, buf: memoryview, start: int, end: int) -> None:
         """The first frame: HELLO, or why there is none."""
@@ -245,14 +279,13 @@ class LinkPort(ConnectionPort):
                 "protocol version",
                 f"you speak version {body.version}, this relay speaks {PROTOCOL_VERSION}",
             )
-        if body.relay_id != self._relay_id:
+        if body.relay_id != self.relay_id:
             raise Refused("another relay's id", "the certificate is of another relay")
         if bool(body.dial_us) == self.dialled:
             raise PeerProtocolError("both sides dialled, or neither")
         if not self.dialled:
             self.dial_us = body.dial_us
-        body = self._with_observed(body)
-        self.link = link = self._hub.greeted(self, body)
+        self.link = link = self._hub.greeted(self, self._understood(body))
         self._hub.known(self)
         self._up_s = time.monotonic()
         self._entry = self._router.entry(link)
@@ -260,10 +293,13 @@ class LinkPort(ConnectionPort):
         self._whole_bytes = min(WHOLE_BYTES, self._longest_bytes)
         self._reader.limit = MAX_REPORT_BYTES
         self._reader.on_frame = self._frame
-        self._settle_dial(Outcome(UP, self._relay_id))
+        self._settle_dial(Outcome(UP, self.relay_id))
 
-    def _with_observed(self, hello: frames.LinkHello) -> frames.LinkHello:
-        """Add the address that we see to those that a relay gives: it is the one that is known to work."""
+    def _understood(self, hello: frames.LinkHello) -> frames.LinkHello:
+        """Return what the router is told of a greeting that holds. Raises Refused.
+
+        The address that we see is added to those that the relay gives: it is the one that is known to work.
+        """
         if not hello.addresses:
             return hello
         port = hello.addresses[0].rpartition(":")[2]
@@ -286,11 +322,11 @@ class LinkPort(ConnectionPort):
             return
         self.reason = why.reason
         if why.reason in (LINKED, OURSELVES):
-            fields = {"address": self.address, "reason": why.reason, "peer": self._relay_id.hex()}
-            log.info("link.dropped", extra={"fields": fields})
+            fields = {"address": self.address, "reason": why.reason, "peer": self.relay_id.hex()}
+            log.info("%s.dropped", self._hub.kind, extra={"fields": fields})
         else:
             self._hub.refused(self.address, why.reason, str(why))
-        self._settle_dial(Outcome(why.reason, self._relay_id or None))
+        self._settle_dial(Outcome(why.reason, self.relay_id or None))
         self._hub.known(self)
         if not self.made:
             self._closed = True  # its connection is closed as soon as it is made
@@ -398,7 +434,7 @@ class LinkPort(ConnectionPort):
             self._closed = True
             self._reader.on_frame = self._ignore
             self._hub.known(self)
-            self._settle_dial(Outcome(reason, self._relay_id or None))
+            self._settle_dial(Outcome(reason, self.relay_id or None))
             if self.made:
                 self._transport.abort()
 
@@ -409,6 +445,10 @@ class LinkPort(ConnectionPort):
     @property
     def unwritten_bytes(self) -> int:
         return self._lanes.bytes + super().unwritten_bytes
+
+    def told(self) -> dict[str, object]:
+        """Return what the log says of it when it is up."""
+        return {"address": self.address, "dialled": self.dialled}
 
     def status(self) -> dict[str, object]:
         """Return what the link does, ready for JSON."""
@@ -497,12 +537,11 @@ class LinkPort(ConnectionPort):
     def _gone(self) -> None:
         """It is a link no more: the router hears of it, and whoever dials."""
         self._hub.known(self)
-        self._settle_dial(Outcome(self.reason, self._relay_id or None))
+        self._settle_dial(Outcome(self.reason, self.relay_id or None))
         link = self.link
         if link is not None:
             self.link = None
-            self._router.link_down(link)
-            self._hub.link_lost(self, link.relay_id, time.monotonic() - self._up_s)
+            self._hub.lost(self, link, self.relay_id, time.monotonic() - self._up_s)
 
     def _settle_dial(self, outcome: Outcome) -> None:
         if not self.outcome.done():
@@ -514,10 +553,9 @@ class LinkPort(ConnectionPort):
             self.refuse(err if isinstance(err, Refused) else Refused("protocol error", str(err)))
             return
         self._hub.protocol_errors += 1
-        fields = {"peer": self._relay_id.hex(), "address": self.address, "error": str(err)}
-        self._hub.quiet.warning(
-            log, "link.protocol_error", self._relay_id, time.monotonic(), fields
-        )
+        fields = {"peer": self.relay_id.hex(), "address": self.address, "error": str(err)}
+        event = f"{self._hub.kind}.protocol_error"
+        self._hub.quiet.warning(log, event, self.relay_id, time.monotonic(), fields)
         if not self._closed:
             self.reason = f"protocol error: {err}"
             self.control(encode_control(frames.Error(str(err)[:1024])))

@@ -99,7 +99,7 @@ class Secured:
     handshake failed, and write without waiting for the end of the loop's turn.
     """
 
-    __slots__ = ("_incoming", "_outgoing", "_writer", "tls")
+    __slots__ = ("_incoming", "_outgoing", "_writer", "out_bytes", "tls")
 
     def __init__(
         self, context: ssl.SSLContext, transport: asyncio.Transport, server_name: str | None
@@ -108,6 +108,8 @@ class Secured:
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._writer = Writer(transport)
+        self.out_bytes = 0
+        """Written so far, encrypted."""
         self.tls = context.wrap_bio(
             self._incoming,
             self._outgoing,
@@ -165,6 +167,7 @@ class Secured:
     def _write_out(self) -> None:
         data = self._outgoing.read()
         if data:
+            self.out_bytes += len(data)
             self._writer.write([data], len(data))
 
 

@@ -6,6 +6,9 @@ refused with an alert before any certificate is shown.
 
     links       dialler and acceptor show relay leaves, each trusts the network CA alone
     sessions    the relay shows its leaf, the process an access leaf; the relay trusts the access CA alone
+    WAN         gateways of two sites, dialler and acceptor, show gateway leaves; each trusts the CA of the site that it pinned
+
+Between sites the name is that of the dialler's site key: the acceptor picks the one authority to hold it against.
 
 In TLS 1.3 the dialler's handshake ends before the acceptor has judged it, so a link is up only after both
 HELLOs. When a handshake is done, either side calls `check_alpn` and `peer_relay_id`. How certificates
@@ -20,13 +23,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, cast
 
-from iris.crypto.certificates import access_authority, network_authority, relay_leaf
-from iris.crypto.keys import SECRET_BYTES, NetworkKey
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from iris.crypto.certificates import (
+    GATEWAY_URI,
+    access_authority,
+    gateway_leaf,
+    network_authority,
+    relay_leaf,
+    site_authority,
+)
+from iris.crypto.keys import SECRET_BYTES, NetworkKey, SiteKey, public_id
+from iris.errors import PeerProtocolError
 from iris.remote import (
     SESSION_ALPN,
     bare_context,
@@ -34,25 +48,37 @@ from iris.remote import (
     make_access,
     mutual_context,
     peer_access_id,
+    peer_name,
     peer_relay_id,
 )
 
 __all__ = [
     "LINK_ALPN",
     "SESSION_ALPN",
+    "WAN_ALPN",
     "Credentials",
+    "GatewayCredentials",
+    "PeerPin",
     "check_alpn",
     "garbled_names_told",
+    "gateway_server_context",
     "link_server_context",
     "make_access",
     "peer_access_id",
+    "peer_gateway",
     "peer_relay_id",
+    "peer_site_key",
     "refusal",
     "session_server_context",
 ]
 
 LINK_ALPN: Final = "iris-link/1"
 """Names links and their version in TLS, before a byte of either is read."""
+WAN_ALPN: Final = "iris-wan/1"
+"""The same of connections between gateways."""
+
+_SITE_CA: Final = re.compile(r"iris site CA ([0-9a-f]{32})")
+_GATEWAY: Final = re.compile(r"([a-z][a-z0-9-]{0,31}):([0-9a-f]{32})")
 
 # OpenSSL's names for what is worth telling apart.
 _REFUSALS: Final = {
@@ -108,18 +134,119 @@ class Credentials:
         )
 
 
+class PeerPin:
+    """A key of another site as one gateway of ours meets it: `accepting` shows our leaf and trusts what that key signed, alone."""
+
+    __slots__ = ("accepting", "fingerprint", "server_name", "site")
+
+    def __init__(self, site: str, fingerprint: bytes, accepting: ssl.SSLContext) -> None:
+        self.site: Final = site
+        self.fingerprint: Final = fingerprint
+        """The name of the key, 16 bytes: `public_id` of it."""
+        self.server_name: Final = fingerprint.hex()
+        self.accepting: Final = accepting
+
+
+class GatewayCredentials:
+    """Who one gateway is under its site's key, and which sites it knows by theirs. Keeps no Python object of a secret.
+
+    Connections are dialled with `dialling[site]` and `server_hostname=credentials.server_name`, and accepted with what
+    `gateway_server_context` picks from `pins`.
+    """
+
+    __slots__ = ("dialling", "fingerprint", "pins", "relay_id", "server_name", "site")
+
+    def __init__(
+        self,
+        site_key: SiteKey,
+        site: str,
+        relay_id: bytes,
+        peers: Mapping[str, Sequence[bytes]],
+        entropy: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """Make a leaf for the gateway `relay_id` (16 bytes) of `site`. `peers` maps sites to their pinned public keys.
+
+        Raises:
+            LocalProtocolError: the id or a pin has another length.
+            InvalidName: a site's name is none.
+            ConfigError: OpenSSL cannot be given a private key on this system.
+        """
+        leaf = gateway_leaf(site_key, site, relay_id, entropy(SECRET_BYTES))
+        self.relay_id: Final = relay_id
+        self.site: Final = site
+        self.fingerprint: Final = public_id(site_key.public_key)
+        self.server_name: Final = self.fingerprint.hex()
+        self.pins: Final[list[PeerPin]] = []
+        """Of all sites."""
+        self.dialling: Final[dict[str, ssl.SSLContext]] = {}
+        """By site; each trusts all keys that are pinned for it."""
+        for peer, public_keys in peers.items():
+            first, *others = [site_authority(public_key, peer) for public_key in public_keys]
+            dialling = mutual_context(
+                ssl.PROTOCOL_TLS_CLIENT, alpn=WAN_ALPN, leaf=leaf, trusted=first
+            )
+            for other in others:
+                dialling.load_verify_locations(cadata=other.public_bytes(Encoding.DER))
+            self.dialling[peer] = dialling
+            for public_key, authority in zip(public_keys, (first, *others), strict=True):
+                accepting = mutual_context(
+                    ssl.PROTOCOL_TLS_SERVER, alpn=WAN_ALPN, leaf=leaf, trusted=authority
+                )
+                self.pins.append(PeerPin(peer, public_id(public_key), accepting))
+
+    def __repr__(self) -> str:
+        return f"<GatewayCredentials of relay {self.relay_id.hex()[:8]}… in site {self.site}>"
+
+
+def peer_gateway(tls: ssl.SSLObject | ssl.SSLSocket, site: str) -> bytes:
+    """Return the relay id (16 bytes) of the gateway at the other end, which has to be one of `site`, as verified.
+
+    Raises:
+        PeerProtocolError: the certificate is no gateway's, or of another site.
+    """
+    found = _GATEWAY.fullmatch(peer_name(tls, GATEWAY_URI))
+    if found is None or found[1] != site:
+        raise PeerProtocolError(f"the peer's certificate is not of a gateway of {site}")
+    return bytes.fromhex(found[2])
+
+
+def peer_site_key(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
+    """Return the name (16 bytes) of the site key that signed the verified certificate of the gateway at the other end.
+
+    Raises:
+        PeerProtocolError: a gateway's certificate does not look so.
+    """
+    certificate = tls.getpeercert() or {}
+    # The authority is trusted under this very name, and has signed the leaf itself. As for names, typeshed has one type for all fields.
+    issuer = cast(tuple[tuple[tuple[str, str], ...], ...], certificate.get("issuer", ()))
+    for kind, value in (pair for part in issuer for pair in part):
+        found = _SITE_CA.fullmatch(value) if kind == "commonName" else None
+        if found is not None:
+            return bytes.fromhex(found[1])
+    raise PeerProtocolError("the peer's certificate names no site key")
+
+
 def link_server_context(credentials: Sequence[Credentials]) -> ssl.SSLContext:
     """Return the context that accepts links of every network in `credentials`.
 
     The sequence is looked at in each handshake: a network added to or removed from a list counts for
     the connections that come after.
     """
-    return _server_context(LINK_ALPN, credentials, lambda chosen: chosen.accepting)
+    return _server_context(LINK_ALPN, lambda: ((c.server_name, c.accepting) for c in credentials))
 
 
 def session_server_context(credentials: Sequence[Credentials]) -> ssl.SSLContext:
     """Return the context that accepts sessions of holders of access files, as `link_server_context`."""
-    return _server_context(SESSION_ALPN, credentials, lambda chosen: chosen.admitting)
+    return _server_context(
+        SESSION_ALPN, lambda: ((c.server_name, c.admitting) for c in credentials)
+    )
+
+
+def gateway_server_context(credentials: GatewayCredentials) -> ssl.SSLContext:
+    """Return the context that accepts gateways of every site that is pinned in `credentials`."""
+    return _server_context(
+        WAN_ALPN, lambda: ((pin.server_name, pin.accepting) for pin in credentials.pins)
+    )
 
 
 def refusal(error: BaseException) -> str:
@@ -163,7 +290,7 @@ def garbled_names_told(told: Callable[[], None]) -> Iterator[None]:
 
 
 def _server_context(
-    alpn: str, credentials: Sequence[Credentials], side: Callable[[Credentials], ssl.SSLContext]
+    alpn: str, known: Callable[[], Iterable[tuple[str, ssl.SSLContext]]]
 ) -> ssl.SSLContext:
     # OpenSSL keeps this one's versions, verification and tickets for the whole connection, and takes
     # certificate, trusted authorities and ALPN of the one picked. So this one is as strict as the others; it
@@ -171,9 +298,9 @@ def _server_context(
     context = bare_context(ssl.PROTOCOL_TLS_SERVER, alpn=alpn)
 
     def pick(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
-        for known in credentials:
-            if known.server_name == name:
-                connection.context = side(known)
+        for server_name, context in known():
+            if server_name == name:
+                connection.context = context
                 return None
         return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
 

@@ -24,6 +24,8 @@ VERBS: Final = {
     "store": "relay.store.__main__",
     "stream": "iris.cli.stream",
     "key": "iris.cli.key",
+    "federation": "iris.cli.federation",
+    "bridge": "iris.cli.bridge",
     "bench": "iris.cli.bench",
     "demo": "iris.cli.demo",
 }
@@ -47,7 +49,8 @@ HELP = """Talk to clusters by name, from a shell.
     Exit codes:
       0    it worked
       1    the answer was an error (survey: one of them; demo: figures differ;
-           a stream's store refused, or the offset was not the expected one)
+           a stream's store refused, or the offset was not the expected one;
+           federation ping: a site is not linked)
       2    usage or configuration: names, keys, files, no relay
       3    no members, or no such stream
       4    overloaded: every member is full; nothing ran, no stream has changed

@@ -16,6 +16,7 @@ def broadcast(
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
     pack: options.Pack = False,
+    scope: options.Scope = "federation",
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
@@ -31,6 +32,6 @@ def broadcast(
     headers = options.parse_headers(header)
 
     async def call(client: iris.Client, body: Any) -> None:
-        await client.broadcast(cluster, body, headers=headers)
+        await client.broadcast(cluster, body, headers=headers, scope=scope)
 
     send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)

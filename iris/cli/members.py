@@ -24,7 +24,8 @@ def members(
 ) -> None:
     """List the members of a cluster: id, what they serve, keys, relay, program.
 
-    Ends with exit code 3 if there is none. With --watch, every member that is
+    Those of other sites are known by their number. Ends with exit code 3 if
+    there is none anywhere. With --watch, every member of this site that is
     there at the start counts as one that comes.
 
     \b
@@ -43,9 +44,13 @@ def members(
         if json:
             for member in found:
                 output.write_json(as_document(member))
+            for site, count in found.sites.items():
+                output.write_json({"site": site, "members": count})
         elif found:
             _print_table(found)
-        if found:
+        for site, count in {} if json else found.sites.items():
+            output.write(f"{count} in the site {printable(site)}\n".encode())
+        if found or found.sites:
             return Exit.OK
         complain(f"no members of {cluster}" + _elsewhere(found.others))
         return Exit.NO_MEMBERS

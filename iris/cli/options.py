@@ -9,9 +9,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
+import iris
+
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 
 Cluster = Annotated[str, typer.Argument(metavar="CLUSTER", help="Name of the cluster.")]
+Scope = Annotated[
+    iris.Scope,
+    typer.Option("--scope", help="Members of this site alone, or of all.", show_default=True),
+]
 Payload = Annotated[
     str | None,
     typer.Argument(metavar="PAYLOAD", help="What to send. Absent or '-': standard input.", show_default=False),

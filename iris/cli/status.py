@@ -71,7 +71,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             clusters.add_row(output.cell(name), key + "…", str(count))
     accounts = report["accounts"]
     dropped = ", ".join(f"{count} {cause}" for cause, count in accounts["dropped"].items())
-    for table in (sessions, clusters, _links(report, before)):
+    for table in (sessions, clusters, _links(report, before), _sites(report)):
         if table.row_count:
             console.print()
             console.print(table)
@@ -86,10 +86,19 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             f"\nno other relay found; tried {tried}. Where multicast does not reach: {found['type']}",
             markup=False,
         )
-    for what, key in (("links", "links_refused"), ("sessions", "sessions_refused")):
-        refused = ", ".join(f"{count} {why}" for why, count in report.get(key, {}).items())
+    for what, key in (
+        ("links", "links_refused"),
+        ("sessions", "sessions_refused"),
+        ("of other sites", "sites_refused"),
+    ):
+        refused = ", ".join(
+            f"{count} {printable(why)}" for why, count in report.get(key, {}).items()
+        )
         if refused:
-            console.print(f"\nrefused as {what}: {refused}", markup=False)
+            console.print(
+                f"\nrefused {'' if key == 'sites_refused' else 'as '}{what}: {refused}",
+                markup=False,
+            )
     console.print(
         f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['refused']} refused, "
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
@@ -140,6 +149,26 @@ def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:
         )
     for peer in report.get("suspended", ()):
         table.add_row("", peer[:8] + "…", "suspended")
+    return table
+
+
+def _sites(report: dict[str, Any]) -> Table:
+    """Return the table of other sites; how each is reached says `iris federation list`."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title="other sites", title_justify="left")
+    table.add_column("SITE", no_wrap=True)
+    for name in ("RTT", "LOSS", "COST", "WAYS", "CLUSTERS", "TOPICS"):
+        table.add_column(name, justify="right")
+    connections = report.get("gateways", {}).get("connections", ())
+    for site in report.get("sites", ()):
+        counts = (str(site[name]) for name in ("clusters", "topics"))
+        lost = [c["loss"] for c in connections if c["site"] == site["site"] and "loss" in c]
+        loss = f"{max(lost):.2%}" if lost else "-"  # a gateway knows it of its own connections
+        distance = (f"{site['rtt_us'] / 1000:.1f} ms", loss, f"{site['cost_ms']} ms")
+        table.add_row(output.cell(site["site"]), *distance, str(len(site["ways"])), *counts)
+    for site in report.get("sites_suspended", ()):
+        table.add_row(output.cell(site), "suspended")
     return table
 
 

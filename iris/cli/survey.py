@@ -13,6 +13,7 @@ def survey(
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
     pack: options.Pack = False,
+    scope: options.Scope = "federation",
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
@@ -31,7 +32,7 @@ def survey(
 
     async def work() -> int:
         async with iris.connect(relay) as client:
-            answers = client.survey(cluster, body, timeout=timeout, headers=headers)
+            answers = client.survey(cluster, body, timeout=timeout, headers=headers, scope=scope)
             async for message in answers:
                 output.show(message, as_json=json)
         for member, detail in answers.failed.items():

@@ -23,6 +23,7 @@ from iris.errors import (
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
 from iris.wire.frames import Cause, Kind
+from iris.wire.names import split_site
 
 if TYPE_CHECKING:
     from iris.core.session import Session
@@ -38,6 +39,7 @@ class Pending:
 
     kind: int
     name: str
+    """Of a cluster, perhaps with a site before it."""
     key: ClusterKey
     payload: bytes
     headers: Headers | None
@@ -150,7 +152,7 @@ class Asks:
             return
         assert flow.opener is not None
         try:
-            if flow.name != pending.name or flow.key.key_id != pending.key.key_id:
+            if flow.name != split_site(pending.name)[1] or flow.key.key_id != pending.key.key_id:
                 raise OpenError("an answer from another address")
             _, plain = flow.opener.open(
                 buf[start + BODY_AT : end],

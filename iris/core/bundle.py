@@ -4,7 +4,7 @@
     column = (count + 1) x i32 offsets, the first 0, then the bytes; the next column starts at a multiple of 8
 
 Flag 1: there is a headers column (each entry a MessagePack map of str to str, or empty). Flag 2: the payloads are MessagePack.
-Flag 4: there is a key column (an empty entry is no key). The offsets and bytes of a column are an Arrow binary array as they stand.
+Flag 4: there is a key column (an empty entry is no key). Flag 8: compressed (`iris.core.compression`). The offsets and bytes of a column are an Arrow binary array as they stand.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from iris.core.compression import expanded
 from iris.errors import DecodeError, LocalProtocolError
 
 CUT_BYTES: Final = 64 << 10
@@ -127,6 +128,7 @@ def decode_keyed(
     plain: bytes,
 ) -> tuple[list[bytes], list[bytes] | None, list[Headers | None] | None, bool]:
     """Return (payloads, keys or None, headers or None, packed); raises DecodeError as `decode_bundle`."""
+    plain = expanded(plain)
     found = find_columns(plain)
     keys = _values(plain, found.keys) if found.keys is not None else None
     headers = decode_headers(plain, found.headers) if found.headers is not None else None
@@ -134,7 +136,7 @@ def decode_keyed(
 
 
 def find_columns(plain: bytes) -> Columns:
-    """Return where the columns of a bundle lie, which fill it; of the offsets in them only the first and last were looked at.
+    """Return where the columns of an expanded bundle lie, which fill it; of the offsets in them only the first and last were looked at.
 
     Raises:
         DecodeError: they do not add up.

@@ -17,10 +17,12 @@ from iris.core.bundle import (
     encode_bundle,
     headers_bytes,
 )
+from iris.core.compression import compressed
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import END, HOP, encode_control, metadata_prefix
 from iris.wire.frames import NO_KEY, Control, Declare, Kind, Prove
+from iris.wire.names import split_site
 
 SMALL_BYTES: Final = 8192
 """A body below this is cheaper to copy behind its header than to write as a piece of its own."""
@@ -28,8 +30,8 @@ EAGER_CHUNKS: Final = 16
 """So many requests or answers are written before the turn ends: others work on them meanwhile."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session; past it all sender ids change and the flows are made anew."""
-Place = tuple[int, str, bytes, bytes]
-"""kind, name, key id, sender id."""
+Place = tuple[int, str, bytes, bytes, str]
+"""kind, name, key id, sender id, site."""
 
 
 class OutFlow:
@@ -48,14 +50,15 @@ class OutFlow:
         "prefix",
         "sealer",
         "sender_id",
+        "site",
         "size",
     )
 
-    def __init__(
-        self, kind: int, name: str, key: ClusterKey, sealer: Sealer, sender_id: bytes
-    ) -> None:
+    def __init__(self, kind: int, name: str, key: ClusterKey, site: str) -> None:
         self.kind = kind
         self.name = name
+        self.site = site
+        """Where it is to go, as in DECLARE."""
         self.key = key
         self.payloads: list[bytes] = []
         self.headers: list[Headers | None] | None = None
@@ -64,7 +67,11 @@ class OutFlow:
         """The bundle begun has neither headers nor objects."""
         self.size = 0
         self.alias: Alias | None = None
-        self.take(sealer, sender_id)
+
+    @property
+    def address(self) -> str:
+        """The name, and the site before it, as `Outbound.flow` takes it."""
+        return f"{self.site}:{self.name}" if self.site else self.name
 
     def take(self, sealer: Sealer, sender_id: bytes) -> None:
         """Seal with `sealer` from now on; sequences belong to a sender, so they start again."""
@@ -91,6 +98,7 @@ class Outbound:
         on_full: Callable[[], None],
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
+        compress: bool = False,
     ) -> None:
         self.now_us = 0
         self.chunks: list[bytes] = []
@@ -102,8 +110,10 @@ class Outbound:
         self._entropy = entropy
         self._on_full = on_full
         self._full_bytes = full_bytes
+        self._compress = compress
         self._aliases: AliasTable[Place] = AliasTable(max_aliases)
-        self._sealers: dict[bytes, tuple[Sealer, bytes]] = {}
+        self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
+        """By key id and site: what goes to one site only must leave no gap in what all receive."""
         self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
         self.topics: dict[str, OutFlow] = {}
         """What is published to, by topic: the look-up of the hot path."""
@@ -136,13 +146,15 @@ class Outbound:
             self.control(Prove(id=0, public_key=key.public_key, signature=signature))
 
     def flow(self, kind: int, name: str, key: ClusterKey) -> OutFlow:
-        """Return the flow of an address, made and proven at first use."""
+        """Return the flow of an address, made and proven at first use. But for topics, `name` may begin with a site."""
         place = (kind, name, key.key_id)
         flow = self._flows.get(place)
         if flow is None:
             if len(self._flows) >= MAX_FLOWS:
                 self._start_over()
-            flow = self._flows[place] = OutFlow(kind, name, key, *self._sealer(key))
+            site, bare = split_site(name) if kind != Kind.PUBLISH else ("", name)
+            flow = self._flows[place] = OutFlow(kind, bare, key, site)
+            flow.take(*self._sealer(key, site))
         return flow
 
     def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
@@ -173,7 +185,8 @@ class Outbound:
         first = flow.first
         count = len(payloads)
         flow.first = first + count
-        self._seal(flow, encode_bundle(payloads, headers, flow.packed), 0, 0, 0, count, first, b"")
+        plain = encode_bundle(payloads, headers, flow.packed)
+        self._seal(flow, plain, 0, 0, 0, count, first, b"")
 
     def flush(self) -> None:
         """Cut every bundle begun since the last flush."""
@@ -198,7 +211,8 @@ class Outbound:
     def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
         """Frame the first handshake message of a tunnel. Each has an alias of its own: its id is the sender id."""
         self.prove(key)
-        alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id)
+        site, name = split_site(name)
+        alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site)
         self.sent_messages += 1
         self.raw(
             HOP.pack(46 + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
@@ -211,7 +225,9 @@ class Outbound:
         if key is not None:
             self.prove(key)
         self._caller = self._caller or self._entropy(16)
-        place = (Kind.STREAM, name, key.key_id if key is not None else NO_KEY, self._caller)
+        site, name = split_site(name)
+        key_id = key.key_id if key is not None else NO_KEY
+        place = (Kind.STREAM, name, key_id, self._caller, site)
         alias = self._aliases.get(place) or self._declare(*place)
         alias.used = self._tick = self._tick + 1
         self.sent_messages += 1
@@ -237,9 +253,11 @@ class Outbound:
         self, name: str, key: ClusterKey, plain: bytes, count: int
     ) -> tuple[bytes, bytes, bytes]:
         """Seal a bundle of `count` messages, laid out as `encode_bundle` does, likewise."""
-        flow = self.flow(Kind.STREAM, name, key)
+        if self._compress:
+            plain = compressed(plain)
+        flow = self.flow(Kind.STREAM, split_site(name)[1], key)
         if flow.sealer.counter >= SEALS_PER_SENDER:
-            self._renew(key)
+            self._renew(flow)
         end = END.pack(self.now_us, 0, count, flow.first)
         flow.first += count
         return flow.sender_id, end, flow.sealer.seal(plain, flow.prefix + end)
@@ -250,7 +268,7 @@ class Outbound:
         for flow in self._dirty:
             headers = flow.headers or [None] * len(flow.payloads)
             held += [
-                (flow.kind, flow.name, p, h, flow.packed)
+                (flow.kind, flow.address, p, h, flow.packed)
                 for p, h in zip(flow.payloads, headers, strict=True)
             ]
             flow.payloads, flow.headers, flow.size = [], None, 0
@@ -262,12 +280,12 @@ class Outbound:
         for sealer, _ in self._sealers.values():
             sealer.poison()
 
-    def _sealer(self, key: ClusterKey) -> tuple[Sealer, bytes]:
-        entry = self._sealers.get(key.key_id)
+    def _sealer(self, key: ClusterKey, site: str) -> tuple[Sealer, bytes]:
+        entry = self._sealers.get((key.key_id, site))
         if entry is None:
             self.prove(key)
             sender_id = self._entropy(16)
-            entry = self._sealers[key.key_id] = Sealer(key, sender_id), sender_id
+            entry = self._sealers[key.key_id, site] = Sealer(key, sender_id), sender_id
         return entry
 
     def _start_over(self) -> None:
@@ -277,36 +295,38 @@ class Outbound:
         self.topics.clear()
         self._sealers.clear()
 
-    def _renew(self, key: ClusterKey) -> None:
-        """Draw a new sender id: a counter is never used twice."""
-        del self._sealers[key.key_id]
-        entry = self._sealer(key)
+    def _renew(self, of: OutFlow) -> None:
+        """Draw a new sender id for a flow and all that share its own: a counter is never used twice."""
+        key, site = of.key, of.site
+        del self._sealers[key.key_id, site]
+        entry = self._sealer(key, site)
         for flow in self._flows.values():
-            if flow.key.key_id == key.key_id:
+            if flow.key.key_id == key.key_id and flow.site == site:
                 flow.take(*entry)
 
-    def _declare(self, kind: int, name: str, key_id: bytes, sender_id: bytes) -> Alias:
+    def _declare(self, kind: int, name: str, key_id: bytes, sender_id: bytes, site: str) -> Alias:
         self._tick += 1
-        alias = self._aliases.add((kind, name, key_id, sender_id), self._tick)
-        self.control(
-            Declare(alias=alias.number, kind=kind, name=name, key_id=key_id, sender_id=sender_id)
-        )
+        alias = self._aliases.add((kind, name, key_id, sender_id, site), self._tick)
+        address = (kind, name, key_id, sender_id)
+        self.control(Declare(alias.number, *address, site=site))
         return alias
 
     def _seal(
         self, flow: OutFlow, plain: bytes, hop: int, deadline_us: int, timeout_ms: int, count: int, first: int,
         suffix: bytes,
     ) -> int:  # fmt: skip
+        if self._compress:
+            plain = compressed(plain)
         sealer = flow.sealer
         counter = sealer.counter
         if counter >= SEALS_PER_SENDER:
-            self._renew(flow.key)
+            self._renew(flow)
             sealer, counter, first = flow.sealer, 0, 0
             flow.first = count
         alias = flow.alias
         if alias is None or alias.number < 0:
             alias = flow.alias = self._declare(
-                flow.kind, flow.name, flow.key.key_id, flow.sender_id
+                flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
             )
         alias.used = self._tick = self._tick + 1
         end = END.pack(self.now_us, timeout_ms, count, first)

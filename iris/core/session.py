@@ -13,6 +13,7 @@ from typing import Any, Final
 from iris.core.asks import NEVER_US, Asks
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.calling import Calling
+from iris.core.compression import held_bytes
 from iris.core.guard import Guard
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
@@ -59,7 +60,8 @@ class Session:
     """One connection's conversation. See the module's text for how it is driven."""
 
     def __init__(
-        self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int
+        self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int,
+        compress: bool = False,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.state = "connecting"
@@ -69,6 +71,9 @@ class Session:
         self.deadline_us = NEVER_US
         self.subscriptions_version = 0
         self.message_limit = message_limit
+        self._compress = compress
+        self._bundle_bytes = 0
+        """Of the bundle opened last, as it lies in memory."""
         self.received_messages = 0
         self.running = 0
         """Deliveries of this session that our handlers have not ended yet; the bindings count."""
@@ -296,7 +301,7 @@ class Session:
             if flow.version != self.subscriptions_version:
                 flow.sinks = self.owner.sinks(flow)
                 flow.version = self.subscriptions_version
-            size = end - start
+            size = self._bundle_bytes
             for sink in flow.sinks:
                 sink.deliver(messages, size)
             if not flow.sinks:
@@ -309,7 +314,7 @@ class Session:
             if binding is None:
                 self.drop("unwanted", len(messages))
             else:
-                binding.broadcast(messages, end - start)
+                binding.broadcast(messages, self._bundle_bytes)
 
     def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
         """Open a bundle and hold it to its sender's sequence; the list is empty when it was dropped."""
@@ -326,6 +331,7 @@ class Session:
             _, plain = flow.opener.open(
                 buf[start + BODY_AT : end], flow.prefix + buf[start + END_AT : start + BODY_AT]
             )
+            self._bundle_bytes = held_bytes(plain, end - start)
             payloads, headers, packed = decode_bundle(plain)
             if len(payloads) != count:
                 raise DecodeError(f"{len(payloads)} messages in a bundle of {count}")
@@ -410,6 +416,11 @@ class Session:
             counter, plain = flow.opener.open(
                 buf[start + BODY_AT : end], flow.prefix + buf[start + END_AT : start + BODY_AT]
             )
+            held = held_bytes(plain, size)
+            if held > size and binding.admit(kind, held) is not None:
+                self.refuse(buf, start, end, Refusal.FULL)
+                return
+            size = held
             payloads, headers, packed = decode_bundle(plain)
             if len(payloads) != 1 or count != 1:
                 raise DecodeError("one message at a time")
@@ -498,6 +509,7 @@ class Session:
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
+            compress=self._compress,
         )  # fmt: skip
         self.out.now_us = self.now_us
         self.state = "up"

@@ -10,7 +10,7 @@ the event loop ends:
     0x05 close     nothing follows, and nothing is read any more
     0x06 abort     the message begun is discarded; the tunnel goes on
 
-Each side may send 64 KiB before the first credit. The receiver grants what it consumed, and grows the window up to
+Each side may send 64 KiB before the first credit. The receiver grants what it consumed, and grows the window, fourfold each time, up to
 16 MiB while it is the sender that it waits for: a slow reader throttles its sender to its own pace, and an idle tunnel
 holds 64 KiB at most. After finish from both sides, or close, the tunnel has ended well; any other end is broken.
 """
@@ -33,6 +33,8 @@ from iris.wire.frames import Cause, Kind
 
 FIRST_WINDOW: Final = 64 << 10
 MAX_WINDOW: Final = 16 << 20
+GROWTH: Final = 4
+"""Times the window before: four round trips from the first to the largest."""
 CHUNK_COST: Final = 64
 """Credit that a chunk costs besides its bytes, so that a queue of tiny ones is bounded, too."""
 _ABORTED: Final = 4
@@ -294,9 +296,11 @@ class TunnelEnd:
             if grant >= self._window // 4:
                 self._consumed = 0
                 if self._dry and self._window < MAX_WINDOW:
-                    # The reader found nothing since the last grant: the sender is what it waits for.
-                    grant += self._window
-                    self._window *= 2
+                    # The reader found nothing since the last grant: the sender is what it waits for. Over a long round trip
+                    # there may be one grant in each, so few must do.
+                    grown = min(GROWTH * self._window, MAX_WINDOW)
+                    grant += grown - self._window
+                    self._window = grown
                 self._dry = False
                 self._item(_CREDIT, _U32.pack(grant))
         return flags, data

@@ -13,6 +13,7 @@ from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT
 from iris.wire.frames import Cause, Kind, Refusal
+from iris.wire.names import split_site
 
 if TYPE_CHECKING:
     from iris.core.session import Session
@@ -38,7 +39,8 @@ class Tunneling:
         """Start a tunnel; the end is `open` once the member accepted."""
         hop = self._session.next_hop()
         tunnel_id = self._session.entropy(16)
-        end = self._end(name, key, tunnel_id, hop, initiator=True, opening=headers)
+        bare = split_site(name)[1]
+        end = self._end(bare, key, tunnel_id, hop, initiator=True, opening=headers)
         self.ends[hop] = end
         self._session.out.opening(
             name,

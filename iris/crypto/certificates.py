@@ -1,7 +1,8 @@
-"""The X.509 certificates that a network key yields: two authorities, and what they sign.
+"""The X.509 certificates that network and site keys yield: authorities, and what they sign.
 
     network key ─┬─ network CA ── relay leaf    of one relay, from its start to its end; serves and dials
                  └─ access CA ─── access leaf   of an access file; dials a relay for a session, never serves
+    site key ────── site CA ───── gateway leaf  of one gateway, from its start to its end; serves and dials
 
 A link trusts the network CA alone. A relay that accepts remote sessions trusts the access CA alone, and
 they trust the network CA alone: neither leaf passes for the other, whoever holds it. Extended key usage
@@ -10,8 +11,14 @@ says it once more: only a relay's leaf is a server's.
 All keys are Ed25519 (RFC 8410), whose signatures are deterministic, and an authority's serial number and
 dates are fixed: every holder of the network key makes the same authorities, byte for byte.
 
-Leaves are named by a URI: `iris-relay:` or `iris-access:`, and 32 hex digits. A host name (a DNS SAN) would
-claim an address that nobody checks; a URI says what kind of name it is, and `ssl` shows it as it is.
+Other sites pin a site's public key and make its authority of that and the site's name, without the key that
+would sign it: its signature is by a key that everybody has. Nobody checks the signature of an authority that
+is trusted for being pinned, OpenSSL neither. What a site CA signs holds under the pinned name alone, since the
+name is part of the issuer's.
+
+Leaves are named by a URI: `iris-relay:` or `iris-access:` and 32 hex digits, or `iris-gateway:`, the site, `:` and
+32 hex digits. A host name (a DNS SAN) would claim an address that nobody checks; a URI says what kind of name it
+is, and `ssl` shows it as it is.
 """
 
 from __future__ import annotations
@@ -28,16 +35,30 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from iris.crypto.keys import RELAY_ID_BYTES, SECRET_BYTES, NetworkKey, public_id
+from iris.crypto.keys import (
+    PUBLIC_KEY_BYTES,
+    RELAY_ID_BYTES,
+    SECRET_BYTES,
+    NetworkKey,
+    SiteKey,
+    public_id,
+)
 from iris.errors import KeyringError, LocalProtocolError
+from iris.wire.names import check_site
 
 RELAY_URI: Final = "iris-relay"
 ACCESS_URI: Final = "iris-access"
+GATEWAY_URI: Final = "iris-gateway"
 
 # Expiry adds nothing where every relay holds the authority, and a wrong clock would break links.
 # 9999-12-31 23:59:59 is RFC 5280's "no expiration" (§4.1.2.5).
 _NOT_BEFORE: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER: Final = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+
+# What site authorities are signed with: anybody's, so it proves nothing, and nothing rests on it.
+_ANYBODYS_KEY: Final = Ed25519PrivateKey.from_private_bytes(
+    b"no site authority signs itself".ljust(32)
+)
 
 _BLOCK: Final = re.compile(r"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL)
 _ACCESS_BLOCKS: Final = ("CERTIFICATE", "PRIVATE KEY", "CERTIFICATE")
@@ -86,14 +107,48 @@ def relay_leaf(key: NetworkKey, relay_id: bytes, seed: bytes) -> Leaf:
     Raises:
         LocalProtocolError: the id or the seed has another length.
     """
-    if len(relay_id) != RELAY_ID_BYTES:
-        raise LocalProtocolError(f"a relay id is {RELAY_ID_BYTES} bytes, not {len(relay_id)}")
+    _check_relay_id(relay_id)
     return _leaf(
         key.ca_key,
         network_authority(key),
         _leaf_key(seed),
         name=f"iris relay {relay_id.hex()}",
         uri=f"{RELAY_URI}:{relay_id.hex()}",
+        usages=[ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
+    )
+
+
+def site_authority(public_key: bytes, site: str) -> x509.Certificate:
+    """Return the CA of the site that is pinned as `site` and whose public key is pinned (32 bytes): a trust anchor.
+
+    The same bytes wherever both are the same. Its own signature is no proof of anything.
+
+    Raises:
+        LocalProtocolError: the key has another length.
+        InvalidName: `site` is no site's name.
+    """
+    if len(public_key) != PUBLIC_KEY_BYTES:
+        raise LocalProtocolError(f"a public key is {PUBLIC_KEY_BYTES} bytes, not {len(public_key)}")
+    key = Ed25519PublicKey.from_public_bytes(public_key)
+    return _signed_authority(key, _site_name(public_key, site), _ANYBODYS_KEY)
+
+
+def gateway_leaf(key: SiteKey, site: str, relay_id: bytes, seed: bytes) -> Leaf:
+    """Return the certificate of the relay `relay_id` (16 bytes) as a gateway of `site`, for a private key made of `seed`.
+
+    `seed` is 32 random bytes, used for nothing else.
+
+    Raises:
+        LocalProtocolError: the id or the seed has another length.
+        InvalidName: `site` is no site's name.
+    """
+    _check_relay_id(relay_id)
+    return _leaf(
+        key.ca_key,
+        site_authority(key.public_key, site),
+        _leaf_key(seed),
+        name=f"iris gateway {relay_id.hex()}",
+        uri=f"{GATEWAY_URI}:{site}:{relay_id.hex()}",
         usages=[ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
     )
 
@@ -181,16 +236,32 @@ def _access_name(fingerprint: bytes) -> x509.Name:
     return _common_name(f"iris access CA {fingerprint.hex()}")
 
 
+def _site_name(public_key: bytes, site: str) -> x509.Name:
+    # A common name has 64 characters: no room for both at their longest.
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, check_site(site)),
+            x509.NameAttribute(NameOID.COMMON_NAME, f"iris site CA {public_id(public_key).hex()}"),
+        ]
+    )
+
+
 def _common_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _authority(key: Ed25519PrivateKey, name: x509.Name) -> x509.Certificate:
-    builder = _builder(key.public_key(), subject=name, issuer=name, issuer_key=key.public_key())
+    return _signed_authority(key.public_key(), name, key)
+
+
+def _signed_authority(
+    key: Ed25519PublicKey, name: x509.Name, signer: Ed25519PrivateKey
+) -> x509.Certificate:
+    builder = _builder(key, subject=name, issuer=name, issuer_key=key)
     return (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
-        .sign(key, None)
+        .sign(signer, None)
     )
 
 
@@ -256,6 +327,11 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _check_relay_id(relay_id: bytes) -> None:
+    if len(relay_id) != RELAY_ID_BYTES:
+        raise LocalProtocolError(f"a relay id is {RELAY_ID_BYTES} bytes, not {len(relay_id)}")
 
 
 def _leaf_key(seed: bytes) -> Ed25519PrivateKey:

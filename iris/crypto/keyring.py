@@ -22,12 +22,12 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
-from iris.crypto.keys import KEY_ID_BYTES, ClusterKey, NetworkKey
+from iris.crypto.keys import KEY_ID_BYTES, ClusterKey, NetworkKey, SiteKey
 from iris.errors import InvalidName, KeyringError
 from iris.wire.names import check_cluster, check_filter, check_topic
 
 Keys: TypeAlias = tuple[ClusterKey, ...]
-_AnyKey = TypeVar("_AnyKey", ClusterKey, NetworkKey)
+_AnyKey = TypeVar("_AnyKey", ClusterKey, NetworkKey, SiteKey)
 
 DEFAULT: Final = "default"
 TOPIC: Final = "topic:"
@@ -230,6 +230,29 @@ def dump_network_keys(keys: Sequence[NetworkKey]) -> str:
     return f"{head}\n\n[network]\n{_dump_keys(_check_keys('network', tuple(keys)))}\n"
 
 
+def parse_site_key(toml_text: str) -> SiteKey:
+    """Return the key of a file with one table, [site], laid out like an entry above, of one key.
+
+    Raises:
+        KeyringError: it is not TOML or not of this layout. Never repeats a secret.
+    """
+    document = _parse_toml(toml_text)
+    if document.keys() != {"site"}:
+        raise KeyringError("one table, [site], belongs here")
+    keys = _parse_entry(SiteKey, "site", document["site"])
+    if len(keys) != 1:
+        raise KeyringError("site: one key belongs there")
+    return keys[0]
+
+
+def dump_site_key(key: SiteKey) -> str:
+    """Return the TOML text that `parse_site_key` reads. Holds the secret."""
+    head = (
+        "# Iris site key: shows this site's gateways to other sites, opens no payload. Keep secret."
+    )
+    return f"{head}\n\n[site]\n{_dump_keys((key,))}\n"
+
+
 class _Node:
     """A token of the tree of topic prefixes; `entry` names the entry that ends here."""
 
@@ -315,7 +338,7 @@ def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey,
     return tuple(keys)
 
 
-def _dump_keys(keys: Sequence[ClusterKey] | Sequence[NetworkKey]) -> str:
+def _dump_keys(keys: Sequence[ClusterKey] | Sequence[NetworkKey] | Sequence[SiteKey]) -> str:
     # base64url needs no escapes.
     return "keys = [\n" + "".join(f'    "{key.reveal()}",\n' for key in keys) + "]"
 

@@ -1,6 +1,6 @@
-"""What the two kinds of 32-byte secrets yield.
+"""What the kinds of 32-byte secrets yield.
 
-Both are expanded by HKDF-SHA256 (RFC 5869) with an empty salt, 32 bytes of output and one info
+They are expanded by HKDF-SHA256 (RFC 5869) with an empty salt, 32 bytes of output and one info
 string per purpose, so that no derived key says anything about another:
 
     cluster key ─┬─ "iris-seal-root-1"   sealing root: the PRK of every sender's base key (`sframe`)
@@ -9,9 +9,12 @@ string per purpose, so that no derived key says anything about another:
                  └─ "iris-key-hash-1"    HMAC key that hides the keys of stream records
     network key ─┬─ "iris-network-ca-1"  seed of the Ed25519 key of the certificate authority of relays
                  └─ "iris-network-access-1"  the same for that of sessions from hosts without a relay
+    site key ────── "iris-site-ca-1"     the same for that of a site's gateways
+    store key ───── "iris-store-sign-1"  seed of the Ed25519 key pair that shows which store an order names
 
 Key id and network fingerprint are the first 16 bytes of SHA-256 of the Ed25519 public key: they
-name a key in public and tell nothing of its secret.
+name a key in public and tell nothing of its secret. A site's fingerprint is its public key in full: other
+sites make the authority that they trust of it, before they have seen a certificate.
 """
 
 from __future__ import annotations
@@ -62,21 +65,14 @@ class _Secret:
         Raises:
             KeyringError: anything else; the error never repeats the text.
         """
-        if isinstance(text, str) and text.isascii():
-            bare = text.removesuffix("=")
-            try:
-                key = cls(base64.b64decode(bare + "=", altchars=b"-_", validate=True))
-            except (binascii.Error, KeyringError):
-                pass
-            else:
-                # Only one text per key: b64decode also takes "+", "/" and stray low bits.
-                if key.reveal() == bare:
-                    return key
-        raise KeyringError(f"a {cls._kind} is written as 43 characters of base64url (32 bytes)")
+        secret = _read_text(text)
+        if secret is None:
+            raise KeyringError(f"a {cls._kind} is written as 43 characters of base64url (32 bytes)")
+        return cls(secret)
 
     def reveal(self) -> str:
         """Return the secret as 43 characters of base64url, for a key file and nothing else."""
-        return base64.urlsafe_b64encode(self._secret).decode().rstrip("=")
+        return _as_text(self._secret)
 
     @property
     def _public_id(self) -> bytes:
@@ -188,8 +184,50 @@ class NetworkKey(_Secret):
         return self.fingerprint
 
 
+class SiteKey(_Secret):
+    """The key that the gateways of one site share: it shows them to other sites, and opens nothing.
+
+    `ca_key` signs the certificates of its gateways (`certificates`); `public_key` (32 bytes) is what other sites pin, and
+    `fingerprint` the text of it.
+    """
+
+    __slots__ = ("ca_key", "fingerprint", "public_key")
+    _kind = "site key"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self.ca_key: Final = Ed25519PrivateKey.from_private_bytes(
+            _derive(self._secret, b"iris-site-ca-1")
+        )
+        self.public_key: Final = self.ca_key.public_key().public_bytes_raw()
+        self.fingerprint: Final = dump_fingerprint(self.public_key)
+
+    @property
+    def _public_id(self) -> bytes:
+        return public_id(self.public_key)
+
+
+def dump_fingerprint(public_key: bytes) -> str:
+    """Return a site's public key (32 bytes) as the 43 characters of base64url by which other sites pin it."""
+    return _as_text(public_key)
+
+
+def parse_fingerprint(text: str) -> bytes:
+    """Return the public key (32 bytes) that `dump_fingerprint` wrote; one trailing "=" is allowed.
+
+    Raises:
+        KeyringError: it is anything else.
+    """
+    public_key = _read_text(text)
+    if public_key is None:
+        raise KeyringError(
+            "a site's fingerprint is 43 characters of base64url, as `iris federation key FILE` prints it"
+        )
+    return public_key
+
+
 def public_id(public_key: bytes) -> bytes:
-    """Return the 16-byte name of a 32-byte Ed25519 public key: key id or network fingerprint."""
+    """Return the 16-byte name of a 32-byte Ed25519 public key: key id, network fingerprint or name of a site's key."""
     return _digest(public_key)
 
 
@@ -239,6 +277,23 @@ def _verify(public_key: bytes, signature: bytes, message: bytes, text: str) -> N
         else:
             return
     raise OpenError(text)
+
+
+def _as_text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _read_text(text: object) -> bytes | None:
+    """Return the 32 bytes of a text of 43 characters; None if it is none."""
+    if not isinstance(text, str) or not text.isascii():
+        return None
+    bare = text.removesuffix("=")
+    try:
+        data = base64.b64decode(bare + "=", altchars=b"-_", validate=True)
+    except binascii.Error:
+        return None
+    # Only one text per key: b64decode also takes "+", "/" and stray low bits.
+    return data if len(data) == SECRET_BYTES and _as_text(data) == bare else None
 
 
 def _digest(data: bytes) -> bytes:

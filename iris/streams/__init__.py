@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct, structs
 
 from iris.core.bundle import Headers
 from iris.crypto.keys import ClusterKey, public_id
 from iris.errors import (
+    ConfigError,
     NoStream,
     OffsetConflict,
     StreamError,
@@ -29,6 +31,7 @@ from iris.streams.appending import PLAIN, Extras, Producer
 from iris.streams.calls import Known, Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.messages import encode_message, make_extras
+from iris.streams.mirroring import Mirror
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.staging import (
@@ -40,7 +43,7 @@ from iris.streams.staging import (
     discard_call,
 )
 from iris.wire.frames import NO_KEY, STORES
-from iris.wire.names import check_cluster
+from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.streams import (
     CONFLICT,
     DEAD,
@@ -80,6 +83,7 @@ _Infos = list["StreamInfo"]
 _Offsets = list[int]
 _Orders = list[SignedOrder]
 _Found = list[Described]
+_Knowns = list[Known]
 _Places = list[tuple[asyncio.Future[int], int]]
 """`list` is a method of Streams."""
 PATIENCE_S: Final = 30.0
@@ -87,6 +91,7 @@ __all__ = [
     "CommitInfo",
     "Consumer",
     "ConsumerInfo",
+    "Mirror",
     "Reader",
     "StagedAttempt",
     "Staging",
@@ -126,6 +131,14 @@ class StreamInfo(Struct, frozen=True):
     failed: str
     """Why it takes no writes, or cannot be read."""
     key_ids: list[str]
+    mirror: str = ""
+    """Of a copy: which log it copies, in hex. One that was promoted is none any more."""
+    source: str = ""
+    """What that log is called where it is."""
+    lag: int | None = None
+    """Of a copy: by how many messages it is behind its source, as far as a mirror has said since the store started."""
+    heard_us: int = 0
+    """When a mirror said so last; 0: not since then."""
 
 
 class Streams:
@@ -151,6 +164,7 @@ class Streams:
             StreamExists: one of this name is there and defined otherwise.
             StreamUnavailable: there is no store, or it did not answer.
         """
+        _check_ours(name)
         definition = Definition(
             name, topic, cluster, max_bytes, max_messages, round(max_age * 1e6), compact
         )
@@ -162,6 +176,12 @@ class Streams:
             pass
         else:
             return _same(found, definition)
+        return _same(await self._make(definition, _left(until_s)), definition)
+
+    async def _make(self, definition: Definition, timeout: float) -> Known:
+        """Create a stream; if somebody else was faster return theirs, however it is defined."""
+        name = definition.name
+        until_s = time.monotonic() + timeout
         store = await self._stores.store(timeout=_left(until_s))
         orders = self._orders(definition, (os.urandom(16), store.key))
         address = public_id(store.key).hex()
@@ -174,13 +194,11 @@ class Streams:
         try:
             made = await self._stores.until(name, "", once, timeout=_left(until_s))
         except StreamExists:
-            # Somebody else was faster.
-            found = await self._stores.describe(name, "", timeout=_left(until_s))
-            return _same(found, definition)
+            return await self._stores.describe(name, "", timeout=_left(until_s))
         self._stores.created(name)
         # Our relay hears of it within milliseconds: who creates it may use it.
         await self._stores.place(name, "", timeout=_left(until_s))
-        return _info(self._stores.known(name, made))
+        return self._stores.known(name, made)
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
         """Return what a stream is and holds; `uuid` in hex, where two stores hold one of the name. Raises StreamError."""
@@ -188,6 +206,10 @@ class Streams:
 
     async def list(self, *, timeout: float = 5.0) -> _Infos:
         """Return all streams under our keys, of every store that our relay knows, by name."""
+        infos = [_info(known) for known in await self._known(timeout)]
+        return sorted(infos, key=lambda info: (info.name, info.uuid))
+
+    async def _known(self, timeout: float) -> _Knowns:
         until_s = time.monotonic() + timeout
         key_ids = {key.key_id for keys in self._client.keyring.entries().values() for key in keys}
         stores = await self._stores.holders(STORES, [NO_KEY], timeout=timeout)
@@ -207,11 +229,11 @@ class Streams:
                 if more:
                     last = listed.streams[-1]
                     after = f"{last.definition.name} {last.uuid.hex()}"
-        infos = []
+        knowns = []
         for described in found:
             with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
-                infos.append(_info(self._stores.known(described.definition.name, described)))
-        return sorted(infos, key=lambda info: (info.name, info.uuid))
+                knowns.append(self._stores.known(described.definition.name, described))
+        return knowns
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
@@ -232,6 +254,11 @@ class Streams:
         }
         changes = {field: value for field, value in given.items() if value is not None}
         definition = structs.replace(found.order.definition, **changes)
+        return await self._redefine(name, uuid, found, definition, timeout)
+
+    async def _redefine(
+        self, name: str, uuid: str, found: Known, definition: Definition, timeout: float
+    ) -> StreamInfo:
         orders = self._orders(definition, found)
         log = found.order.uuid.hex()
         changed = await self._stores.ask_stream(
@@ -267,12 +294,12 @@ class Streams:
         """
         until_s = time.monotonic() + timeout
         changed = []
-        for info in await self.list(timeout=timeout):
-            definition = Definition(info.name, info.topic, info.cluster)
-            wanted = {key.key_id.hex() for key in self._keys(definition)}
+        for known in await self._known(timeout):
+            info = _info(known)
+            wanted = {key.key_id.hex() for key in self._keys(known.order.definition)}
             if not wanted <= set(info.key_ids):
                 changed.append(await self.change(info.name, uuid=info.uuid, timeout=_left(until_s)))
-        return changed
+        return sorted(changed, key=lambda info: (info.name, info.uuid))
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -379,9 +406,9 @@ class Streams:
     ) -> Reader:  # fmt: skip
         """Return a reader of the messages from `start` on: "first", "last", "new", an offset, or a time.
 
-        It follows the stream as it grows; with `follow=False` it ends where the stream ended when it began. See `Reader`.
+        `name` as "eu:orders" is another site's. It follows the stream as it grows; with `follow=False` it ends where the stream ended when it began. See `Reader`.
         """
-        check_cluster(name)
+        check_address(name)
         return Reader(
             self._stores,
             name,
@@ -404,7 +431,7 @@ class Streams:
         else the latest worker has them all. One that is not `durable` is forgotten after a minute without a worker. What was
         delivered `max_deliver` times (0: no limit) and not acknowledged goes to the dead letters, the stream `NAME.dead`.
         """
-        check_cluster(name)
+        check_address(name)
         check_cluster(consumer)
         return Consumer(
             self._stores, name, consumer, start, group=group, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
@@ -413,7 +440,7 @@ class Streams:
 
     async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
         """Return where the consumers of a stream are, by name. Raises StreamError."""
-        check_cluster(name)
+        check_address(name)
         found: _ConsumerInfos = []
         more = True
         while more:
@@ -427,9 +454,60 @@ class Streams:
         self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
     ) -> None:
         """Forget a consumer: its workers end, and one of the same name starts anew. Raises StreamError."""
-        check_cluster(name)
+        check_address(name)
         call = DeleteConsumer(check_cluster(consumer))
         await self._stores.ask_stream(name, uuid, call, Settled, timeout=timeout, writes=True)
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def mirror(
+        self, source: str, name: str, *, follow: bool = True, max_bytes: int | None = None, max_messages: int | None = None,
+        max_age: float | None = None, compact: bool | None = None, uuid: str = "", patience: float = math.inf,
+    ) -> Mirror:  # fmt: skip
+        """Return what copies another site's stream, "eu:orders", into the stream `name` of our site; see `Mirror`.
+
+        The copy is made if it is not there, and keeps all that its limits let it. It is read and consumed as the source is, at the
+        same offsets, and takes nothing else until `promote`. `uuid`: which log, where two of the source's name are there.
+        `patience`: seconds for which a relay or a store may be away.
+        """
+        check_address(source)
+        _check_ours(name)
+        if split_site(source)[0] in ("", ".") and split_site(source)[1] == name:
+            raise ConfigError(f"name: {name!r} cannot be a copy of itself")
+        if source.endswith(DEAD):
+            raise ConfigError(f"source: {source!r} has dead letters, which are not copied")
+        given = {
+            "max_bytes": max_bytes,
+            "max_messages": max_messages,
+            "max_age_us": None if max_age is None else round(max_age * 1e6),
+            "compact": compact,
+        }
+        limits: dict[str, Any] = {
+            field: value for field, value in given.items() if value is not None
+        }
+        check_definition(Definition(name, **limits))
+        return Mirror(
+            self._stores, self._make, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience
+        )  # fmt: skip
+
+    async def promote(
+        self, name: str, *, record: bool = True, uuid: str = "", timeout: float = 10.0
+    ) -> StreamInfo:
+        """Make a copy a stream of its own, which goes on at its next offset and takes no more copies. Again it changes nothing.
+
+        It takes appends from then on, and records what its source recorded, a topic or a cluster, here in our site; without
+        `record` appends alone. What the source had beyond is not in it, and cannot come later. Raises StreamError.
+        """
+        found = await self._stores.describe(name, uuid, timeout=timeout)
+        there = found.order.definition
+        if not there.mirror:
+            if there.origins:
+                return _info(found)
+            raise StreamError(name, "it is no copy of another stream")
+        source = there.origins[-1]
+        topic, cluster = (source.topic, source.cluster) if record else ("", "")
+        definition = structs.replace(there, mirror="", topic=topic, cluster=cluster)
+        return await self._redefine(name, uuid, found, definition, timeout)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -445,11 +523,15 @@ class Streams:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _keys(self, definition: Definition) -> _Keys:
-        """Return every key of ours for a stream and what it records."""
+        """Return every key of ours for a stream, what it records, and what a copy's records are of."""
         keyring = self._client.keyring
         keys = [*self._stores.keys(definition.name)]
         keys += keyring.for_filter(definition.topic) if definition.topic else ()
         keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
+        for origin in definition.origins:
+            keys += keyring.for_cluster(origin.name)
+            keys += keyring.for_filter(origin.topic) if origin.topic else ()
+            keys += keyring.for_cluster(origin.cluster) if origin.cluster else ()
         return list({key.key_id: key for key in keys}.values())
 
     def _orders(
@@ -475,7 +557,6 @@ class Streams:
     def _producer(self, name: str, uuid: str) -> Producer:
         producer = self._producers.get((name, uuid))
         if producer is None:
-            check_cluster(name)
             self._stores.keys(name)
             if len(self._producers) >= MAX_PRODUCERS:
                 raise StreamError(name, f"this client appends to {MAX_PRODUCERS} streams already")
@@ -534,13 +615,24 @@ def _same(found: Known, definition: Definition) -> StreamInfo:
 def _info(known: Known) -> StreamInfo:
     found, definition = known.described, known.order.definition
     if known.dead:
-        definition = structs.replace(definition, name=definition.name + DEAD, topic="", cluster="")
+        definition = structs.replace(
+            definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=()
+        )
+    source = definition.origins[-1].name if definition.mirror else ""
+    heard = bool(source) and found.heard_us > 0
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
         definition.max_age_us / 1e6, definition.compact, definition.paused, found.oldest, found.next, found.messages, found.size_bytes,
         found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
-        [public_id(signed.public_key).hex() for signed in found.orders],
+        [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
+        max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
     )  # fmt: skip
+
+
+def _check_ours(name: str) -> None:
+    check_cluster(name)
+    if split_site(name)[0]:
+        raise ConfigError(f"name: {name!r} names a site; a stream is made by a client of its site")
 
 
 def _left(until_s: float) -> float:

@@ -32,7 +32,7 @@ from iris.errors import (
 )
 from iris.wire import frames
 from iris.wire.frames import NO_KEY, STORES
-from iris.wire.names import check_cluster
+from iris.wire.names import check_address, split_site
 from iris.wire.streams import (
     DEAD,
     KEEP,
@@ -69,11 +69,13 @@ class Place(msgspec.Struct, frozen=True):
     key: ClusterKey
     until_s: float
     """Then it is looked up again: keys change."""
+    site: str = ""
+    """The one that was named."""
 
     @property
     def address(self) -> str:
         """What calls of it are sent to."""
-        return self.uuid.hex()
+        return f"{self.site}:{self.uuid.hex()}" if self.site else self.uuid.hex()
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -109,6 +111,8 @@ class Stores:
         self._places: dict[tuple[str, str], Place] = {}
         self._seen: set[tuple[str, str]] = set()
         """Streams that were there once: they may come back."""
+        self._key_uuids: dict[bytes, bytes] = {}
+        """By a log's uuid, the one that its key hashes are made with: it does not change."""
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class Stores:
         self, name: str, uuid: str, *, timeout: float, patience: float | None = None
     ) -> Known:
         """Return what a stream is. Raises StreamError: also when no key of ours signed what the store says."""
-        check_cluster(name)
+        check_address(name)
         described = await self.ask_stream(
             name, uuid, Describe(), Described, timeout=timeout, patience=patience
         )
@@ -210,6 +214,7 @@ class Stores:
 
     def known(self, name: str, described: Described) -> Known:
         """Return a described stream with the latest order that a key of ours signed; raises StreamError if there is none."""
+        name = split_site(name)[1]
         latest: Order | None = None
         for signed in described.orders:
             try:
@@ -233,7 +238,7 @@ class Stores:
 
     def keys(self, name: str) -> tuple[ClusterKey, ...]:
         """Return our keys for a stream; raises KeyringError if there are none."""
-        base = check_cluster(name).removesuffix(DEAD)
+        base = check_address(name)[1].removesuffix(DEAD)
         keys = self.client.keyring.for_cluster(base)
         if not keys:
             raise KeyringError(f"no key for stream {name!r}, and no default key")
@@ -249,7 +254,10 @@ class Stores:
         place = self._places.get((name, uuid))
         if place is None or place.until_s < time.monotonic():
             keys = {key.key_id: key for key in self.keys(name)}
-            holders = await self.holders(name, list(keys), timeout=timeout)
+            site = split_site(name)[0]
+            holders = []
+            if not site:  # of another site our relay knows no store
+                holders = await self.holders(name, list(keys), timeout=timeout)
             if uuid:
                 holders = [holder for holder in holders if holder.uuid == uuid]
             uuids = sorted({holder.uuid for holder in holders})
@@ -265,10 +273,11 @@ class Stores:
                 place = Place(bytes.fromhex(uuids[0]), key, time.monotonic() + PLACE_S)
             else:  # not heard of yet, perhaps: the relay knows how long to wait for what may come back
                 key = next(iter(keys.values()))
+                address = f"{site}:{uuid}" if site and uuid else uuid or name
                 found = await self.ask(
-                    uuid or name, key, Describe(), Described, timeout=timeout, shown=name
+                    address, key, Describe(), Described, timeout=timeout, shown=name
                 )
-                place = Place(found.uuid, key, time.monotonic() + PLACE_S)
+                place = Place(found.uuid, key, time.monotonic() + PLACE_S, site)
             if len(self._places) >= MAX_PLACES or len(self._seen) >= MAX_PLACES:
                 self._places.clear()
                 self._seen.clear()
@@ -283,6 +292,20 @@ class Stores:
             return await self.find(name, uuid, timeout=left_s)
 
         return await self.until(name, uuid, once, timeout=timeout)
+
+    async def key_place(self, name: str, uuid: str, *, timeout: float) -> tuple[ClusterKey, bytes]:
+        """Return the key and the uuid that key hashes of a stream are made with; raises as `describe`."""
+        until_s = _until(timeout)
+        place = await self.place(name, uuid, timeout=timeout)
+        of = self._key_uuids.get(place.uuid)
+        if of is None:
+            left_s = max(0.001, until_s - time.monotonic())
+            known = await self.describe(name, place.uuid.hex(), timeout=left_s)
+            of = known.order.definition.key_uuid(known.order.uuid)
+            if len(self._key_uuids) >= MAX_PLACES:
+                self._key_uuids.clear()
+            self._key_uuids[place.uuid] = of
+        return place.key, of
 
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""

@@ -61,8 +61,8 @@ async def make_extras(
         text = key.encode() if isinstance(key, str) else key
         if len(text) > MAX_KEY_BYTES:
             raise MessageTooLarge(f"key: {len(text)} bytes are over {MAX_KEY_BYTES}")
-        place = await stores.place(name, uuid, timeout=timeout)
-        key_hash = hmac.digest(place.key.key_hash_key, place.uuid + text, "sha256")
+        sealing, of = await stores.key_place(name, uuid, timeout=timeout)
+        key_hash = hmac.digest(sealing.key_hash_key, of + text, "sha256")
     return Extras(text, key_hash, tombstone, expires_us, due_us)
 
 

@@ -16,7 +16,17 @@ from iris.streams.calls import Known
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.frames import Kind
 from iris.wire.names import matches
-from iris.wire.streams import DEAD_KIND, HOLES, DeadLetter, Gap, Hole, Record, decode_dead
+from iris.wire.streams import (
+    DEAD_KIND,
+    HOLES,
+    DeadLetter,
+    Definition,
+    Gap,
+    Hole,
+    Origin,
+    Record,
+    decode_dead,
+)
 
 MAX_OPENERS: Final = 16_384
 _Place = tuple[int, str, bytes, bytes]
@@ -59,7 +69,7 @@ class RecordOpener:
         self._find_key = find_key
         self._openers: dict[_Place, tuple[Opener, bytes]] = {}
         self.known: Known | None = None
-        """The stream: what it does not record is not of it, whatever its store says."""
+        """The stream: what neither it nor what it is a copy of records is not of it, whatever its store says."""
 
     def open(self, record: Record, deliveries: int = 1) -> list[StreamMessage] | StreamGap:
         """Return the messages of a record, or why there are none."""
@@ -143,11 +153,15 @@ class RecordOpener:
 
 def _belongs(record: Record, known: Known) -> bool:
     definition = known.order.definition
+    return _is_of(record, definition) or any(_is_of(record, one) for one in definition.origins)
+
+
+def _is_of(record: Record, of: Definition | Origin) -> bool:
     if record.kind == Kind.STREAM:
-        return record.name == definition.name
+        return record.name == of.name
     if record.kind == Kind.PUBLISH:
-        return bool(definition.topic) and matches(definition.topic, record.name)
-    return record.kind in (Kind.PUSH, Kind.BROADCAST) and record.name == definition.cluster
+        return bool(of.topic) and matches(of.topic, record.name)
+    return record.kind in (Kind.PUSH, Kind.BROADCAST) and record.name == of.cluster
 
 
 def told(item: Gap | Hole) -> StreamGap:

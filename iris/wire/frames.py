@@ -143,8 +143,14 @@ class HopClass(IntEnum):
     """From the session that declares it, or to one."""
     MESH = 1
     """Over a link of one network: on to sessions only."""
+    TO_WAN = 2
+    """To another site: over a link to a gateway, and from there over the WAN."""
+    FROM_WAN = 3
+    """From another site, over a link of one network: on to sessions only."""
 
 
+HERE: Final = "."
+"""In a session's DECLARE: this site alone is meant."""
 UNKNOWN_COUNT: Final = 0xFFFFFFFF
 """In GAP: nobody knows how many, because a link was lost."""
 REFUSED_ALIAS: Final = 0xFFFFFFFF
@@ -159,6 +165,8 @@ U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 MAX_ADDRESSES: Final = 16
 Address = Annotated[str, Meta(min_length=3, max_length=300)]
+SiteText = Annotated[str, Meta(max_length=32)]
+"""A site's name, or empty."""
 MAX_KEY_IDS: Final = 64
 """Key ids of one JOIN, SUBSCRIBE or MEMBERS."""
 KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=MAX_KEY_IDS)]
@@ -243,6 +251,9 @@ class Declare(Struct, frozen=True):
 
     `plain` and `groups` are the delivery set (relay to session only): the subscriptions without a group are
     meant, and those of the named groups. `member` is the member that is meant (relay to session only).
+
+    `site` of a session says where its messages are to go: empty for wherever they are wanted (calls: at home if anybody is there), HERE, or
+    a site. With hop class TO_WAN it is the site that they are on their way to.
     """
 
     alias: U16
@@ -254,7 +265,7 @@ class Declare(Struct, frozen=True):
     groups: Annotated[list[Name], Meta(max_length=256)] = []
     member: U63 = 0
     hop_class: U16 = 0
-    site: U16 = 0
+    site: SiteText = ""
 
 
 class Serving(Struct, frozen=True):
@@ -271,8 +282,8 @@ class Join(Struct, frozen=True):
     name: Name
     key_ids: KeyIds
     kinds: Annotated[dict[int, Serving], Meta(min_length=1, max_length=8)]
-    tag: Annotated[str, Meta(max_length=64)] = ""
-    """Told with the member: of a stream, which log it is."""
+    tag: Annotated[str, Meta(max_length=255)] = ""
+    """Told with the member: of a stream, which log it is; of a log, what it is called."""
 
 
 class Leave(Struct, frozen=True):
@@ -324,6 +335,8 @@ class Gap(Struct, frozen=True):
     plain: bool = True
     groups: Annotated[list[Name], Meta(max_length=256)] = []
     member: U63 = 0
+    site: SiteText = ""
+    """Over a link: the site that they were on the way to."""
 
 
 class Fail(Struct, frozen=True):
@@ -380,7 +393,7 @@ class MemberInfo(Struct, frozen=True):
     relay: Annotated[str, Meta(max_length=32)]
     site: Text = ""
     label: Annotated[str, Meta(max_length=64)] = ""
-    tag: Annotated[str, Meta(max_length=64)] = ""
+    tag: Annotated[str, Meta(max_length=255)] = ""
 
 
 class Membership(Struct, frozen=True):
@@ -395,6 +408,8 @@ class Membership(Struct, frozen=True):
     others: dict[str, int] = {}
     more: bool = False
     """The first answer goes on in the next frame."""
+    sites: dict[str, int] = {}
+    """Members of the same address in other sites, in the first frame of an answer."""
 
 
 class Status(Struct, frozen=True):
@@ -466,7 +481,7 @@ class MemberEntry(Struct, frozen=True, array_like=True):
     key_ids: KeyIds
     kinds: Annotated[dict[int, Annotated[int, Meta(ge=1, le=1 << 20)]], Meta(max_length=8)]
     label: Annotated[str, Meta(max_length=64)] = ""
-    tag: Annotated[str, Meta(max_length=64)] = ""
+    tag: Annotated[str, Meta(max_length=255)] = ""
 
 
 class TopicEntry(Struct, frozen=True, array_like=True):
@@ -481,8 +496,41 @@ class TopicEntry(Struct, frozen=True, array_like=True):
     count: U32
 
 
+class SiteEntry(Struct, frozen=True, array_like=True):
+    """A site that the sending gateway has a WAN connection to (or, not `up`, has none any more), and how far it is."""
+
+    site: SiteText
+    up: bool = True
+    cost_ms: U32 = 0
+    """What the gateway was told the site costs; added to the round trip where sites are compared."""
+    rtt_us: U63 = 0
+
+
+class SiteCluster(Struct, frozen=True, array_like=True):
+    """Members of an address in one site, all together. `kinds`: kind served -> handlers at once; empty: nobody is there any more."""
+
+    site: SiteText
+    name: Name
+    key_id: Id16
+    kinds: Annotated[dict[int, Annotated[int, Meta(ge=1, le=1 << 40)]], Meta(max_length=8)]
+    members: U32 = 0
+
+
+class SiteTopic(Struct, frozen=True, array_like=True):
+    """As TopicEntry, for all relays of one site."""
+
+    site: SiteText
+    filter: Name
+    key_id: Id16
+    group: Annotated[str, Meta(max_length=255)]
+    count: U32
+
+
 class Interest(Struct, frozen=True):
     """What the sending relay's members and subscribers want: a change from version `base` to `version`.
+
+    Over a WAN connection `clusters` and `site_topics` say the same of the sender's whole site, and nothing else is filled. A gateway tells
+    its own network's relays in `sites`, `clusters` and `site_topics` what other sites told it.
 
     A snapshot begins with `reset`: the copy is emptied first, whatever its version; with `more`, the next frame goes on with it
     and has the same version. Other long changes go in several frames, each with a version of its own.
@@ -495,6 +543,9 @@ class Interest(Struct, frozen=True):
     topics: list[TopicEntry] = []
     reset: bool = False
     more: bool = False
+    sites: list[SiteEntry] = []
+    clusters: list[SiteCluster] = []
+    site_topics: list[SiteTopic] = []
 
 
 class Resync(Struct, frozen=True):

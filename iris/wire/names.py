@@ -4,6 +4,7 @@
     topic   = token *("." token)              the same grammar
     filter  = part *("." part) ["." ">"]      part is a token or "*"; ">" alone matches every topic
     token   = 1*char                          any character but ".", "*", ">", white space and controls
+    site    = a-z *(a-z / 0-9 / "-")          1 to 32 characters; "site:name" is the cluster or stream of that site
 
 `*` matches exactly one token, a final `>` one or more. Names compare byte by byte: case matters, nothing is normalised.
 """
@@ -20,6 +21,7 @@ MAX_TOKENS: Final = 32
 
 _TOKEN: Final = r"[^\s.*>\x00-\x1f\x7f-\x9f\ud800-\udfff]+"
 _NAME: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})*")
+_SITE: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _FILTER: Final = re.compile(rf"(?:>|(?:{_TOKEN}|\*)(?:\.(?:{_TOKEN}|\*))*(?:\.>)?)")
 
 
@@ -43,10 +45,71 @@ def check_group(name: str) -> str:
     return _check(name, _NAME, "queue group")
 
 
+def check_site(name: str) -> str:
+    """Return `name`; raises InvalidName if it is no name of a site."""
+    if not _SITE.fullmatch(name):
+        raise InvalidName(
+            f"{name[:80]!r} is not a site: 1 to 32 of a-z, 0-9 and '-', beginning with a letter"
+        )
+    return name
+
+
+def split_site(name: str) -> tuple[str, str]:
+    """Return the site and the rest of "site:name"; the site is empty where none is named, and "." for the one we are in.
+
+    A name may hold ":" itself: what stands before the first one is a site only if it reads like one.
+    """
+    site, colon, rest = name.partition(":")
+    if colon and rest and (site == "." or _SITE.fullmatch(site)):
+        return site, rest
+    return "", name
+
+
+def check_address(name: str) -> tuple[str, str]:
+    """Return the site ("" for none, "." for ours) and the name of a cluster or stream; raises InvalidName if it is neither."""
+    if not isinstance(name, str):
+        check_cluster(name)
+    site, bare = split_site(name)
+    return site, check_cluster(bare)
+
+
+def overlaps(one: str, other: str) -> bool:
+    """Whether a topic may match both of two filters, which must have passed their check."""
+    ones, others = one.split("."), other.split(".")
+    for a, b in zip(ones, others, strict=False):
+        if ">" in (a, b):
+            return True  # each has a token or more here
+        if a != b and "*" not in (a, b):
+            return False
+    return len(ones) == len(others)
+
+
+def covers(wide: str, narrow: str) -> bool:
+    """Whether every topic that matches the filter `narrow` matches `wide`."""
+    parts, tokens = wide.split("."), narrow.split(".")
+    if parts[-1] == ">":
+        parts.pop()
+        if len(tokens) <= len(parts):
+            return False
+    elif len(tokens) != len(parts) or tokens[-1] == ">":
+        return False
+    return all(
+        part == token or (part == "*" and token != ">")
+        for part, token in zip(parts, tokens, strict=False)
+    )
+
+
+def is_wild(pattern: str) -> bool:
+    """Whether a filter, which must have passed its check, may match other topics than the one of its name."""
+    return "*" in pattern or pattern[-1] == ">"
+
+
 def matches(pattern: str, topic: str) -> bool:
     """Whether the filter `pattern` selects `topic`. Both must have passed their check."""
     if pattern == topic:
         return True
+    if not is_wild(pattern):
+        return False
     parts, tokens = pattern.split("."), topic.split(".")
     if parts[-1] == ">":
         if len(tokens) < len(parts):

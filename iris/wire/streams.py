@@ -7,6 +7,7 @@ sealed as they were published. Offsets number the messages of a stream; times ar
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Final
 
 import msgspec
@@ -30,6 +31,9 @@ NO_PRODUCER: Final = bytes(16)
 MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
 """In a Commit or Discard, which is bounded by the message limit besides."""
+MAX_ORIGINS: Final = 8
+MAX_COPY_ITEMS: Final = 4096
+_UUID: Final = re.compile("[0-9a-f]{32}")
 
 Offset = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 Time = Offset
@@ -39,6 +43,15 @@ Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
 End = Annotated[bytes, Meta(min_length=24, max_length=24)]
 Hash = Annotated[bytes, Meta(max_length=32)]
 ShortText = Annotated[str, Meta(max_length=255)]
+
+
+class Origin(Struct, frozen=True):
+    """A log whose records a copy holds: which, and what those were sent to."""
+
+    uuid: Id16
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
+    topic: ShortText = ""
+    cluster: ShortText = ""
 
 
 class Definition(Struct, frozen=True):
@@ -56,6 +69,14 @@ class Definition(Struct, frozen=True):
     """Of the records with one key only the last is kept."""
     paused: bool = False
     """Nothing is recorded or appended."""
+    mirror: Annotated[str, Meta(max_length=32)] = ""
+    """It is a copy of the log of this uuid (hex), and takes nothing else. A copy that was promoted names none."""
+    origins: Annotated[tuple[Origin, ...], Meta(max_length=MAX_ORIGINS)] = ()
+    """Of a copy, promoted or not: the logs that its records may come from, the oldest first; the last is what it copies."""
+
+    def key_uuid(self, uuid: bytes) -> bytes:
+        """Return the uuid that key hashes of the log `uuid`, which is defined so, are made with: that of the first in a line of copies."""
+        return self.origins[0].uuid if self.origins else uuid
 
 
 def check_definition(definition: Definition) -> None:
@@ -71,6 +92,21 @@ def check_definition(definition: Definition) -> None:
         check_filter(definition.topic)
     if definition.cluster:
         check_cluster(definition.cluster)
+    for origin in definition.origins:
+        check_cluster(origin.name)
+        if origin.topic:
+            check_filter(origin.topic)
+        if origin.cluster:
+            check_cluster(origin.cluster)
+    if len(definition.origins) > MAX_ORIGINS:
+        raise ConfigError(f"origins: a copy of a copy, more than {MAX_ORIGINS} times over")
+    if definition.mirror:
+        if not _UUID.fullmatch(definition.mirror):
+            raise ConfigError(f"mirror: {definition.mirror!r} is no uuid in hex")
+        if not definition.origins or definition.origins[-1].uuid.hex() != definition.mirror:
+            raise ConfigError("mirror: the last of its origins is what a stream is a copy of")
+        if definition.topic or definition.cluster:
+            raise ConfigError("a copy records no topic and no cluster")
     for field in ("max_bytes", "max_messages", "max_age_us"):
         if not 0 <= getattr(definition, field) < 1 << 63:
             raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
@@ -273,6 +309,21 @@ class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
     attempts: Annotated[list[Id16], Meta(max_length=MAX_ATTEMPTS)] = []
 
 
+class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
+    """To a copy: what the log `uuid` holds from `start` until `next`, side by side. Answered with Copied once it is on disk.
+
+    It is taken only if `start` is where the copy ends, so one that comes again or late changes nothing. Without items it says
+    where the source ends, and no more.
+    """
+
+    uuid: Id16
+    start: Offset
+    next: Offset
+    items: Annotated[list[Item], Meta(max_length=MAX_COPY_ITEMS)]
+    high_water: Offset = 0
+    """Where the source ended when it was read."""
+
+
 class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
     """Read from `start` on. Answered with Fetched: at once if there is something, else within `wait_ms`."""
 
@@ -375,6 +426,10 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     failed: Text = ""
     """Why it takes no writes, or cannot be read at all."""
     readable: bool = True
+    source_next: Offset = 0
+    """Of a copy: where its source ended when that was last heard of, 0 if not since the store started; its lag is to there."""
+    heard_us: Time = 0
+    """Of a copy: when that was."""
 
 
 class Listed(Struct, frozen=True, tag_field="op", tag="listed"):
@@ -403,6 +458,13 @@ class Committed(Struct, frozen=True, tag_field="op", tag="committed"):
     first: Offset | None
     next: Offset | None
     replayed: bool = False
+
+
+class Copied(Struct, frozen=True, tag_field="op", tag="copied"):
+    """The copy ends at `next`. `taken`: by this call; else it is to go on from there."""
+
+    next: Offset
+    taken: bool = False
 
 
 class Fetched(Struct, frozen=True, tag_field="op", tag="fetched"):
@@ -492,6 +554,7 @@ Call = (
     | Stage
     | Commit
     | Discard
+    | Copy
     | Fetch
     | Find
     | Consume
@@ -506,6 +569,7 @@ Answer = (
     | Appended
     | Staged
     | Committed
+    | Copied
     | Fetched
     | Found
     | Delivered

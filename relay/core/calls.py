@@ -22,7 +22,17 @@ from iris.wire.codec import (
     KIND_AT,
     REWRITE,
 )
-from iris.wire.frames import FLAG_REFUSED, REFUSED_ALIAS, Cause, Credit, Fail, Kind, Refusal
+from iris.wire.frames import (
+    FLAG_REFUSED,
+    HERE,
+    REFUSED_ALIAS,
+    Cause,
+    Credit,
+    Fail,
+    HopClass,
+    Kind,
+    Refusal,
+)
 from relay.core.balance import pick
 from relay.core.interest import Interest, Load
 from relay.core.mesh import NEVER_US, Mesh
@@ -32,11 +42,14 @@ from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
 
 if TYPE_CHECKING:
+    from relay.core.federation import Federation
     from relay.core.link import Link
     from relay.core.router import Limits
 
+LATE_US: Final = 10_000_000
+"""What is so much later than its deadline is not waited for, where room is short."""
 MAX_ATTEMPTS: Final = 4
-"""The first member, and up to three others after refusals."""
+"""The first member, and up to three others after refusals; then as many in other sites."""
 PARKED_BYTES: Final = 16 << 20
 """Most that waits for a relay to come back."""
 _NUMBERS: Final = (1 << 62) - 1
@@ -70,6 +83,7 @@ class Calls:
         self._limits = limits
         self._neighbors = neighbors
         self._mesh = mesh
+        self.abroad: Federation
         self._last_hop = 0
         self._now_us = 0
         self.parked: deque[Parked] = deque()
@@ -107,7 +121,7 @@ class Calls:
         ):
             raise PeerProtocolError(f"tunnel {hop} is open already")
         self._accounts.in_ += 1
-        if neighbor.hop_class:
+        if route.hop_class in _COUNTED:
             self._asked(neighbor, route)  # type: ignore[arg-type]
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
@@ -123,7 +137,7 @@ class Calls:
             neighbor.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
             return
         self._resolve(route)
-        if not route.loads and not route.peers:
+        if not route.loads and not route.peers and not route.sites:
             self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
             return
         self._dispatch(neighbor, route, hop, deadline_us, buf, start, end)
@@ -151,9 +165,13 @@ class Calls:
         """Find who serves this route's address while the interest stays as it is."""
         if route.version != self._interest.version:
             route.targets.clear()
-            route.loads = self._interest.loads(route.name, route.key_id, route.kind)
-            if not route.neighbor.hop_class:
-                route.peers = self._interest.peer_loads(route.name, route.key_id, route.kind)
+            place = (route.name, route.key_id, route.kind)
+            route.loads, route.peers = (), ()
+            if self.abroad.comes_home(route):
+                route.loads = self._interest.loads(*place)
+                if route.neighbor.hop_class != HopClass.MESH:
+                    route.peers = self._interest.peer_loads(*place)
+            route.sites = self.abroad.loads(route)
             route.version = self._interest.version
 
     def _forget_late(self, neighbor: Neighbor) -> bool:
@@ -176,13 +194,20 @@ class Calls:
         return hop | neighbor.own_hop
 
     def _hand(self, handed: Handed, buf: memoryview, start: int, end: int) -> bool:
-        """Hand it to the best member left, or to a relay that has one; False when there is none."""
+        """Hand it to the best member left, or to a relay that has one, or else to another site; False when there is none.
+
+        Work stays at home while anybody there takes it, even into a queue: another site is a way of tens of milliseconds off.
+        """
         route = handed.route
         self._resolve(route)
         handed.attempts += 1
         while True:
             route.turn += 1
-            load = pick(route.loads, route.peers, handed.size, handed.tried, route.turn)
+            load = None
+            if handed.attempts <= MAX_ATTEMPTS:
+                load = pick(route.loads, route.peers, handed.size, handed.tried, route.turn)
+            if load is None and handed.attempts <= 2 * MAX_ATTEMPTS:
+                load = next((far for far in route.sites if far not in handed.tried), None)
             if load is None:
                 return False
             if self._give(handed, load, buf, start, end):
@@ -194,10 +219,13 @@ class Calls:
         neighbor = load.neighbor
         if not neighbor.port.has_room(handed.size):
             return False
+        if load.way is not None and not self._may_hold_more(neighbor):
+            return False
         self._last_hop = last = (self._last_hop + 1) & _NUMBERS
         hop = last | neighbor.own_hop
         route = handed.route
-        number = route.target(neighbor, load.serial).number(self._interest.next_tick())
+        target = route.target(load.way or neighbor, load.serial)
+        number = target.number(self._interest.next_tick())
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
         if not neighbor.port.forward(buf, start, end, 1):
             return False
@@ -212,6 +240,19 @@ class Calls:
         elif kind == Kind.TUNNEL_OPEN:
             self.tunnels.opening(handed, neighbor, hop)
         return True
+
+    def _may_hold_more(self, neighbor: Neighbor) -> bool:
+        """Whether another site, or the gateway to it, may be handed one more: a site that ends nothing must not fill our tables."""
+        if len(neighbor.handed) < self._limits.pending:
+            return True
+        if self._now_us >= neighbor.swept_us:
+            neighbor.swept_us = self._now_us + 1_000_000
+            for hop, handed in list(neighbor.handed.items()):
+                late = handed.deadline_us and handed.deadline_us + LATE_US < self._now_us
+                if late and handed.survey is None and handed.load.kind != Kind.TUNNEL_OPEN:
+                    del neighbor.handed[hop]
+                    self._release(handed, hop)
+        return len(neighbor.handed) < self._limits.pending
 
     # -- waiting for a relay to come back --------------------------------------------------------------------
 
@@ -238,7 +279,10 @@ class Calls:
             self._unpark_us = min(self._unpark_us, self._now_us + PARKED_US)
 
     def _might_serve(self, route: Route) -> bool:
-        return self._mesh.might_serve(route.kind, route.name, route.key_id, self._now_us)
+        place = (route.kind, route.name, route.key_id)
+        if self.abroad.comes_home(route) and self._mesh.might_serve(*place, self._now_us):
+            return True
+        return self.abroad.might_serve(*place, route.site, self._now_us)
 
     @property
     def deadline_us(self) -> int:
@@ -252,17 +296,17 @@ class Calls:
         self._now_us = now_us
         self._unpark_us = now_us + PARKED_US
         self._parked_version = self._interest.version
-        verdicts: dict[tuple[int, str, bytes], tuple[bool, bool]] = {}
+        verdicts: dict[tuple[int, str, bytes, str], tuple[bool, bool]] = {}
         for _ in range(len(self.parked)):
             entry = self.parked.popleft()
             origin, route = entry.origin, entry.route
             if not origin.closed:
                 late = entry.deadline_us and entry.deadline_us <= now_us
-                place = (route.kind, route.name, route.key_id)
+                place = (route.kind, route.name, route.key_id, route.site)
                 verdict = verdicts.get(place)
                 if verdict is None:
                     self._resolve(route)
-                    found = bool(route.loads or route.peers)
+                    found = bool(route.loads or route.peers or route.sites)
                     verdict = verdicts[place] = (found, not found and self._might_serve(route))
                 served, waits = verdict
                 if waits and not late:
@@ -354,29 +398,31 @@ class Calls:
 
     def credited(self, session: Session, load: Load, hops: Sequence[int]) -> None:
         """A member finished these pushes; relays that handed some over hear of theirs."""
+        distinct = set(hops)
+        if len(distinct) < len(hops) or not load.handed.keys() >= distinct:
+            raise PeerProtocolError(f"credit for a {kind_name(load.kind)} that was not handed over")
+        self._credit(session, load.kind, hops)
+
+    def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
+        """Members behind a link, or in another site, finished these pushes."""
+        for hop in credit.hops:
+            handed = link.handed.get(hop)
+            if handed is None or handed.load.kind != Kind.PUSH:
+                raise PeerProtocolError("credit for what is no push that was handed over")
+        self._credit(link, Kind.PUSH, credit.hops)
+
+    def _credit(self, neighbor: Neighbor, kind: int, hops: Sequence[int]) -> None:
         told: dict[int, list[int]] = {}
-        for hop in hops:
-            if hop not in load.handed:
-                raise PeerProtocolError(
-                    f"credit for a {kind_name(load.kind)} that was not handed over"
-                )
-            handed = session.handed.pop(hop)
+        for hop in dict.fromkeys(hops):
+            handed = neighbor.handed.pop(hop)
             self._release(handed, hop)
             if handed.origin.hop_class and not handed.origin.closed:
                 told.setdefault(handed.origin.number, []).append(handed.hop)
         for number, theirs in told.items():
-            self._neighbors[number].control(Credit(0, load.kind, theirs))
+            self._neighbors[number].control(Credit(0, kind, theirs))
 
-    def credited_by_link(self, link: Link, credit: Credit) -> None:
-        """Members behind a link finished these pushes."""
-        for hop in credit.hops:
-            handed = link.handed.get(hop)
-            if handed is not None and handed.load.kind == Kind.PUSH:
-                del link.handed[hop]
-                self._release(handed, hop)
-
-    def failed_by_link(self, link: Link, fail: Fail) -> None:
-        """The relay behind a link answers itself."""
+    def failed_by_link(self, link: Neighbor, fail: Fail) -> None:
+        """The relay behind a link, or a gateway of another site, answers itself."""
         handed = link.handed.pop(fail.hop, None)
         if handed is None:
             return
@@ -420,11 +466,13 @@ class Calls:
         # Over a link it came back with the deadline by the other clock.
         DEADLINE.pack_into(buf, start + DEADLINE_AT, handed.deadline_us)
         if reason in (Refusal.FULL, Refusal.LEAVING):
-            deadline_us = handed.deadline_us
+            deadline_us, route = handed.deadline_us, handed.route
             in_time = not deadline_us or deadline_us > self._now_us
-            if handed.attempts < MAX_ATTEMPTS and in_time and self._hand(handed, buf, start, end):
+            if in_time and self._hand(handed, buf, start, end):
                 handed.waits = True
                 handed.origin.pending += 1
+            elif in_time and not route.loads and not route.peers and not route.sites:
+                self._nobody(handed.origin, route, handed.hop, deadline_us, buf, start, end)
             else:
                 self._unhanded(handed, buf, start, end, reason)
         elif handed.origin.hop_class:
@@ -444,23 +492,28 @@ class Calls:
     ) -> None:
         """Nobody here takes it: the caller hears so, or the relay it came from gets it back."""
         route = handed.route
-        served = len(route.loads) + len(route.peers)
+        places = (("members here", route.loads), ("other relays", route.peers), ("other sites", route.sites))  # fmt: skip
+        served = [f"{len(loads)} {what}" for what, loads in places if loads]
         if handed.origin.hop_class:
             self._bounce(handed, buf, start, end, reason if served else Refusal.LEAVING)
             return
         self._accounts.refused += 1
         if served:
-            where = f" here and {len(route.peers)} other relays" if route.peers else ""
-            detail = f"all {len(route.loads)} members{where} are full or refused it"
+            detail = f"all are full or refused it: {', '.join(served)}"
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
         if route.kind == Kind.STREAM:
             handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, "no store holds it"))
             return
+        if route.site not in ("", HERE, self.abroad.site) and route.site not in self.abroad.ways:
+            detail = f"no way to the site {route.site}"
+            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, detail))
+            return
         text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
         others = self._interest.others(route.name, (route.key_id,))
-        for short, more in self._mesh.others(route.name, (route.key_id,)).items():
-            others[short] = others.get(short, 0) + more
+        for elsewhere in (self._mesh, self.abroad):
+            for short, more in elsewhere.others(route.name, (route.key_id,)).items():
+                others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
         text = f"{text}; there are {there}" if there else text
         handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, text))
@@ -468,6 +521,10 @@ class Calls:
     def _bounce(self, handed: Handed, buf: memoryview, start: int, end: int, reason: int) -> None:
         """Send it back over the link that it came by: the caller's relay may know somebody else."""
         port = handed.origin.port
+        if handed.route.barred:
+            self._accounts.refused += 1
+            handed.origin.control(Fail(handed.hop, Cause.REFUSED, handed.route.barred))
+            return
         if handed.route.kind == Kind.SURVEY:
             self._accounts.refused += 1
             handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS))
@@ -503,7 +560,7 @@ class Calls:
         """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now."""
         self.tunnels.neighbor_down(neighbor)
         handed_to_it, neighbor.handed = neighbor.handed, {}
-        what = "the link to the member's relay" if neighbor.hop_class else "the member's session"
+        what = _LOST[neighbor.hop_class]
         for hop, handed in handed_to_it.items():
             if handed.survey is not None:
                 self.surveys.less(handed, self.surveys.owing(handed))
@@ -513,6 +570,13 @@ class Calls:
                 handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
 
 
+_COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)
+"""Calls over links to members of this relay: the other side hears how busy these are."""
+_LOST: Final[dict[int, str]] = {
+    HopClass.LOCAL: "the member's session",
+    HopClass.MESH: "the link to the member's relay",
+    HopClass.TO_WAN: "the connection to the member's site",
+}
 _ANSWERS: Final[dict[int, bool]] = {Kind.REQUEST: False, Kind.SURVEY: False, Kind.STREAM: True}
 """What is answered, and whether by STREAM_REPLY."""
 _DETAILS: Final[dict[int, str]] = {

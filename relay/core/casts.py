@@ -1,13 +1,15 @@
-"""Publish and broadcast: one copy to every session and link that wants it, each frame as it came but for its alias.
+"""Publish and broadcast: one copy to every session, link and site that wants it, each frame as it came but for its alias.
 
 What comes over a link goes to sessions alone, as the delivery set of its alias says: the publisher's relay has chosen for
-every queue group which session or which relay gets it.
+every queue group which session, which relay or which site gets it. In the site a gateway chooses again, among its relays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, END_AT
@@ -17,8 +19,13 @@ from relay.core.ports import Accounts
 from relay.core.session import Neighbor, Route, Target
 
 if TYPE_CHECKING:
+    from relay.core.federation import Federation
+    from relay.core.interest import Taker
     from relay.core.link import Link
+    from relay.core.sites import Wan, Way
 
+TOLD_US: Final = 1_000_000
+MAX_TOLD: Final = 4096
 _FIRST: Final = END_AT + 16
 
 
@@ -28,6 +35,7 @@ class Casts:
     def __init__(self, accounts: Accounts, interest: Interest) -> None:
         self._accounts = accounts
         self._interest = interest
+        self.abroad: Federation
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Publish or broadcast: to every target."""
@@ -67,7 +75,7 @@ class Casts:
         if route.groups:
             targets = self._choose(route)
         if not targets:
-            accounts.drop("unwanted", count)
+            accounts.drop("not allowed" if route.barred else "unwanted", count)
             return
         accounts.copied += count * (len(targets) - 1)
         frame = bytearray(buf[start:end])
@@ -98,86 +106,179 @@ class Casts:
                 route.many = ()
                 route.groups = [("", plain), *groups.items()]
             else:
-                route.many = [route.target(neighbor, 0) for neighbor in plain]
+                route.many = [route.target(taker, 0) for taker in plain]
         route.single = route.many[0] if len(route.many) == 1 else None
         route.version = self._interest.version
 
     def _members(self, route: Route) -> list[Target]:
         interest = self._interest
-        loads = interest.loads(route.name, route.key_id, Kind.BROADCAST)
-        if route.neighbor.hop_class == HopClass.LOCAL:
-            loads += interest.peer_loads(route.name, route.key_id, Kind.BROADCAST)
-        return [route.target(load.neighbor, load.serial) for load in loads]
+        place = (route.name, route.key_id, Kind.BROADCAST)
+        targets = []
+        if self.abroad.comes_home(route):
+            loads = interest.loads(*place)
+            if self._spreads(route):
+                loads += interest.peer_loads(*place)
+            targets = [route.target(load.neighbor, load.serial) for load in loads]
+        far = (load.way for load in self.abroad.loads(route))
+        return targets + [route.target(way, 0) for way in far if way is not None]
 
-    def _subscribers(self, route: Route) -> tuple[list[Neighbor], dict[str, list[Neighbor]]]:
-        """Return who wants it without a group, and the candidates of every group: a link once for each of its sessions."""
+    def _subscribers(self, route: Route) -> tuple[list[Taker], dict[str, list[Taker]]]:
+        """Return who wants it without a group, and the candidates of every group: a link once for each of its sessions.
+
+        Of a group that has somebody in this site, no other site is a candidate; of another, the nearest alone is.
+        """
         plain, groups = self._interest.subscribers(route.name, route.key_id)
-        if route.neighbor.hop_class == HopClass.LOCAL:
-            for group, candidates in groups.items():
-                weighed: list[Neighbor] = []
-                for candidate in candidates:
-                    link: Link | None = candidate if candidate.hop_class else None  # type: ignore[assignment]
-                    weighed += [candidate] * (
-                        1 if link is None else link.weight(route.key_id, group)
-                    )
-                groups[group] = weighed
-            return plain, groups
-        here = [neighbor for neighbor in plain if not neighbor.hop_class] if route.plain else []
-        chosen: dict[str, list[Neighbor]] = {}
-        for group in route.only:
-            sessions = [n for n in groups.get(group, ()) if not n.hop_class]
-            if sessions:
-                chosen[group] = sessions
-        return here, chosen
+        here, far = self._apart(route, plain if route.plain else ())
+        named = groups if route.hop_class == HopClass.LOCAL else route.only
+        apart = {group: self._apart(route, groups.get(group, ())) for group in named}
+        # One way for each site, whoever wants it there: a bundle crosses once.
+        every = [*far, *(way for _, away in apart.values() for way in away)]
+        vias = {way.site: way for way in self.abroad.takers(route, dict.fromkeys(every))}
+        chosen: dict[str, list[Taker]] = {}
+        for group, (near, away) in apart.items():
+            sites = {way.site for way in away}
+            if near:
+                chosen[group] = [
+                    candidate
+                    for taker in near
+                    for candidate in [taker] * self._weight(route, taker, group)
+                ]
+            elif nearest := [way for site, way in vias.items() if site in sites][:1]:
+                chosen[group] = [*nearest]
+        wanting = {way.site for way in far}
+        return [*here, *(way for site, way in vias.items() if site in wanting)], chosen
+
+    def _apart(self, route: Route, takers: Iterable[Taker]) -> tuple[list[Taker], list[Way]]:
+        """Return those of this site that a route's messages may go to, and the ways to others."""
+        home, spreads = self.abroad.comes_home(route), self._spreads(route)
+        here: list[Taker] = []
+        far: list[Way] = []
+        for taker in takers:
+            if taker.hop_class == HopClass.TO_WAN:
+                far.append(taker)  # type: ignore[arg-type]  # a WAN connection is no taker, its way is
+            elif home and (spreads or not taker.hop_class):
+                here.append(taker)
+        return here, far
+
+    def _weight(self, route: Route, taker: Taker, group: str) -> int:
+        """Return how many sessions of a group a candidate stands for."""
+        if not taker.hop_class:
+            return 1
+        link: Link = taker  # type: ignore[assignment]  # of this site's takers only links have a hop class
+        return link.weight(route.key_id, group)
+
+    def _spreads(self, route: Route) -> bool:
+        """Whether a route's messages go over links to the other relays of this site: from a session, or fresh from the WAN."""
+        return route.neighbor.hop_class != HopClass.MESH
 
     def _choose(self, route: Route) -> Sequence[Target]:
         """Choose one session or link per queue group for a bundle; one that is slow is passed over."""
         route.turn += 1
         (_, plain), *groups = route.groups
-        chosen: dict[int, list[str]] = {neighbor.number: [] for neighbor in plain}
-        neighbors = {neighbor.number: neighbor for neighbor in plain}
+        chosen: dict[int, list[str]] = {taker.number: [] for taker in plain}
+        takers = {taker.number: taker for taker in plain}
         for name, candidates in groups:
             first = route.turn % len(candidates)
             order = [*candidates[first:], *candidates[:first]]
-            neighbor = next((n for n in order if not n.port.held_messages), order[0])
-            neighbors[neighbor.number] = neighbor
-            chosen.setdefault(neighbor.number, []).append(name)
-        alone = {neighbor.number for neighbor in plain}
+            taker = next((t for t in order if not t.neighbor.port.held_messages), order[0])
+            takers[taker.number] = taker
+            chosen.setdefault(taker.number, []).append(name)
+        alone = {taker.number for taker in plain}
         return [
-            route.target(neighbors[number], 0, number in alone, tuple(names))
+            route.target(takers[number], 0, number in alone, tuple(names))
             for number, names in chosen.items()
         ]
 
     # -- losses ----------------------------------------------------------------------------------------------
 
-    def gap_from_link(self, gap: Gap) -> None:
-        """The relay behind a link dropped messages on their way here: whoever would have got them hears of it."""
+    def gap_from_link(self, link: Link, gap: Gap) -> None:
+        """The relay behind a link dropped messages on their way here, or to another site: whoever would have got them hears of it."""
+        if not gap.site:
+            self._tell_here(gap)
+            return
+        what = (gap.sender_id, gap.name, gap.kind, gap.key_id, gap.site)
+        for route in link.routes:
+            if route is not None and what == (
+                route.sender_id, route.name, route.kind, route.key_id, route.site,
+            ):  # fmt: skip
+                self._gap_to_site(route, gap)
+                return
+
+    def _gap_to_site(self, route: Route, gap: Gap) -> None:
+        """The word of a loss takes the way of what was lost, so that it overtakes nothing."""
+        wan = self.abroad.wan_of(route)
+        if wan is not None:
+            wan.control(gap)
+
+    def gap_from_wan(self, wan: Wan, gap: Gap, now_us: int) -> None:
+        """A gateway of another site dropped messages on their way to this one: our relays hear of it, too.
+
+        How many is not taken from another site: it could name a sender of ours, and receivers would wait for sequences that never come.
+        What the sender's next message shows is exact. And it is told once a second for each sender and address.
+        """
+        gap = msgspec.structs.replace(gap, first=0, count=UNKNOWN_COUNT, site="", member=0)
+        place = (gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, tuple(gap.groups))
+        if now_us < wan.told_us.get(place, 0):
+            return
+        if len(wan.told_us) >= MAX_TOLD:
+            wan.told_us.clear()
+        wan.told_us[place] = now_us + TOLD_US
+        self._spread_gap(gap)
+
+    def _spread_gap(self, gap: Gap) -> None:
+        """Sessions of this relay, and other relays of this site, hear of a loss."""
+        self._tell_here(gap)
+        if gap.kind == Kind.BROADCAST:
+            loads = self._interest.peer_loads(gap.name, gap.key_id, Kind.BROADCAST)
+            links = [load.neighbor for load in loads]
+        else:
+            plain, groups = self._interest.subscribers(gap.name, gap.key_id)
+            wanted = plain if gap.plain else []
+            takers = (*wanted, *(taker for group in gap.groups for taker in groups.get(group, ())))
+            links = [t.neighbor for t in takers if t.hop_class == HopClass.MESH]
+        for link in dict.fromkeys(links):
+            link.control(gap)
+
+    def _tell_here(self, gap: Gap) -> None:
+        """Sessions of this relay hear of a loss."""
         if gap.kind == Kind.BROADCAST:
             for load in self._interest.loads(gap.name, gap.key_id, Kind.BROADCAST):
                 self._tell(load.neighbor, gap, load.serial, ())
             return
         plain, groups = self._interest.subscribers(gap.name, gap.key_id)
         if gap.plain:
-            for neighbor in plain:
-                if not neighbor.hop_class:
-                    self._tell(neighbor, gap, 0, ())
-            return
+            for taker in plain:
+                if not taker.hop_class:
+                    self._tell(taker.neighbor, gap, 0, ())
         for group in gap.groups:
             # Whose turn it would have been, nobody knows: the oldest member of the group hears it.
-            here = next((n for n in groups.get(group, ()) if not n.hop_class), None)
+            here = next((t for t in groups.get(group, ()) if not t.hop_class), None)
             if here is not None:
-                self._tell(here, gap, 0, (group,))
+                self._tell(here.neighbor, gap, 0, (group,))
 
     def link_lost(self, link: Link) -> None:
         """What was on its way over a lost link is lost, and nobody knows how much."""
-        for route in link.routes:
-            if route is None or route.version < 0:
+        for route, gap in self._gaps(link):
+            if route.hop_class != HopClass.TO_WAN:
+                self._tell_here(gap)
+            elif not self.abroad.leaving:  # nothing new came this way since we said so
+                self._gap_to_site(route, msgspec.structs.replace(gap, site=route.site))
+
+    def wan_lost(self, wan: Wan) -> None:
+        """As `link_lost`, for a WAN connection: the relays of this site hear of it, too."""
+        for _, gap in self._gaps(wan):
+            self._spread_gap(gap)
+
+    @staticmethod
+    def _gaps(neighbor: Neighbor) -> Iterable[tuple[Route, Gap]]:
+        for route in neighbor.routes:
+            if route is None or route.version < 0 or route.barred:
                 continue
             if route.kind in (Kind.PUBLISH, Kind.BROADCAST):
                 cause = "a link on the way was lost"
                 address = (route.kind, route.name, route.key_id, route.sender_id)
                 delivery = (route.plain, list(route.only))
-                self.gap_from_link(Gap(*address, 0, UNKNOWN_COUNT, cause, *delivery))
+                yield route, Gap(*address, 0, UNKNOWN_COUNT, cause, *delivery)
 
     def _tell(self, neighbor: Neighbor, gap: Gap, member: int, groups: Sequence[str]) -> None:
         address = (gap.kind, gap.name, gap.key_id, gap.sender_id)

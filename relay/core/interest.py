@@ -5,16 +5,21 @@ Addresses are (name, key id) throughout. `version` rises with every change that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from iris.wire.frames import Kind, Serving
 
 if TYPE_CHECKING:
     from relay.core.link import Link
     from relay.core.session import Neighbor, Session
+    from relay.core.sites import Way
 
 Address = tuple[str, bytes]
+Topic = tuple[str, bytes, str]
+"""Filter, key id, group."""
+Taker: TypeAlias = "Neighbor | Way"
+"""Who wants a topic: a session, a relay behind a link, or another site."""
 PACE_WEIGHT: Final = 0.125
 """Of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
 UNKNOWN_PACE_US: Final = 1000
@@ -25,7 +30,7 @@ class Load:
     """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
 
     __slots__ = (
-        "_since_us", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us",
+        "_since_us", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us", "way",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +44,8 @@ class Load:
         self.neighbor = neighbor
         self.member = member
         """None: whoever the relay at the other end of the link chooses."""
+        self.way: Way | None = None
+        """To the site of these members, if it is another one."""
         self.kind = kind
         self.concurrency = concurrency
         self.limit_bytes = limit_bytes
@@ -147,13 +154,13 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[str, _Node] = {}
-        self.subscribers: dict[tuple[int, str], Neighbor] = {}
-        self.rest: dict[tuple[int, str], Neighbor] = {}
+        self.subscribers: dict[tuple[int, str], Taker] = {}
+        self.rest: dict[tuple[int, str], Taker] = {}
         """Subscribers of a filter that ends in '>' below this token."""
 
 
 class Interest:
-    """Everything that members and subscribers asked for: those of this relay one by one, those of others by link."""
+    """Everything that members and subscribers asked for: those of this relay one by one, those of others by link or way."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -164,6 +171,9 @@ class Interest:
         self._peers: dict[Address, dict[int, Link]] = {}
         self._topics: dict[bytes, _Node] = {}
         self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
+        self.changed: Callable[[Address], None] = _unheard
+        """Called where who serves an address of this site may have changed."""
+        self.changed_topic: Callable[[Topic], None] = _unheard
 
     def next_tick(self) -> int:
         """Return the date of the alias used now."""
@@ -177,6 +187,7 @@ class Interest:
         self.version += 1
         for key_id in member.key_ids:
             self._clusters.setdefault((member.name, key_id), {})[member.serial] = member
+            self.changed((member.name, key_id))
             if not member.listed:
                 continue
             counts = self._names.setdefault(member.name, {})
@@ -187,6 +198,7 @@ class Interest:
         self.version += 1
         for key_id in member.key_ids:
             address = (member.name, key_id)
+            self.changed(address)
             members = self._clusters[address]
             del members[member.serial]
             if not members:
@@ -251,12 +263,24 @@ class Interest:
         loads = [link.load(kind, name, key_id) for link in links.values()]
         return [load for load in loads if load is not None]
 
+    def addresses(self) -> list[Address]:
+        """Return every address of this site that has members."""
+        return list(dict.fromkeys((*self._clusters, *self._peers)))
+
+    def serving(self, name: str, key_id: bytes) -> Iterator[tuple[dict[int, int], bool, str]]:
+        """Give, for each member of this site, what it serves (kind -> handlers), whether it counts as one, and its tag."""
+        for member in self._clusters.get((name, key_id), {}).values():
+            kinds = {kind: load.concurrency for kind, load in member.loads.items()}
+            yield kinds, member.listed, member.tag
+        for link in self._peers.get((name, key_id), {}).values():
+            for entry in link.copy.names.get(name, {}).values():
+                if key_id in entry.key_ids:
+                    yield entry.kinds, is_listed(entry.kinds), entry.tag
+
     # -- topics ----------------------------------------------------------------------------------------------
 
-    def subscribe(
-        self, session: Neighbor, pattern: str, group: str, key_ids: Iterable[bytes]
-    ) -> None:
-        """A session, or the relay behind a link, wants what matches `pattern`."""
+    def subscribe(self, session: Taker, pattern: str, group: str, key_ids: Iterable[bytes]) -> None:
+        """A session, the relay behind a link, or a site wants what matches `pattern`."""
         self.version += 1
         for key_id in key_ids:
             node = self._topics.setdefault(key_id, _Node())
@@ -267,9 +291,9 @@ class Interest:
             (node.rest if rest else node.subscribers)[(session.number, group)] = session
 
     def unsubscribe(
-        self, session: Neighbor, pattern: str, group: str, key_ids: Iterable[bytes]
+        self, session: Taker, pattern: str, group: str, key_ids: Iterable[bytes]
     ) -> None:
-        """The session or link no longer wants it; empty branches are pruned."""
+        """It is wanted no longer; empty branches are pruned."""
         self.version += 1
         for key_id in key_ids:
             root = self._topics[key_id]
@@ -288,14 +312,12 @@ class Interest:
             if not (root.children or root.rest):
                 del self._topics[key_id]
 
-    def subscribers(
-        self, topic: str, key_id: bytes
-    ) -> tuple[list[Neighbor], dict[str, list[Neighbor]]]:
-        """Return (who wants `topic` without a group, group -> who wants it), sessions and links, each once per group, oldest first."""
+    def subscribers(self, topic: str, key_id: bytes) -> tuple[list[Taker], dict[str, list[Taker]]]:
+        """Return (who wants `topic` without a group, group -> who wants it), sessions, links and ways, each once per group, oldest first."""
         root = self._topics.get(key_id)
         if root is None:
             return [], {}
-        found: dict[tuple[int, str], Neighbor] = dict(root.rest)
+        found: dict[tuple[int, str], Taker] = dict(root.rest)
         nodes = [root]
         tokens = topic.split(".")
         for depth, token in enumerate(tokens):
@@ -310,8 +332,8 @@ class Interest:
                     found.update(node.rest)
         for node in nodes:
             found.update(node.subscribers)
-        plain: list[Neighbor] = []
-        groups: dict[str, list[Neighbor]] = {}
+        plain: list[Taker] = []
+        groups: dict[str, list[Taker]] = {}
         for number, group in sorted(found):
             session = found[(number, group)]
             if group:
@@ -339,3 +361,7 @@ class Interest:
         if not watches:
             return []
         return [w for w in watches.values() if not set(w.key_ids).isdisjoint(key_ids)]
+
+
+def _unheard(_: object) -> None:
+    """Nobody asked."""

@@ -6,13 +6,13 @@ one version to the next. A copy outlives its link for `SUSPENDED_US`, so that a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from iris.core.pulse import Pulse
-from iris.errors import LocalProtocolError, PeerProtocolError
+from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import encode_control
-from iris.wire.frames import SERVED_KINDS, Control, HopClass, MemberEntry
+from iris.wire.frames import SERVED_KINDS, HopClass, MemberEntry
 from relay.core.interest import Address, Load
 from relay.core.ports import Port
 from relay.core.session import Asked, Neighbor
@@ -150,15 +150,6 @@ class Link(Neighbor):
         for kind in SERVED_KINDS:
             self.loads.pop((kind, name, key_id), None)
 
-    def control(self, body: Control) -> None:
-        """Send it a control frame; one that cannot be said ends the link, and nobody else's call."""
-        try:
-            frame = encode_control(body)
-        except LocalProtocolError as err:
-            self.port.abort(str(err))
-        else:
-            self.port.control(frame)
-
     def asking(self, kind: int, name: str, key_id: bytes) -> Asked:
         """Return where what this link hands to an address is counted."""
         place = (kind, name, key_id)
@@ -171,3 +162,11 @@ class Link(Neighbor):
         """Return how many sessions there are in a queue group behind this link, at most 64."""
         filters = self.weights.get((key_id, group))
         return min(64, max(filters.values())) if filters else 1
+
+
+def check_named(check: Callable[[str], str], name: str) -> None:
+    """Raise PeerProtocolError for a name that `check` refuses: a relay tells of none."""
+    try:
+        check(name)
+    except InvalidName as err:
+        raise PeerProtocolError(str(err)) from err

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from iris.errors import InvalidName, PeerProtocolError
+from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import (
@@ -23,13 +23,19 @@ from iris.wire.frames import (
     SERVED_KINDS,
     Kind,
     MemberEntry,
+    SiteCluster,
+    SiteEntry,
+    SiteTopic,
     TopicEntry,
 )
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
-from relay.core.interest import Interest, Member, is_listed
-from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link
+from relay.core.interest import Interest, Member, Topic, is_listed
+from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
 from relay.core.ports import Port
+
+if TYPE_CHECKING:
+    from relay.core.federation import Federation
 
 GATHER_US: Final = 2_000
 LOADS_US: Final = 10_000
@@ -45,8 +51,6 @@ _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 _LOAD_ENTRIES: Final = 48
 """Names are 255 bytes at most: this many always fit a control frame."""
-
-Topic = tuple[str, bytes, str]
 
 
 class Mesh:
@@ -74,6 +78,9 @@ class Mesh:
         self._left: list[int] = []
         self._topics: dict[Topic, int] = {}
         self._changed: dict[Topic, int] = {}
+        self._sites: dict[str, None] = {}
+        """Other sites whose distance is to be told."""
+        self.abroad: Federation
         self._groups: dict[bytes, dict[str, int]] = {}
         """Key id -> queue group -> subscriptions of this relay in it."""
         self._flush_us = NEVER_US
@@ -112,6 +119,7 @@ class Mesh:
         if not link.bye:
             self._casts.link_lost(link)
         self._empty(link)
+        self.abroad.forget(link, now_us)
         copy = link.copy
         if copy.link is link:
             del self.links[link.relay_id]
@@ -124,10 +132,12 @@ class Mesh:
         """What the other relay wants leads to this link no more."""
         for address in link.addresses:
             self._interest.unserve(link, address)
-        for topic, key_id, group in link.topics:
+            self._interest.changed(address)
+        topics, link.topics = link.topics, {}
+        for topic, key_id, group in topics:
             self._interest.unsubscribe(link, topic, group, (key_id,))
+            self._interest.changed_topic((topic, key_id, group))
         link.addresses = {}
-        link.topics = {}
         link.weights = {}
 
     def controls(self) -> dict[type, Callable[[Link, frames.Control], None]]:
@@ -148,7 +158,7 @@ class Mesh:
         self._snapshot_version = 0
         if self.links and not self.leaving:
             self._joined[member.serial] = member
-            self._gather(now_us)
+            self.gather(now_us)
 
     def left(self, member: Member, now_us: int) -> None:
         """A member of this relay is gone."""
@@ -156,7 +166,7 @@ class Mesh:
         if self.links and not self.leaving:
             if self._joined.pop(member.serial, None) is None:
                 self._left.append(member.serial)
-            self._gather(now_us)
+            self.gather(now_us)
 
     def wanted(
         self, topic: str, key_ids: Iterable[bytes], group: str, by: int, now_us: int
@@ -173,7 +183,8 @@ class Mesh:
                 del self._topics[place]
             if self.links and not self.leaving and (group or count == (1 if by > 0 else 0)):
                 self._changed[place] = count if group else min(count, 1)
-                self._gather(now_us)
+                self.gather(now_us)
+            self._interest.changed_topic(place)
         self._snapshot_version = 0
 
     def _count_group(self, key_id: bytes, group: str, by: int) -> None:
@@ -202,7 +213,24 @@ class Mesh:
             for frame in self._snapshot_frames():
                 link.port.control(frame)
 
-    def _gather(self, now_us: int) -> None:
+    def site_changed(self, site: str, now_us: int) -> None:
+        """Another site is reached through us, or no more, or is another distance away."""
+        self._sites[site] = None
+        self.gather(now_us)
+
+    def topics_here(self) -> list[Topic]:
+        """Return every topic that somebody of this site wants."""
+        there = (link.topics for link in self.links.values())
+        return list(dict.fromkeys(place for places in (self._topics, *there) for place in places))
+
+    def wanting(self, place: Topic) -> int:
+        """Return how many of this site want a topic."""
+        there = sum(link.topics.get(place, 0) for link in self.links.values())
+        return self._topics.get(place, 0) + there
+
+    def gather(self, now_us: int) -> None:
+        """Something is to be told to the other relays, with what else changes in a moment."""
+        self._snapshot_version = 0
         if self._flush_us == NEVER_US:
             self._flush_us = now_us + GATHER_US
             self._due(self._flush_us)
@@ -210,31 +238,46 @@ class Mesh:
     def _flush(self) -> None:
         """Tell all links of what changed."""
         self._flush_us = NEVER_US
-        if not (self._joined or self._left or self._changed):
-            return
         joined = [_entry(member) for member in self._joined.values()]
         topics = [TopicEntry(*place, count) for place, count in self._changed.items()]
-        for change in _cut(joined, self._left, topics):
-            frame = encode_control(frames.Interest(self.version, self.version + 1, *change))
+        sites, clusters, site_topics = self.abroad.mesh_changes(self._sites)
+        if self.leaving:
+            sites, clusters, site_topics = [], [], []
+        for part in cut(
+            joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics
+        ):  # fmt: skip
+            frame = encode_control(frames.Interest(self.version, self.version + 1, **part))
             self.version += 1
             for link in self.links.values():
                 link.port.control(frame)
-        self._joined, self._left, self._changed = {}, [], {}
+        self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
 
     def _snapshot_frames(self) -> list[bytes]:
         """Return our interest as it is now; all that was gathered has been told."""
         if self._snapshot_version != self.version:
             joined, topics = [], []
+            sites, clusters, site_topics = self.abroad.mesh_snapshot()
             if not self.leaving:
                 joined = [_entry(member) for member in self.members() if not member.left]
                 topics = [
                     TopicEntry(*place, count if place[2] else 1)
                     for place, count in self._topics.items()
                 ]
-            parts = list(_cut(joined, [], topics)) or [([], [], [])]
+            else:
+                sites, clusters, site_topics = [], [], []
+            every = cut(
+                joined=joined,
+                topics=topics,
+                sites=sites,
+                clusters=clusters,
+                site_topics=site_topics,
+            )
+            parts = list(every) or [{}]
             last = len(parts) - 1
             self._snapshot = [
-                encode_control(frames.Interest(0, self.version, *part, index == 0, index < last))
+                encode_control(
+                    frames.Interest(0, self.version, **part, reset=index == 0, more=index < last)
+                )
                 for index, part in enumerate(parts)
             ]
             self._snapshot_version = self.version
@@ -272,6 +315,7 @@ class Mesh:
             waiting.join(entry)
             self._lead(link, entry)
         self._topics_there(link, change.topics)
+        self.abroad.told_by(link, change, link.beats.last_us)
         if change.more:
             return
         old = link.copy
@@ -285,6 +329,8 @@ class Mesh:
         for _, name, key_id in list(link.loads):
             if (name, key_id) not in link.addresses:
                 link.forget_loads(name, key_id)
+        for address in link.addresses:
+            self._interest.changed(address)  # the copy counts only now
         link.waiting = None
         link.stale = link.resyncing = False
         link.settle_us = 0
@@ -305,8 +351,10 @@ class Mesh:
                     del link.addresses[address]
                     self._interest.unserve(link, address)
                     link.forget_loads(*address)
+                self._interest.changed(address)
             self._tell(entry, left=[copy.member_id(serial)])
         self._topics_there(link, change.topics)
+        self.abroad.told_by(link, change, link.beats.last_us)
 
     def _shared(self, entry: MemberEntry) -> MemberEntry:
         """Return the entry, checked, made of values that others have, too: at a hundred thousand members that is half the memory."""
@@ -327,10 +375,12 @@ class Mesh:
             link.addresses[address] = count + 1
             if not count:
                 self._interest.serve(link, address)
+            self._interest.changed(address)
 
     def _topics_there(self, link: Link, topics: Sequence[TopicEntry]) -> None:
         for entry in topics:
             place = (entry.filter, entry.key_id, entry.group)
+            self._interest.changed_topic(place)
             known = place in link.topics
             group = (entry.key_id, entry.group)
             if entry.count:
@@ -399,13 +449,15 @@ class Mesh:
 
     def might_serve(self, kind: int, name: str, key_id: bytes, now_us: int) -> bool:
         """Whether nobody is not final: a relay whose link was lost may come back with members, or none was found yet."""
-        if now_us < self.settle_us:
-            return True
-        return any(
-            now_us < link.settle_us for link in self.links.values()
-        ) or any(
+        return self.settling(now_us) or any(
             copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values()
-        )  # fmt: skip
+        )
+
+    def settling(self, now_us: int) -> bool:
+        """Whether a relay was not found yet, or its snapshot has not come."""
+        return now_us < self.settle_us or any(
+            now_us < link.settle_us for link in self.links.values()
+        )
 
     # -- how busy they are -----------------------------------------------------------------------------------
 
@@ -547,50 +599,48 @@ def _entry(member: Member) -> MemberEntry:
     )
 
 
-def _cut(
-    joined: Sequence[MemberEntry], left: Sequence[int], topics: Sequence[TopicEntry]
-) -> Iterator[tuple[list[MemberEntry], list[int], list[TopicEntry]]]:
-    """Cut a change into pieces that fit a control frame each."""
-    part: tuple[list[MemberEntry], list[int], list[TopicEntry]] = ([], [], [])
+def cut(**change: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Cut the lists of an Interest into pieces that fit a control frame each; nothing makes no piece."""
+    part: dict[str, list[Any]] = {}
     size = 0
-    for index, items in enumerate((joined, left, topics)):
+    for name, items in change.items():
         for item in items:
-            part[index].append(item)  # type: ignore[arg-type]  # each list takes its own kind
-            if isinstance(item, MemberEntry):
-                size += (
-                    96
-                    + 4 * len(item.name)
-                    + 18 * len(item.key_ids)
-                    + 4 * len(item.label)
-                    + 4 * len(item.tag)
-                )
-            elif isinstance(item, TopicEntry):
-                size += 64 + 4 * len(item.filter) + 4 * len(item.group)
-            else:
-                size += 9
+            part.setdefault(name, []).append(item)
+            size += _size(item)
             if size > _FRAME_BYTES:
                 yield part
-                part, size = ([], [], []), 0
-    if size:
+                part, size = {}, 0
+    if part:
         yield part
 
 
+def _size(item: object) -> int:
+    """Return how many bytes an entry takes at most."""
+    match item:
+        case MemberEntry():
+            texts = len(item.name) + len(item.label) + len(item.tag)
+            return 96 + 4 * texts + 18 * len(item.key_ids)
+        case TopicEntry():
+            return 64 + 4 * (len(item.filter) + len(item.group))
+        case SiteTopic():
+            return 96 + 4 * (len(item.filter) + len(item.group))
+        case SiteCluster():
+            return 160 + 4 * len(item.name)
+        case SiteEntry():
+            return 64
+    return 9
+
+
 def _check_member(entry: MemberEntry) -> None:
-    try:
-        check_cluster(entry.name)
-    except InvalidName as err:
-        raise PeerProtocolError(str(err)) from err
+    check_named(check_cluster, entry.name)
     if not entry.kinds.keys() <= SERVED_KINDS:
         raise PeerProtocolError("a member of an unknown kind")
 
 
 def _check_topic(entry: TopicEntry) -> None:
-    try:
-        check_filter(entry.filter)
-        if entry.group:
-            check_group(entry.group)
-    except InvalidName as err:
-        raise PeerProtocolError(str(err)) from err
+    check_named(check_filter, entry.filter)
+    if entry.group:
+        check_named(check_group, entry.group)
 
 
 def _unheard(relay_id: bytes, addresses: list[str]) -> None:

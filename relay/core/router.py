@@ -16,6 +16,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from iris.core.pulse import Pulse
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
@@ -30,21 +32,33 @@ from iris.wire.frames import (
     HopClass,
     Kind,
 )
-from iris.wire.names import check_cluster, check_filter, check_group, check_topic, printable
+from iris.wire.names import (
+    check_cluster,
+    check_filter,
+    check_group,
+    check_site,
+    check_topic,
+    printable,
+)
 from relay.core.calls import Calls
 from relay.core.casts import Casts
+from relay.core.federation import Federation
 from relay.core.grants import barred, take_grant
 from relay.core.interest import Interest, Member, Watch
 from relay.core.link import Link
 from relay.core.mesh import NEVER_US, Mesh
+from relay.core.policy import Policy
 from relay.core.ports import Accounts, Port
 from relay.core.session import Neighbor, Route, Session
+from relay.core.sites import Wan
 
 MAX_WATCHES: Final = 1024
 BEAT_STEP_US: Final = 100_000
 """Beats due within this go together, so that many links cost one round a second."""
 MAX_INFOS: Final = 4096
 """Members named in one frame."""
+_ANSWER_KINDS: Final = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
+"""They go where what they answer came from."""
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
 
@@ -70,10 +84,9 @@ class Router:
 
     def __init__(
         self, relay_id: bytes, *, entropy: Callable[[int], bytes], message_limit: int, limits: Limits | None = None,
-        site: str = "", label: str = "",
+        site: str = "", label: str = "", policy: Policy | None = None,
     ) -> None:  # fmt: skip
         self.relay_id = relay_id
-        self.site = site
         self.label = label
         """The host's name, for people."""
         self.now_us = 0
@@ -98,11 +111,17 @@ class Router:
         self.mesh = Mesh(relay_id, self.interest, casts)
         self.mesh.members = self._members
         self.links = self.mesh.links
+        self.abroad = Federation(
+            self.interest, self.mesh, casts, policy or Policy(), self._number, site
+        )
+        self.wans = self.abroad.wans
         self._calls = calls = Calls(
             relay_id, self.accounts, self.interest, self.mesh, self.limits, self.neighbors
         )
+        casts.abroad = calls.abroad = self.abroad
         self._session_table = _table(casts, calls, self._call, self._control)
         self._link_table = _table(casts, calls, self._call, self._link_control)
+        self._wan_table = _table(casts, calls, self._call, self._wan_control)
         self._link_controls: dict[type, Callable[[Link, Any], None]] = {
             **self.mesh.controls(),
             frames.Declare: self._on_link_declare,
@@ -114,6 +133,19 @@ class Router:
             frames.Done: calls.surveys.done,
             frames.Bye: self._on_link_bye,
             frames.Error: self._on_link_error,
+        }
+        self._wan_controls: dict[type, Callable[[Wan, Any], None]] = {
+            frames.Interest: lambda wan, told: self.abroad.on_interest(wan, told, self.now_us),
+            frames.Resync: lambda wan, _: self.abroad.on_resync(wan, self.now_us),
+            frames.Declare: self._on_wan_declare,
+            frames.Beat: self._on_wan_beat,
+            frames.Gap: self._on_wan_gap,
+            frames.Fail: self._on_wan_fail,
+            frames.Credit: calls.credited_by_link,
+            frames.Roster: self._on_wan_roster,
+            frames.Done: self._on_wan_done,
+            frames.Bye: self._on_wan_bye,
+            frames.Error: self._on_wan_error,
         }
         self._controls: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
@@ -168,6 +200,8 @@ class Router:
         """Both relays have greeted, and the certificate named the relay of `hello`; an older link to it is down already."""
         number = self._number()
         link = self.mesh.link_up(port, number, hello, self.now_us)
+        if hello.site and not self.abroad.site:
+            self.abroad.site = printable(hello.site)
         self.neighbors[number] = self._pulsing[number] = link
         self._pulse_us = 0
         return link
@@ -180,6 +214,30 @@ class Router:
         link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
         self._calls.neighbor_down(link)
+
+    @property
+    def site(self) -> str:
+        """The name of our site; empty while this relay knows none."""
+        return self.abroad.site
+
+    def wan_up(self, port: Port, hello: frames.LinkHello, site: str, cost_ms: int) -> Wan:
+        """Two gateways have greeted, and the certificate named the relay of `hello` and its `site`; an older one to it is down already."""
+        number = self._number()
+        wan = Wan(port, number, hello, site, self.relay_id, self.now_us)
+        wan.label = printable(hello.label)
+        self.abroad.wan_up(wan, cost_ms, self.now_us)
+        self.neighbors[number] = self._pulsing[number] = wan
+        self._pulse_us = 0
+        return wan
+
+    def wan_down(self, wan: Wan) -> None:
+        """The WAN connection is gone, however it ended. Idempotent."""
+        if wan.closed:
+            return
+        self.abroad.wan_down(wan, self.now_us)
+        wan.forget()
+        del self.neighbors[wan.number], self._pulsing[wan.number]
+        self._calls.neighbor_down(wan)
 
     def _number(self) -> int:
         self._next_number += 1
@@ -195,7 +253,11 @@ class Router:
 
     def entry(self, neighbor: Neighbor) -> Callable[[memoryview, int, int], None]:
         """Return `frame_in` of one session or link, one call shorter."""
-        table = self._link_table if isinstance(neighbor, Link) else self._session_table
+        table = self._session_table
+        if isinstance(neighbor, Link):
+            table = self._link_table
+        elif isinstance(neighbor, Wan):
+            table = self._wan_table
         pulse = neighbor.pulse
         if pulse is not None:
 
@@ -218,7 +280,8 @@ class Router:
     @property
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
-        return min(self.mesh.deadline_us, self._calls.deadline_us, self._pulse_us)
+        mine = min(self._calls.deadline_us, self._pulse_us)
+        return min(self.mesh.deadline_us, self.abroad.deadline_us, mine)
 
     def expire(self) -> None:
         """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
@@ -226,6 +289,8 @@ class Router:
             self._beat()
         if self.now_us >= self.mesh.deadline_us:
             self.mesh.expire(self.now_us)
+        if self.now_us >= self.abroad.deadline_us:
+            self.abroad.expire(self.now_us)
         if self.now_us >= self._calls.deadline_us:
             self._calls.unpark(self.now_us)
 
@@ -239,11 +304,15 @@ class Router:
                 neighbor.port.abort("it has been silent for too long")
                 if isinstance(neighbor, Link):
                     self.link_down(neighbor)
+                elif isinstance(neighbor, Wan):
+                    self.wan_down(neighbor)
                 elif isinstance(neighbor, Session):
                     self.session_down(neighbor)
                 continue
             if self.now_us >= pulse.beat_us - BEAT_STEP_US:
-                version = self.mesh.version if neighbor.hop_class else 0
+                version = 0
+                if neighbor.hop_class:
+                    version = (self.abroad if isinstance(neighbor, Wan) else self.mesh).version
                 neighbor.control(pulse.beat(self.now_us, version))
             soonest = min(soonest, pulse.deadline_us)
         self._pulse_us = soonest
@@ -252,6 +321,7 @@ class Router:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
         self.draining = True
         self.mesh.leave()
+        self.abroad.leave()
         for session in self.sessions.values():
             if session.greeted:
                 session.control(frames.Drain(grace_ms))
@@ -271,9 +341,15 @@ class Router:
         handler(link, body)
 
     def _on_link_declare(self, link: Link, declared: frames.Declare) -> None:
-        if declared.hop_class != HopClass.MESH:
+        far = declared.hop_class == HopClass.TO_WAN
+        if not far and declared.hop_class not in (HopClass.MESH, HopClass.FROM_WAN):
             raise PeerProtocolError(f"hop class {declared.hop_class} over a link")
+        if bool(declared.site) != far or (far and declared.kind in _ANSWER_KINDS):
+            raise PeerProtocolError("a site that does not go with the hop class")
         self._declare(link, declared)
+        if far:
+            rule = self.abroad.barred(declared, printable(declared.site), entering=False)
+            link.routes[declared.alias].barred = rule  # type: ignore[union-attr]
 
     def _on_link_beat(self, link: Link, beat: frames.Beat) -> None:
         self._heard(link, beat)
@@ -288,7 +364,64 @@ class Router:
     def _on_link_gap(self, link: Link, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
-        self._casts.gap_from_link(gap)
+        self._casts.gap_from_link(link, gap)
+
+    # -- other sites -----------------------------------------------------------------------------------------
+
+    def _wan_control(self, wan: Wan, buf: memoryview, start: int, end: int) -> None:
+        body = decode_control(buf, start, end)
+        handler = self._wan_controls.get(type(body))
+        if handler is None:
+            raise PeerProtocolError(f"a gateway does not send {type(body).__name__} now")
+        handler(wan, body)
+
+    def _on_wan_declare(self, wan: Wan, declared: frames.Declare) -> None:
+        # What comes from another site stays in this one.
+        if declared.hop_class != HopClass.TO_WAN:
+            raise PeerProtocolError(f"hop class {declared.hop_class} from another site")
+        if declared.site != self.site:
+            raise PeerProtocolError(f"a message for {declared.site!r}, and this is {self.site}")
+        self._declare(wan, declared)
+        if declared.kind not in _ANSWER_KINDS:
+            rule = self.abroad.barred(declared, wan.site, entering=True)
+            wan.routes[declared.alias].barred = rule  # type: ignore[union-attr]
+
+    def _on_wan_beat(self, wan: Wan, beat: frames.Beat) -> None:
+        self._heard(wan, beat)
+        self.abroad.beat(wan, beat.version, self.now_us)
+
+    def _on_wan_gap(self, wan: Wan, gap: frames.Gap) -> None:
+        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        if gap.site != self.site:
+            raise PeerProtocolError(f"a gap for {gap.site!r}, and this is {self.site}")
+        if gap.count and not self.abroad.policy.entering(gap.kind, gap.name, gap.key_id):
+            cause = printable(gap.cause)
+            self._casts.gap_from_wan(wan, msgspec.structs.replace(gap, cause=cause), self.now_us)
+
+    def _on_wan_fail(self, wan: Wan, fail: frames.Fail) -> None:
+        # What another site says is shown to people here.
+        self._calls.failed_by_link(
+            wan, msgspec.structs.replace(fail, detail=printable(fail.detail))
+        )
+
+    def _on_wan_roster(self, wan: Wan, roster: frames.Roster) -> None:
+        members = [printable(member) for member in roster.members]
+        self._calls.surveys.roster(wan, frames.Roster(roster.hop, members))
+
+    def _on_wan_done(self, wan: Wan, done: frames.Done) -> None:
+        self._calls.surveys.done(wan, frames.Done(done.hop, [printable(m) for m in done.lost]))
+
+    def _on_wan_bye(self, wan: Wan, bye: frames.Bye) -> None:
+        """The gateway stops, and has sent all that it had."""
+        wan.bye = True
+        wan.port.finish()
+        self.wan_down(wan)
+
+    def _on_wan_error(self, wan: Wan, error: frames.Error) -> None:
+        """The other gateway says which rule we broke, and ends the connection."""
+        wan.port.abort(f"the other gateway says: {printable(error.detail)}")
+        self.wan_down(wan)
 
     def _on_link_bye(self, link: Link, bye: frames.Bye) -> None:
         """The relay stops, and has sent all that it had."""
@@ -380,6 +513,10 @@ class Router:
             )
         if declared.hop_class != HopClass.LOCAL:
             raise PeerProtocolError(f"hop class {declared.hop_class} in a session")
+        if declared.site not in ("", frames.HERE) and (
+            error := _grammar(check_site, declared.site)
+        ):
+            raise PeerProtocolError(error)
         self._declare(session, declared)
 
     def _declare(self, neighbor: Neighbor, declared: frames.Declare) -> None:
@@ -514,11 +651,14 @@ class Router:
         found = [self._info(member) for member in here]
         found += self.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
         others = self.interest.others(ask.name, ask.key_ids)
-        for short, count in self.mesh.others(ask.name, ask.key_ids).items():
-            others[short] = others.get(short, 0) + count
+        for there in (self.mesh, self.abroad):
+            for short, count in there.others(ask.name, ask.key_ids).items():
+                others[short] = others.get(short, 0) + count
+        away = {} if ask.streams else self.abroad.members(ask.name, ask.key_ids)
         for at in range(0, max(1, len(found)), MAX_INFOS):
             part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
-            session.control(frames.Membership(ask.id, part, [], {} if at else others, more))
+            first = ({}, more, {}) if at else (others, more, away)
+            session.control(frames.Membership(ask.id, part, [], *first))
 
     def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:
         watch = session.watches.pop(unwatch.id, None)
@@ -583,6 +723,7 @@ class Router:
             "clusters": self.interest.cluster_counts(),
             "accounts": self.accounts.report(self.held_messages),
             **self.mesh.status(self.now_us),
+            **self.abroad.status(),
             "parked": len(self._calls.parked),
             **self.status_extra(),
         }

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from iris.core.aliases import Alias, AliasTable
 from iris.core.pulse import Pulse
+from iris.errors import LocalProtocolError
 from iris.wire.codec import RELAY_HOP, encode_control
 from iris.wire.frames import Control, Declare, Gap, HopClass, Kind
 from relay.core.interest import Load, Member, Watch
 from relay.core.ports import Held, Port
+
+if TYPE_CHECKING:
+    from relay.core.interest import Taker
 
 MAX_GAPS: Final = 65_536
 MAX_TARGETS: Final = 1024
 
 Granted = tuple[str, str, bytes]
 """What for ("stream", "topic" or "cluster"), name or filter, key id."""
-Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int]
-"""kind, name, key id, sender id, plain, groups, member: all that an alias towards a session or link stands for."""
+Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
+"""kind, name, key id, sender id, plain, groups, member, hop class, site: all that an alias towards a neighbor stands for."""
 
 
 _UNDECLARED: Final = Alias(-1, 0)
@@ -63,12 +67,36 @@ class Asked:
 class Route:
     """An alias that a neighbor declared: where its frames go. What is cached holds for one `version` of the interest.
 
-    What a link sends goes to sessions of this relay alone, so nothing can go round in circles.
+    What a link sends goes to sessions of this relay alone, or at a gateway to one other site; what comes from another site, to sessions
+    and links: nothing can go round in circles.
     """
 
     __slots__ = (
-        "_declared", "_neighbors", "_prune_at", "asked", "groups", "key_id", "kind", "loads", "many", "name", "neighbor", "only", "peers", "plain", "sender_id", "single",
-        "targets", "turn", "version",
+        "_declared",
+        "_neighbors",
+        "_prune_at",
+        "asked",
+        "barred",
+        "groups",
+        "hop_class",
+        "key_id",
+        "kind",
+        "loads",
+        "many",
+        "name",
+        "neighbor",
+        "only",
+        "onward",
+        "peers",
+        "plain",
+        "sender_id",
+        "single",
+        "site",
+        "sites",
+        "targets",
+        "turn",
+        "version",
+        "vias",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +112,18 @@ class Route:
         """Over a link: the subscriptions without a group are meant ..."""
         self.only = tuple(declared.groups)
         """... and those of these groups."""
+        self.hop_class = declared.hop_class
+        self.site = declared.site
+        """Where a session's messages are to go, or those on their way to a site."""
+        self.barred = ""
+        """Why its messages may not cross to, or from, another site."""
+        wan = neighbor.hop_class == HopClass.TO_WAN
+        self.onward = HopClass.FROM_WAN if wan else HopClass.MESH
+        """The hop class over links to relays of this site."""
+        self.vias: dict[str, int] = {}
+        """Site -> number of the way that these messages take."""
+        self.sites: Sequence[Load] = ()
+        """Members in other sites, nearest first, all of a site as one."""
         self.asked: Asked | None = None
         """Over a link: where its calls are counted."""
         self.version = -1
@@ -92,10 +132,11 @@ class Route:
         self.single: Target | None = None
         """The only receiver, when there is exactly one and no group to choose for."""
         self.many: Sequence[Target] = ()
-        self.groups: Sequence[tuple[str, Sequence[Neighbor]]] = ()
+        self.groups: Sequence[tuple[str, Sequence[Taker]]] = ()
         self.loads: Sequence[Load] = ()
         self.peers: Sequence[Load] = ()
         self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
+        """By the number of a neighbor or way, ..."""
         self._declared: dict[tuple[int, Delivery], None] = {}
         """Number of a neighbor, and what an alias was declared for there."""
         self._prune_at = 64
@@ -117,16 +158,18 @@ class Route:
         self._declared = {}
 
     def target(
-        self, neighbor: Neighbor, member: int, plain: bool = True, groups: tuple[str, ...] = ()
+        self, taker: Taker, member: int, plain: bool = True, groups: tuple[str, ...] = ()
     ) -> Target:
-        """Return the target for a delivery at `neighbor`."""
-        place = (neighbor.number, member, plain, groups)
+        """Return the target for a delivery at a session or link, or over a way to a site."""
+        place = (taker.number, member, plain, groups)
         target = self.targets.get(place)
         if target is None:
             if len(self.targets) >= MAX_TARGETS:
                 self.targets.clear()
-            delivery = (self.kind, self.name, self.key_id, self.sender_id, plain, groups, member)
-            target = self.targets[place] = Target(self, neighbor, delivery)
+            hop_class = self.onward if taker.hop_class == HopClass.MESH else taker.hop_class
+            address = (self.kind, self.name, self.key_id, self.sender_id)
+            delivery = (*address, plain, groups, member, hop_class, taker.site)
+            target = self.targets[place] = Target(self, taker.neighbor, delivery)
         return target
 
 
@@ -155,7 +198,7 @@ class Handed:
     """A request, push, survey or tunnel opening that a member or another relay was handed and has not finished."""
 
     __slots__ = (
-        "attempts", "deadline_us", "hop", "load", "origin", "roster", "route", "size", "survey", "tried", "waits",
+        "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "size", "survey", "tried", "waits",
     )  # fmt: skip
 
     def __init__(self, origin: Neighbor, hop: int, route: Route, size: int) -> None:
@@ -168,8 +211,10 @@ class Handed:
         self.attempts = 0
         self.tried: list[Load] = []
         self.survey: Survey | None = None
-        self.roster: Sequence[str] = ()
-        """The members that the relay behind a link handed a survey to."""
+        self.roster: list[str]
+        """Of a survey: the members that the relay behind a link handed it to, ..."""
+        self.behind: Sequence[str]
+        """... and what stands for those of another site, before it has named them."""
         self.deadline_us = 0
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
@@ -205,6 +250,8 @@ class Neighbor:
         "swept_us", "tunnels",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
+    site = ""
+    """Another one, if this connection goes there."""
 
     def __init__(self, port: Port, number: int, max_aliases: int) -> None:
         self.port = port
@@ -240,19 +287,32 @@ class Neighbor:
         self.gaps = {}
         self.aliases = AliasTable(1)
 
+    @property
+    def neighbor(self) -> Neighbor:
+        """Itself: a way to a site has another."""
+        return self
+
     def control(self, body: Control) -> None:
-        """Send it a control frame."""
-        self.port.control(encode_control(body))
+        """Send it a control frame; one that cannot be said ends a connection between relays, and nobody else's call."""
+        try:
+            frame = encode_control(body)
+        except LocalProtocolError as err:
+            if not self.hop_class:
+                raise
+            self.port.abort(str(err))
+        else:
+            self.port.control(frame)
 
     def out_alias(self, delivery: Delivery, tick: int) -> Alias:
         """Return the alias for a delivery towards this neighbor, declared if it is new."""
         alias = self.aliases.get(delivery)
         if alias is None:
             alias = self.aliases.add(delivery, tick)
-            kind, name, key_id, sender_id, plain, groups, member = delivery
+            kind, name, key_id, sender_id, plain, groups, member, hop_class, site = delivery
             address = (kind, name, key_id, sender_id)
-            where = (plain, list(groups), member, self.hop_class)
-            self.control(Declare(alias.number, *address, *where))
+            self.control(
+                Declare(alias.number, *address, plain, list(groups), member, hop_class, site)
+            )
         return alias
 
     def dropped(self, delivery: Delivery, first: int, count: int) -> None:
@@ -277,11 +337,23 @@ class Neighbor:
             self._tell(delivery, first, count, "slow receiver")
 
     def _tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
-        kind, name, key_id, sender_id, plain, groups, member = delivery
+        kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
         # `first` is the sender's word, and `count` a sum: they may not fit the fields.
         first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
         self.control(
-            Gap(kind, name, key_id, sender_id, first, count, cause, plain, list(groups), member)
+            Gap(
+                kind,
+                name,
+                key_id,
+                sender_id,
+                first,
+                count,
+                cause,
+                plain,
+                list(groups),
+                member,
+                site,
+            )
         )
 
 

@@ -7,16 +7,23 @@ DONE when no more can come. What a relay behind a link owes is kept under one ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, REWRITE
 from iris.wire.frames import Done, Roster
 from relay.core.interest import Interest, Load
 from relay.core.ports import Accounts
 from relay.core.session import Handed, Neighbor, Route, Survey
+from relay.core.sites import NOBODY
 
 if TYPE_CHECKING:
     from relay.core.link import Link
+
+MAX_ROSTER: Final = 1 << 18
+"""Members that one relay or site may say it handed a survey to; their ids take about 30 MB."""
+MAX_NAMED: Final = 4096
+"""Missing members of another site that are counted one by one."""
 
 
 class Surveys:
@@ -39,7 +46,7 @@ class Surveys:
         survey = Survey(origin, hop, deadline_us)
         roster = []
         size = end - start
-        self._accounts.copied += len(route.loads) + len(route.peers) - 1
+        self._accounts.copied += len(route.loads) + len(route.peers) + len(route.sites) - 1
         for load in route.loads:
             full = (
                 load.messages >= load.concurrency
@@ -54,7 +61,7 @@ class Surveys:
                 roster.append(member_id)
             else:
                 survey.lost.append(member_id)
-        for load in route.peers:
+        for load in (*route.peers, *route.sites):
             if not self._send(survey, route, load, buf, start, end):
                 survey.lost += self._behind(load, route)
         origin.control(Roster(hop, roster))
@@ -72,7 +79,8 @@ class Surveys:
             self._accounts.refused += 1
             return False
         hop = self._next_hop(neighbor)
-        number = route.target(neighbor, load.serial).number(self._interest.next_tick())
+        target = route.target(load.way or neighbor, load.serial)
+        number = target.number(self._interest.next_tick())
         frame = bytearray(buf[start:end])
         REWRITE.pack_into(frame, ALIAS_AT, number, hop)
         if not neighbor.port.send(bytes(frame), 1):
@@ -81,6 +89,8 @@ class Surveys:
         self._accounts.out += 1
         handed = Handed(survey.origin, survey.hop, route, size)
         handed.survey = survey
+        handed.roster = []
+        handed.behind = self._behind(load, route) if load.way is not None else ()
         handed.deadline_us = survey.deadline_us
         handed.load = load
         load.messages += 1
@@ -89,16 +99,18 @@ class Surveys:
         survey.open += 1
         return True
 
-    def roster(self, link: Link, roster: Roster) -> None:
-        """The relay behind a link says whom it handed a survey to."""
+    def roster(self, link: Neighbor, roster: Roster) -> None:
+        """The relay behind a link says whom it handed a survey to; of another site, one relay after the other does."""
         handed = link.handed.get(roster.hop)
-        if handed is not None and handed.survey is not None and not handed.roster:
-            handed.roster = roster.members
+        if handed is not None and handed.survey is not None:
+            if len(handed.roster) + len(roster.members) > MAX_ROSTER:
+                raise PeerProtocolError(f"a survey of more than {MAX_ROSTER} members")
+            handed.roster += roster.members
             if not handed.survey.origin.closed:
                 handed.survey.origin.control(Roster(handed.survey.hop, roster.members))
 
-    def done(self, link: Link, done: Done) -> None:
-        """No more answers come over a link."""
+    def done(self, link: Neighbor, done: Done) -> None:
+        """No more answers come over a link, or from another site."""
         handed = link.handed.get(done.hop)
         if handed is not None and handed.survey is not None:
             del link.handed[done.hop]
@@ -121,10 +133,17 @@ class Surveys:
         load = handed.load
         if load.member is not None:
             return [f"{self._relay}.{load.serial}"]
+        if load.way is not None:
+            # One relay after the other named whom it handed the survey to: not all may have.
+            return [*handed.roster, *handed.behind[len(handed.roster) :]]
         return list(handed.roster) or self._behind(load, handed.route)
 
     def _behind(self, load: Load, route: Route) -> list[str]:
-        """Return the ids of the members behind a link, as far as it said."""
+        """Return the ids of the members behind a link, as far as it said; of another site only their number is known."""
+        if load.way is not None:
+            kinds, members = load.way.clusters.get((route.name, route.key_id), NOBODY)
+            count = min(members, kinds.get(route.kind, 0), MAX_NAMED)
+            return [f"{load.way.site}:{number}" for number in range(1, count + 1)]
         link: Link = load.neighbor  # type: ignore[assignment]  # a load without a member is a link's
         named = link.copy.names.get(route.name, {})
         return [

@@ -6,9 +6,10 @@ from typing import Final
 
 from iris.errors import IrisError
 from iris.wire import streams
+from iris.wire.codec import END
 from relay.store.log import Chunk, Conflict, Outcome, Stored
 from relay.store.producers import Duplicate, Fenced, OutOfOrder
-from relay.store.records import Gap, Item, Record
+from relay.store.records import Gap, Hole, Item, Reason, Record
 
 RECORD_BYTES: Final = 640
 """What a record adds to its body in an answer, at most: names, ids, numbers."""
@@ -26,6 +27,21 @@ def told_item(item: Item) -> streams.Item:
     if isinstance(item, Gap):
         return streams.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
     return streams.Hole(item.first, item.next, int(item.reason))
+
+
+def taken_item(item: streams.Item) -> Item:
+    """Return an item of another log, as it came, as a log has it. Raises ValueError."""
+    if isinstance(item, streams.Record):
+        return Record(
+            item.offset, END.unpack(item.end)[2], item.kind, item.name, item.key_id, item.sender_id, item.end, item.body,
+            item.stored_us, item.key_hash or None, item.tombstone, item.expires_us, item.due_us, False,
+        )  # fmt: skip
+    if isinstance(item, streams.Gap):
+        return Gap(item.offset, item.count, item.cause, item.stored_us)
+    reason = Reason(item.reason)
+    if reason == Reason.DEFERRED:
+        raise ValueError("items: what is deferred is there")
+    return Hole(item.offset, item.next, reason)
 
 
 def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:

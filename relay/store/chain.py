@@ -13,7 +13,20 @@ from typing import Final
 
 from relay.store.database import Batch, Database
 from relay.store.errors import LogDamaged
-from relay.store.records import KEY, Entry, Hole, Item, decode, encode_record
+from relay.store.records import (
+    KEY,
+    Entry,
+    Gap,
+    Hole,
+    Item,
+    Record,
+    check_count,
+    check_entry,
+    decode,
+    encode_gap,
+    encode_hole,
+    encode_record,
+)
 from relay.store.segments import Segment, Slot, pack_outline, unpack_outline
 
 DUE: Final = struct.Struct(">QQ")
@@ -185,10 +198,14 @@ class Draft:
         self.rows = False
         """The batch is to be written also if it holds no entry."""
 
-    def add_entry(self, entry: Entry, first: int, count: int, now_us: int) -> None:
+    def add_entry(
+        self, entry: Entry, first: int, count: int, now_us: int, stored_us: int | None = None
+    ) -> None:
+        """Add a record that was stored at `stored_us`, here or in the log that is copied (now if None); one that is due by now is not deferred."""
+        stored_us = now_us if stored_us is None else stored_us
         deferred = entry.due_us > now_us
         key = KEY.pack(first)
-        value = encode_record(key, entry, now_us, deferred=deferred)
+        value = encode_record(key, entry, stored_us, deferred=deferred)
         if entry.key_hash is not None:
             self.batch.put(b"k" + entry.key_hash, key)
         if deferred:
@@ -201,12 +218,33 @@ class Draft:
                 first + count,
                 len(key) + len(value),
                 count,
-                now_us,
+                stored_us,
                 entry.key_hash,
                 entry.due_us if deferred else 0,
                 entry.expires_us,
             ),
         )
+
+    def add_item(self, item: Item, now_us: int) -> None:
+        """Add an item of another log as it stands there. Raises ValueError if it is malformed, or not what comes next."""
+        if item.first != self.next or item.next <= item.first:
+            raise ValueError(f"items: {item.first} to {item.next} does not follow {self.next}")
+        key = KEY.pack(item.first)
+        if isinstance(item, Record):
+            entry = Entry(
+                item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, None,
+                item.key_hash, item.tombstone, item.expires_us, item.due_us,
+            )  # fmt: skip
+            if check_entry(entry) != item.count:
+                raise ValueError(f"items: the record at {item.first} counts otherwise")
+            self.add_entry(entry, item.first, item.count, now_us, item.stored_us)
+            return
+        if isinstance(item, Gap):
+            check_count(item.count)
+            value = encode_gap(key, item.count, item.cause, item.stored_us)
+        else:
+            value = encode_hole(key, item.reason, item.next)
+        self.add(key, value, Slot.of(item, len(key) + len(value)))
 
     def add(self, key: bytes, value: bytes, slot: Slot) -> None:
         self.batch.put_record(key, value)

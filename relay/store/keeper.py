@@ -107,6 +107,7 @@ class Store:
             streams.Stage: self._on_stage,
             streams.Commit: self._on_commit,
             streams.Discard: self._on_discard,
+            streams.Copy: self._on_copy,
             streams.Fetch: self._on_fetch,
             streams.Find: self._on_find,
             streams.Consume: self._on_consume,
@@ -397,11 +398,8 @@ class Store:
         if all(stream.orders.get(key_id) == pair for key_id, pair in new.items()):
             question.answer(stream.described(self.key.public_key, self.label))  # a retry
             return
-        if (definition.name, definition.topic, definition.cluster) != (
-            old.name,
-            old.topic,
-            old.cluster,
-        ):
+        promoted = bool(old.mirror) and not definition.mirror
+        if _fixed(definition) != (_fixed(_promoted(old, definition)) if promoted else _fixed(old)):
             raise Refuse(
                 "invalid", "what a stream is called and records does not change; create another"
             )
@@ -415,7 +413,8 @@ class Store:
         kept = _encode(Kept([signed for _, signed in orders.values()]))
         stream.log.define(kept)
         write_beside(stream.path + _ORDERS, kept)
-        if orders.keys() == stream.orders.keys() and definition.paused == old.paused:
+        same_paused = definition.paused == old.paused
+        if orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.orders = orders
             stream.redefine()
             self._place(stream)
@@ -425,7 +424,11 @@ class Store:
         self._displace(stream)
         stream.orders = orders
         stream.redefine()
-        if definition.cluster and not old.paused:
+        if promoted:
+            self.presence.show_again(stream)
+            fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "source": old.mirror}
+            log.info("store.stream_promoted", extra={"fields": fields})
+        elif definition.cluster and not old.paused:
             # Between two memberships broadcasts may pass by.
             stream.note(None, "its keys changed")
             self._touch(stream)
@@ -473,6 +476,11 @@ class Store:
 
     def _on_discard(self, question: Question, call: streams.Discard) -> None:
         self._stream(question).show(question, call, self.now_us)
+
+    def _on_copy(self, question: Question, call: streams.Copy) -> None:
+        stream = self._stream(question)
+        stream.copy(question, call, self.now_us)
+        self._touch(stream)
 
     def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
         stream = self._stream(question)
@@ -574,7 +582,12 @@ class Store:
         if dead is not None:
             dead.orders = stream.orders
             limits = structs.replace(
-                stream.definition, name=stream.name + DEAD, topic="", cluster=""
+                stream.definition,
+                name=stream.name + DEAD,
+                topic="",
+                cluster="",
+                mirror="",
+                origins=(),
             )
             dead.define(limits)
             for key_id in stream.orders:
@@ -621,6 +634,24 @@ def write_beside(path: str, data: bytes) -> None:
         sync_directory(os.path.dirname(path))
     except OSError as err:
         raise LogWriteFailed(path, str(err)) from err
+
+
+def _fixed(definition: Definition) -> tuple[object, ...]:
+    """Return what of a definition does not change."""
+    return (
+        definition.name,
+        definition.topic,
+        definition.cluster,
+        definition.mirror,
+        definition.origins,
+    )
+
+
+def _promoted(copy: Definition, wanted: Definition) -> Definition:
+    """Return what a copy is once it was promoted: it records what its source did, or nothing."""
+    source = copy.origins[-1]
+    topic, cluster = (source.topic, source.cluster) if wanted.topic or wanted.cluster else ("", "")
+    return structs.replace(copy, mirror="", topic=topic, cluster=cluster)
 
 
 def _one_definition(orders: dict[bytes, tuple[Order, SignedOrder]]) -> Definition:

@@ -48,6 +48,7 @@ from relay.store.records import (
     Note,
     Reason,
     Record,
+    check_count,
     check_entry,
     encode_gap,
 )
@@ -271,6 +272,22 @@ class Log:
         self._producers.commit()
         self._staged.written()
         return outcomes
+
+    def copy(self, items: Sequence[Item], end: int, now_us: int) -> None:
+        """Write what another log holds from `next` until `end`, as it stands there, in one batch with one sync.
+
+        Offsets, times and holes are the other log's. What is due by now is not deferred: it stands where it is.
+
+        Raises:
+            ValueError: an item is malformed, or they do not lie side by side up to there; nothing was written.
+            LogWriteFailed: nothing was acknowledged.
+        """
+        draft = self._chain.draft()
+        for item in items:
+            draft.add_item(item, now_us)
+        if draft.next != end or end >= MAX_OFFSET:
+            raise ValueError(f"items: they end at {draft.next} instead of {end}")
+        self._chain.finish(draft)
 
     def gap(self, count: int | None, cause: str, now_us: int) -> int:
         """Note in order that `count` messages (None: unknown) were lost, and why; return the offset of the note.
@@ -516,8 +533,7 @@ class Log:
 
 
 def _add_note(draft: Draft, note: Note, now_us: int) -> None:
-    if note.count is not None and not 0 <= note.count < MAX_OFFSET:
-        raise ValueError(f"count: {note.count} is out of range")
+    check_count(note.count)
     key = KEY.pack(draft.next)
     value = encode_gap(key, note.count, note.cause, now_us)
     draft.add(key, value, Slot(draft.next, draft.next + 1, len(key) + len(value), 1, now_us))

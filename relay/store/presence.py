@@ -90,7 +90,7 @@ class Presence:
         self._filters: dict[str, tuple[bytes, ...]] = {}
         """What we subscribed to: filter -> key ids."""
         self._granted: set[tuple[bytes, bytes]] = set()
-        """What orders the relay knows: (uuid, key id). What they name does not change."""
+        """What orders the relay knows: (uuid, key id). What they name changes when a copy is promoted, and then alone."""
 
     def attach(self, session: StoreSession) -> None:
         """A relay welcomed us: be there for creating streams."""
@@ -128,7 +128,7 @@ class Presence:
             if held is not None:
                 uuid = held.uuid.hex()
                 served = self._served.setdefault(stream.uuid, []).append
-                session.join(uuid, key_ids, _STREAM, "", asks.heard(served))
+                session.join(uuid, key_ids, _STREAM, held.name, asks.heard(served))
                 session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
         if definition.cluster and recording:
 
@@ -136,10 +136,14 @@ class Presence:
                 self.members[member] = stream
                 self._served.setdefault(stream.uuid, []).append(member)
 
-            session.join(definition.cluster, key_ids, _SHARE, "", asks.heard(joined))
+            session.join(definition.cluster, stream.live_ids, _SHARE, "", asks.heard(joined))
         if definition.topic and recording:
             self._want(session, definition.topic, all_streams, asks)
         asks.sent()
+
+    def show_again(self, stream: Stream) -> None:
+        """A stream's orders name more than those that the relay was shown."""
+        self._granted = {place for place in self._granted if place[0] != stream.uuid}
 
     def _shown(self, place: tuple[bytes, bytes], member: int) -> None:
         self._granted.add(place)
@@ -150,7 +154,7 @@ class Presence:
             uuid = dead.uuid.hex()
             asks = Asks(told(dead.name))
             served = self._served.setdefault(stream.uuid, []).append
-            self.session.join(uuid, stream.key_ids, _STREAM, "", asks.heard(served))
+            self.session.join(uuid, stream.key_ids, _STREAM, dead.name, asks.heard(served))
             self.session.join(dead.name, stream.key_ids, _STREAM, uuid, asks.heard(served))
             asks.sent()
 
@@ -171,15 +175,17 @@ class Presence:
     def _want(
         self, session: StoreSession, topic: str, streams: Iterable[Stream], asks: Asks
     ) -> None:
-        """Be subscribed to a filter under all key ids under which `streams` record it.
+        """Be subscribed to a filter under all key ids under which `streams` record it, those that are served: the relay knows
+        the orders of no others yet.
 
         The frames go out together, so the relay routes nothing between the end of one subscription and the next.
         """
         found: dict[bytes, None] = {}
         for stream in streams:
             definition = stream.definition
-            if definition.topic == topic and not definition.paused and stream.log is not None:
-                found.update(dict.fromkeys(stream.key_ids))
+            recording = not definition.paused and stream.log is not None
+            if definition.topic == topic and recording and stream.uuid in self._served:
+                found.update(dict.fromkeys(stream.live_ids))
         wanted = tuple(found)
         if wanted == self._filters.get(topic, ()):
             return

@@ -171,6 +171,12 @@ def check_entry(entry: Entry) -> int:
     return count
 
 
+def check_count(count: int | None) -> None:
+    """Raise ValueError if a gap cannot stand for `count` messages."""
+    if count is not None and not 0 <= count < 1 << 63:
+        raise ValueError(f"count: {count} is out of range")
+
+
 def encode_record(key: bytes, entry: Entry, stored_us: int, *, deferred: bool) -> bytes:
     """Return the value of a checked `entry` under `key`."""
     name = entry.name.encode()

@@ -3,7 +3,8 @@
     publish, broadcast ─┐                        ┌─► acknowledged (appends), credited (pushes)
     push, append ───────┴─► batch ── commit ──► log ─► readers that wait ─► consumers
     what is missing ───────► gap records         ▲
-    stage ─────────────────► with the batch ─────┘ a Commit shows it
+    stage ─────────────────► with the batch ─────┤ a Commit shows it
+    copy ────────────────────────────────────────┘ of another log, if this one is a copy: nothing else is written then
 
 Sans-IO but for the log: the store hands in bundles and questions, tells the time, and calls `commit` soon after `dirty`.
 """
@@ -25,6 +26,8 @@ from iris.wire.streams import (
     DEAD_KIND,
     Append,
     Commit,
+    Copied,
+    Copy,
     DeadLetter,
     Definition,
     Described,
@@ -35,7 +38,7 @@ from iris.wire.streams import (
     SignedOrder,
     Stage,
 )
-from relay.store.answers import told_items, told_outcome
+from relay.store.answers import taken_item, told_items, told_outcome
 from relay.store.consuming import Consuming
 from relay.store.cursor import Dead
 from relay.store.database import room_to_open
@@ -122,6 +125,10 @@ class Stream:
         """None while there is no log."""
         self.staging: Staging | None = None
         """Likewise."""
+        self._source_next = 0
+        """Of a copy: where its source ended when a Copy last said so ..."""
+        self._heard_us = 0
+        """... and when that was."""
         self.bury: Callable[[str, list[Dead]], None] = _nowhere
         self.redefine()
         if log is not None:
@@ -161,10 +168,20 @@ class Stream:
         """Under which it is known."""
         return list(self.orders)
 
+    @property
+    def live_ids(self) -> list[bytes]:
+        """Under which it records: those that ordered what it records now. A copy may be promoted under some of its keys only."""
+        wanted = self.definition.topic, self.definition.cluster
+        return [
+            key_id
+            for key_id, (order, _) in self.orders.items()
+            if (order.definition.topic, order.definition.cluster) == wanted
+        ]
+
     def records(self, topic: str, key_id: bytes) -> bool:
         """Whether what is published to `topic` under this key belongs here."""
         wanted = self.definition.topic
-        return bool(wanted) and key_id in self.orders and matches(wanted, topic)
+        return bool(wanted) and matches(wanted, topic) and key_id in self.live_ids
 
     def described(self, store: bytes, label: str) -> Described:
         """Return what users see of it."""
@@ -178,6 +195,7 @@ class Stream:
         return Described(
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
             *numbers, lost=self.lost, failed=failed[:1024], readable=log is not None,
+            source_next=self._source_next, heard_us=self._heard_us,
         )  # fmt: skip
 
     # -- in: what is recorded --------------------------------------------------------------------------------
@@ -290,16 +308,52 @@ class Stream:
 
     def _writable(self, question: Question) -> Staging | None:
         """Return what is staged if callers may write here; else refuse."""
-        if self.definition.paused:
-            question.refuse("paused", f"stream {self.name!r} is paused")
-        elif self.log is None or self.log.failed:
-            failed = self.failed or (self.log.failed if self.log else "")
-            question.refuse("disk", failed or "it is not open")
+        if self.definition.mirror:
+            question.refuse(
+                "invalid",
+                f"{self.name!r} is a copy of log {self.definition.mirror}: it takes nothing else until it is promoted",
+            )
+        elif self._open(question) is None:
+            pass
         elif self.dead:
             question.refuse("invalid", "dead letters are written by the store alone")
         else:
             return self.staging
         return None
+
+    def _open(self, question: Question) -> Log | None:
+        """Return the log if it takes writes; else refuse."""
+        if self.definition.paused:
+            question.refuse("paused", f"stream {self.name!r} is paused")
+        elif self.log is None or self.log.failed:
+            failed = self.failed or (self.log.failed if self.log else "")
+            question.refuse("disk", failed or "it is not open")
+        else:
+            return self.log
+        return None
+
+    # -- in: what is copied ----------------------------------------------------------------------------------
+
+    def copy(self, question: Question, call: Copy, now_us: int) -> None:
+        """Write what the source of this copy holds, and answer; or say where the copy ends. `commit` tells who waits for more.
+
+        Raises ValueError, LogError.
+        """
+        mirror = self.definition.mirror
+        if not mirror:
+            why = "it was promoted" if self.definition.origins else "it is no copy"
+            question.refuse("invalid", f"stream {self.name!r} takes no copies: {why}")
+        elif call.uuid.hex() != mirror:
+            question.refuse(
+                "invalid",
+                f"stream {self.name!r} is a copy of log {mirror}, not of {call.uuid.hex()}",
+            )
+        elif (log := self._open(question)) is not None:
+            taken = bool(call.items) and call.start == log.next
+            if taken:
+                log.copy([taken_item(item) for item in call.items], call.next, now_us)
+            self._source_next, self._heard_us = call.high_water, now_us
+            question.answer(Copied(log.next, taken))
 
     def _entry(
         self, question: Question, sender_id: bytes, new: NewRecord, stamp: Stamp | None = None

@@ -9,16 +9,17 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import pytest
 from adversity.kit import PATIENCE_S, data_frame, eventually
+from support.connection import Connection
 
 from iris.crypto.certificates import network_authority, relay_leaf
 from iris.crypto.keys import NetworkKey
 from iris.remote import mutual_context
 from iris.wire import frames
-from iris.wire.codec import decode_control, encode_control
+from iris.wire.codec import encode_control
 from iris.wire.frames import FLAG_MORE, Control, Kind
 from relay import links
 from relay.config import RelayConfig
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.timeout(60)
 
 NETWORK = NetworkKey(bytes(range(32)))
 OTHER = NetworkKey(bytes(range(1, 33)))
-C = TypeVar("C", bound=Control)
 
 
 @pytest.fixture
@@ -66,61 +66,13 @@ async def still_links(relay: Relay, tmp_path: Path) -> None:
     await friend.stop(drain_s=0)
 
 
-class Stranger:
-    """Something that connects to the port for links and says whatever it is told to."""
+class Stranger(Connection):
+    """Something that connects to the port for links."""
 
     def __init__(
         self, relay: Relay, context: ssl.SSLContext | None = None, network: NetworkKey = NETWORK
     ) -> None:
-        self.port = hub(relay).port
-        self.context = context
-        self.name = network.fingerprint.hex()
-        self.reader: asyncio.StreamReader
-        self.writer: asyncio.StreamWriter
-
-    async def __aenter__(self) -> Self:
-        name = self.name if self.context is not None else None
-        self.reader, self.writer = await asyncio.open_connection(
-            "127.0.0.1", self.port, ssl=self.context, server_hostname=name
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.writer.transport.abort()
-        try:
-            await self.writer.wait_closed()
-        except OSError:
-            return  # it may have been cut: that is what it is for
-
-    async def say(self, *parts: Control | bytes) -> None:
-        try:
-            for part in parts:
-                self.writer.write(part if isinstance(part, bytes) else encode_control(part))
-            await self.writer.drain()
-        except OSError:
-            return  # what it said before is still to be read
-
-    async def hear(self, wanted: type[C]) -> C:
-        """Return the next control frame of this type; raises EOFError at the end."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    head = await self.reader.readexactly(4)
-                    frame = head + await self.reader.readexactly(int.from_bytes(head, "little"))
-                except (asyncio.IncompleteReadError, OSError) as err:
-                    raise EOFError from err
-                body = decode_control(memoryview(frame), 0, len(frame))
-                if isinstance(body, wanted):
-                    return body
-
-    async def gone(self) -> None:
-        """Return once the relay has closed the connection."""
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                while await self.reader.read(65_536):
-                    pass
-            except OSError:
-                return
+        super().__init__(hub(relay).port, context, network.fingerprint.hex())
 
 
 class Impostor(Stranger):
@@ -243,7 +195,7 @@ async def test_a_handshake_that_goes_on_and_on_is_cut(relay: Relay, tmp_path: Pa
 async def test_who_says_nothing_or_half_of_something_is_cut(
     relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "HELLO_S", 0.3)
+    monkeypatch.setattr("relay.hub.HELLO_S", 0.3)
     hello = Impostor(relay).hello()
     async with Stranger(relay) as silent, Stranger(relay) as begun, Impostor(relay) as shaken:
         await begun.say(b"\x16\x03\x01\x02\x00\x01\x00")
@@ -266,7 +218,7 @@ async def test_who_comes_and_goes_is_counted(relay: Relay, tmp_path: Path) -> No
 async def test_of_too_many_half_open_connections_the_oldest_is_dropped(
     relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "MAX_HALF_OPEN", 8)
+    monkeypatch.setattr("relay.hub.MAX_HALF_OPEN", 8)
     strangers = []
     for number in range(30):
         strangers.append(socket.create_connection(("127.0.0.1", hub(relay).port)))

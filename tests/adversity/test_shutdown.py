@@ -258,7 +258,7 @@ def test_the_log_of_a_whole_life_is_json_lines(daemon: Daemon) -> None:
 
 _SIGNALS = """
 import asyncio, os, signal
-from relay.daemon import stop_on_signals
+from relay.process import stop_on_signals
 
 async def main():
     stop = stop_on_signals(asyncio.get_running_loop())

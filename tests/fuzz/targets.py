@@ -6,6 +6,7 @@ inputs kept in `corpus/<name>/` are run again by every test run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -27,6 +28,9 @@ from iris.wire.codec import (
     encode_control,
 )
 from iris.wire.frames import Kind, Refusal, Serving
+from iris.wire.names import check_cluster, check_topic
+from relay.bridges.iris1.core.frames import Request, TunInit, Violation
+from relay.bridges.iris1.core.machine import Machine, State
 from relay.core.ports import Held
 from relay.core.router import Router
 from relay.fragments import Assembly
@@ -501,6 +505,101 @@ def store(data: bytes) -> None:
         under_test.end(str(err))
 
 
+class _OldHost:
+    """Takes whatever a client of the first Iris says, and answers at once or never."""
+
+    def __init__(self) -> None:
+        self.machine: Machine
+
+    def greeted(self, cluster: str) -> None:
+        if cluster:
+            check_cluster(cluster)
+        self.machine.accept()
+        for _ in range(3):
+            self.machine.call(_OldOwner(), b"x", 1)
+            self.machine.build_tunnel(_OldLine())
+
+    def broadcast(self, cluster: str, message: bytes) -> None:
+        check_cluster(cluster)
+
+    def publish(self, topic: str, event: bytes) -> None:
+        check_topic(topic)
+
+    def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
+        if id % 2:
+            self.machine.reply(id, payload, success=bool(id % 3))
+
+    def subscribe(self, topic: bytes, name: str) -> None:
+        check_topic(name)
+
+    def unsubscribe(self, topic: bytes) -> None:
+        return
+
+    def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None:
+        if id % 4:
+            self.machine.confirm_tunnel(id, _OldLine())
+
+    def closing(self) -> None:
+        self.machine.end()
+
+
+class _OldOwner:
+    def answered(self, success: bool, payload: Any) -> None:
+        return
+
+    def give_back(self, reason: str) -> None:
+        return
+
+
+class _OldLine:
+    half: Any = None
+
+    def opened(self, half: Any) -> None:
+        return
+
+    def message(self, data: bytes) -> None:
+        if len(data) % 2:
+            self.half.passed_on(len(data))
+
+    def allowed(self) -> None:
+        return
+
+    def closed(self, reason: str | None) -> None:
+        return
+
+
+def iris1(data: bytes) -> None:
+    """A client of the first Iris, in reads whose size the first byte chooses: its frames are taken, or one is a Violation."""
+    step, data = (data[0] + 1, data[1:]) if data else (1, b"")
+    host = _OldHost()
+    said: list[bytes] = []
+    machine = host.machine = Machine(
+        host, said.append, Counter(), message_limit=1000, max_calls=8, call_bytes=4000, max_tunnels=8,
+        tunnel_message_bytes=100_000, tunnel_bytes=150_000,
+    )  # fmt: skip
+    owed: Counter[int] = Counter()
+    try:
+        for start in range(0, len(data), step):
+            machine.decoder.feed(data[start : start + step])
+            while machine.state in (State.OPENING, State.OPEN):
+                frame = machine.decoder.next_frame()
+                if frame is None:
+                    break
+                machine.take(frame)
+                owed[0x05] += isinstance(frame, Request)
+                owed[0x0A] += isinstance(frame, TunInit)
+            assert machine.decoder.held_bytes < 4 * 65_536 + step
+    except Violation:
+        machine.end()
+    assert 0 <= machine._purse.held <= 150_000
+    assert machine._tunnels <= 8
+    assert len(machine._calls) <= 8
+    machine.end()
+    # One reply for every request and one confirmation for every tunnel, whatever happened.
+    for op, count in owed.items():
+        assert sum(part[0] == op for part in said) == count
+
+
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "control": control,
     "reader": reader,
@@ -514,4 +613,5 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "stream_call": stream_call,
     "stream_answer": stream_answer,
     "store": store,
+    "iris1": iris1,
 }

@@ -190,6 +190,65 @@ def stream_bodies(draw: st.DrawFn, union: Any) -> bytes:
     return msgspec.msgpack.encode(body)
 
 
+@st.composite
+def iris1_said(draw: st.DrawFn) -> bytes:
+    """What a client of the first Iris may say, nearly."""
+    number = st.one_of(
+        st.integers(0, 9),
+        st.sampled_from([127, 128, 65_536, 100_001, 1 << 30, (1 << 64) - 1, 1 << 64]),
+    )
+    name = st.sampled_from(
+        [b"c", b"", b"a b", b"a..b", b"\xff", b"x" * 256, b"%", b"eu:db", b"." * 40]
+    )
+    body = st.sampled_from([b"", b"x", bytes(999), bytes(1001), bytes(65_536), bytes(65_537)])
+    fields = {
+        "v": number.map(_varint),
+        "n": name.map(_blob),
+        "p": body.map(_blob),
+        "b": st.sampled_from([b"\0", b"\1", b"\2"]),
+    }
+    layouts = {
+        3: "np",
+        4: "vnpv",
+        5: "vbp",
+        6: "n",
+        7: "n",
+        8: "np",
+        9: "vnv",
+        10: "vv",
+        11: "vv",
+        12: "vvp",
+        13: "v",
+        2: "",
+        0: "nnn",
+        99: "",
+    }
+    parts = [
+        draw(
+            st.sampled_from(
+                [b"", b"\x00\x11iris-client-magic\x0bv1.0-draft2\x01c"] * 1
+                + [b"\x00\x11iris-client-magic\x0bv1.0-draft2\x01c"] * 4
+            )
+        )
+    ]
+    for _ in range(draw(st.integers(0, 20))):
+        op = draw(st.sampled_from([*layouts, *[4, 5, 9, 10, 12, 12, 12] * 3]))
+        parts.append(bytes([op]) + b"".join(draw(fields[kind]) for kind in layouts[op]))
+    return bytes([draw(st.sampled_from([0, 6, 255]))]) + b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes(out) + bytes([value])
+
+
+def _blob(data: bytes) -> bytes:
+    return _varint(len(data)) + data
+
+
 INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "control": st.one_of(
         st.binary(max_size=200), st.tuples(byte, st.binary(max_size=60)).map(lambda p: p[0] + b"\0" + p[1]),
@@ -208,6 +267,7 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "assembly": st.one_of(st.binary(max_size=300), nearly_right, pieces()),
     "stream_call": st.one_of(st.binary(max_size=100), stream_bodies(streams.Call)),
     "stream_answer": st.one_of(st.binary(max_size=100), stream_bodies(streams.Answer)),
+    "iris1": st.one_of(st.binary(max_size=200), iris1_said()),
     "store": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
 }  # fmt: skip
 

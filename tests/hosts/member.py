@@ -49,6 +49,25 @@ class Heard:
             await self._changed.wait()
 
 
+class Tally:
+    """Of the numbers that were published under one name: how many came, and whether in their order."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = -1
+        self.inversions = 0
+        """Numbers not above the one before: late, or come twice."""
+        self.missing = 0
+        """Told as lost, with their number."""
+        self.unknown = 0
+        """Told as lost, without."""
+
+    def hear(self, number: int) -> None:
+        self.count += 1
+        self.inversions += number <= self.last
+        self.last = number
+
+
 class Program:
     """One client, and what it was told to do with it."""
 
@@ -68,6 +87,8 @@ class Program:
                 "gap",
             )
         }
+        self.tallies: dict[str, Tally] = {}
+        self.flowing: dict[str, asyncio.Event] = {}
         self.released = asyncio.Event()
         self.endings: dict[str, contextlib.AsyncExitStack] = {}
         self.tunnels: dict[str, iris.Tunnel] = {}
@@ -86,9 +107,9 @@ class Program:
 
     # -- serving -----------------------------------------------------------------------------------------------
 
-    def service(self, cluster: str, concurrency: int) -> iris.Service:
+    def service(self, cluster: str, limits: iris.Limits) -> iris.Service:
         """Return a service of all kinds."""
-        service = iris.Service(cluster, limits=iris.Limits(concurrency=concurrency))
+        service = iris.Service(cluster, limits=limits)
 
         @service.on_request
         async def request(payload: bytes) -> bytes:
@@ -130,15 +151,25 @@ class Program:
         service.on_gap(self.lost)
         return service
 
-    async def do_serve(self, cluster: str, concurrency: int = 8) -> None:
+    async def do_serve(
+        self, cluster: str, concurrency: int = 8, limit_bytes: int = 64 << 20
+    ) -> None:
         """Join a cluster; returns when the relay of this host knows."""
         stack = contextlib.AsyncExitStack()
-        await stack.enter_async_context(self.client.serve(self.service(cluster, concurrency)))
+        limits = iris.Limits(concurrency=concurrency, queue_bytes=limit_bytes)
+        await stack.enter_async_context(self.client.serve(self.service(cluster, limits)))
         self.endings[cluster] = stack
 
     async def do_leave(self, cluster: str) -> None:
         """Leave a cluster, or end a subscription."""
         await self.endings.pop(cluster).aclose()
+
+    async def do_leave_all(self) -> None:
+        """Leave all clusters, and end all subscriptions."""
+        self.released.set()
+        while self.endings:
+            await self.endings.popitem()[1].aclose()
+        self.released.clear()
 
     async def do_release(self) -> None:
         """Let go what is held, and hold nothing any more."""
@@ -160,6 +191,47 @@ class Program:
             self.client.subscribe(pattern, hear, group=group, on_gap=self.lost)
         )
         self.endings[pattern] = stack
+
+    async def do_tally(self, pattern: str, group: str = "") -> None:
+        """Subscribe to numbers; they are tallied by the name that they come under, and not kept."""
+
+        def hear(message: iris.Message) -> None:
+            tally = self.tallies.setdefault(message.name, Tally())
+            number = int(message.payload)
+            if number >= 0:
+                tally.hear(number)
+
+        def missed(lost: iris.Lost) -> None:
+            tally = self.tallies.setdefault(lost.name, Tally())
+            tally.missing += lost.count or 0
+            tally.unknown += lost.count is None
+
+        stack = contextlib.AsyncExitStack()
+        await stack.enter_async_context(
+            self.client.subscribe(pattern, hear, group=group, on_gap=missed)
+        )
+        self.endings[pattern] = stack
+
+    async def do_tallies(self) -> Value:
+        """Return what was tallied so far, by name."""
+        return {name: vars(tally) for name, tally in self.tallies.items()}
+
+    async def do_flow(self, topic: str, at_once: int, pause: float, limit: int = 0) -> int:
+        """Publish rising numbers from 0 on until `stop_flow`, or `limit`; return how many they were."""
+        stop = self.flowing[topic] = asyncio.Event()
+        number = 0
+        while not stop.is_set() and (not limit or number < limit):
+            until = min(number + at_once, limit or number + at_once)
+            while number < until:
+                await self.client.publish(topic, str(number))
+                number += 1
+            await asyncio.sleep(pause)
+        await self.client.flush(timeout=20.0)
+        return number
+
+    async def do_stop_flow(self, topic: str) -> None:
+        """Let a flow end."""
+        self.flowing[topic].set()
 
     async def do_heard(self, what: str, count: int = 0, timeout: float = 0.0) -> list[Value]:
         """Return what came in by one way, once that is `count`; with fewer after `timeout` seconds, those."""
@@ -222,14 +294,18 @@ class Program:
             await self.client.push(cluster, payload, timeout=20.0)
         await self.client.flush(timeout=20.0)
 
-    async def do_survey(self, cluster: str, payload: str, timeout: float) -> Value:
-        survey = self.client.survey(cluster, payload, timeout=timeout, type=bytes)
+    async def do_survey(
+        self, cluster: str, payload: str, timeout: float, scope: iris.Scope = "federation"
+    ) -> Value:
+        survey = self.client.survey(cluster, payload, timeout=timeout, type=bytes, scope=scope)
         answers = [answer.decode() async for answer in survey]
         return {"answers": sorted(answers), "missing": survey.missing, "failed": survey.failed}
 
-    async def do_broadcast(self, cluster: str, payloads: list[str]) -> None:
+    async def do_broadcast(
+        self, cluster: str, payloads: list[str], scope: iris.Scope = "federation"
+    ) -> None:
         for payload in payloads:
-            await self.client.broadcast(cluster, payload)
+            await self.client.broadcast(cluster, payload, scope=scope)
         await self.client.flush(timeout=20.0)
 
     async def do_publish(self, topic: str, first: int, count: int) -> None:
@@ -278,6 +354,26 @@ class Program:
                     if there == count:
                         break
         return there
+
+    async def do_sites(self, cluster: str) -> dict[str, int]:
+        """Return how many members there are in other sites."""
+        members = await self.client.members(cluster)
+        return members.sites
+
+    async def do_record(self, name: str, topic: str) -> None:
+        """Make a stream of a topic, or find that it is there."""
+        await self.client.streams.create(name, topic=topic)
+
+    async def do_mirror(self, source: str, name: str) -> int:
+        """Copy a stream to its end; return how many messages that were."""
+        async with self.client.streams.mirror(source, name, follow=False) as mirror:
+            await mirror.run()
+            return mirror.copied
+
+    async def do_read(self, name: str) -> list[str]:
+        """Return what a stream holds."""
+        reader = self.client.streams.read(name, follow=False)
+        return [message.payload.decode() async for message in reader]
 
     async def do_status(self) -> Value:
         return await self.client.status(timeout=20.0)

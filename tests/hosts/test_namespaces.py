@@ -214,8 +214,10 @@ def test_nothing_is_left_after_a_test_that_failed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
+    # Whoever runs the tests in the background has SIGINT ignored, and that is inherited.
     script = """
-    import time
+    import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Lan() as lan:
         build(lan)
         time.sleep(600)

@@ -27,9 +27,9 @@ WAIT_S = 20.0
 VERBS = [
     "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "status", "run", "relay",
     "key new", "key show", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
-    "bench tunnel", "store", *(f"stream {verb}" for verb in (
+    "bench tunnel", "store", "federation key", "federation list", "federation ping", "bridge iris1", "bridge sp", *(f"stream {verb}" for verb in (
         "create", "list", "info", "read", "append", "export", "import", "change", "pause", "resume", "delete", "keys",
-        "consumer list", "consumer delete",
+        "consumer list", "consumer delete", "mirror", "promote",
     )),
 ]  # fmt: skip
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(120)
 
 VERBS = [
     "create", "list", "info", "change", "pause", "resume", "delete", "read", "append", "export", "import", "consumer list",
-    "consumer delete",
+    "consumer delete", "mirror", "promote",
 ]  # fmt: skip
 
 

@@ -241,6 +241,19 @@ async def test_relays_of_two_networks_do_not_link_and_say_why(site: Site) -> Non
     assert not two.router.links
 
 
+async def test_relays_of_one_network_that_name_their_site_differently_say_so(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await site.start(site="eu")
+    unnamed = await site.start(one)
+    await eventually(lambda: unnamed.router.site == "eu")
+    assert "links.two_site_names" not in caplog.text
+    await site.start(one, site="us")
+    await eventually(lambda: "links.two_site_names" in caplog.text)
+    said = [r.fields for r in caplog.records if r.message == "links.two_site_names"]
+    assert {said[0]["its_site"], said[0]["ours"]} == {"us", "eu"}
+
+
 async def test_a_relay_of_an_old_and_a_new_network_links_with_both(site: Site) -> None:
     old, new = await site.start(keys=(OTHER,)), await site.start(keys=(NETWORK,))
     both = await site.start(old, new, keys=(OTHER, NETWORK))

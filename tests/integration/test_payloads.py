@@ -146,3 +146,25 @@ async def test_the_whole_message_is_there_for_who_asks() -> None:
     assert message.decode(dict[str, int]) == {"a": 1}
     with pytest.raises(iris.DecodeError):
         message.decode(int)
+
+
+async def test_a_client_that_compresses_is_understood_by_all() -> None:
+    text = "a departure from JFK to LAX, on time; " * 500
+    service = iris.Service("archive")
+
+    @service.on_request
+    def run(payload: bytes) -> bytes:
+        return payload
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as plain,
+        cluster.client(config=iris.ClientConfig(compress=True)) as small,
+        plain.serve(service),
+        plain.subscribe("flights.>") as subscription,
+    ):
+        assert await small.request("archive", text, timeout=5, type=str) == text
+        await small.publish("flights.JFK", text, headers={"k": "v"})
+        message = await anext(aiter(subscription))
+        assert message.payload.decode() == text
+        assert message.headers == {"k": "v"}

@@ -13,6 +13,7 @@ from integration.kit import Collector, fill, freeze, named, until
 import iris
 from iris.subscription import Policy
 from iris.testing import LocalCluster
+from iris.wire.names import matches
 
 
 async def test_a_wildcard_selects_and_everything_comes_in_the_publishers_order() -> None:
@@ -543,3 +544,31 @@ async def test_a_filter_outside_the_grammar_is_refused(pattern: str) -> None:
             client.subscribe(pattern)
         with pytest.raises(iris.ConfigError):
             client.subscribe("a", policy="keep-all")  # type: ignore[arg-type]  # the mistake under test
+
+
+async def test_an_event_is_compared_with_no_exact_topic_but_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[str] = []
+
+    def counting(pattern: str, topic: str) -> bool:
+        compared.append(pattern)
+        return matches(pattern, topic)
+
+    async with LocalCluster() as cluster, cluster.client() as client:
+        heard: list[str] = []
+        for number in range(50):
+            client.subscribe(f"t.{number}", lambda message: heard.append(message.name))
+        client.subscribe("t.*", lambda message: heard.append("*"))
+        last = client.subscribe("t.>", lambda message: heard.append(">"))
+        await last.ready()
+        monkeypatch.setattr("iris.registry.matches", counting)
+        for number in range(50):
+            await client.publish(f"t.{number}", b"x")
+        await until(lambda: len(heard) == 150)
+        assert sorted(set(heard)) == sorted(["*", ">", *(f"t.{number}" for number in range(50))])
+        assert set(compared) == {"t.*", "t.>"}
+        last.stop()
+        await client.publish("t.0", b"x")
+        await until(lambda: len(heard) == 152)
+        assert heard[-2:] == ["t.0", "*"]

@@ -687,6 +687,27 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
             ]
 
 
+async def test_streams_of_one_topic_under_different_keys_all_record_it_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
+    names = [f"s{number}" for number in range(6)]
+    async with LocalCluster(data=tmp_path) as cluster:
+        both = Keyring.single(old).add("default", new)
+        async with cluster.client(keyring=both) as client:
+            await client.streams.create("both", topic="orders")
+        async with cluster.client(keyring=Keyring.single(new)) as client:
+            for name in names:
+                await client.streams.create(name, topic="orders")
+            await cluster.stop_store()
+            await cluster.start_store()
+            await client.publish("orders", b"x")
+            await client.flush()
+            await cluster.settle()
+            for name in ("both", *names):
+                assert [m.payload for m in await whole(client, name)] == [b"x"], name
+
+
 # -- restarts ------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ STORE_KEY: Final = StoreKey(bytes(range(0x20, 0x40)))
 STORE_SENDER: Final = bytes(range(0x30, 0x40))
 STREAM: Final = "orders"
 STREAM_UUID: Final = bytes(range(0x80, 0x90))
+COPY_UUID: Final = bytes(range(0xC0, 0xD0))
 PRODUCER: Final = bytes(range(0x90, 0xA0))
 WRITER: Final = "etl"
 BATCH: Final = 7
@@ -112,6 +113,16 @@ CONTROLS: Final[dict[str, Control]] = {
         True,
     ),
     "interest": frames.Interest(4, 5, [], [7], [frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 0)]),
+    "interest-site": frames.Interest(
+        2, 3,
+        clusters=[frames.SiteCluster("eu", CLUSTER, KEY.key_id, {int(Kind.REQUEST): 32, int(Kind.SURVEY): 32}, 4)],
+        site_topics=[frames.SiteTopic("eu", "flights.JFK.>", KEY.key_id, "archive", 2)],
+    ),
+    "interest-gateway": frames.Interest(
+        7, 8,
+        sites=[frames.SiteEntry("eu", True, 10, 41_300)],
+        clusters=[frames.SiteCluster("eu", CLUSTER, KEY.key_id, {}, 0)],
+    ),
     "resync": frames.Resync(3),
     "loads": frames.Loads([frames.Load(Kind.REQUEST, CLUSTER, KEY.key_id, 5)]),
     "ask-peers": frames.AskPeers(),
@@ -325,13 +336,20 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
     )  # fmt: skip
 
     def frame(
-        kind: Kind, alias: int, hop: int, call: bytes, timeout: int, sender_id: bytes, **said: Any
+        kind: Kind,
+        alias: int,
+        hop: int,
+        call: bytes,
+        timeout: int,
+        sender_id: bytes,
+        name: bytes = STREAM_UUID,
+        **said: Any,
     ) -> tuple[bytes, dict[str, Any]]:
         deadline = DEADLINE_US if timeout else 0
         shown = {
             "frame": kind.name, "flags": 0, "alias": alias, "hop": hop, "deadline": deadline,
             "sent": SENT_US, "timeout": timeout, "count": 1, "first": 0,
-            "declared": {"name": STREAM_UUID.hex(), "sender_id": sender_id.hex()},
+            "declared": {"name": name.hex(), "sender_id": sender_id.hex()},
             "body": readable(msgspec.msgpack.decode(call)), **said,
         }  # fmt: skip
         head = HOP.pack(46 + len(call), kind, 0, alias, hop, deadline)
@@ -339,8 +357,9 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
 
     stage = streams.Stage(WRITER, BATCH, ATTEMPT, APPENDER, [new])
     commit = streams.Commit(WRITER, BATCH, [streams.Attempt(ATTEMPT, 1)])
+    copy = streams.Copy(STREAM_UUID, 5, 8, [hole, gap, record], 12)
     call, answer = streams.encode(append), streams.encode(fetched)
-    for one in (append, stage, commit):
+    for one in (append, stage, commit, copy):
         assert streams.decode_call(streams.encode(one)) == one
     assert streams.decode_answer(answer) == fetched
     payloads = [message.payload.decode() for message in opened]
@@ -348,6 +367,9 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         "stream-append": frame(Kind.STREAM, 6, 7, call, 10_000, CALLER),
         "stream-stage": frame(Kind.STREAM, 6, 8, streams.encode(stage), 10_000, CALLER),
         "stream-commit": frame(Kind.STREAM, 6, 9, streams.encode(commit), 10_000, CALLER),
+        "stream-copy": frame(
+            Kind.STREAM, 6, 10, streams.encode(copy), 10_000, CALLER, name=COPY_UUID
+        ),
         "stream-reply": frame(
             Kind.STREAM_REPLY, 3, RELAY_HOP + 5, answer, 0, STORE_SENDER,
             record={"metadata": (prefix + end).hex(), "payloads": payloads},

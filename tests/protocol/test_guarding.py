@@ -114,7 +114,7 @@ def test_a_counter_below_the_window_is_stale_and_the_caller_seals_anew(net: Netw
     net.tamper = hold
     answer = caller.request("db", b"late")
     net.run()
-    caller.session.out._sealers[KEY.key_id][0]._counter += WINDOW_COUNTERS
+    caller.session.out._sealers[KEY.key_id, ""][0]._counter += WINDOW_COUNTERS
     caller.request("db", b"early")
     net.run()
     net.tamper = lambda host, frame: [frame]

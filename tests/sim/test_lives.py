@@ -1,4 +1,4 @@
-"""Whole lives of networks, each drawn from a seed. A failure shows its seed: `python -m support.sim SEED STEPS` replays it."""
+"""Whole lives of networks, each drawn from a seed. A failure shows its seed: `python -m support.sim SEED STEPS [sites]` replays it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.sim.chaos import Chaos
 
 STEPS = 360
 SEEDS = (8, 11, 23, 42, 60, 71, 107, 2013, 7430, 65_537)
+SITES_SEEDS = (1, 5, 17, 41, 66, 2013)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,10 +30,23 @@ def test_every_promise_holds_through_a_life_of_faults(seed: int) -> None:
     assert ledger.loops_checked > 50
 
 
-def test_a_seed_replays_the_same_life_in_another_process_whatever_its_hash_seed() -> None:
+@pytest.mark.parametrize("seed", SITES_SEEDS)
+def test_every_promise_holds_through_a_life_of_a_federation(seed: int) -> None:
+    chaos = play(seed, STEPS, sites=True)
+    ledger = chaos.net.ledger
+    assert chaos.rounds == STEPS // 120
+    assert ledger.outcomes["request reply"] > 10
+    assert ledger.audited > 5
+    assert ledger.over_wan > 50
+
+
+@pytest.mark.parametrize("shape", [[], ["sites"]])
+def test_a_seed_replays_the_same_life_in_another_process_whatever_its_hash_seed(
+    shape: list[str],
+) -> None:
     digests = set()
     for hash_seed in ("1", "2"):
-        command = [sys.executable, "-m", "support.sim", "3", "120"]
+        command = [sys.executable, "-m", "support.sim", "3", "120", *shape]
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
         run = subprocess.run(
             command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True, timeout=60

@@ -3,6 +3,7 @@
 texts      options that several verbs share
 reading    read, export
 writing    append, import
+mirroring  mirror, promote
 consumers  consumer list, consumer delete
 """
 
@@ -17,7 +18,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
-from iris.cli.stream import consumers, reading, texts, writing
+from iris.cli.stream import consumers, mirroring, reading, texts, writing
 from iris.streams import StreamInfo
 from iris.wire.names import printable
 
@@ -124,6 +125,9 @@ def info(
     relay: options.RelayPath = None,
 ) -> None:
     """Show a stream: what it records and keeps, its offsets, and how its store is.
+
+    Of a copy it shows the lag: the messages by which it was behind when its
+    mirror was heard of last, and when that was.
 
     Into a pipe it is a line each, a name and a value with a tab between, in
     bytes and seconds; limits of 0 are none.
@@ -253,6 +257,8 @@ app.command("read")(reading.read)
 app.command("append")(writing.append)
 app.command("export")(reading.export)
 app.command("import")(writing.import_)
+app.command("mirror")(mirroring.mirror)
+app.command("promote")(mirroring.promote)
 app.add_typer(consumers.app)
 
 
@@ -268,6 +274,8 @@ def _do(call: Callable[[iris.Client], Awaitable[object]], relay: str | None) -> 
 
 
 def _records(info: StreamInfo) -> str:
+    if info.mirror:
+        return f"copy of {info.source}"
     if info.topic:
         return f"topic {info.topic}"
     return f"cluster {info.cluster}" if info.cluster else "appends"
@@ -306,6 +314,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("max-age", limit(info.max_age, f"{info.max_age:.15g}", texts.age_text)),
         ("compact", yes(info.compact)),
         ("paused", yes(info.paused)),
+        *_copy_facts(info),
         ("lost", str(info.lost)),
         ("failed", info.failed or ("no" if human else "")),
         ("keys", " ".join(info.key_ids)),
@@ -313,6 +322,19 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("host", info.host),
         ("store", info.store),
         ("epoch", str(info.epoch)),
+    ]
+
+
+def _copy_facts(info: StreamInfo) -> list[tuple[str, str]]:
+    """Return what is said of a copy alone."""
+    if not info.mirror:
+        return []
+    heard = texts.time_text(info.heard_us) if info.heard_us else None
+    return [
+        ("source", info.source),
+        ("source-uuid", info.mirror),
+        ("lag", "unknown" if info.lag is None else str(info.lag)),
+        ("heard", heard or "not since the store started"),
     ]
 
 

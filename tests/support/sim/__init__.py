@@ -3,6 +3,7 @@
 from support.sim.chaos import Chaos, play
 from support.sim.members import KEY, OTHER_KEY, SimCall, SimMember, SimSession, SimTunnel
 from support.sim.network import SimNetwork, SimRelay, Violation
+from support.sim.world import World
 
 __all__ = [
     "KEY",
@@ -15,5 +16,6 @@ __all__ = [
     "SimSession",
     "SimTunnel",
     "Violation",
+    "World",
     "play",
 ]

@@ -1,4 +1,4 @@
-"""Replay a seed: `python -m support.sim SEED [STEPS]`, in tests/."""
+"""Replay a seed: `python -m support.sim SEED [STEPS [sites]]`, in tests/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.sim.network import Violation
 def main() -> None:
     seed, steps = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 360
     try:
-        chaos = play(seed, steps)
+        chaos = play(seed, steps, sites=sys.argv[3:] == ["sites"])
     except Violation as err:
         sys.exit(str(err))
     net = chaos.net

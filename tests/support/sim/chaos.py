@@ -1,19 +1,21 @@
 """A life of a network, drawn from a seed: members that come, go, stall and refuse; links that flap; relays that crash.
 
 python -m support.sim SEED [STEPS]          # in tests/: replays a seed
+python -m support.sim SEED [STEPS] sites    # as a federation of three sites
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from iris.wire.codec import KIND_AT, decode_control
-from iris.wire.frames import Cause, Interest, Kind, Refusal
+from iris.wire.frames import HERE, Cause, Interest, Kind, Refusal
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
 
+SITES: Final = ("ams", "ber", "cph")
 CLUSTERS: Final = ("db", "web", "mail")
 TOPICS: Final = ("a.b", "a.c", "a.b.c", "x.y")
 FILTERS: Final = ("a.*", "a.>", "a.b", "x.y", ">", "*.y")
@@ -25,22 +27,37 @@ BY_DESIGN: Final = {
     "AliasTable._free": "and their numbers",
     "Neighbor.routes": "what a link declared stands until it is declared anew",
     "Link.routes": "the same",
+    "Wan.routes": "the same",
     "Link.asked": "kept while an address may be asked for again, and swept",
     "Accounts.dropped": "one counter for each cause",
     "Pulse.samples": "16 samples of the other clock",
 }
 """Tables with a bound of their own, which need not be empty when everybody has left."""
+PASSED_ON: Final = {
+    "AliasTable._by_key": "of what a gateway passed on: they go with the alias that a link or WAN connection declared",
+    "Route._neighbors": "the router's own, met on another way",
+}
+"""The same, in a federation."""
 
 
 class Chaos:
-    """Does `steps` random things to a network of 5 to 8 relays."""
+    """Does `steps` random things to a network of 5 to 8 relays, or (`sites`) to three sites of 2 or 3 relays each."""
 
-    def __init__(self, seed: int, *, relays: int = 0) -> None:
+    def __init__(self, seed: int, *, relays: int = 0, sites: bool = False) -> None:
         self.rng = random.Random(f"chaos {seed}")
+        shape: dict[str, Any] = {}
+        if sites:
+            shape["sites"] = {site: self.rng.randint(2, 3) for site in SITES}
+            shape["pairs"] = self.rng.random() < 0.5
+            shape["gateways"] = self.rng.choice((1, 2, 2))
         self.net = SimNetwork(
             seed, relays=relays or self.rng.randint(5, 8), port_bytes=self.rng.choice((8 << 10, 64 << 10, 1 << 20)),
-            settle_us=self.rng.choice((0, 500_000)),
+            settle_us=self.rng.choice((0, 500_000)), **shape,
         )  # fmt: skip
+        if sites:
+            self.net.run(1.0)
+        self.reach_s = 0.4 if sites else 0.1
+        """In which anything arrives anywhere in a network at peace."""
         self.fresh = self.net.table_sizes()
         """What a relay with links and nobody attached keeps."""
         self.did: dict[str, int] = {}
@@ -71,6 +88,12 @@ class Chaos:
     def some_member(self) -> SimMember | None:
         members = [m for s in self.net.sessions if not s.leaving for m in s.members.values()]
         return self.rng.choice(members) if members else None
+
+    def some_scope(self) -> str:
+        """Return which sites are meant: mostly all."""
+        if not self.net.federated or self.rng.random() < 0.8:
+            return ""
+        return self.rng.choice((HERE, *SITES))
 
     def some_key(self) -> bytes:
         return self.rng.choice((KEY, KEY, OTHER_KEY))
@@ -144,12 +167,13 @@ class Chaos:
                 timeout_ms = self.rng.choice((20, 500, 2_000, 6_000))
                 size = self.rng.choice((64, 64, 2_000))
                 session.request(
-                    self.rng.choice(CLUSTERS), key=self.some_key(), timeout_ms=timeout_ms, size=size
-                )
+                    self.rng.choice(CLUSTERS), key=self.some_key(), timeout_ms=timeout_ms, size=size,
+                    site=self.some_scope(),
+                )  # fmt: skip
 
     def push(self) -> None:
         if (session := self.some_session()) is not None:
-            session.push(self.rng.choice(CLUSTERS), key=self.some_key())
+            session.push(self.rng.choice(CLUSTERS), key=self.some_key(), site=self.some_scope())
 
     def survey(self) -> None:
         if (session := self.some_session()) is not None:
@@ -157,6 +181,7 @@ class Chaos:
                 self.rng.choice(CLUSTERS),
                 key=self.some_key(),
                 timeout_ms=self.rng.choice((200, 4_000)),
+                site=self.some_scope(),
             )
 
     def publish(self) -> None:
@@ -181,7 +206,9 @@ class Chaos:
 
     def open_tunnel(self) -> None:
         if (session := self.some_session()) is not None and len(session.tunnels) < 4:
-            session.open_tunnel(self.rng.choice(CLUSTERS), key=self.some_key())
+            session.open_tunnel(
+                self.rng.choice(CLUSTERS), key=self.some_key(), site=self.some_scope()
+            )
 
     def use_tunnel(self) -> None:
         session = self.some_session()
@@ -215,6 +242,9 @@ class Chaos:
             self.rng.choice(stalled).wake()
 
     def _pair(self) -> tuple[int, int]:
+        if self.net.federated:
+            pair = self.rng.choice(list(self.net.wires))
+            return self.rng.choice((pair, pair[::-1]))
         a, b = self.rng.sample(range(len(self.net.relays)), 2)
         return a, b
 
@@ -267,7 +297,8 @@ class Chaos:
     @property
     def resyncs(self) -> int:
         """How often relays that live had to ask for a snapshot again."""
-        return sum(relay.router.mesh.resyncs for relay in self.net.relays)
+        routers = [relay.router for relay in self.net.relays]
+        return sum(router.mesh.resyncs + router.abroad.resyncs for router in routers)
 
     # -- a life ------------------------------------------------------------------------------------------------
 
@@ -320,7 +351,7 @@ class Chaos:
             for topic in TOPICS:
                 before = {session.uid: len(session.casts) for session in net.sessions}
                 tag = caller.publish(topic)
-                net.run(0.1)
+                net.run(self.reach_s)
                 for session in net.sessions:
                     got = session.casts[before[session.uid] :].count(tag)
                     wants = session.wants(topic, KEY)
@@ -348,11 +379,11 @@ class Chaos:
         ]
         tag = caller.broadcast(name)
         survey = caller.survey(name)
-        net.run(0.3)
+        net.run(3 * self.reach_s)
         calls = []
         for _ in range(3):  # one by one: a small member holds no two
             calls.append(caller.request(name))
-            net.run(0.1)
+            net.run(self.reach_s)
         for member in members:
             if (tag in member.casts) is not (Kind.BROADCAST in member.kinds):
                 net.violate(f"at peace, {member.member_id} missed broadcast {tag} to {name!r}")
@@ -366,8 +397,12 @@ class Chaos:
                 f"at peace, {survey} ended as {survey.outcome!r}: answers of {sorted(survey.answers)}, "
                 f"members {sorted(asked)}, lost {survey.lost}"
             )
-        served = any(Kind.REQUEST in member.kinds for member in members)
+        serving = [member for member in members if Kind.REQUEST in member.kinds]
+        served = bool(serving)
+        home = {m.member_id for m in serving if m.session.relay.site == caller.relay.site}
         for call in calls:
+            if home and call.by not in home:
+                net.violate(f"at peace, {call} was answered by {call.by}, and not at home")
             if call.outcome != ("reply" if served else "no_members"):
                 net.violate(f"at peace, {call} ended as {call.outcome!r}: {call.detail}")
 
@@ -380,6 +415,8 @@ class Chaos:
         self.net.check_idle()
         for relay, sizes in zip(self.net.relays, self.net.table_sizes(), strict=True):
             for table, size in sorted(sizes.items()):
+                if self.net.federated and table in PASSED_ON:
+                    continue
                 if size > self.fresh[relay.place].get(table, 0) and table not in BY_DESIGN:
                     was = self.fresh[relay.place].get(table, 0)
                     self.net.violate(
@@ -395,8 +432,8 @@ def is_change(frame: bytes) -> bool:
     return isinstance(change, Interest) and not change.reset and bool(change.base)
 
 
-def play(seed: int, steps: int) -> Chaos:
+def play(seed: int, steps: int, *, sites: bool = False) -> Chaos:
     """Live a life; raises Violation when a promise breaks."""
-    chaos = Chaos(seed)
+    chaos = Chaos(seed, sites=sites)
     chaos.run(steps)
     return chaos

@@ -7,12 +7,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.wire import frames
-from iris.wire.codec import BODY_AT, FLAGS_AT, KIND_AT, TUNNEL_BODY_AT
-from iris.wire.frames import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind
+from iris.wire.codec import BODY_AT, FLAGS_AT, HOP, KIND_AT, TUNNEL_BODY_AT
+from iris.wire.frames import FLAG_REFUSED, HERE, TUNNEL_KINDS, Cause, HopClass, Kind
 
 if TYPE_CHECKING:
     from support.sim.members import SimCall, SimMember, SimSession, Work
-    from support.sim.network import LinkEnd, SimNetwork, SimRelay
+    from support.sim.network import LinkEnd, SimNetwork
 
 NEVER_RAN: Final = frozenset(
     cause.name.lower() for cause in (Cause.NO_MEMBERS, Cause.OVERLOADED, Cause.EXPIRED)
@@ -23,9 +23,32 @@ ON_ITS_WAY_US: Final = 1_000_000
 """An answer that was given so shortly before the deadline may come too late without anybody's fault."""
 
 
+FORWARD: Final = frozenset(
+    {
+        Kind.REQUEST,
+        Kind.PUSH,
+        Kind.SURVEY,
+        Kind.BROADCAST,
+        Kind.PUBLISH,
+        Kind.TUNNEL_OPEN,
+        Kind.STREAM,
+    }
+)
+"""Kinds that go from a sender to members; the others follow the way of what they answer."""
+CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
+
+
+FAR_US: Final = 1_000_000
+"""A call with less than that may spend it on the way to other sites and back."""
+
+
 TAG: Final = struct.Struct("<4sQ")
 MAGIC: Final = b"#sim"
 """What a body of a data frame begins with: a mark, and the tag."""
+
+
+def _alias(frame: bytes) -> int:
+    return int(HOP.unpack_from(frame)[3])
 
 
 def tag_of(frame: bytes) -> int:
@@ -100,7 +123,19 @@ class Ledger:
         self._sent: list[Cast] = []
         self.audited = 0
         self.told_lost = 0
-        self._crossed: dict[tuple[bytes, int, int], int] = {}
+        self.late = 0
+        """Bundles that came out after a later one: dropped, as a session does."""
+        self.over_wan = 0
+        """Data frames that were put on WAN connections."""
+        self.wan_casts: Counter[tuple[int, str]] = Counter()
+        """Tag of a bundle and site -> how often it was sent there."""
+        self.wan_via: dict[tuple[int, str], tuple[int, int]] = {}
+        """The same -> from which place to which."""
+        self._origins: dict[int, str] = {}
+        """Tag -> the site that it comes from."""
+        self._to_wan: set[tuple[bytes, int, str]] = set()
+        self._crossed: dict[tuple[bytes, int, int], tuple[int, bool, int]] = {}
+        """Relay, kind, tag -> from which place it came, whether over the WAN, and its hop class."""
 
     def new_tag(self) -> int:
         self._tag += 1
@@ -123,7 +158,12 @@ class Ledger:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
+    def comes_from(self, tag: int, site: str) -> None:
+        """Something sets out in a site."""
+        self._origins[tag] = site
+
     def sent(self, call: SimCall) -> None:
+        self.comes_from(call.tag, call.session.relay.site)
         self.calls[call.tag] = self.open[call.tag] = call
 
     def handed(self, work: Work, session: SimSession) -> None:
@@ -144,6 +184,9 @@ class Ledger:
     def executed(self, work: Work, member: SimMember) -> None:
         """A handler starts."""
         call = self.calls[work.tag]
+        here, home = member.session.relay.site, call.session.relay.site
+        if call.site and here != (home if call.site == HERE else call.site):
+            self.net.violate(f"{call} was for {call.site!r}, and runs in {here}")
         if work.kind == Kind.SURVEY:
             key = (work.tag, member.member_id)
             if key in self._surveyed:
@@ -180,6 +223,8 @@ class Ledger:
         """The caller's own clock ended it: there has to be a reason."""
         if self._faults or self._fault_until_us >= call.sent_us or call.kind == Kind.SURVEY:
             return
+        if self.net.federated and call.deadline_us - call.sent_us < FAR_US:
+            return
         work = self.works.get(call.tag)
         if work is not None and (
             not work.finished_us or work.finished_us + ON_ITS_WAY_US > self.net.now_us
@@ -193,25 +238,33 @@ class Ledger:
 
     def cast_arrived(
         self, session: SimSession, route: frames.Declare, tag: int, first: int, count: int
-    ) -> None:
-        """A bundle came out at a session: never twice, never out of its sender's order."""
+    ) -> bool:
+        """A bundle came out at a session: never twice, never out of its sender's order.
+
+        On its way through other gateways a bundle may be overtaken: then the session drops it. Return whether it takes it.
+        """
         net = self.net
         self.cast_copies += 1
         what = f"{Kind(route.kind).name.lower()} {tag} to {route.name!r}"
         if (copy := (session.uid, route.member, tag)) in self._casts:
             net.violate(f"{what} reached {session} (member {route.member}) twice")
         self._casts.add(copy)
+        for group in route.groups:
+            if (tag, group) in self._grouped:
+                net.violate(f"{what} reached queue group {group!r} twice")
+            self._grouped.add((tag, group))
         heard = self._flow(session, route)
         if first <= heard.last:
+            if self._origins.get(tag, session.relay.site) != session.relay.site:
+                self.late += 1
+                net.note(f"{what} comes too late to {session}")
+                return False
             net.violate(
                 f"{what}, messages {first} to {first + count - 1}, reached {session} after {heard.last}"
             )
         heard.last = first + count - 1
         heard.know(first, count)
-        for group in route.groups:
-            if (tag, group) in self._grouped:
-                net.violate(f"{what} reached queue group {group!r} twice")
-            self._grouped.add((tag, group))
+        return True
 
     def _flow(self, session: SimSession, of: frames.Declare | frames.Gap) -> Heard:
         flow = (session.uid, of.member, of.kind, of.name, of.key_id, of.sender_id)
@@ -284,9 +337,14 @@ class Ledger:
         before_us = cast.sent_us - KNOWN_US
         if here is there:
             return True
-        if here.awake_us > before_us or there.awake_us > before_us:
+        on_the_way = [here, there]
+        if here.site != there.site:
+            gateways = (*self.net.gateways[here.site], *self.net.gateways[there.site])
+            on_the_way += [self.net.relays[place] for place in gateways]
+        if any(relay.awake_us > before_us for relay in on_the_way):
             return False  # what was said meanwhile may not be known
-        return self.net.wire(here.place, there.place).changed_us < before_us
+        paths = self.net.paths(here.place, there.place)
+        return all(wire.changed_us < before_us for path in paths for wire in path)
 
     def groups_reached(self, tag: int) -> set[str]:
         """Return the queue groups that a publication reached."""
@@ -295,27 +353,73 @@ class Ledger:
     # -- links -----------------------------------------------------------------------------------------------
 
     def over_link(self, end: LinkEnd, frame: bytes) -> None:
-        """A relay puts a data frame on a link: one that came over a link is sent over no other, and of a bundle one copy."""
+        """A relay puts a data frame on a link or WAN connection: it never goes on over another of the same sort, and of a bundle one copy.
+
+        So nothing crosses more than one link, one WAN connection and one link.
+        """
         kind, tag, relay = frame[KIND_AT], tag_of(frame), end.relay
         if not tag:
             return
         self.loops_checked += 1
-        origin = self._crossed.get((relay.relay_id, kind, tag))
-        if origin is not None and not frame[FLAGS_AT] & FLAG_REFUSED:
+        self.over_wan += end.wan
+        refused = frame[FLAGS_AT] & FLAG_REFUSED
+        came = self._crossed.get((relay.relay_id, kind, tag))
+        if came is not None and not refused and came[1] is end.wan:
             self.net.violate(
-                f"{Kind(kind).name} {tag} came to relay {relay.place} from {origin}, and goes on to {end.place}"
+                f"{Kind(kind).name} {tag} came to relay {relay.place} from {came[0]}, and goes on to {end.place}"
             )
-        if kind in (Kind.PUBLISH, Kind.BROADCAST):
-            if tag in end.casts:
+        if self.net.federated and not refused:
+            self._check_class(end, kind, tag, frame, came)
+        if kind in CASTS:
+            copy = (tag, *end.said.get(_alias(frame), (0, "")))
+            if copy in end.casts:
                 self.net.violate(
                     f"two copies of {Kind(kind).name} {tag} go from {relay.place} to {end.place}"
                 )
-            end.casts.add(tag)
+            end.casts.add(copy)
 
-    def from_link(self, relay: SimRelay, from_place: int, frame: bytes) -> None:
-        """A data frame came out of a link."""
+    def _check_class(
+        self, end: LinkEnd, kind: int, tag: int, frame: bytes, came: tuple[int, bool, int] | None
+    ) -> None:
+        """What its alias says of a frame is true, and it goes nowhere that it is not wanted."""
+        relay, origin = end.relay, self._origins.get(tag)
+        what = f"{Kind(kind).name} {tag} of {origin}, from {relay} to {end.place}:"
+        hop_class, site = end.said.get(_alias(frame), (0, ""))
+        if kind not in FORWARD:
+            if end.wan and kind not in TUNNEL_KINDS and origin != end.site:
+                self.net.violate(f"{what} the answer goes to {end.site}")
+            return
+        if (site != "") is not (hop_class == HopClass.TO_WAN) or site == relay.site:
+            self.net.violate(f"{what} it goes to {site!r} with hop class {hop_class}")
+        if end.wan:
+            if hop_class != HopClass.TO_WAN or site != end.site:
+                self.net.violate(f"{what} it is for {site!r} with hop class {hop_class}")
+            if origin != relay.site:
+                self.net.violate(f"{what} it was not sent in {relay.site}")
+            if came is not None and came[2] != HopClass.TO_WAN:
+                self.net.violate(f"{what} it came here with hop class {came[2]}")
+        elif hop_class == HopClass.FROM_WAN:
+            if came is None or not came[1]:
+                self.net.violate(f"{what} it did not come from another site")
+        elif came is not None:
+            self.net.violate(f"{what} it came from {came[0]} with hop class {came[2]}")
+        if hop_class == HopClass.TO_WAN and kind in CASTS:
+            if end.wan:
+                self.wan_casts[(tag, site)] += 1
+                self.wan_via[(tag, site)] = (relay.place, end.place)
+                if self.wan_casts[(tag, site)] > 1:
+                    self.net.violate(f"{what} the second copy for {site}")
+            elif (relay.relay_id, tag, site) in self._to_wan:
+                self.net.violate(f"{what} a second gateway is to send it to {site}")
+            if came is None:
+                self._to_wan.add((relay.relay_id, tag, site))
+
+    def from_link(self, end: LinkEnd, frame: bytes) -> None:
+        """A data frame came out of a link or WAN connection."""
         if not frame[FLAGS_AT] & FLAG_REFUSED and (tag := tag_of(frame)):
-            self._crossed[(relay.relay_id, frame[KIND_AT], tag)] = from_place
+            hop_class = end.heard.get(_alias(frame), (0, ""))[0]
+            place = (end.relay.relay_id, frame[KIND_AT], tag)
+            self._crossed[place] = (end.place, end.wan, hop_class)
 
     # -- at rest ---------------------------------------------------------------------------------------------
 
@@ -328,6 +432,10 @@ class Ledger:
             self._grouped,
             self._surveyed,
             self._crossed,
+            self._to_wan,
+            self._origins,
+            self.wan_casts,
+            self.wan_via,
             self.runs,
             self.works,
         ):
@@ -336,7 +444,18 @@ class Ledger:
 
 CACHES: Final = frozenset(
     f"Route.{name}"
-    for name in ("_declared", "asked", "groups", "loads", "many", "peers", "single", "targets")
+    for name in (
+        "_declared",
+        "asked",
+        "groups",
+        "loads",
+        "many",
+        "peers",
+        "single",
+        "sites",
+        "targets",
+        "vias",
+    )
 ) | {"Mesh._key_ids", "Mesh._kinds"}
 """What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared: pruned when it has doubled), and values that copies share (bounded)."""
 

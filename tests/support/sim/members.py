@@ -5,6 +5,7 @@ Every data frame carries a tag in its body, by which the `Ledger` recognises it 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,14 +38,21 @@ PAYLOAD_BYTES: Final = 64
 _NEVER_US: Final = 1 << 60
 FOREVER_US: Final = 1 << 50
 """A handler that takes so long never answers."""
+ANSWERED_BY: Final[dict[int, Kind]] = {
+    Kind.SURVEY: Kind.ANSWER,
+    Kind.STREAM: Kind.STREAM_REPLY,
+}
 ALL_KINDS: Final = tuple(sorted(frames.SERVED_KINDS - {frames.Kind.STREAM}))
 
 
 class SimCall:
     """A request, push, survey or tunnel opening, and how it ended."""
 
-    def __init__(self, session: SimSession, kind: int, name: str, tag: int, hop: int) -> None:
+    def __init__(
+        self, session: SimSession, kind: int, name: str, tag: int, hop: int, site: str = ""
+    ) -> None:
         self.session = session
+        self.site = site
         self.kind = kind
         self.name = name
         self.tag = tag
@@ -261,9 +269,9 @@ class SimSession:
         self._hop = 0
         self._id = 0
         self._acks: dict[int, Callable[[frames.Ack], None]] = {}
-        self._aliases: dict[tuple[int, str, bytes, bytes], int] = {}
+        self._aliases: dict[tuple[int, str, bytes, bytes, str], int] = {}
         self._routes: dict[int, frames.Declare] = {}
-        self._sequences: dict[tuple[int, str, bytes], int] = {}
+        self._sequences: dict[tuple[int, str, bytes, str], int] = {}
         self.say(encode_control(frames.Hello(frames.PROTOCOL_VERSION, 0, label, self.uid)))
 
     def __repr__(self) -> str:
@@ -346,26 +354,30 @@ class SimSession:
         self._id += 1
         self.say(encode_control(frames.Status(self._id)))
 
-    def alias(self, kind: int, name: str, key: bytes) -> int:
+    def alias(self, kind: int, name: str, key: bytes, site: str = "") -> int:
         """Return the alias that stands for this address, declared before its first use."""
-        place = (kind, name, key, self.sender_id)
+        # What goes to some sites alone has a sequence of its own, so a sender of its own.
+        sender_id = hashlib.blake2b(self.sender_id + site.encode(), digest_size=16).digest() if site else self.sender_id  # fmt: skip
+        place = (kind, name, key, sender_id, site)
         alias = self._aliases.get(place)
         if alias is None:
             alias = self._aliases[place] = len(self._aliases)
-            self.say(encode_control(frames.Declare(alias, kind, name, key, self.sender_id)))
+            self.say(encode_control(frames.Declare(alias, kind, name, key, sender_id, site=site)))
         return alias
 
     def cast(
-        self, kind: int, name: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES
-    ) -> int:
+        self, kind: int, name: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES, site: str = ""
+    ) -> int:  # fmt: skip
         """Publish or broadcast a bundle of `count` messages; return its tag."""
         tag = self.net.ledger.new_tag()
-        place = (kind, name, key)
+        self.net.ledger.comes_from(tag, self.relay.site)
+        place = (kind, name, key, site)
         first = self._sequences.get(place, 0)
         self._sequences[place] = first + count
         body = TAG.pack(MAGIC, tag).ljust(max(size, 4 * count + 1), b".")
-        alias = self.alias(kind, name, key)
-        self.net.ledger.cast_sent(Cast(self, place, tag, first, count))
+        alias = self.alias(kind, name, key, site)
+        if not site:
+            self.net.ledger.cast_sent(Cast(self, (kind, name, key), tag, first, count))
         self.say(
             HOP.pack(46 + len(body), kind, 0, alias, 0, 0)
             + END.pack(self.net.now_us, 0, count, first)
@@ -374,21 +386,21 @@ class SimSession:
         return tag
 
     def publish(
-        self, topic: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES
-    ) -> int:
-        return self.cast(Kind.PUBLISH, topic, count, key=key, size=size)
+        self, topic: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES, site: str = ""
+    ) -> int:  # fmt: skip
+        return self.cast(Kind.PUBLISH, topic, count, key=key, size=size, site=site)
 
-    def broadcast(self, name: str, count: int = 1, *, key: bytes = KEY) -> int:
-        return self.cast(Kind.BROADCAST, name, count, key=key)
+    def broadcast(self, name: str, count: int = 1, *, key: bytes = KEY, site: str = "") -> int:
+        return self.cast(Kind.BROADCAST, name, count, key=key, site=site)
 
     def call(
-        self, kind: int, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES
+        self, kind: int, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES, site: str = ""
     ) -> SimCall:  # fmt: skip
         """Send a request, push, survey or tunnel opening."""
         tag = self.net.ledger.new_tag()
         self._hop += 1
-        call = SimCall(self, kind, name, tag, self._hop)
-        alias = self.alias(kind, name, key)
+        call = SimCall(self, kind, name, tag, self._hop, site)
+        alias = self.alias(kind, name, key, site)
         self.calls[call.hop] = call
         call.deadline_us = self.net.now_us + 1000 * timeout_ms
         body = TAG.pack(MAGIC, tag).ljust(size, b".")
@@ -402,18 +414,22 @@ class SimSession:
         return call
 
     def request(
-        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES
+        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES, site: str = ""
     ) -> SimCall:  # fmt: skip
-        return self.call(Kind.REQUEST, name, key=key, timeout_ms=timeout_ms, size=size)
+        return self.call(Kind.REQUEST, name, key=key, timeout_ms=timeout_ms, size=size, site=site)
 
-    def push(self, name: str, *, key: bytes = KEY) -> SimCall:
-        return self.call(Kind.PUSH, name, key=key)
+    def push(self, name: str, *, key: bytes = KEY, site: str = "") -> SimCall:
+        return self.call(Kind.PUSH, name, key=key, site=site)
 
-    def survey(self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000) -> SimCall:
-        return self.call(Kind.SURVEY, name, key=key, timeout_ms=timeout_ms)
+    def survey(
+        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = ""
+    ) -> SimCall:
+        return self.call(Kind.SURVEY, name, key=key, timeout_ms=timeout_ms, site=site)
 
-    def open_tunnel(self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000) -> SimTunnel:
-        call = self.call(Kind.TUNNEL_OPEN, name, key=key, timeout_ms=timeout_ms)
+    def open_tunnel(
+        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = ""
+    ) -> SimTunnel:
+        call = self.call(Kind.TUNNEL_OPEN, name, key=key, timeout_ms=timeout_ms, site=site)
         tunnel = self.tunnels[call.hop] = SimTunnel(self, call.hop, call.tag, opener=True)
         return tunnel
 
@@ -429,8 +445,8 @@ class SimSession:
         if work.kind == Kind.PUSH:
             self.say(encode_control(frames.Credit(member.serial, Kind.PUSH, [work.hop])))
             return
-        if work.kind == Kind.SURVEY and kind == Kind.REPLY:
-            kind = Kind.ANSWER
+        if kind == Kind.REPLY:
+            kind = ANSWERED_BY.get(work.kind, kind)
         body = TAG.pack(MAGIC, work.tag) + member.member_id.encode()
         alias = self.alias(kind, work.route.name, work.route.key_id)
         self.say(
@@ -532,7 +548,7 @@ class SimSession:
             self._control(decode_control(memoryview(data), 0, len(data)))
         elif kind in (Kind.PUBLISH, Kind.BROADCAST):
             self._cast(kind, data)
-        elif kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER):
+        elif kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY):
             self._answered(kind, data)
         elif kind in TUNNEL_KINDS:
             self._tunnel(kind, data)
@@ -553,7 +569,8 @@ class SimSession:
     def _cast(self, kind: int, data: bytes) -> None:
         _, alias, _, count, first = BUNDLE.unpack_from(data)
         route = self._route(kind, alias)
-        self.net.ledger.cast_arrived(self, route, tag_of(data), first, count)
+        if not self.net.ledger.cast_arrived(self, route, tag_of(data), first, count):
+            return
         if kind == Kind.PUBLISH:
             self.casts.append(tag_of(data))
         elif (member := self.members.get(route.member)) is not None:
@@ -599,7 +616,7 @@ class SimSession:
             call.answers.append(by)
         else:
             call.by = by
-            call.end("reply" if kind == Kind.REPLY else "fault")
+            call.end("fault" if kind == Kind.FAULT else "reply")
 
     def _tunnel(self, kind: int, data: bytes) -> None:
         hop = HOP.unpack_from(data)[4]

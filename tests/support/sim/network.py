@@ -1,5 +1,8 @@
 """Relays in one process and in virtual time: each a real Router behind simulated ports, on a host with a clock of its own.
 
+Places belong to sites. Two of one site are joined by a wire for a link, gateways of two sites by one for a WAN connection, and
+others not at all.
+
     net = SimNetwork(seed=1, relays=2)
     alice, bob = net.relays[0].session("alice"), net.relays[1].session("bob")
     bob.serve("echo")
@@ -16,18 +19,23 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import KIND_AT, decode_control, encode_control
-from iris.wire.frames import FIRST_DATA_KIND, Bye, Kind, LinkHello
+from iris.wire.frames import FIRST_DATA_KIND, Bye, Declare, Kind, LinkHello
+from relay.core.policy import Policy
 from relay.core.router import Limits, Router
 from support.sim.ledger import Ledger, table_sizes
 from support.sim.members import KEY, OTHER_KEY, SimSession
-from support.sim.wires import Clock, Pipe, SimPort
+from support.sim.wires import WINDOW_BYTES, Clock, Pipe, SimPort
 
 LIMIT: Final = 1 << 20
+SITE: Final = "sim"
+"""The name of the only site of a network that is no federation."""
+WAN_DELAYS_US: Final = (20_000, 80_000)
+WAN_WINDOW_BYTES: Final = 256 << 10
 SESSION_DELAY_US: Final = 20
 NOTICE_US: Final = 50_000
 """A broken connection is noticed at either end within this."""
@@ -131,7 +139,7 @@ class SessionEnd(End):
 
 
 class LinkEnd(End):
-    """A relay's end of a link: up once both have said HELLO."""
+    """A relay's end of a link, or of a WAN connection: up once both have said HELLO."""
 
     def __init__(
         self, relay: SimRelay, place: int, inbound: Pipe, port: SimPort, dialled: bool
@@ -141,8 +149,14 @@ class LinkEnd(End):
         """Where the other end is."""
         self.link: Any = None
         self.dialled = dialled
-        self.casts: set[int] = set()
-        """Tags of the bundles that were put on it."""
+        self.site = relay.net.site_of(place)
+        self.wan = self.site != relay.site
+        self.casts: set[tuple[int, int, str]] = set()
+        """Of the bundles that were put on it: tag, hop class and site."""
+        self.said: dict[int, tuple[int, str]] = {}
+        """In a federation, alias -> hop class and site, ..."""
+        self.heard: dict[int, tuple[int, str]] = {}
+        """... in either direction."""
         self._entry: Callable[[memoryview, int, int], None]
         port.sent = self._sent
         port.writable = self._writable
@@ -162,12 +176,16 @@ class LinkEnd(End):
     def _sent(self, frame: bytes) -> None:
         if frame[KIND_AT] >= FIRST_DATA_KIND:
             self.relay.net.ledger.over_link(self, frame)
+        elif frame[KIND_AT] == Kind.DECLARE and self.relay.net.federated:
+            note_alias(self.said, frame)
 
     def arrived(self, frame: bytes) -> None:
         relay = self.relay
         if self.link is not None:
             if frame[KIND_AT] >= FIRST_DATA_KIND:
-                relay.net.ledger.from_link(relay, self.place, frame)
+                relay.net.ledger.from_link(self, frame)
+            elif frame[KIND_AT] == Kind.DECLARE and relay.net.federated:
+                note_alias(self.heard, frame)
             elif (copies := relay.net.copies_of_control) is not None:
                 for _ in range(copies(relay, self.place, frame)):
                     relay.give(self._entry, frame)
@@ -189,7 +207,12 @@ class LinkEnd(End):
                 relay.net.note(f"{relay} replaces its link to {self.place}")
                 other.lost()
         relay.tick()
-        self.link = relay.router.link_up(self.port, hello)
+        if self.wan:
+            # As its certificate would say: the site of the place.
+            cost_ms = relay.net.costs_ms.get(self.site, 0)
+            self.link = relay.router.wan_up(self.port, hello, self.site, cost_ms)
+        else:
+            self.link = relay.router.link_up(self.port, hello)
         self._entry = relay.router.entry(self.link)
         relay.net.note(f"{relay} has a link to {self.place}")
         relay.net.ledger.fault_for(NOTICE_US)
@@ -204,9 +227,13 @@ class LinkEnd(End):
         self.relay.tick()
         self.port.control(encode_control(Bye()))
         self.port.finish()
-        self.relay.router.link_down(self.link)
+        self._down()
         self._over(f"{self.relay} leaves {self.place}")
         self.relay.acted()
+
+    def _down(self) -> None:
+        router = self.relay.router
+        (router.wan_down if self.wan else router.link_down)(self.link)
 
     def _over(self, text: str) -> None:
         self.closed = True
@@ -225,8 +252,15 @@ class LinkEnd(End):
         if self.link is not None:
             self.relay.net.note(f"{self.relay} lost its link to {self.place} {self.port.aborted}")
             self.relay.net.ledger.fault_for(DEAD_US)
-            self.relay.router.link_down(self.link)
+            self._down()
         self.relay.net.link_lost(self.relay, self.place)
+
+
+def note_alias(aliases: dict[int, tuple[int, str]], frame: bytes) -> None:
+    """Note what an alias stands for from now on."""
+    declared = decode_control(memoryview(frame), 0, len(frame))
+    assert isinstance(declared, Declare)
+    aliases[declared.alias] = (declared.hop_class, declared.site)
 
 
 class SimRelay:
@@ -237,6 +271,7 @@ class SimRelay:
         self.place = place
         self.offset_us = offset_us
         self.generation = generation
+        self.site = net.site_of(place)
         self.relay_id = net.rng.randbytes(16)
         self.alive = True
         self.frozen = False
@@ -246,7 +281,8 @@ class SimRelay:
         self.sessions: dict[int, SimSession] = {}
         self._armed_us = 0
         self.router = Router(
-            self.relay_id, entropy=net.rng.randbytes, message_limit=LIMIT, limits=net.limits, site="sim"
+            self.relay_id, entropy=net.rng.randbytes, message_limit=LIMIT, limits=net.limits, site=self.site,
+            policy=Policy(*(net.policies.get(self.site, ()) if place in net.gateways[self.site] else ())),
         )  # fmt: skip
         self.tick()
         # Until it has settled, what nobody serves waits.
@@ -273,8 +309,9 @@ class SimRelay:
         return session
 
     def link_to(self, other: SimRelay) -> Any:
-        """Return the Router's link to another relay, None if there is none."""
-        return self.router.links.get(other.relay_id)
+        """Return the Router's link, or WAN connection, to another relay, None if there is none."""
+        router = self.router
+        return router.links.get(other.relay_id) or router.wans.get(other.relay_id)
 
     # -- driving the Router as a daemon does -----------------------------------------------------------------
 
@@ -294,9 +331,9 @@ class SimRelay:
     def acted(self) -> None:
         """The Router did something: its account has to balance, and its next deadline may have moved."""
         router = self.router
-        if balance := router.accounts.balance():
+        if router.accounts.balance():
             self.net.violate(
-                f"{self}: {balance} messages are unaccounted for: {router.accounts.report(0)}"
+                f"{self}: {router.accounts.balance()} messages are unaccounted for: {router.accounts.report(0)}"
             )
         due_us = router.deadline_us - self.offset_us
         if not self._armed_us or due_us < self._armed_us:
@@ -364,9 +401,8 @@ class SimRelay:
         if silent:
             for session in list(self.sessions.values()):
                 session.connection_lost()
-        for place in range(len(net.relays)):
-            if place != self.place:
-                net.link_lost(self, place)
+        for place in net.wired(self.place):
+            net.link_lost(self, place)
 
     def retire(self, grace_us: int) -> None:
         """As SIGTERM: others send it nothing new, what runs has `grace_us` to finish, then it says goodbye and is gone."""
@@ -392,8 +428,9 @@ class SimRelay:
 class Wire:
     """What lies between two places."""
 
-    def __init__(self, delay_us: int, dialler: int) -> None:
+    def __init__(self, delay_us: int, dialler: int, *, wan: bool = False) -> None:
         self.delay_us = delay_us
+        self.wan = wan
         self.dialler = dialler
         self.stopped = False
         self.pipes: list[Pipe] = []
@@ -404,8 +441,16 @@ class Wire:
         """When a link over it came, went, or was held up last."""
 
 
+def slowest_us(wire: Wire) -> int:
+    """Return the longest that anything took over a wire so far."""
+    return max(wire.slowest_us, max((pipe.slowest_us for pipe in wire.pipes), default=0))
+
+
 class SimNetwork:
-    """Relays at places, a wire between each two, and what happens to them.
+    """Relays at places, a wire between each two that are to be connected, and what happens to them.
+
+    `sites` says how many relays each has, in place of `relays`; the first `gateways` of them are connected to those of every other
+    site: each to each, or (`pairs`) the first to the first, the second to the second. `policies`: what a site exports and imports.
 
     `limits` and `port_bytes` bound each relay's sessions and queues; `copies_of_control(relay, from place, frame)` says how often a
     control frame that came over a link arrives.
@@ -413,7 +458,9 @@ class SimNetwork:
 
     def __init__(
         self, seed: int = 0, *, relays: int = 3, port_bytes: int = 256 << 10, limits: Limits | None = None,
-        delays_us: tuple[int, int] = (100, 5_000), settle_us: int = 0,
+        delays_us: tuple[int, int] = (100, 5_000), settle_us: int = 0, sites: Mapping[str, int] | None = None,
+        gateways: int = 2, pairs: bool = False, costs_ms: Mapping[str, int] | None = None,
+        policies: Mapping[str, tuple[Sequence[str], Sequence[str]]] | None = None, warm_s: float = 1.0,
     ) -> None:  # fmt: skip
         self.seed = seed
         self.rng = random.Random(seed)
@@ -426,13 +473,37 @@ class SimNetwork:
         self.copies_of_control: Callable[[SimRelay, int, bytes], int] | None = None
         self.wires: dict[tuple[int, int], Wire] = {}
         self.relays: list[SimRelay] = []
-        for place in range(relays):
+        sites = sites or {SITE: relays}
+        self.federated = len(sites) > 1
+        self.costs_ms = costs_ms or {}
+        self.policies = policies or {}
+        self._sites = [site for site, count in sites.items() for _ in range(count)]
+        self.places = {
+            site: [at for at, where in enumerate(self._sites) if where == site] for site in sites
+        }
+        """Site -> places."""
+        self.gateways = {site: places[:gateways] for site, places in self.places.items()}
+        self._wired: dict[int, list[int]] = {place: [] for place in range(len(self._sites))}
+        for place, site in enumerate(self._sites):
             self.relays.append(SimRelay(self, place, self.rng.randrange(1_000_000, 10**12), 0))
             for other in range(place):
-                dialler = self.rng.choice((place, other))
-                self.wires[(other, place)] = Wire(self.rng.randint(*delays_us), dialler)
-                self.dial(other, place)
-        self.run(1.0)
+                if self._sites[other] == site:
+                    self._lay(other, place, delays_us, wan=False)
+            if place not in self.gateways[site]:
+                continue
+            mine = self.gateways[site].index(place)
+            for there, theirs in self.gateways.items():
+                for index, other in enumerate(theirs):
+                    if there != site and other < place and (index == mine or not pairs):
+                        self._lay(other, place, WAN_DELAYS_US, wan=True)
+        self.run(warm_s)
+
+    def _lay(self, other: int, place: int, delays_us: tuple[int, int], *, wan: bool) -> None:
+        dialler = self.rng.choice((place, other))
+        self.wires[(other, place)] = Wire(self.rng.randint(*delays_us), dialler, wan=wan)
+        self._wired[other].append(place)
+        self._wired[place].append(other)
+        self.dial(other, place)
 
     @property
     def now_us(self) -> int:
@@ -484,6 +555,31 @@ class SimNetwork:
             if not session.closed
         ]
 
+    # -- places ----------------------------------------------------------------------------------------------
+
+    def site_of(self, place: int) -> str:
+        return self._sites[place]
+
+    def wired(self, place: int) -> list[int]:
+        """Return the places to which there is a wire."""
+        return self._wired[place]
+
+    def at(self, site: str, index: int = 0) -> SimRelay:
+        """Return a relay of a site: its gateways come first."""
+        return self.relays[self.places[site][index]]
+
+    def paths(self, a: int, b: int) -> Iterable[tuple[Wire, ...]]:
+        """Give the wires of every way that a message may take from one place to another."""
+        here, there = self._sites[a], self._sites[b]
+        if here == there:
+            yield (self.wire(a, b),)
+            return
+        for one in self.gateways[here]:
+            for other in self.gateways[there]:
+                hops = [(x, y) for x, y in ((a, one), (one, other), (other, b)) if x != y]
+                if all((min(hop), max(hop)) in self.wires for hop in hops):
+                    yield tuple(self.wire(*hop) for hop in hops)
+
     # -- wires -----------------------------------------------------------------------------------------------
 
     def wire(self, a: int, b: int) -> Wire:
@@ -491,8 +587,7 @@ class SimNetwork:
 
     def slowest_us(self, a: SimRelay, b: SimRelay) -> int:
         """Return the longest that anything took between two relays so far."""
-        wire = self.wire(a.place, b.place)
-        return max(wire.slowest_us, max((pipe.slowest_us for pipe in wire.pipes), default=0))
+        return max(sum(map(slowest_us, path)) for path in self.paths(a.place, b.place))
 
     def dial(self, a: int, b: int) -> None:
         """Have a link made between two places, as soon as that is possible."""
@@ -511,8 +606,12 @@ class SimNetwork:
         if not dialler.alive or not other.alive or wire.stopped or dialler.frozen or other.frozen:
             self.dial(a, b)
             return
-        wire.slowest_us = self.slowest_us(dialler, other)
-        there, back = self.pipe(wire.delay_us), self.pipe(wire.delay_us)
+        wire.slowest_us = slowest_us(wire)
+        window_bytes = WAN_WINDOW_BYTES if wire.wan else WINDOW_BYTES
+        there, back = (
+            Pipe(self.clock, self.rng, wire.delay_us, window_bytes),
+            Pipe(self.clock, self.rng, wire.delay_us, window_bytes),
+        )
         wire.pipes = [*(pipe for pipe in wire.pipes if not pipe.closed), there, back]
         ends = [
             LinkEnd(other, dialler.place, there, SimPort(back, self.port_bytes), False),
@@ -563,14 +662,13 @@ class SimNetwork:
         assert not old.alive
         relay = self.relays[place] = SimRelay(self, place, old.offset_us, old.generation + 1)
         self.note(f"{relay} starts")
-        for other in range(len(self.relays)):
-            if other != place:
-                self.dial(place, other)
+        for other in self.wired(place):
+            self.dial(place, other)
         return relay
 
     # -- at rest ---------------------------------------------------------------------------------------------
 
-    def calm(self) -> None:
+    def calm(self, settle_s: float = SETTLE_S) -> None:
         """End every fault, and let the network settle."""
         for session in self.sessions:
             session.wake()
@@ -582,14 +680,16 @@ class SimNetwork:
                 relay.stop_now()
             if not relay.alive:
                 self.come_back(relay.place)
-        self.run(SETTLE_S)
+        self.run(settle_s)
 
     def check_converged(self) -> None:
         """Once it is calm: everybody is linked, every copy of interest is the truth, and nothing is in flight."""
+        if self.federated:
+            self._check_sites()
         for relay in self.relays:
-            for other in self.relays:
-                if relay is not other:
-                    self._check_copy(relay, other)
+            for place in self.places[relay.site]:
+                if place != relay.place:
+                    self._check_copy(relay, self.relays[place])
             extra = set(relay.router.links) - {other.relay_id for other in self.relays}
             if extra:
                 self.violate(f"{relay} still has links to {len(extra)} relays that are gone")
@@ -599,7 +699,10 @@ class SimNetwork:
                     member.member_id
                     for other in self.sessions
                     for member in other.members.values()
-                    if member.name == watch.name and member.key == watch.key and member.serial
+                    if other.relay.site == session.relay.site
+                    and member.name == watch.name
+                    and member.key == watch.key
+                    and member.serial
                 }
                 if watch.members != truth:
                     self.violate(
@@ -643,6 +746,71 @@ class SimNetwork:
             wrong = sorted(link.topics.items() ^ topics.items())
             self.violate(f"{relay} has a wrong copy of the topics of {other}: {wrong}")
 
+    def _check_sites(self) -> None:
+        """Every way there should be is there, and its copy is what that site wants, as far as both policies let it through."""
+        truth = {site: self._wants(site) for site in self.places}
+        for relay in self.relays:
+            router = relay.router
+            ways = router.abroad.ways
+            if wrong := set(ways) - set(self.places) | ({relay.site} & set(ways)):
+                self.violate(f"{relay} has ways to {sorted(wrong)}")
+            for site in self.places:
+                if site == relay.site:
+                    continue
+                own = [p for p in self.wired(relay.place) if self._sites[p] == site]
+                others = [g for g in self.gateways[relay.site] if g != relay.place]
+                behind = [g for g in others if site in map(self.site_of, self.wired(g))]
+                wanted = {self.relays[place].relay_id for place in (*own, *behind)}
+                found = list(ways.get(site, {}).values())
+                if len(found) != len(wanted) or {way.relay_id for way in found} != wanted:
+                    self.violate(f"{relay} has {len(found)} ways to {site}, not {len(wanted)}")
+                clusters, topics = self._visible(truth[site], relay.site, site)
+                for way in found:
+                    if way.clusters != clusters or way.topics != topics:
+                        wrong_ones = [
+                            *((a, way.clusters.get(a), clusters.get(a)) for a in {*way.clusters, *clusters}),
+                            *((t, way.topics.get(t), topics.get(t)) for t in {*way.topics, *topics}),
+                        ]  # fmt: skip
+                        wrong_ones = [one for one in wrong_ones if one[1] != one[2]]
+                        self.violate(
+                            f"{relay} has a wrong copy of {site}, {'its own' if way.own else 'behind a gateway'}: {wrong_ones}"
+                        )
+
+    def _wants(self, site: str) -> tuple[dict[Any, Any], dict[Any, int]]:
+        """Return what the members and subscribers of a site want, all together."""
+        clusters: dict[Any, Any] = {}
+        topics: dict[Any, int] = {}
+        for place in self.places[site]:
+            for session in self.relays[place].sessions.values():
+                for member in session.members.values():
+                    kinds, count = clusters.get((member.name, member.key), ({}, 0))
+                    for kind in map(int, member.kinds):
+                        kinds[kind] = kinds.get(kind, 0) + member.concurrency
+                    listed = any(kind != Kind.STREAM for kind in member.kinds)
+                    clusters[(member.name, member.key)] = (kinds, count + listed)
+                for pattern, group, key in session.subscriptions:
+                    topic = (pattern, key, group)
+                    topics[topic] = topics.get(topic, 0) + 1 if group else 1
+        return clusters, topics
+
+    def _visible(
+        self, wants: tuple[dict[Any, Any], dict[Any, int]], here: str, there: str
+    ) -> tuple[dict[Any, Any], dict[Any, int]]:
+        """Return what one site may know of another's wishes."""
+        clusters, topics = wants
+        if not self.policies:
+            return clusters, topics
+        ours, theirs = (Policy(*self.policies.get(site, ())) for site in (here, there))
+        return {
+            address: told
+            for address, told in clusters.items()
+            if ours.imported.allow(address[0]) and theirs.exported.allow(address[0])
+        }, {
+            topic: count
+            for topic, count in topics.items()
+            if ours.exported.may_allow(topic[0]) and theirs.imported.may_allow(topic[0])
+        }
+
     def _check_tunnels(self) -> None:
         pairs: dict[int, list[str]] = {}
         for session in self.sessions:
@@ -655,7 +823,7 @@ class SimNetwork:
     def check_idle(self) -> None:
         """Once it is calm, every handler has returned and every tunnel is over: nobody waits for anything."""
         for relay in self.relays:
-            for neighbor in [*relay.router.sessions.values(), *relay.router.links.values()]:
+            for neighbor in relay.router.neighbors.values():
                 if neighbor.tunnels:
                     self.violate(
                         f"{relay} keeps {len(neighbor.tunnels)} tunnels of {neighbor.label!r}"
@@ -668,7 +836,7 @@ class SimNetwork:
             self.violate(f"{call} never ended")
         for relay in self.relays:
             router = relay.router
-            for neighbor in [*router.sessions.values(), *router.links.values()]:
+            for neighbor in router.neighbors.values():
                 handed = [hop for hop in neighbor.handed if hop not in neighbor.tunnels]
                 openings = sum(
                     tunnel.opener is neighbor and tunnel.opener_hop == hop

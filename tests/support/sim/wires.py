@@ -51,10 +51,13 @@ class Clock:
 class Pipe:
     """One direction of a connection. What was put in comes out in order, or is lost with the pipe."""
 
-    def __init__(self, clock: Clock, rng: random.Random, delay_us: int) -> None:
+    def __init__(
+        self, clock: Clock, rng: random.Random, delay_us: int, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         self.clock = clock
         self.rng = rng
         self.delay_us = delay_us
+        self.window_bytes = window_bytes
         self.jitter_us = delay_us // 4
         self.deliver: Callable[[bytes], None] = _nowhere
         self.ended: Callable[[], None] = _nobody
@@ -222,17 +225,25 @@ class SimPort:
         self.sent(frame)
         self.total_bytes += len(frame)
         self.total_frames += 1
-        self._queue.append((frame, count, held, self.pipe.clock.now_us))
+        pipe = self.pipe
+        if not self._queue and pipe.bytes < pipe.window_bytes and not (self.finishing or self.paused()):  # fmt: skip
+            pipe.put(frame)
+            if self._refused:
+                self.pump()
+            return
+        self._queue.append((frame, count, held, pipe.clock.now_us))
         self.queued_bytes += len(frame)
         self.held_messages += count
         self.pump()
 
     def pump(self) -> None:
         """Write what the connection takes."""
+        if not self._queue and not self._refused and not self.finishing:
+            return
         if self.closed or self.paused():
             return
         queue, pipe = self._queue, self.pipe
-        while queue and pipe.bytes < WINDOW_BYTES:
+        while queue and pipe.bytes < pipe.window_bytes:
             frame, count, held, since_us = queue.popleft()
             self.queued_bytes -= len(frame)
             self.held_messages -= count

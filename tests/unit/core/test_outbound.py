@@ -150,7 +150,7 @@ def test_after_two_to_the_32_seals_another_sender_starts_another_sequence() -> N
     out = make()
     put(out, "a", b"1")
     out.flush()
-    out._sealers[KEY.key_id][0]._counter = SEALS_PER_SENDER
+    out._sealers[KEY.key_id, ""][0]._counter = SEALS_PER_SENDER
     put(out, "a", b"2")
     out.flush()
     put(out, "a", b"3")

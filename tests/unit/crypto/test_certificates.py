@@ -25,15 +25,18 @@ from iris.crypto.certificates import (
     access_authority,
     access_leaf,
     dump_access,
+    gateway_leaf,
     network_authority,
     parse_access,
     relay_leaf,
+    site_authority,
 )
-from iris.crypto.keys import NetworkKey, public_id
+from iris.crypto.keys import NetworkKey, SiteKey, public_id
 from iris.errors import KeyringError, LocalProtocolError
 
 SECRET = bytes(range(32))
 KEY, OTHER = NetworkKey(SECRET), NetworkKey(b"o" * 32)
+SITE = SiteKey(SECRET)
 RELAY, SEED = b"\xa5" * 16, b"s" * 32
 ACCESS = dump_access(KEY, SEED)
 CERTIFICATE, PRIVATE, AUTHORITY = re.findall(r"-----BEGIN .*?-----END [A-Z ]+-----\n", ACCESS, re.DOTALL)  # fmt: skip
@@ -143,10 +146,14 @@ def test_an_access_leaf_names_its_own_key_and_is_signed_by_the_access_authority(
             [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
         ),
         (access_leaf(KEY, SEED), [ExtendedKeyUsageOID.CLIENT_AUTH]),
+        (
+            gateway_leaf(SITE, "eu", RELAY, SEED),
+            [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
+        ),
     ],
-    ids=["relay", "access"],
+    ids=["relay", "access", "gateway"],
 )
-def test_only_a_relays_leaf_serves_and_neither_signs_certificates(
+def test_an_access_leaf_does_not_serve_and_no_leaf_signs_certificates(
     leaf: Leaf, usages: list[x509.ObjectIdentifier]
 ) -> None:
     extensions = leaf.certificate.extensions
@@ -185,6 +192,50 @@ def test_private_keys_are_not_shown() -> None:
         assert "private_key" not in shown
         assert SEED.hex() not in shown
         assert repr(SEED)[2:-1] not in shown
+
+
+# Sites
+
+
+def test_a_sites_authority_is_made_of_its_public_key_and_name_alone_and_never_changes() -> None:
+    authority = site_authority(SITE.public_key, "eu")
+    assert (
+        hashlib.sha256(der(authority)).hexdigest()
+        == "62646c8c7dc5e1e155be5593431b05c5f81049355a8b16b52f69160c5c10fb43"
+    )
+    (organization,) = authority.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+    assert organization.value == "eu"
+    assert common_name(authority.subject) == f"iris site CA {public_id(SITE.public_key).hex()}"
+    assert authority.issuer == authority.subject
+    assert authority.public_key() == SITE.ca_key.public_key()
+    constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert (constraints.critical, constraints.value) == (True, x509.BasicConstraints(True, 0))
+    own = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    issuer = authority.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
+    assert issuer.key_identifier == own.digest
+
+
+def test_a_gateways_leaf_names_site_and_relay_and_is_signed_by_the_sites_authority() -> None:
+    leaf = gateway_leaf(SITE, "eu", RELAY, SEED).certificate
+    leaf.verify_directly_issued_by(site_authority(SITE.public_key, "eu"))
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert list(names) == [x509.UniformResourceIdentifier(f"iris-gateway:eu:{'a5' * 16}")]
+    with pytest.raises(ValueError, match="subject"):
+        leaf.verify_directly_issued_by(site_authority(SITE.public_key, "us"))
+
+
+@pytest.mark.parametrize("size", [0, 15, 17, 32])
+def test_a_gateway_with_a_relay_id_of_another_length_is_refused(size: int) -> None:
+    with pytest.raises(LocalProtocolError, match="relay id"):
+        gateway_leaf(SITE, "eu", bytes(size), SEED)
+
+
+@pytest.mark.parametrize("size", [0, 31, 33])
+def test_a_public_key_or_seed_of_another_length_makes_no_certificate(size: int) -> None:
+    with pytest.raises(LocalProtocolError, match="seed"):
+        gateway_leaf(SITE, "eu", RELAY, bytes(size))
+    with pytest.raises(LocalProtocolError, match="public key"):
+        site_authority(bytes(size), "eu")
 
 
 # Access files

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from iris.crypto.keyring import Keyring
-from iris.crypto.keys import ClusterKey
+from iris.crypto.keyring import Keyring, dump_network_keys, dump_site_key
+from iris.crypto.keys import ClusterKey, NetworkKey, SiteKey
 from iris.errors import KeyringError
 from iris.keyfiles import (
     config_directory,
     create_keys,
+    create_site_key,
     load_keyring,
     load_network_keys,
+    load_site_key,
     save_keyring,
 )
 
@@ -241,3 +243,50 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     monkeypatch.undo()
     assert load_keyring(keyring_path) == Keyring.single(A)
     assert [path.name for path in keyring_path.parent.iterdir()] == ["keyring.toml"]
+
+
+# Site keys
+
+
+def test_a_site_key_is_written_once_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "eu.toml"
+    made = create_site_key(path, lambda size: b"e" * size)
+    assert made == SiteKey(b"e" * 32)
+    assert mode(path) == 0o600
+    assert load_site_key(path) == made
+    with pytest.raises(KeyringError, match="there already"):
+        create_site_key(path)
+    assert load_site_key(path) == made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no toml",
+        dump_network_keys([NetworkKey(bytes(32))]),
+        dump_site_key(SiteKey(bytes(32))) + "[network]\n",
+        "[site]\nkeys = []\n",
+        f'[site]\nkeys = ["{"A" * 43}", "{"A" * 42}E"]\n',
+        '[site]\nkeys = ["short"]\n',
+        "[site]\nkey = 1\n",
+    ],
+)
+def test_what_is_no_site_key_file_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
+    path = private_file(tmp_path / "eu.toml", text.encode())
+    with pytest.raises(KeyringError) as raised:
+        load_site_key(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert "A" * 42 not in str(raised.value)
+
+
+def test_a_site_key_that_the_disk_refuses_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(KeyringError, match="cannot write"):
+        create_site_key(tmp_path / "eu.toml")
+    assert not (tmp_path / "eu.toml").exists()

@@ -13,7 +13,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iris.crypto.keys import ClusterKey, NetworkKey, verify_proof
+from iris.crypto.keys import (
+    ClusterKey,
+    NetworkKey,
+    SiteKey,
+    dump_fingerprint,
+    parse_fingerprint,
+    verify_proof,
+)
 from iris.errors import KeyringError, LocalProtocolError, OpenError
 
 SECRET = bytes(range(32))
@@ -217,3 +224,47 @@ def test_a_key_has_one_text_only() -> None:
     for other in (text.replace("_", "/"), text[:-1] + "9", text + "==", text + "\n", " " + text):
         with pytest.raises(KeyringError):
             ClusterKey.parse(other)
+
+
+# Site keys
+
+
+def test_a_site_keys_authority_is_derived_under_its_own_info_string() -> None:
+    key = SiteKey(SECRET)
+    assert key.ca_key.private_bytes_raw() == hkdf_sha256(SECRET, b"iris-site-ca-1")
+    assert key.public_key == key.ca_key.public_key().public_bytes_raw()
+    network = NetworkKey(SECRET)
+    others = {network.ca_key.private_bytes_raw(), network.access_ca_key.private_bytes_raw()}
+    assert key.ca_key.private_bytes_raw() not in others
+    assert (
+        key.public_key.hex() == "0a962c8f0c2fb2395e16254c639bc53796bfe013fd6e42732ea5f7c5e82cc83c"
+    )
+
+
+def test_a_sites_fingerprint_is_its_public_key_in_full_and_reads_as_it_was_written() -> None:
+    key = SiteKey(SECRET)
+    assert len(key.fingerprint) == 43
+    assert parse_fingerprint(key.fingerprint) == key.public_key
+    assert parse_fingerprint(key.fingerprint + "=") == key.public_key
+    assert base64.urlsafe_b64decode(key.fingerprint + "=") == key.public_key
+    assert dump_fingerprint(key.public_key) == key.fingerprint
+
+
+@pytest.mark.parametrize(
+    "text", ["", "A" * 42, "A" * 44, "A" * 43 + "==", "A" * 42 + "B", "+" * 43, "/" + "A" * 42, "Ä" * 43, " " + "A" * 42, "A" * 43 + "\n"]
+)  # fmt: skip
+def test_what_is_no_fingerprint_is_refused(text: str) -> None:
+    with pytest.raises(KeyringError, match="fingerprint"):
+        parse_fingerprint(text)
+
+
+def test_a_site_key_shows_no_secret_and_is_not_copied() -> None:
+    key = SiteKey(SECRET)
+    assert key == SiteKey(SECRET)
+    assert key != SiteKey(bytes(32))
+    assert key.reveal() not in repr(key)
+    assert SiteKey.parse(key.reveal()) == key
+    with pytest.raises(TypeError):
+        copy.deepcopy(key)
+    with pytest.raises(KeyringError, match="site key"):
+        SiteKey(bytes(31))

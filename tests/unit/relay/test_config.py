@@ -8,11 +8,29 @@ from typing import Any
 
 import pytest
 
+from iris.crypto.keys import dump_fingerprint
 from iris.errors import ConfigError
 from relay import config
-from relay.config import RelayConfig, dev, lan, load_config
+from relay.config import (
+    PeerSite,
+    RelayConfig,
+    dev,
+    lan,
+    load_config,
+    parse_pattern,
+    peer_sites,
+    site_costs,
+)
 
 SOCKET = Path("/run/iris/relay.sock")
+
+
+def pin(number: int) -> str:
+    """Return a site's fingerprint."""
+    return dump_fingerprint(bytes([number]) * 32)
+
+
+PIN, OTHER_PIN = pin(1), pin(2)
 
 
 def load(
@@ -88,6 +106,16 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "data": Path("/var/lib/iris"),
         "mdns": False,
         "listen": ("tls://127.0.0.1:7431",),
+        "site": "eu",
+        "gateway": ("tls://127.0.0.1:7440", "tls://[::1]:0"),
+        "site_key": Path("/etc/iris/eu.toml"),
+        "peer_site": (
+            f"us=tls://gw.us.example:7440,tls://[2001:db8::7]:7441#{PIN}",
+            f"ap=#{OTHER_PIN}",
+        ),
+        "site_cost": ("us=10", "ap=3600000"),
+        "export": ("orders.>", "!orders.secret", "b2b.*"),
+        "import_": ("!>",),
         "drain_timeout_s": 2.5,
         "log_level": "DEBUG",
         "dev": False,
@@ -96,6 +124,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
     assert set(wanted) == {found.name for found in fields(RelayConfig)} - apart
     expected = RelayConfig(**wanted)
 
+    wanted["import"] = wanted.pop("import_")
     texts = {
         name: ", ".join(value) if isinstance(value, tuple) else str(value)
         for name, value in wanted.items()
@@ -199,6 +228,41 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
         ("listen", ("tcp://127.0.0.1:7431",)),
         ("listen", ("127.0.0.1:7431",)),
         ("listen", ("tls://127.0.0.1",)),
+        ("listen", ("tls://[::1",)),
+        ("site", "EU"),
+        ("site", "e" * 33),
+        ("gateway", ("127.0.0.1:7440",)),
+        ("gateway", ("tcp://127.0.0.1:7440",)),
+        ("gateway", ("tls://127.0.0.1",)),
+        ("gateway", ("tls://127.0.0.1:70000",)),
+        ("gateway", ("tls://127.0.0.1:7440/x",)),
+        ("gateway", ("tls://127.0.0.1:7440",) * 17),
+        ("peer_site", ("us",)),
+        ("peer_site", ("us=tls://gw.us.example:7440",)),
+        ("peer_site", ("us=tls://gw.us.example:7440#",)),
+        ("peer_site", (f"us=tls://gw.us.example:7440#{PIN}x",)),
+        ("peer_site", (f"US=tls://gw.us.example:7440#{PIN}",)),
+        ("peer_site", (f"=tls://gw.us.example:7440#{PIN}",)),
+        ("peer_site", (f"us=gw.us.example:7440#{PIN}",)),
+        ("peer_site", (f"us=tls://gw.us.example#{PIN}",)),
+        ("peer_site", (f"us=tls://gw.us.example:0#{PIN}",)),
+        ("peer_site", (f"us=tls://dns:gw.us.example:7440#{PIN}",)),
+        ("peer_site", (f"us=tls://10.0.0.300:7440#{PIN}",)),
+        ("peer_site", (f"us=tls://fe80::1:7440#{PIN}",)),
+        ("peer_site", (f"us=tls://a:1,,tls://b:1#{PIN}",)),
+        ("peer_site", (f"us=tls://a:1#{PIN}", f"ap=tls://b:1#{PIN}")),
+        ("peer_site", tuple(f"us=tls://a:{number}#{PIN}" for number in range(1, 18))),
+        ("peer_site", tuple(f"s{number}=tls://a:1#{pin(number)}" for number in range(65))),
+        ("peer_site", tuple(f"us=tls://a:1#{pin(number)}" for number in range(9))),
+        ("site_cost", ("us=1",)),
+        ("site_cost", ("us",)),
+        ("site_cost", ("us=-1",)),
+        ("site_cost", ("us=1.5",)),
+        ("site_cost", ("us=3600001",)),
+        ("site_cost", ("=1",)),
+        ("export", ("orders",) * 1025),
+        ("export", ("orders",)),
+        ("import", ("orders",)),
         ("drain_timeout_s", float("nan")),
         ("drain_timeout_s", -1.0),
         ("log_level", "info"),
@@ -206,7 +270,7 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
 )
 def test_a_value_out_of_its_range_names_its_field(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: "):
-        replace(lan(SOCKET), **{name: value})
+        replace(lan(SOCKET), **{"import_" if name == "import" else name: value})
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
@@ -227,6 +291,79 @@ def test_a_development_relay_stops_at_once_unless_it_is_told_otherwise() -> None
     assert load({"dev": True, "socket_path": SOCKET}) == dev(SOCKET)
     assert load({"dev": True, "drain_timeout_s": 7}).drain_timeout_s == 7.0
     assert load({"dev": False}, {"IRIS_RELAY_DEV": "1"}) == load()
+
+
+GATEWAY: dict[str, Any] = {
+    "site": "eu",
+    "site_key": Path("/etc/iris/eu.toml"),
+    "gateway": ("tls://0.0.0.0:7440",),
+    "peer_site": (f"us=tls://gw.us.example:7440#{PIN}",),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "changes"),
+    [
+        ("site", {"site": ""}),
+        ("site_key", {"site_key": None}),
+        ("peer_site: eu is this site", {"site": "us"}),
+        ("peer_site: us has no address", {"gateway": (), "peer_site": (f"us=#{PIN}",)}),
+        ("site_cost: ap is no peer_site", {"site_cost": ("ap=1",)}),
+        ("site_cost: us is there twice", {"site_cost": ("us=1", "us=2")}),
+    ],
+)
+def test_a_gateway_whose_settings_do_not_belong_together_is_refused(
+    names: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        replace(lan(SOCKET), **{**GATEWAY, **changes})
+    assert str(raised.value).startswith(names.replace("eu is", "us is"))
+
+
+def test_a_relay_of_a_site_need_not_be_a_gateway_and_a_gateway_need_not_listen_or_dial() -> None:
+    assert not replace(lan(SOCKET), site="eu", site_key=Path("eu.toml")).is_gateway
+    assert replace(lan(SOCKET), **{**GATEWAY, "gateway": ()}).is_gateway
+    assert replace(lan(SOCKET), **{**GATEWAY, "peer_site": ()}).is_gateway
+    assert replace(lan(SOCKET), **{**GATEWAY, "peer_site": (f"us=#{PIN}",)}).is_gateway
+
+
+def test_entries_of_one_site_add_addresses_and_pins() -> None:
+    entries = (
+        f"us=tls://gw1.us.example:7440, tls://[2001:db8::7]:7440#{PIN}",
+        f"ap=#{pin(3)}",
+        f"us=tls://gw1.us.example:7440,tls://10.0.0.7:7440#{OTHER_PIN}=",
+    )
+    found = peer_sites(replace(lan(SOCKET), **{**GATEWAY, "peer_site": entries}))
+    addresses = (("gw1.us.example", 7440), ("2001:db8::7", 7440), ("10.0.0.7", 7440))
+    assert found == {
+        "us": PeerSite("us", addresses, (b"\1" * 32, b"\2" * 32)),
+        "ap": PeerSite("ap", (), (b"\3" * 32,)),
+    }
+    costs = replace(lan(SOCKET), **{**GATEWAY, "site_cost": ("us = 10",)})
+    assert site_costs(costs) == {"us": 10}
+
+
+def test_patterns_are_names_and_filters_and_what_begins_with_an_exclamation_mark_denies() -> None:
+    assert parse_pattern("export", "orders") == (False, "orders")
+    assert parse_pattern("export", "orders.*.eu.>") == (False, "orders.*.eu.>")
+    assert parse_pattern("import", "!>") == (True, ">")
+    assert parse_pattern("import", "a!b") == (False, "a!b")
+
+
+@pytest.mark.parametrize("text", ["", "!", "orders.>.x", "! orders", "or ders", "a..b", "a" * 256])
+def test_a_pattern_that_is_none_names_its_setting(text: str) -> None:
+    for name in ("export", "import"):
+        with pytest.raises(ConfigError, match=f"^{name}: .*topic filter"):
+            replace(lan(SOCKET), **{**GATEWAY, "import_" if name == "import" else name: (text,)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*GATEWAY.items(), ("site_cost", ("us=1",)), ("export", ("a",)), ("import", ("a",))],
+)
+def test_a_development_relay_joins_no_site(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: a development relay stays alone"):
+        replace(dev(SOCKET), **{"import_" if name == "import" else name: value})
 
 
 def test_network_keys_come_from_code_and_stay_out_of_the_repr() -> None:

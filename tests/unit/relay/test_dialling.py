@@ -97,7 +97,7 @@ async def test_a_known_relay_that_cannot_be_reached_is_dialled_again_soon_though
 ) -> None:
     net.at = {SHARED: Outcome(OURSELVES, OWN)}
     target = net.see(GOOD, SHARED, relay_id=X)
-    await until(lambda: target.failures)
+    await until(lambda: target.failures and target.timer)
     assert wait_s(target) < BACKOFF_MAX_S
     assert target.relay_id == X
     assert target.error == "172.17.0.1:7430: ourselves"
@@ -155,7 +155,7 @@ async def test_a_seed_that_is_ourselves_is_tried_seldom_and_one_that_is_partly_s
     net.at = {SHARED: Outcome(OURSELVES, OWN)}
     ours = net.see(SHARED, source="ours")
     partly = net.see(SHARED, DEAD, source="partly")
-    await until(lambda: ours.error and partly.error)
+    await until(lambda: ours.error and ours.timer and partly.error and partly.timer)
     assert SELF_S - 10 < wait_s(ours) <= SELF_S
     assert (ours.error, ours.relay_id) == (OURSELVES, None)
     assert (partly.error, partly.relay_id) == ("no answer", None)

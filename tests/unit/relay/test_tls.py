@@ -19,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from support.handshake import Meeting, shake
 
 from iris import remote
 from iris.crypto import certificates
@@ -56,26 +57,6 @@ US, THEM = Credentials(KEY, HERE), Credentials(KEY, THERE)
 STRANGER = Credentials(OTHER, THERE)
 
 
-@dataclass
-class Meeting:
-    """What came of a handshake, after either side has had the chance to read the other's last word."""
-
-    client: ssl.SSLObject
-    server: ssl.SSLObject
-    client_error: ssl.SSLError | None = None
-    server_error: ssl.SSLError | None = None
-
-    @property
-    def up(self) -> bool:
-        return self.client_error is None and self.server_error is None
-
-    @property
-    def alert(self) -> str:
-        """Return what OpenSSL calls the alert that the client got."""
-        assert self.client_error is not None
-        return self.client_error.reason
-
-
 def meet(
     client_context: ssl.SSLContext,
     server_context: ssl.SSLContext,
@@ -84,27 +65,7 @@ def meet(
     session: ssl.SSLSession | None = None,
     rewrite: Callable[[bytes], bytes] = bytes,
 ) -> Meeting:
-    """Let two contexts shake hands in memory; `rewrite` changes what the client sends."""
-    to_client, to_server, from_client = ssl.MemoryBIO(), ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context.wrap_bio(to_client, from_client, server_hostname=name, session=session)
-    met = Meeting(client, server_context.wrap_bio(to_server, to_client, server_side=True))
-    # Three flights, and one for an alert.
-    for _ in range(4):
-        met.client_error = met.client_error or step(met.client)
-        to_server.write(rewrite(from_client.read()))
-        met.server_error = met.server_error or step(met.server)
-    return met
-
-
-def step(side: ssl.SSLObject) -> ssl.SSLError | None:
-    try:
-        side.do_handshake()
-        side.read(1)
-    except ssl.SSLWantReadError:
-        return None
-    except ssl.SSLError as error:
-        return error
-    raise AssertionError("application data, which nobody sent")
+    return shake(client_context, server_context, name, session=session, rewrite=rewrite)
 
 
 def link_client(leaf: Leaf, trusted: x509.Certificate | None = None) -> ssl.SSLContext:

@@ -46,7 +46,7 @@ EXAMPLES: list[Control] = [
     frames.Ack(3, "error", 4),
     frames.Prove(0, bytes(32), bytes(64)),
     frames.Grant(0, b"order", bytes(32), bytes(64), bytes(64)),
-    frames.Declare(9, 0x47, "a.b", KEY_ID, SENDER, False, ["g"], 5, 1, 2),
+    frames.Declare(9, 0x47, "a.b", KEY_ID, SENDER, False, ["g"], 5, 2, "eu"),
     frames.Join(1, "db", [KEY_ID], {0x40: SERVING}),
     frames.Leave(2, 7),
     frames.Subscribe(3, "a.>", [KEY_ID], "g"),

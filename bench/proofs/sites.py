@@ -1,0 +1,51 @@
+"""Three sites of two gateways and one more relay each, on hosts of their own: N cuts of the WAN, N dead gateways, 20,000 N messages.
+
+Needs root. The code is that of `tests/support/proof_sites.py`, which `make test` runs small. 20 ms each way between sites.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import BENCH, BenchError
+
+from proofs.common import Proof
+
+sys.path.insert(0, str(BENCH.parent / "tests"))
+
+from hosts.sites import Federation
+from support import proof_sites
+from support.namespaces import Lan, why_not
+
+ONE_WAY_S = 0.02
+MESSAGES = 20_000
+"""Over the ring, for each of the count."""
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it with `count` rounds of each fault."""
+    if reason := why_not():
+        raise BenchError(f"no hosts: {reason}")
+    proof = Proof()
+    parts: dict[str, Callable[[Federation], dict[str, Any]]] = {
+        "ring of three": lambda f: proof_sites.ring(f, count * MESSAGES),
+        "WAN cut and healed": lambda f: proof_sites.cuts(f, count, seed),
+        "gateways": lambda f: proof_sites.gateway_kills(f, count, seed),
+        "site lost": proof_sites.site_lost,
+        "failover": lambda f: proof_sites.failover(f, max(1, count // 10)),
+    }
+    for name, part in parts.items():
+        with tempfile.TemporaryDirectory(prefix="iris-proof-") as directory, Lan() as lan:
+            try:
+                with Federation(lan, Path(directory), plain=1, delay_s=ONE_WAY_S) as federation:
+                    federation.joined()
+                    found = part(federation)
+            except AssertionError as err:
+                proof.promise(f"{name}: {err}", False)
+            else:
+                proof.figures |= {f"{name}: {what}": str(value) for what, value in found.items()}
+    return proof

@@ -1,0 +1,319 @@
+"""Mirrors: a stream of another site copied into one of this site, as it stands there, for the day that the site is lost.
+
+    fetch ─► checked ─► copy ─► on disk          one fetch is under way while the one before it is written
+      ▲                   │
+      └──── its next ◄────┘                      where the copy ends says what is fetched next: nothing else is remembered
+
+The records stay sealed and keep their offsets, so whoever reads the copy goes on where it was in the source. Only the end of the copy counts: a
+mirror that was killed goes on from there, and of two that run at once one has each stretch written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Self, TypeVar
+
+from iris.errors import (
+    Closed,
+    ConfigError,
+    NoStream,
+    StreamDamaged,
+    StreamError,
+    StreamExists,
+    StreamUnavailable,
+)
+from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Known, Stores
+from iris.wire.codec import END
+from iris.wire.streams import (
+    MAX_COPY_ITEMS,
+    Copied,
+    Copy,
+    Definition,
+    Fetch,
+    Fetched,
+    Hole,
+    Item,
+    Origin,
+    Record,
+    check_definition,
+)
+
+FETCH_BYTES: Final = 1 << 20
+WAIT_MS: Final = 10_000
+"""A fetch waits so long for more; then the copy is told where its source ends."""
+TRY_S: Final = 15.0
+"""For the answer to one try of a call, which is repeated ..."""
+LOST_S: Final = 1.0
+"""... and after this time without a relay or store it is told what we wait for."""
+T = TypeVar("T")
+Make = Callable[[Definition, float], Awaitable[Known]]
+"""Creates a stream; one that is there by then is returned, however it is defined."""
+
+
+class Mirror:
+    """Copies a stream: `async with client.streams.mirror("eu:orders", "orders-eu") as mirror: await mirror.run()`.
+
+    Entering it finds the source, and finds or makes the copy. `run` goes on when a relay or a store that was away is back; `waiting` says what
+    it waits for. Figures are of what was heard last.
+    """
+
+    def __init__(
+        self, stores: Stores, make: Make, source: str, name: str, *, follow: bool, limits: Mapping[str, Any], uuid: str,
+        patience: float,
+    ) -> None:  # fmt: skip
+        self.source = source
+        self.name = name
+        self.copied = 0
+        """Messages that this mirror has had written."""
+        self.next = 0
+        """Where the copy ends."""
+        self.source_next = 0
+        """Where the source ends."""
+        self.waiting = ""
+        """Why nothing is copied now; empty while it goes on."""
+        self._stores = stores
+        self._make = make
+        self._follow = follow
+        self._limits = limits
+        self._uuid = uuid
+        self._patience = patience
+        self._of = self._log = b""
+        """The uuids of the source and the copy, once they are found."""
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def lag(self) -> int:
+        """By how many messages the copy is behind: what would be lost with the source now. Gaps count one each."""
+        return max(0, self.source_next - self.next)
+
+    async def run(self) -> None:
+        """Copy until it is cancelled or closed; without `follow` up to where the source ended when this began.
+
+        Raises:
+            StreamError: NoStream, StreamDamaged; StreamUnavailable after the mirror's patience; the copy was promoted, or the source is
+                another log than the one that was copied.
+        """
+        self._check()
+        if self._task is not None:
+            raise StreamError(self.name, "this mirror runs already")
+        self._task = task = asyncio.create_task(self._work(), name="iris-mirror")
+        try:
+            await asyncio.wait([task])
+            if not task.cancelled():  # else it was closed
+                task.result()
+        finally:
+            await self._end()
+
+    async def close(self) -> None:
+        """Copy nothing more: `run` returns. Idempotent."""
+        self._closed = True
+        await self._end()
+
+    async def __aenter__(self) -> Self:
+        self._check()
+        await self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Closed(f"the mirror of {self.source!r} was closed")
+
+    async def _end(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # -- both ends -------------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Find the source, and find or make the copy."""
+        try:
+            copy: Known | None = await self._stores.describe(self.name, "", timeout=TRY_S)
+        except NoStream:
+            copy = None
+        if copy is None:
+            # A source that never was there is told at once.
+            source = await self._describe(self._uuid)
+            copy = await self._make(self._defined(source), TRY_S)
+        else:
+            self._check_copy(copy)
+            source = await self._patiently(lambda: self._describe(self._uuid, LOST_S))
+        self._check_copy(copy)
+        self._check_source(source, copy.order.definition.mirror)
+        ends, there = copy.described.next, source.described.next
+        if there < ends:  # another mirror was faster, or ...
+            there = (await self._describe(source.described.uuid.hex())).described.next
+        if there < ends:
+            detail = f"it ends at {there}, and its copy {self.name} at {ends}: the source has lost what it had"
+            raise StreamError(self.source, detail)
+        self._of, self._log = source.described.uuid, copy.described.uuid
+        self.next, self.source_next = ends, there
+
+    async def _describe(self, uuid: str, patience: float = TRY_S) -> Known:
+        known = await self._stores.describe(self.source, uuid, timeout=TRY_S, patience=patience)
+        if known.dead:
+            raise ConfigError(f"source: {self.source!r} has dead letters, which are not copied")
+        return known
+
+    def _defined(self, source: Known) -> Definition:
+        of = source.order.definition
+        origin = Origin(source.order.uuid, of.name, of.topic, of.cluster)
+        definition = Definition(
+            self.name, mirror=origin.uuid.hex(), origins=(*of.origins, origin), **self._limits
+        )
+        check_definition(definition)
+        return definition
+
+    def _check_copy(self, copy: Known) -> None:
+        """Raise unless a stream is a copy, and is limited as was asked."""
+        there = copy.order.definition
+        if not there.mirror:
+            raise StreamExists(
+                self.name,
+                "it was promoted, and takes no copies" if there.origins else "it is no copy",
+            )
+        for field, value in self._limits.items():
+            if getattr(there, field) != value:
+                raise StreamExists(
+                    self.name, f"it is there with another {field}, {getattr(there, field)}"
+                )
+
+    def _check_source(self, source: Known, mirror: str) -> None:
+        found = source.described.uuid.hex()
+        if found != mirror:
+            detail = f"it is a copy of log {mirror}, and {self.source} is log {found}: give the copy of that another name"
+            raise StreamError(self.name, detail)
+
+    # -- copying ---------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        if not self._log:
+            await self._open()
+        try:
+            await self._copy()
+        finally:
+            self._of = self._log = b""  # looked up anew by another run
+
+    async def _copy(self) -> None:
+        end = None if self._follow else self.source_next
+        await self._put(self.next, self.next, [])
+        ahead: asyncio.Task[Fetched] | None = None
+        try:
+            while end is None or self.next < end:
+                at = self.next
+                ahead = ahead or self._fetch(at)
+                fetched = await ahead
+                ahead = None
+                items, until = self._checked(fetched, at)
+                self.source_next = max(fetched.high_water, until)
+                if until > at and (end is None or until < end):
+                    ahead = self._fetch(until)
+                await self._put(at, until, items)
+                if ahead is not None and self.next != until:  # another mirror was faster
+                    await _drop(ahead)
+                    ahead = None
+        finally:
+            await _drop(ahead)
+
+    def _fetch(self, start: int) -> asyncio.Task[Fetched]:
+        wait_ms = WAIT_MS if self._follow else 0
+        limit = min(FETCH_BYTES, self._stores.client.message_limit)
+        work = self._ask(
+            self.source, self._of, Fetch(start, limit, wait_ms), Fetched, wait_ms / 1000
+        )
+        return asyncio.get_running_loop().create_task(work, name="iris-mirror-fetch")
+
+    def _checked(self, fetched: Fetched, at: int) -> tuple[list[Item], int]:
+        """Return what an answer holds from `at` on, and where that ends; raises StreamDamaged if it does not cover what it says."""
+        items = fetched.items[:MAX_COPY_ITEMS]
+        if items and isinstance(hole := items[0], Hole) and hole.offset < at < hole.next:
+            # What we had the beginning of is gone there since.
+            items[0] = Hole(at, hole.next, hole.reason)
+        ends = at
+        for item in items:
+            if item.offset != ends:
+                detail = f"the store left out offsets {ends} to {item.offset}"
+                raise StreamDamaged(self.source, detail)
+            ends = _end_of(item)
+        if fetched.uuid != self._of or (ends != fetched.next and len(items) == len(fetched.items)):
+            raise StreamDamaged(self.source, f"the store left out offsets {ends} to {fetched.next}")
+        return items, ends
+
+    async def _put(self, start: int, until: int, items: list[Item]) -> None:
+        call = Copy(self._of, start, until, items, self.source_next)
+        done = await self._ask(self.name, self._log, call, Copied, writes=True)
+        if items and not done.taken and done.next == start:
+            raise StreamError(self.name, f"its store did not take what follows {start}")
+        self.next = done.next
+        if done.taken:
+            self.copied += sum(_end_of(i) - i.offset for i in items if isinstance(i, Record))
+
+    # -- patience --------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, name: str, uuid: bytes, call: Fetch | Copy, answer: type[T], wait_s: float = 0.0, *, writes: bool = False
+    ) -> T:  # fmt: skip
+        async def once() -> T:
+            return await self._stores.ask_stream(
+                name,
+                uuid.hex(),
+                call,
+                answer,
+                timeout=TRY_S + wait_s,
+                patience=LOST_S,
+                writes=writes,
+            )
+
+        return await self._patiently(once)
+
+    async def _patiently(self, once: Callable[[], Awaitable[T]]) -> T:
+        """Return what `once` returns; again, for as long as our patience lasts, while a relay or a store is away."""
+        since_s: float | None = None
+        pause_s = PAUSE_MIN_S
+        while True:
+            try:
+                got = await once()
+            except (StreamUnavailable, NoStream) as err:
+                now_s = time.monotonic()
+                since_s = now_s if since_s is None else since_s
+                self.waiting = str(err)
+                if isinstance(err, NoStream):
+                    await self._check_same()
+                    if not err.passing:
+                        raise
+                if now_s - since_s >= self._patience:
+                    raise
+            else:
+                if since_s is not None:
+                    self.waiting = ""
+                return got
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    async def _check_same(self) -> None:
+        """Raise StreamError if another log has the source's name now: the one that we copy was deleted."""
+        if self._uuid or not self._of:
+            return
+        with contextlib.suppress(StreamUnavailable, NoStream):
+            self._check_source(await self._describe("", LOST_S), self._of.hex())
+
+
+def _end_of(item: Item) -> int:
+    if isinstance(item, Record):
+        return item.offset + int(END.unpack(item.end)[2])
+    return item.next if isinstance(item, Hole) else item.offset + 1
+
+
+async def _drop(task: asyncio.Task[Fetched] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,98 @@
+"""What a site lets others see and use, and what it takes of theirs: names and filters, "!" before those that are denied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from iris.wire.frames import NO_KEY, Kind
+from iris.wire.names import covers, matches, overlaps
+
+MAX_REFUSED: Final = 1024
+"""Rules that are counted apart: names in them are another site's choice."""
+
+_LOG: Final = re.compile("[0-9a-f]{32}")
+
+
+class Patterns:
+    """A list of patterns. Without an allowed one all is allowed; a denied one wins."""
+
+    __slots__ = ("_allowed", "_denied")
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        """`patterns` passed `check_filter`, but for a leading "!"."""
+        self._denied = [text[1:] for text in patterns if text.startswith("!")]
+        self._allowed = [text for text in patterns if not text.startswith("!")] or [">"]
+
+    def allow(self, name: str) -> bool:
+        """Whether a cluster or topic is allowed."""
+        return any(matches(text, name) for text in self._allowed) and not any(
+            matches(text, name) for text in self._denied
+        )
+
+    def may_allow(self, pattern: str) -> bool:
+        """Whether a topic that matches the filter `pattern` may be allowed."""
+        return any(overlaps(text, pattern) for text in self._allowed) and not any(
+            covers(text, pattern) for text in self._denied
+        )
+
+
+class Policy:
+    """`exported`: our clusters that others may call, and the topics of ours that they may hear; `imported`: theirs that ours may.
+
+    A log is called by its uuid, and judged by its stream's name, which its store tells with it. Calls of the stores themselves, under
+    NO_KEY, never cross.
+    """
+
+    __slots__ = ("exported", "imported", "refused")
+
+    def __init__(self, exported: Sequence[str] = (), imported: Sequence[str] = ()) -> None:
+        self.exported = Patterns(exported)
+        self.imported = Patterns(imported)
+        self.refused: dict[str, int] = {}
+        """Site and rule -> declarations and entries refused."""
+
+    def leaving(self, kind: int, name: str, key_id: bytes) -> str:
+        """Return why messages of ours for another site stay here, or an empty text."""
+        if kind == Kind.PUBLISH:
+            return "" if self.exported.allow(name) else f"{name} is not exported"
+        return "" if _crosses(self.imported, kind, name, key_id) else f"{name} is not imported"
+
+    def entering(self, kind: int, name: str, key_id: bytes) -> str:
+        """Return why messages of another site stay out, or an empty text. Of a log it says nothing: see `exports`."""
+        if kind == Kind.PUBLISH:
+            return "" if self.imported.allow(name) else f"{name} is not imported"
+        return "" if _crosses(self.exported, kind, name, key_id) else f"{name} is not exported"
+
+    def exports(
+        self, kinds: Mapping[int, int], name: str, key_id: bytes, tag: str
+    ) -> dict[int, int]:
+        """Return what others may use of what a member serves here at an address: kind -> handlers; `tag` as it was told in JOIN."""
+        if key_id == NO_KEY:
+            return {}
+        log = self.exported.allow(tag) if is_log(name) else self.exported.allow(name)
+        other = self.exported.allow(name)
+        return {k: n for k, n in kinds.items() if (log if k == Kind.STREAM else other)}
+
+    def imports(self, kinds: Mapping[int, int], name: str, key_id: bytes) -> dict[int, int]:
+        """Return what ours may use of what another site serves at an address."""
+        return {k: n for k, n in kinds.items() if _crosses(self.imported, k, name, key_id)}
+
+    def refuse(self, site: str, rule: str, count: int = 1) -> None:
+        """Count what was refused of or for a site."""
+        place = f"{site}: {rule}"
+        if place not in self.refused and len(self.refused) >= MAX_REFUSED:
+            place = "others"
+        self.refused[place] = self.refused.get(place, 0) + count
+
+
+def is_log(name: str) -> bool:
+    """Whether a name is the uuid of a stream's log, as logs are addressed."""
+    return _LOG.fullmatch(name) is not None
+
+
+def _crosses(patterns: Patterns, kind: int, name: str, key_id: bytes) -> bool:
+    if key_id == NO_KEY:
+        return False
+    return patterns.allow(name) or (kind == Kind.STREAM and is_log(name))

@@ -1,0 +1,287 @@
+"""Ways to other sites: a WAN connection of this relay's own, or a link to a gateway that has one.
+
+    this relay ──────────── Wan ──────────► gateway of another site
+    this relay ── Link ── gateway ── Wan ─► gateway of another site
+
+A site is told as a whole: what all its members and subscribers together want. Each end of a WAN connection keeps a copy of the other
+site's, in one `Way`; a gateway tells the relays of its own site what its ways lead to, and they keep a `Way` for it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from iris.core.pulse import Pulse
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.frames import SERVED_KINDS, HopClass, Kind, SiteCluster, SiteTopic
+from iris.wire.names import check_cluster, check_filter, check_group
+from relay.core.interest import Address, Interest, Load, Topic
+from relay.core.link import LINK_HOP, SUSPENDED_US, check_named
+from relay.core.ports import Port
+from relay.core.session import Neighbor
+
+Told = tuple[dict[int, int], int]
+"""Kind -> handlers at once, and members, of an address in a site."""
+NOBODY: Final[Told] = ({}, 0)
+MAX_WANTED: Final = 1 << 18
+"""Addresses, and topics, of one site: with the longest names they take about 700 MB for each way to it."""
+_UNBOUNDED: Final = 1 << 62
+_SMOOTH: Final = 8
+
+
+class Way:
+    """One way to another site, and the copy of that site's interest that came over it.
+
+    It stands among the takers of the interest like a session or link; what it is given goes to `neighbor`.
+    """
+
+    __slots__ = (
+        "clusters", "cost_ms", "loads", "names", "neighbor", "number", "relay_id", "rtt_us", "site", "topics",
+    )  # fmt: skip
+    hop_class = HopClass.TO_WAN
+
+    def __init__(self, site: str, neighbor: Neighbor, relay_id: bytes, number: int) -> None:
+        self.site = site
+        self.neighbor = neighbor
+        self.relay_id = relay_id
+        """Of the relay at the other end of `neighbor`."""
+        self.number = number
+        self.cost_ms = 0
+        self.rtt_us = 0
+        self.clusters: dict[Address, Told] = {}
+        self.names: dict[str, dict[bytes, None]] = {}
+        """Cluster -> the key ids that it is known under there."""
+        self.topics: dict[Topic, int] = {}
+        self.loads: dict[tuple[int, str, bytes], Load] = {}
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a WAN connection of this relay."""
+        return isinstance(self.neighbor, Wan)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the other site has not said yet what it wants."""
+        return isinstance(self.neighbor, Wan) and self.neighbor.stale
+
+    @property
+    def distance_us(self) -> int:
+        """How far the site is this way: its cost and its round trip."""
+        return 1000 * self.cost_ms + self.rtt_us
+
+    def load(self, kind: int, name: str, key_id: bytes) -> Load | None:
+        """Return the load of the members of an address there that serve `kind`; None if there are none."""
+        concurrency = self.clusters.get((name, key_id), NOBODY)[0].get(kind, 0)
+        place = (kind, name, key_id)
+        if not concurrency:
+            return None
+        load = self.loads.get(place)
+        if load is None:
+            load = self.loads[place] = Load(self.neighbor, None, kind, concurrency, _UNBOUNDED)
+            load.way = self
+        load.concurrency = concurrency
+        return load
+
+    def take_cluster(self, entry: SiteCluster, interest: Interest) -> None:
+        """The site says who serves an address there now."""
+        address = (entry.name, entry.key_id)
+        if entry.kinds:
+            if len(self.clusters) >= MAX_WANTED and address not in self.clusters:
+                raise PeerProtocolError(f"more than {MAX_WANTED} addresses in one site")
+            self.clusters[address] = (entry.kinds, entry.members)
+            self.names.setdefault(entry.name, {})[entry.key_id] = None
+        elif self.clusters.pop(address, None) is not None:
+            del self.names[entry.name][entry.key_id]
+            if not self.names[entry.name]:
+                del self.names[entry.name]
+            for kind in SERVED_KINDS:
+                self.loads.pop((kind, *address), None)
+        interest.version += 1
+
+    def take_topic(self, entry: SiteTopic, interest: Interest) -> None:
+        """The site says how many want a topic there now."""
+        place = (entry.filter, entry.key_id, entry.group)
+        if entry.count:
+            if place not in self.topics:
+                if len(self.topics) >= MAX_WANTED:
+                    raise PeerProtocolError(f"more than {MAX_WANTED} topics in one site")
+                interest.subscribe(self, entry.filter, entry.group, (entry.key_id,))
+            self.topics[place] = entry.count
+        elif self.topics.pop(place, None) is not None:
+            interest.unsubscribe(self, entry.filter, entry.group, (entry.key_id,))
+
+    def empty(self, interest: Interest) -> None:
+        """It leads nowhere any more."""
+        for topic, key_id, group in self.topics:
+            interest.unsubscribe(self, topic, group, (key_id,))
+        self.topics = {}
+        self.clusters = {}
+        self.names = {}
+        self.loads = {}
+        interest.version += 1
+
+    def rank(self, name: str, sender_id: bytes) -> bytes:
+        """Return by what a sender and address choose among the ways to one site: the highest wins.
+
+        Rendezvous hashing (Thaler and Ravishankar, 1998): a way that goes takes nobody else's with it.
+        """
+        seed = sender_id + self.relay_id + name.encode()
+        return hashlib.blake2b(seed, digest_size=8).digest()
+
+
+class Wan(Neighbor):
+    """The router's side of one WAN connection: a gateway of another site, whose name its certificate says."""
+
+    __slots__ = (
+        "beats",
+        "bye",
+        "hello",
+        "relay_id",
+        "resyncing",
+        "resyncs",
+        "settle_us",
+        "site",
+        "snapshot_due_us",
+        "snapshot_us",
+        "stale",
+        "told_us",
+        "version",
+        "waiting",
+        "way",
+    )
+    hop_class = HopClass.TO_WAN
+
+    def __init__(
+        self, port: Port, number: int, hello: frames.LinkHello, site: str, own_id: bytes, now_us: int
+    ) -> None:  # fmt: skip
+        super().__init__(port, number, hello.aliases)
+        self.greeted = True
+        self.site = site
+        self.hello = hello
+        self.relay_id = hello.relay_id
+        self.own_hop_mask = LINK_HOP
+        self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
+        self.way: Way
+        self.version = 0
+        """Of the other site's interest, as it came over this connection."""
+        self.stale = True
+        """The first snapshot has not come."""
+        self.settle_us = now_us + SUSPENDED_US
+        """Until then it may come, and have what nobody else serves."""
+        self.waiting: tuple[list[SiteCluster], list[SiteTopic]] | None = None
+        """The snapshot that is coming in."""
+        self.resyncing = False
+        self.resyncs = 0
+        self.snapshot_us = 0
+        """When our interest was sent whole last."""
+        self.snapshot_due_us = 0
+        """When it is to be sent again, if it is."""
+        self.told_us: dict[tuple[int, str, bytes, bytes, bool, tuple[str, ...]], int] = {}
+        """What losses were told of -> until when they are told no more."""
+        self.bye = False
+        self.pulse = self.beats = Pulse(hello.mono_us, now_us)
+        self.clock_us = self.beats.clock_us
+
+    def heard(self) -> None:
+        """A beat came: the round trip, smoothed."""
+        way, rtt_us = self.way, self.beats.rtt_us
+        if rtt_us:
+            way.rtt_us += (rtt_us - way.rtt_us) // _SMOOTH if way.rtt_us else rtt_us
+
+
+class Suspended:
+    """What a site wanted when the last way to it was lost: it may come back in a moment."""
+
+    __slots__ = ("clusters", "until_us")
+
+    def __init__(self, way: Way, now_us: int) -> None:
+        self.clusters = way.clusters
+        self.until_us = now_us + SUSPENDED_US
+
+    def serves(self, kind: int, name: str, key_id: bytes) -> bool:
+        """Whether a member of an address served `kind`."""
+        return kind in self.clusters.get((name, key_id), NOBODY)[0]
+
+
+class Summary:
+    """What one site wants, as others are told: what may have changed is gathered, and told if it differs from what was told last."""
+
+    __slots__ = ("_addresses", "_cluster_of", "_places", "_topic_of", "clusters", "site", "topics")
+
+    def __init__(
+        self, site: str, cluster_of: Callable[[Address], Told], topic_of: Callable[[Topic], int]
+    ) -> None:
+        """`cluster_of` and `topic_of` say what is true now."""
+        self.site = site
+        self._cluster_of = cluster_of
+        self._topic_of = topic_of
+        self.clusters: dict[Address, Told] = {}
+        self.topics: dict[Topic, int] = {}
+        self._addresses: dict[Address, None] = {}
+        self._places: dict[Topic, None] = {}
+
+    def touch(self, address: Address) -> None:
+        """Who serves an address may have changed."""
+        self._addresses[address] = None
+
+    def touch_topic(self, place: Topic) -> None:
+        """Who wants a topic may have changed."""
+        self._places[place] = None
+
+    def changes(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
+        """Return what differs from what was told last; from now on it counts as told."""
+        clusters, topics = [], []
+        for address in self._addresses:
+            now = self._cluster_of(address)
+            if now != self.clusters.get(address, NOBODY):
+                clusters.append(SiteCluster(self.site, *address, *now))
+                if now[0]:
+                    self.clusters[address] = now
+                else:
+                    del self.clusters[address]
+        for place in self._places:
+            count = self._topic_of(place)
+            if count != self.topics.get(place, 0):
+                topics.append(SiteTopic(self.site, *place, count))
+                if count:
+                    self.topics[place] = count
+                else:
+                    del self.topics[place]
+        self._addresses, self._places = {}, {}
+        return clusters, topics
+
+    def whole(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
+        """Return all that was told."""
+        return (
+            [SiteCluster(self.site, *address, *told) for address, told in self.clusters.items()],
+            [SiteTopic(self.site, *place, count) for place, count in self.topics.items()],
+        )
+
+
+def clusters_behind(ways: Iterable[Way], address: Address) -> Told:
+    """Return what several ways to one site say of an address: they may be some milliseconds apart."""
+    return max(
+        (way.clusters.get(address, NOBODY) for way in ways),
+        key=lambda told: (told[1], sum(told[0].values())),
+        default=NOBODY,
+    )
+
+
+def check_entry(entry: SiteCluster | SiteTopic) -> None:
+    """Raise PeerProtocolError for what no relay says of a site."""
+    if isinstance(entry, SiteCluster):
+        check_named(check_cluster, entry.name)
+        if not entry.kinds.keys() <= SERVED_KINDS:
+            raise PeerProtocolError("members of an unknown kind")
+        return
+    check_named(check_filter, entry.filter)
+    if entry.group:
+        check_named(check_group, entry.group)
+
+
+def is_home_only(kind: int) -> bool:
+    """Whether calls of a kind leave their site only where it is named: a stream's name stands for another log elsewhere."""
+    return kind == Kind.STREAM

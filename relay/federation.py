@@ -1,0 +1,334 @@
+"""WAN connections to the gateways of other sites; what they do as connections is in `relay.hub`.
+
+    gateway of eu ── TLS: each shows a leaf of its own site's CA, and trusts the one that it pinned ── gateway of us
+
+Which site a gateway is of is what its certificate says, under the key that is pinned for that very name; its HELLO has to say the
+same. A gateway is connected to every gateway of another site that it has an address of, whoever dials: each address is dialled and
+stands for one, and two that lead to the same relay keep one connection.
+
+Strangers come from anywhere here: of too many half-open ones goes the oldest of the host that has most of them. And a site that is
+known is not trusted: it cannot have a relay id of ours or of a third site, nor more than `MAX_CONNECTIONS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+import struct
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar, Final, cast
+
+import msgspec
+
+from iris import keyfiles
+from iris.crypto.keys import dump_fingerprint, public_id
+from iris.errors import ConfigError, PeerProtocolError
+from iris.wire import frames
+from relay.addresses import listen_at, show
+from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
+from relay.core.session import Neighbor
+from relay.core.sites import Wan
+from relay.dialling import LINKED, UP, Address, Outcome, Target
+from relay.discovery.seeds import resolve
+from relay.hub import Hub
+from relay.linkport import LinkPort, Refused
+from relay.ports import Driver
+from relay.tls import (
+    WAN_ALPN,
+    GatewayCredentials,
+    gateway_server_context,
+    peer_gateway,
+    peer_site_key,
+)
+
+log = logging.getLogger(__name__)
+
+CONNECT_S: Final = 5.0
+MAX_CONNECTIONS: Final = 32
+"""To one site: its gateways, and those that have gone and are not yet missed."""
+UNKNOWN_SITE: Final = "unknown site"
+_INFO: Final = struct.Struct("=68xI28xI32xI")
+"""struct tcp_info of Linux: smoothed round trip (us), segments sent again, segments sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAddress:
+    """A gateway of another site to dial. Seen by the configuration alone, and for good; see `dialling.Seen`."""
+
+    site: str
+    addresses: tuple[Address, ...]
+    relay_id: bytes | None = None
+    networks: tuple[bytes, ...] = ()
+    gone: bool = False
+
+    @property
+    def source(self) -> str:
+        return f"{self.site}=tls://{show(*self.addresses[0])}"
+
+
+class GatewayPort(LinkPort):
+    """One connection to a gateway of another site, or to a stranger."""
+
+    alpn: ClassVar[str] = WAN_ALPN
+    unknown_name: ClassVar[str] = UNKNOWN_SITE
+
+    def __init__(
+        self,
+        hub: GatewayHub,
+        address: str,
+        context: ssl.SSLContext,
+        *,
+        site: str = "",
+        credentials: GatewayCredentials | None = None,
+        dial_us: int = 0,
+    ) -> None:
+        """Accept under `context`, or dial a gateway of `site` with `credentials`, begun at `dial_us`."""
+        super().__init__(hub, address, context, credentials=credentials, dial_us=dial_us)
+        self.fingerprint = b""
+        self.site = site
+        """The other site; of a connection that is accepted, once its certificate holds."""
+        self._gateways = hub
+
+    def _identify(self, tls: ssl.SSLObject) -> None:
+        if not self.dialled:
+            self.site = self._gateways.site_of(tls.context)
+        try:
+            self.relay_id = peer_gateway(tls, self.site)
+            self.fingerprint = peer_site_key(tls)
+        except PeerProtocolError as err:
+            raise Refused("not a gateway", str(err)) from err
+
+    def _hello(self) -> frames.LinkHello:
+        # Where this relay links with its own network is no other site's business.
+        return msgspec.structs.replace(super()._hello(), addresses=[])
+
+    def _understood(self, hello: frames.LinkHello) -> frames.LinkHello:
+        if hello.site != self.site:
+            raise Refused("another site's name", f"the certificate is of a gateway of {self.site}")
+        return msgspec.structs.replace(hello, addresses=[])
+
+    def told(self) -> dict[str, object]:
+        return {"site": self.site, **super().told()}
+
+    def status(self) -> dict[str, object]:
+        """Return what the connection does, ready for JSON; bytes are those on the wire."""
+        return {
+            "site": self.site,
+            "peer": self.relay_id.hex(),
+            "label": self.link.label if self.link is not None else "",
+            "address": self.address,
+            "dialled": self.dialled,
+            "pin": self._gateways.pins.get(self.fingerprint, ""),
+            "since_s": round(time.monotonic() - self._up_s, 3),
+            "queued_bytes": self.unwritten_bytes,
+            "reassembling_bytes": self._parts.held_bytes,
+            "in_frames": self.in_frames,
+            "out_frames": self.out_frames,
+            "in_bytes": self.in_bytes,
+            "out_bytes": self._secured.out_bytes,
+            **_kernel_view(self._transport.get_extra_info("socket")),
+        }
+
+
+class GatewayHub(Hub):
+    """All WAN connections of a gateway."""
+
+    kind: ClassVar[str] = "gateway"
+    connect_s: ClassVar[float] = CONNECT_S
+    far: ClassVar[bool] = True
+
+    def __init__(self, driver: Driver, config: RelayConfig) -> None:
+        """Read the site's key.
+
+        Raises:
+            ConfigError: the key is that of a site that is pinned as another, or what the settings say does not hold.
+            KeyringError: there is no such key file, or it may not be used.
+        """
+        super().__init__(driver, config)
+        if config.site_key is None:
+            raise ConfigError("site_key: a gateway needs the key of its site")
+        site_key = keyfiles.load_site_key(config.site_key)
+        self.peers = peer_sites(config)
+        for peer in self.peers.values():
+            if site_key.public_key in peer.pins:
+                raise ConfigError(
+                    f"peer_site: {peer.site} has the fingerprint of this site's own key"
+                )
+        self.fingerprint = site_key.fingerprint
+        self.costs = site_costs(config)
+        self.pins = {
+            public_id(pin): dump_fingerprint(pin)
+            for peer in self.peers.values()
+            for pin in peer.pins
+        }
+        """Name of a pinned key -> its fingerprint."""
+        self._credentials = GatewayCredentials(
+            site_key,
+            config.site,
+            self.router.relay_id,
+            {peer.site: peer.pins for peer in self.peers.values()},
+        )
+        self._context = gateway_server_context(self._credentials)
+        self._dialled = {
+            seen.source: seen
+            for peer in self.peers.values()
+            for seen in (GatewayAddress(peer.site, (address,)) for address in peer.addresses)
+        }
+
+    def listen(self) -> None:
+        """Bind and accept at every address of `gateway`. Raises ConfigError; nothing is left behind then."""
+        with contextlib.ExitStack() as undo:
+            listeners = []
+            for text in self.config.gateway:
+                try:
+                    listener = listen_at("gateway", *parse_gateway(text))
+                except OSError as err:
+                    raise ConfigError(f"gateway: no gateways at {text}: {err.strerror}") from err
+                listeners.append(undo.enter_context(listener))
+            undo.pop_all()
+        self._listen(listeners)
+
+    def dial(self) -> None:
+        """Begin to dial every gateway that has an address."""
+        for seen in self._dialled.values():
+            self._dialler.sighted(seen)
+
+    def site_of(self, context: ssl.SSLContext) -> str:
+        """Return the site whose pin the handshake of an accepted connection picked."""
+        for pin in self._credentials.pins:
+            if pin.accepting is context:
+                return pin.site
+        raise Refused(UNKNOWN_SITE)
+
+    def status(self) -> dict[str, object]:
+        """Return peers, connections and refusals, ready for JSON."""
+        connections = [port.status() for port in self.up]
+        targets = {target.source: target for target in self._dialler.targets}
+        peers = []
+        for peer in self.peers.values():
+            linked = sum(connection["site"] == peer.site for connection in connections)
+            addresses = [
+                self._address_status(
+                    address, targets.get(GatewayAddress(peer.site, (address,)).source)
+                )
+                for address in peer.addresses
+            ]
+            peers.append(
+                {
+                    "site": peer.site,
+                    "cost_ms": self.costs.get(peer.site, 0),
+                    "pins": [dump_fingerprint(pin) for pin in peer.pins],
+                    "linked": linked,
+                    "addresses": addresses,
+                }
+            )
+        return {
+            "site": self.config.site,
+            "fingerprint": self.fingerprint,
+            "listening": [show(*address) for address in self.addresses],
+            "peers": peers,
+            "connections": connections,
+            "refused": dict(self.refusals),
+            "half_open": len(self._half_open),
+            "replaced": self.replaced,
+            "protocol_errors": self.protocol_errors,
+        }
+
+    def _address_status(self, address: Address, target: Target | None) -> dict[str, object]:
+        relay_id = target.relay_id if target is not None else None
+        linked = relay_id is not None and self.linked(relay_id)
+        return {
+            "address": show(*address),
+            "linked": linked,
+            "peer": relay_id.hex() if relay_id is not None and linked else "",
+            "failures": 0 if linked or target is None else target.failures,
+            "error": "" if linked or target is None else target.error,
+        }
+
+    # -- Hub -------------------------------------------------------------------------------------------------
+
+    def _accepting_port(self, address: str) -> LinkPort:
+        return GatewayPort(self, address, self._context)
+
+    def _neighbor(self, relay_id: bytes) -> Wan | None:
+        return self.router.wans.get(relay_id)
+
+    def _judge(self, port: LinkPort, hello: frames.LinkHello) -> None:
+        site, relay_id = cast(GatewayPort, port).site, hello.relay_id
+        known = self.router.wans.get(relay_id)
+        if (known is not None and known.site != site) or relay_id in self.router.mesh.copies:
+            raise Refused("another site's relay id")
+        connected = sum(wan.site == site for wan in self.router.wans.values())
+        if known is None and connected >= MAX_CONNECTIONS:
+            raise Refused("too many gateways", f"{site} has {connected} connections here")
+
+    def _up(self, port: LinkPort, hello: frames.LinkHello) -> Wan:
+        site = cast(GatewayPort, port).site
+        return self.router.wan_up(port, hello, site, self.costs.get(site, 0))
+
+    def _down(self, neighbor: Neighbor) -> None:
+        self.router.wan_down(cast(Wan, neighbor))
+
+    def _too_many(self) -> LinkPort:
+        counts = Counter(_host(port.address) for port in self._half_open)
+        most = counts.most_common(1)[0][0]
+        return next(port for port in self._half_open if _host(port.address) == most)
+
+    async def _dial(self, target: Target, address: Address) -> Outcome:
+        """Try what the host of an address resolves to, one after the other, until a gateway is there."""
+        site = self._dialled[target.source].site
+        host, number = address
+        try:
+            # As long as the system's resolver takes: given up sooner, lookups would pile up.
+            hosts = [host] if _is_numeric(host) else await resolve(host, number)
+        except OSError as err:
+            return Outcome(f"{show(*address)}: {err.strerror or err}")
+        outcome = Outcome(f"{show(*address)}: it has no address")
+        for each in dict.fromkeys(hosts):
+
+            def dialling(dial_us: int, each: str = each) -> LinkPort:
+                context = self._credentials.dialling[site]
+                return GatewayPort(
+                    self, show(each, number), context, site=site, credentials=self._credentials, dial_us=dial_us
+                )  # fmt: skip
+
+            outcome = await self._try((each, number), dialling)
+            if outcome.what in (UP, LINKED):
+                break
+        return outcome
+
+
+def _kernel_view(connection: socket.socket | None) -> dict[str, object]:
+    """Return what the kernel knows of a connection: its round trip and how many of its segments were lost; nothing where it does not tell."""
+    if connection is None or not hasattr(socket, "TCP_INFO"):
+        return {}
+    try:
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:
+        return {}
+    if len(told) < _INFO.size:
+        return {}
+    rtt_us, again, sent = _INFO.unpack(told)
+    return {"tcp_rtt_us": rtt_us, "retransmitted": again, "loss": round(again / max(1, sent), 6)}
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _host(address: str) -> str:
+    """Return what is one stranger: an IPv4 address, or the 64 bits of an IPv6 address that a network has to itself."""
+    host = address.rpartition(":")[0]
+    if not host.startswith("["):
+        return host
+    bits = int(ipaddress.IPv6Address(host[1:-1].partition("%")[0]))
+    return hex(bits >> 64)

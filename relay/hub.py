@@ -1,0 +1,305 @@
+"""What links and WAN connections have in common: who is accepted, who is dialled, and which of two connections to one relay stays.
+
+    accept or dial ── TLS ── HELLO both ways ── the router hears of it ── frames ── the router hears of its end
+
+A connection is a stranger's until its certificate and HELLO hold: it may make us keep 64 KiB and do one handshake, within
+`HELLO_S`, and there are at most `MAX_HALF_OPEN` of them. What it did wrong is counted by reason and said in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final
+
+from iris.wire import frames
+from relay.accepting import Acceptor
+from relay.addresses import connect, prepare, show
+from relay.config import RelayConfig
+from relay.core.session import Neighbor
+from relay.dialling import LINKED, Address, Dialler, Outcome, Target
+from relay.linkport import FINISH_S, LinkPort, Refused
+from relay.logs import Quiet
+from relay.ports import Driver
+
+log = logging.getLogger(__name__)
+
+HELLO_S: Final = 5.0
+"""TLS and HELLO together take no longer."""
+MAX_HALF_OPEN: Final = 128
+ACCEPTS: Final = 1
+ACCEPT_PAUSE_S: Final = 0.001
+
+
+class Hub:
+    """All connections of one kind to other relays: listeners, strangers, dials, and who wins when there are two."""
+
+    kind: ClassVar[str]
+    """How the events of its log begin."""
+    connect_s: ClassVar[float]
+    """TCP takes no longer."""
+    far: ClassVar[bool]
+    """Whether round trips are long: see `addresses.prepare`."""
+
+    def __init__(self, driver: Driver, config: RelayConfig) -> None:
+        self.driver = driver
+        self.router = driver.router
+        self.config = config
+        self.ports: set[LinkPort] = set()
+        self.quiet = Quiet()
+        self.refusals: dict[str, int] = {}
+        self.replaced = 0
+        self.protocol_errors = 0
+        self.addresses: list[tuple[str, int]] = []
+        """Where connections are accepted."""
+        self._context: ssl.SSLContext
+        """Of accepted connections."""
+        self._dialler = Dialler(self.router.relay_id, self._dial, self.linked, kind=self.kind)
+        self._half_open: dict[LinkPort, float] = {}
+        """Accepted and not yet up, the oldest first -> when its time is up."""
+        self._listeners: list[socket.socket] = []
+        self._accepting: set[asyncio.Task[None]] = set()
+        self._acceptor = Acceptor(
+            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._stopping = False
+
+    # -- what kinds differ in --------------------------------------------------------------------------------
+
+    def _accepting_port(self, address: str) -> LinkPort:
+        """Return the port of a connection that is being accepted."""
+        raise NotImplementedError
+
+    async def _dial(self, target: Target, address: Address) -> Outcome:
+        """Try one address of a target."""
+        raise NotImplementedError
+
+    def _neighbor(self, relay_id: bytes) -> Neighbor | None:
+        """Return what the router knows of this relay as connected."""
+        raise NotImplementedError
+
+    def _up(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
+        """Tell the router of a connection that is up; nothing else is connected to its relay. Raises Refused."""
+        raise NotImplementedError
+
+    def _down(self, neighbor: Neighbor) -> None:
+        """Tell the router that it is down. Idempotent."""
+        raise NotImplementedError
+
+    def _judge(self, port: LinkPort, hello: frames.LinkHello) -> None:
+        """Raise Refused if the relay of a HELLO that holds is not to be connected."""
+
+    def _too_many(self) -> LinkPort:
+        """Return which stranger has to go for the next one: the oldest."""
+        return next(iter(self._half_open))
+
+    # -- listening -------------------------------------------------------------------------------------------
+
+    def _listen(self, listeners: list[socket.socket]) -> None:
+        """Accept at `listeners`, which are ours to close."""
+        self._loop = asyncio.get_running_loop()
+        self._listeners = listeners
+        self.addresses = [listener.getsockname()[:2] for listener in listeners]
+        self._acceptor.listen(listeners)
+        shown = [show(*address) for address in self.addresses]
+        if shown:
+            log.info("%ss.listening", self.kind, extra={"fields": {"addresses": shown}})
+
+    def stop_listening(self) -> None:
+        """Accept no more. Idempotent."""
+        self._acceptor.stop()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _accepted(self, connection: socket.socket, address: Any) -> None:
+        if len(self._half_open) + len(self._accepting) >= MAX_HALF_OPEN and self._half_open:
+            self._too_many().refuse(Refused("too many half-open"))
+        task = self._loop.create_task(self._attach(connection, address), name="iris-accept")
+        self._accepting.add(task)
+        task.add_done_callback(partial(self._attached, connection))
+
+    def _starved(self, err: OSError) -> None:
+        event = f"{self.kind}s.no_descriptors"
+        self.quiet.warning(log, event, "", time.monotonic(), {"error": str(err)})
+
+    async def _attach(self, connection: socket.socket, address: Any) -> None:
+        port = self._accepting_port(show(*address[:2]))
+        try:
+            prepare(connection, far=self.far)
+            await self._loop.connect_accepted_socket(lambda: port, connection)
+        except OSError as err:
+            connection.close()
+            event = f"{self.kind}.not_attached"
+            self.quiet.warning(log, event, "", time.monotonic(), {"error": str(err)})
+
+    def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._accepting.discard(task)
+        if task.cancelled():
+            connection.close()
+
+    # -- strangers -------------------------------------------------------------------------------------------
+
+    def half_open(self, port: LinkPort) -> None:
+        """An accepted connection is attached: its time runs."""
+        self._half_open[port] = self._loop.time() + HELLO_S
+        if self._timer is None:
+            self._timer = self._loop.call_later(HELLO_S, self._sweep)
+
+    def known(self, port: LinkPort) -> None:
+        """A connection is no stranger any more, or gone."""
+        self._half_open.pop(port, None)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        for port, until_s in list(self._half_open.items()):
+            if until_s > now_s:
+                self._timer = self._loop.call_at(until_s, self._sweep)
+                return
+            port.refuse(Refused("timeout", f"no link within {HELLO_S:g} s"))
+
+    def refused(self, address: str, reason: str, detail: str) -> None:
+        """Count and log a connection that comes to nothing."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        fields = {"address": address, "reason": reason}
+        if detail != reason:
+            fields["detail"] = detail
+        key = (reason, address.rpartition(":")[0])
+        self.quiet.warning(log, f"{self.kind}.refused", key, time.monotonic(), fields)
+
+    # -- one connection per peer -----------------------------------------------------------------------------
+
+    def linked(self, relay_id: bytes) -> bool:
+        """Whether this relay is connected now."""
+        return self._port_of(relay_id) is not None
+
+    def _port_of(self, relay_id: bytes) -> LinkPort | None:
+        neighbor = self._neighbor(relay_id)
+        if neighbor is None or not isinstance(neighbor.port, LinkPort) or neighbor.port.ended:
+            return None
+        return neighbor.port
+
+    def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
+        """Both HELLOs are there and hold: return the router's side, after taking down an older one. Raises Refused: the older stays.
+
+        Of connections dialled by the same side the newer wins, of both sides' dials that of the lower relay id.
+        """
+        self._judge(port, hello)
+        older = self._port_of(hello.relay_id)
+        own_id = self.router.relay_id
+        if older is not None:
+            if port.dialled == older.dialled:
+                wins = port.dial_us > older.dial_us
+            else:
+                wins = port.dialled == (own_id < hello.relay_id)
+            if not wins:
+                raise Refused(LINKED)
+            self.replaced += 1
+            fields = {"peer": hello.relay_id.hex(), "old": older.address, "new": port.address}
+            log.info("%s.replaced", self.kind, extra={"fields": fields})
+            older.abort("replaced")
+        before = self._neighbor(hello.relay_id)
+        if before is not None:
+            self._down(before)
+        neighbor = self._up(port, hello)
+        self._dialler.up(hello.relay_id)
+        told = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.told()}
+        log.info("%s.up", self.kind, extra={"fields": told})
+        return neighbor
+
+    def lost(self, port: LinkPort, neighbor: Neighbor, relay_id: bytes, lived_s: float) -> None:
+        """A connection that was up ended."""
+        self._down(neighbor)
+        fields = {"peer": relay_id.hex(), "address": port.address, "reason": port.reason}
+        log.info("%s.down", self.kind, extra={"fields": fields})
+        if not self._stopping and not self.linked(relay_id):
+            self._dialler.lost(relay_id, lived_s, port.dialled)
+
+    # -- dialling --------------------------------------------------------------------------------------------
+
+    async def _try(self, address: Address, make: Callable[[int], LinkPort]) -> Outcome:
+        """Dial a numeric address; `make` gives the port of a connection that was begun at a time (us)."""
+        port = None
+        try:
+            family, _, _, _, place = socket.getaddrinfo(
+                *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )[0]
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except (OSError, ValueError) as err:  # ValueError: what cannot be a host's name
+            return Outcome(f"{show(*address)}: {getattr(err, 'strerror', None) or err}")
+        try:
+            prepare(connection, far=self.far)
+            dial_us = time.monotonic_ns() // 1000
+            async with asyncio.timeout(self.connect_s):
+                await connect(self._loop, connection, place)
+            port = make(dial_us)
+            async with asyncio.timeout(HELLO_S):
+                made = port
+                await self._loop.create_connection(lambda: made, sock=connection)
+                port.begin()
+                return await port.outcome
+        except TimeoutError:
+            if port is not None:
+                port.refuse(Refused("timeout", f"no link within {HELLO_S:g} s"))
+            return Outcome(f"{show(*address)}: no answer")
+        except OSError as err:
+            return Outcome(f"{show(*address)}: {err.strerror or err}")
+        finally:
+            if port is None or not port.made:
+                connection.close()
+            elif port.link is None and not port.ended:
+                port.abort("the dial was given up")
+
+    # -- the end, and reports --------------------------------------------------------------------------------
+
+    async def stop_dialling(self) -> None:
+        """Dial no more. Idempotent."""
+        self._stopping = True
+        await self._dialler.stop()
+
+    async def close(self, bound_s: float = FINISH_S) -> None:
+        """Say goodbye on every connection, write what is queued within `bound_s`, and end. Idempotent; cancelled, it ends at once."""
+        self.stop_listening()
+        self._stopping = True
+        try:
+            await self._dialler.stop()
+            for port in list(self.ports):
+                port.leave("the relay stopped")
+            self.driver.settle()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(bound_s):
+                    while self.ports:  # noqa: ASYNC110 - closes are the peers' to make
+                        await asyncio.sleep(0.005)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self.end()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    def end(self) -> None:
+        """End every connection now, those that are being accepted included. Idempotent."""
+        for task in self._accepting:
+            task.cancel()
+        for port in list(self.ports):
+            port.abort("the relay stopped")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to be written."""
+        return not any(port.unwritten_bytes for port in self.ports)
+
+    @property
+    def up(self) -> Sequence[LinkPort]:
+        """The connections that are no strangers'."""
+        return [port for port in self.ports if port.link is not None]

@@ -1,0 +1,46 @@
+"""What every process of ours does at its start: the relay, the store, the bridges."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+
+def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, whoever else may set it; a second signal ends the process at once."""
+    stop = asyncio.Event()
+    signalled = False
+
+    def on_signal() -> None:
+        nonlocal signalled
+        if signalled:
+            os._exit(1)
+        signalled = True
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def raise_descriptor_limit() -> None:
+    """Allow as many descriptors as the hard limit does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # containers may forbid it; the soft limit then stands
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's, where it exists."""
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

@@ -1,0 +1,71 @@
+"""A connection to a relay that says whatever it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Self, TypeVar
+
+from iris.wire.codec import decode_control, encode_control
+from iris.wire.frames import Control
+
+PATIENCE_S = 15.0
+C = TypeVar("C", bound=Control)
+
+
+class Connection:
+    """To `port` of 127.0.0.1 from the address `host`: under TLS with a context, which names `name` as the server."""
+
+    def __init__(
+        self, port: int, context: ssl.SSLContext | None, name: str, host: str = "127.0.0.1"
+    ) -> None:
+        self.port = port
+        self.context = context
+        self.name = name
+        self.host = host
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+
+    async def __aenter__(self) -> Self:
+        name = self.name if self.context is not None else None
+        self.reader, self.writer = await asyncio.open_connection(
+            "127.0.0.1", self.port, ssl=self.context, server_hostname=name, local_addr=(self.host, 0)
+        )  # fmt: skip
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.transport.abort()
+        try:
+            await self.writer.wait_closed()
+        except OSError:
+            return  # it may have been cut: that is what it is for
+
+    async def say(self, *parts: Control | bytes) -> None:
+        try:
+            for part in parts:
+                self.writer.write(part if isinstance(part, bytes) else encode_control(part))
+            await self.writer.drain()
+        except OSError:
+            return  # what it said before is still to be read
+
+    async def hear(self, wanted: type[C]) -> C:
+        """Return the next control frame of this type; raises EOFError at the end."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    head = await self.reader.readexactly(4)
+                    frame = head + await self.reader.readexactly(int.from_bytes(head, "little"))
+                except (asyncio.IncompleteReadError, OSError) as err:
+                    raise EOFError from err
+                body = decode_control(memoryview(frame), 0, len(frame))
+                if isinstance(body, wanted):
+                    return body
+
+    async def gone(self) -> None:
+        """Return once the relay has closed the connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                while await self.reader.read(65_536):
+                    pass
+            except OSError:
+                return

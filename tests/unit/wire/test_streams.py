@@ -1,0 +1,124 @@
+"""Bodies of calls and orders: what an older side wrote is read, what it reads of ours is what it knows, and bad ones are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Struct, structs
+
+from iris.errors import ConfigError, DecodeError, InvalidName
+from iris.wire import streams
+from iris.wire.streams import Copied, Copy, Definition, Gap, Hole, Order, Origin, Record
+
+UUID = bytes(range(16))
+ORIGIN = Origin(UUID, "orders", topic="orders.>")
+COPY = Definition("orders-eu", max_bytes=7, mirror=UUID.hex(), origins=(ORIGIN,))
+
+
+class OldDefinition(Struct, frozen=True):
+    """As it was before there were copies."""
+
+    name: str
+    topic: str = ""
+    cluster: str = ""
+    max_bytes: int = 0
+    max_messages: int = 0
+    max_age_us: int = 0
+    compact: bool = False
+    paused: bool = False
+
+
+class OldOrder(Struct, frozen=True):
+    action: str
+    uuid: bytes
+    key_id: bytes
+    store: bytes
+    issued_us: int
+    definition: OldDefinition
+    version: int = 1
+
+
+def test_an_order_from_before_there_were_copies_is_read() -> None:
+    old = OldOrder("keep", UUID, UUID, bytes(32), 5, OldDefinition("orders", "orders.>"))
+    found = streams.decode_order(msgspec.msgpack.encode(old))
+    assert found == Order("keep", UUID, UUID, bytes(32), 5, Definition("orders", "orders.>"))
+    assert found.definition.key_uuid(UUID) == UUID
+    assert (found.definition.mirror, found.definition.origins) == ("", ())
+
+
+def test_an_older_side_reads_a_copy_as_a_stream_that_records_nothing() -> None:
+    order = Order("keep", UUID, UUID, bytes(32), 5, COPY)
+    found = msgspec.msgpack.decode(streams.encode(order), type=OldOrder)
+    assert found.definition == OldDefinition("orders-eu", max_bytes=7)
+
+
+def test_an_order_of_a_copy_comes_back_as_it_was() -> None:
+    order = Order("keep", UUID, UUID, bytes(32), 5, COPY)
+    assert streams.decode_order(streams.encode(order)) == order
+    assert hash(order.definition) == hash(COPY)
+    streams.check_definition(COPY)
+
+
+def test_key_hashes_are_made_with_the_first_log_of_a_line_of_copies() -> None:
+    again = Origin(bytes(16), "orders-eu")
+    of_a_copy = Definition("third", mirror=again.uuid.hex(), origins=(ORIGIN, again))
+    streams.check_definition(of_a_copy)
+    assert of_a_copy.key_uuid(b"z" * 16) == UUID
+    assert structs.replace(of_a_copy, mirror="").key_uuid(b"z" * 16) == UUID
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mirror": "no hex"},
+        {"mirror": UUID.hex().upper()[:31]},
+        {"mirror": bytes(16).hex()},
+        {"origins": ()},
+        {"topic": "orders.>"},
+        {"cluster": "billing"},
+        {"origins": (Origin(UUID, "no spaces"),)},
+        {"origins": (Origin(UUID, "orders", topic="a..b"),)},
+        {"origins": (Origin(UUID, "orders", cluster="*"),)},
+        {"origins": (ORIGIN,) * 9},
+    ],
+)
+def test_a_definition_of_a_copy_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, InvalidName)):
+        streams.check_definition(structs.replace(COPY, **changes))
+
+
+def test_more_origins_than_are_allowed_do_not_decode() -> None:
+    order = Order("keep", UUID, UUID, bytes(32), 5, structs.replace(COPY, origins=(ORIGIN,) * 9))
+    with pytest.raises(DecodeError):
+        streams.decode_order(streams.encode(order))
+
+
+def test_a_copy_and_its_answer_come_back_as_they_were() -> None:
+    record = Record(3, 0x4C, "orders", UUID, UUID, bytes(24), b"sealed", 5, b"k" * 32, True, 6, 7)
+    call = Copy(UUID, 1, 4, [Hole(1, 2, 1), Gap(2, None, "why", 5), record], 9)
+    assert streams.decode_call(streams.encode(call)) == call
+    for answer in (Copied(4, True), Copied(0)):
+        assert streams.decode_answer(streams.encode(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"uuid": b"short"},
+        {"start": -1},
+        {"next": 1 << 63},
+        {"items": [[4, 1, 2]]},
+        {"items": [[2, 0, None, "why", 5]] * 4097},
+        {"items": [[1, 0, 300, "n", UUID, UUID, bytes(24), b"", 0]]},
+        {"items": [[1, 0, 1, "n", UUID, UUID, bytes(23), b"", 0]]},
+        {"items": [[1, 0, 1, "n", UUID, UUID, bytes(24), b"", 0, bytes(33)]]},
+        {"items": [[1, 0, 1, "n" * 256, UUID, UUID, bytes(24), b"", 0]]},
+    ],
+)
+def test_a_malformed_copy_does_not_decode(changes: dict[str, Any]) -> None:
+    body = {"op": "copy", "uuid": UUID, "start": 0, "next": 1, "items": [], "high_water": 0}
+    assert streams.decode_call(msgspec.msgpack.encode(body)) == Copy(UUID, 0, 1, [], 0)
+    with pytest.raises(DecodeError):
+        streams.decode_call(msgspec.msgpack.encode({**body, **changes}))
