@@ -1,0 +1,74 @@
+"""`iris bridge`: processes that let programs of other protocols take part."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from iris.cli import options
+from iris.cli.bridge_sp import sp
+from iris.cli.exits import complain, exit_code
+from iris.errors import IrisError
+
+app = typer.Typer(
+    name="bridge", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Let programs of other protocols take part.
+
+    A bridge is a process with a keyring, like any other program here: it seals
+    what its clients send, and opens what is for them.
+
+    \b
+    Examples:
+      iris bridge iris1
+      iris bridge sp --config sp.toml
+    """,
+)  # fmt: skip
+
+
+@app.command()
+def iris1(
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS:PORT", help="Where clients connect. Repeatable. Default: 127.0.0.1:55555 and [::1]:55555.", show_default=False),
+    ] = None,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Listen on other addresses than loopback: there is no authentication.")
+    ] = False,
+    max_clients: Annotated[int, typer.Option(min=1, help="Connections at once.")] = 1024,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Be the relay that programs of the first Iris expect (iris-go, iris-java, iris-erl; protocol v1.0-draft2).
+
+    Their clusters and topics are ours: a Go service and a Python service are
+    members of one cluster. That protocol knows no authentication: whoever can
+    connect acts with this process's keys, so it listens on loopback.
+
+    SIGTERM or Ctrl-C finishes what was accepted and ends with exit code 0; a
+    second one ends at once. SIGHUP takes up a changed keyring. Logs are JSON
+    lines on stderr. docs/bridges.md says what maps to what.
+
+    \b
+    Examples:
+      iris bridge iris1
+      iris bridge iris1 --listen 127.0.0.1:55556
+    """
+    from relay.bridges.iris1.bridge import parse_address
+    from relay.bridges.iris1.config import DEFAULT_LISTEN, Iris1Config
+    from relay.bridges.iris1.process import run
+
+    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise typer.BadParameter(f"{log_level!r} is no level", param_hint="--log-level")
+    try:
+        config = Iris1Config(
+            listen=tuple(map(parse_address, listen)) if listen else DEFAULT_LISTEN,
+            allow_remote=allow_remote,
+            max_clients=max_clients,
+        )
+        run(config, relay, log_level)
+    except IrisError as err:
+        complain(err)
+        raise typer.Exit(int(exit_code(err))) from err
+
+
+app.command("sp")(sp)

@@ -1,0 +1,1 @@
+"""Bridges: processes that are ordinary clients of Iris and speak another protocol on their other side."""

@@ -1,0 +1,223 @@
+"""The bridge: where it listens, its clients, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import iris
+from relay.bridges.iris1.config import Iris1Config
+from relay.bridges.iris1.conversation import Conversation
+from relay.bridges.iris1.outlet import LINGER_S
+from relay.logs import Quiet
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 1024
+MAX_WAITING: Final = 1024
+"""Connections that have not said INIT; for one more the oldest gives way."""
+_ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""This host has no such address, or no IPv6 at all."""
+_KEEP_ALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+"""The protocol has no heartbeat: a client whose host has vanished is noticed within two minutes."""
+
+Connect = Callable[[str], iris.Client]
+
+
+class Bridge:
+    """Clients of the first Iris, each with a session of its own. `connect` makes one, for a label."""
+
+    def __init__(self, config: Iris1Config, connect: Connect) -> None:
+        self.config = config
+        self.connect = connect
+        self.counters: Counter[str] = Counter()
+        """What went wrong, by cause."""
+        self._told: Counter[str] = Counter()
+        self.conversations: set[Conversation] = set()
+        self._waiting: dict[Conversation, None] = {}
+        self._admitted: set[Conversation] = set()
+        self._stopping = False
+        self.addresses: list[tuple[str, int]] = []
+        """Where it listens."""
+        self._servers: list[asyncio.Server] = []
+        self._quiet = Quiet()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        One of several addresses may be absent from this host, as ::1 is without IPv6.
+
+        Raises:
+            ConfigError: an address is not loopback and that was not asked for, or it cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        absent: list[str] = []
+        try:
+            for host, port in self.config.listen:
+                self._check(host)
+                try:
+                    sock = _bound(host, port)
+                except OSError as err:
+                    if err.errno not in _ABSENT:
+                        raise iris.ConfigError(
+                            f"listen: {_shown(host, port)}: {err.strerror or err}"
+                        ) from err
+                    absent.append(_shown(host, port))
+                    continue
+                server = await loop.create_server(
+                    lambda: Conversation(self), sock=sock, backlog=BACKLOG
+                )
+                self._servers.append(server)
+                self.addresses += [sock.getsockname()[:2] for sock in server.sockets]
+            if not self._servers:
+                raise iris.ConfigError(f"listen: this host has none of {', '.join(absent)}")
+        except BaseException:
+            self._close()
+            raise
+        fields = {"listen": [_shown(*address) for address in self.addresses], "absent": absent}
+        log.info("bridge.started", extra={"fields": fields})
+        why = "its protocol has none: whoever reaches these ports acts with this process's keys"
+        log.warning("bridge.no_authentication", extra={"fields": {**fields, "why": why}})
+
+    async def stop(self) -> None:
+        """Take no more clients, finish what was accepted from those that are there, within bounds, and end them."""
+        self._stopping = True
+        self._close()
+        for conversation in list(self.conversations):
+            conversation.stop()
+        bound_s = 3 * self.config.drain_s + LINGER_S
+        try:
+            async with asyncio.timeout(bound_s):
+                await self._gone()
+        except TimeoutError:
+            log.warning("bridge.stuck", extra={"fields": {"clients": len(self.conversations)}})
+            tasks = [c.task for c in self.conversations if c.task is not None]
+            for conversation in list(self.conversations):
+                conversation.give_up()
+            if tasks:
+                await asyncio.wait(tasks, timeout=self.config.drain_s)
+        self.tell_counters()
+        log.info("bridge.stopped")
+
+    async def _gone(self) -> None:
+        while self.conversations:
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            await waiter
+
+    def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers = []
+
+    def _check(self, host: str) -> None:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            raise iris.ConfigError(f"listen: {host!r} is no numeric address") from None
+        if not address.is_loopback and not self.config.allow_remote:
+            raise iris.ConfigError(
+                f"listen: {host} is not loopback, and this protocol knows no authentication: "
+                "--allow-remote takes it all the same"
+            )
+
+    # -- what its clients call -------------------------------------------------------------------------------
+
+    def connected(self, conversation: Conversation) -> None:
+        """Somebody is there."""
+        self.conversations.add(conversation)
+        self._waiting[conversation] = None
+        if self._stopping:  # it was accepted in the turn in which we stopped listening
+            conversation.stop()
+        if len(self._waiting) > MAX_WAITING:
+            self.counters["handshakes over the bound"] += 1
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.give_up()
+
+    def greeted(self, conversation: Conversation) -> bool:
+        """Somebody said INIT; False: there are as many clients as there may be, and it gives way as one that did not."""
+        if len(self._admitted) >= self.config.max_clients:
+            return False
+        self._waiting.pop(conversation, None)
+        self._admitted.add(conversation)
+        return True
+
+    def disconnected(self, conversation: Conversation) -> None:
+        """Nothing of it is left."""
+        self.conversations.discard(conversation)
+        self._waiting.pop(conversation, None)
+        self._admitted.discard(conversation)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def lost(self, lost: iris.Lost) -> None:
+        """Something did not reach a client, or the relay; its protocol has no word for that."""
+        if lost.count is not None:
+            self.counters[f"lost on the way: {lost.cause}"] += lost.count
+
+    def gap(self, gap: iris.Lost) -> None:
+        """A client may have missed something: `lost` hears of it, too, if it is known how much."""
+        if gap.count is None:
+            self.counters[f"gaps of unknown length: {gap.cause}"] += 1
+
+    async def reload_keys(self, keyring: iris.Keyring) -> int:
+        """Have every client's session use a changed keyring; return how many cannot: each is logged, and keeps the old keys."""
+        moves = [conversation.reload_keys(keyring) for conversation in self.conversations]
+        return (await asyncio.gather(*moves)).count(False)
+
+    def tell_counters(self) -> None:
+        """Log what went wrong so far, if it has changed."""
+        if self.counters != self._told:
+            self._told = self.counters.copy()
+            log.info("bridge.counters", extra={"fields": {"counters": dict(self.counters)}})
+
+    def warn(self, event: str, peer: str, reason: str) -> None:
+        """Log what a client did, once in a while."""
+        fields = {"peer": peer, "reason": reason}
+        self._quiet.warning(log, event, peer.rpartition(":")[0], time.monotonic(), fields)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for level, option, value in _KEEP_ALIVE:  # what is accepted inherits them
+            sock.setsockopt(level, option, value)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the host and port of "127.0.0.1:55555" or "[::1]:55555"; raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65_535:
+        raise iris.ConfigError(f"listen: {text!r} is not ADDRESS:PORT or [ADDRESS]:PORT")
+    return host, int(port)
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,150 @@
+"""Requests: the client's to any cluster of ours, and anybody's to the client.
+
+Between two bridges a request says its timeout and an answer what kind it is in headers, because a service of the first Iris
+judges expiry by itself, and a fault's text has to arrive byte for byte however long it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Final
+
+import iris
+from relay.bridges.iris1.config import Iris1Config
+from relay.bridges.iris1.core.frames import Oversized, Payload
+from relay.bridges.iris1.core.machine import MAX_TIMEOUT_MS, Machine
+
+TIMEOUT_HEADER: Final = "iris1-timeout-ms"
+"""With a request: how long its caller waits. Callers of ours may say it, too."""
+KIND_HEADER: Final = "iris1"
+FAULT: Final = "fault"
+NO_REPLY: Final = "timeout"
+
+
+class Calls:
+    """The requests of one connection, in both directions."""
+
+    def __init__(
+        self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str]
+    ) -> None:
+        self._client = client
+        self._machine = machine
+        self._config = config
+        self._counters = counters
+        self._loop = asyncio.get_running_loop()
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def ask(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> asyncio.Task[None]:
+        """Ask a cluster for the client, and give it the one answer."""
+        asking = self._ask(id, cluster, payload, timeout_ms)
+        task = self._loop.create_task(asking, name="iris1-request")
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
+
+    def end(self) -> None:
+        """Nobody waits for the answers any more."""
+        for task in list(self._asking):
+            task.cancel()
+
+    async def _ask(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
+        machine = self._machine
+        timeout_ms = max(timeout_ms, 1)
+        timeout = timeout_ms / 1000
+        headers = {TIMEOUT_HEADER: str(timeout_ms)}
+        try:
+            async with asyncio.timeout(timeout + self._config.slack_s):
+                # It is on its way before this waits at all, however short the timeout is.
+                message: iris.Message = await self._client.request(
+                    cluster, payload, timeout=timeout + self._config.grace_s, headers=headers, type=iris.Message
+                )  # fmt: skip
+        except iris.RemoteError as err:
+            machine.reply(id, err.detail.encode(errors="backslashreplace"), success=False)
+        except (TimeoutError, iris.NoMembers, iris.Overloaded, iris.ConnectionLost) as err:
+            self._counters[f"requests unanswered: {_cause(err)}"] += 1
+            machine.no_reply(id)
+        except iris.IrisError as err:
+            machine.reply(id, str(err).encode(errors="backslashreplace"), success=False)
+        else:
+            kind = (message.headers or {}).get(KIND_HEADER)
+            if kind == NO_REPLY:
+                machine.no_reply(id)
+            else:
+                machine.reply(id, message.payload, success=kind != FAULT)
+
+    def on_request(self, request: iris.Request) -> None:
+        """Hand a request to the client, which answers it, or not, in its own time."""
+        timeout_ms = _timeout_ms((request.headers or {}).get(TIMEOUT_HEADER))
+        owed = Owed(request.defer(), self._counters, timeout_ms is not None)
+        if timeout_ms is None:
+            timeout_ms = round(self._config.native_timeout_s * 1000)
+        id = self._machine.call(owed, request.payload, timeout_ms)
+        if id is None:
+            owed.give_back("the service has too much to do, or is going")
+            return
+        wait_s = timeout_ms / 1000 + self._config.grace_s
+        owed.timer = self._loop.call_later(wait_s, self._expired, id, owed, wait_s)
+
+    def _expired(self, id: int, owed: Owed, wait_s: float) -> None:
+        self._machine.forget_call(id)
+        self._counters["services that did not answer"] += 1
+        owed.give_back(f"the service did not answer within {wait_s:g} s")
+
+
+class Owed:
+    """The answer to a request that was handed to the client."""
+
+    __slots__ = ("_asked_by_bridge", "_counters", "_deferred", "timer")
+
+    def __init__(
+        self, deferred: iris.Deferred, counters: Counter[str], asked_by_bridge: bool
+    ) -> None:
+        self._deferred = deferred
+        self._counters = counters
+        self._asked_by_bridge = asked_by_bridge
+        self.timer: asyncio.TimerHandle | None = None
+
+    def answered(self, success: bool, payload: Payload) -> None:
+        """The client answered."""
+        if isinstance(payload, Oversized):
+            self._counters["oversized"] += 1
+            success, payload = False, f"a reply of {payload.size} bytes is over the limit".encode()
+        self._end()
+        if success:
+            self._deferred.reply(payload)
+        elif self._asked_by_bridge:
+            self._deferred.reply(iris.Reply(payload, {KIND_HEADER: FAULT}))
+        else:
+            self._deferred.fail(payload.decode(errors="backslashreplace"))
+
+    def give_back(self, reason: str) -> None:
+        """The client does not answer."""
+        self._end()
+        if self._asked_by_bridge:
+            self._deferred.reply(iris.Reply(b"", {KIND_HEADER: NO_REPLY}))
+        else:
+            self._deferred.fail(reason)
+
+    def _end(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+def _timeout_ms(text: str | None) -> int | None:
+    """Return what a caller said, if it is a number: whoever holds the key can write anything there."""
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10:
+        return None
+    return min(max(1, int(text)), MAX_TIMEOUT_MS)
+
+
+def _cause(err: BaseException) -> str:
+    match err:
+        case iris.NoMembers():
+            return "no members"
+        case iris.Overloaded():
+            return "overloaded"
+        case iris.ConnectionLost():
+            return "connection lost"
+        case _:
+            return "timeout"

@@ -1,0 +1,423 @@
+"""One client of the first Iris on the event loop: its socket on one side, a session of its own at the relay on the other.
+
+What it sends is acted on as it comes; when the relay does not take it, the client is not read from. What comes for it is
+written at the end of the turn, and a client that leaves more than `queue_bytes` unread is cut. It ends in one of four ways: it
+said CLOSE, it is lost, it was dropped with a reason, or the bridge stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Final, cast
+
+import iris
+from relay.bridges.iris1.calls import Calls
+from relay.bridges.iris1.core import codec
+from relay.bridges.iris1.core.frames import Violation
+from relay.bridges.iris1.core.machine import Machine, State
+from relay.bridges.iris1.lines import Lines
+from relay.bridges.iris1.outlet import Outlet
+
+if TYPE_CHECKING:
+    from relay.bridges.iris1.bridge import Bridge
+
+log = logging.getLogger(__name__)
+
+READ_HIGH_BYTES: Final = 256 << 10
+"""What may wait to be acted on; then the client is not read from."""
+FRAMES_A_TURN: Final = 64
+"""Then other clients have their turn, however many frames have come."""
+STOPPED: Final = "the bridge stopped"
+
+
+class Ending(Enum):
+    """How a connection ended."""
+
+    CLOSED = "closed"
+    LOST = "lost"
+    DROPPED = "dropped"
+    STOPPED = "stopped"
+
+
+class Conversation(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        config = bridge.config
+        self.machine = Machine(
+            self, lambda data: self._outlet.emit(data), bridge.counters, message_limit=READ_HIGH_BYTES, max_calls=config.max_calls,
+            call_bytes=config.call_bytes, max_tunnels=config.max_tunnels,
+            tunnel_message_bytes=config.tunnel_message_bytes, tunnel_bytes=config.tunnel_bytes,
+        )  # fmt: skip
+        self.task: asyncio.Task[None] | None = None
+        """From INIT on."""
+        self.peer = ""
+        self._bridge = bridge
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._outlet: Outlet
+        self._silence: asyncio.TimerHandle | None = None
+        self._taken = 0
+        """Frames in this turn."""
+        self._joined = asyncio.Event()
+        """It has a session, or it never will."""
+        self._gone = asyncio.Event()
+        """It is closed."""
+        self._ended = asyncio.Event()
+        self._ending: Ending | None = None
+        self._reason = ""
+        self.client: iris.Client | None = None
+        """Its session, once there is one."""
+        self._calls: Calls
+        self._lines: Lines
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The client's requests and tunnels."""
+        self._worker: asyncio.Task[None] | None = None
+        self._reading_paused = False
+        self._topics: dict[bytes, tuple[iris.Subscription, asyncio.Task[None]]] = {}
+
+    # -- the socket ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._outlet = Outlet(self._transport, self._bridge.config.queue_bytes, self._full)
+        name = transport.get_extra_info("peername")
+        self.peer = f"{name[0]}:{name[1]}" if name else "?"
+        self._bridge.connected(self)
+        self._silence = self._loop.call_later(self._bridge.config.handshake_s, self._silent)
+
+    def data_received(self, data: bytes) -> None:
+        if self.machine.state != State.ENDED:  # what still comes then is nobody's
+            self.machine.decoder.feed(data)
+            self._work()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.machine.decoder.within and self.machine.state == State.OPEN:
+            self._bridge.counters["lost within a frame"] += 1
+        if self._silence is not None:
+            self._silence.cancel()
+        self.machine.end()
+        self._end(Ending.LOST)
+        self._outlet.lost()
+        self._gone.set()
+        self._joined.set()
+        if self.task is None or self.task.done():  # cancelled before it began, it has told nobody
+            self._bridge.disconnected(self)
+
+    def pause_writing(self) -> None:
+        self._outlet.pause()
+
+    def resume_writing(self) -> None:
+        self._outlet.resume()
+
+    def _silent(self) -> None:
+        if self.machine.state == State.OPENING:
+            self._bridge.counters["handshake timeouts"] += 1
+            self._transport.abort()
+
+    def _full(self, unread_bytes: int) -> None:
+        self._bridge.counters["slow clients cut"] += 1
+        reason = f"it left {unread_bytes} bytes unread"
+        self._bridge.warn("bridge.client_dropped", self.peer, reason)
+        self._end(Ending.DROPPED, reason)
+
+    # -- what the client says --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Act on what has come, as far as nothing has to be waited for."""
+        if self._worker is None:
+            try:
+                waiting = self._next()
+            except (Violation, iris.IrisError) as err:
+                self._offended(err)
+                return
+            if waiting is not None:
+                self._worker = self._loop.create_task(self._keep_working(waiting))
+        if self.machine.decoder.held_bytes > READ_HIGH_BYTES and not self._reads:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    @property
+    def _reads(self) -> bool:
+        """Whether what has come is acted on as soon as it is whole."""
+        return self._worker is None and self.machine.state != State.JOINING
+
+    def _next(self) -> Awaitable[None] | None:
+        """Act on frames; return what to await before the next one: the relay may have to take something, or others a turn."""
+        machine, client = self.machine, self.client
+        while machine.state in (State.OPENING, State.OPEN):
+            if self._taken == FRAMES_A_TURN:
+                self._taken = 0
+                return asyncio.sleep(0)
+            frame = machine.decoder.next_frame()
+            if frame is None:
+                break
+            self._taken += 1
+            waiting = machine.take(frame)
+            if waiting is None and client is not None:
+                waiting = client.writable()
+            if waiting is not None:
+                return waiting
+        self._taken = 0
+        return None
+
+    async def _keep_working(self, first: Awaitable[None]) -> None:
+        waiting: Awaitable[None] | None = first
+        try:
+            while waiting is not None:
+                await waiting
+                waiting = self._next()
+        except (Violation, iris.IrisError) as err:
+            self._offended(err)
+        finally:
+            self._worker = None
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if self._reading_paused and not self._transport.is_closing():
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def _offended(self, err: Exception) -> None:
+        """End the connection for what the client did: nobody else hears of it."""
+        silent = isinstance(err, Violation) and err.silent
+        cause = "violations" if isinstance(err, Violation) else "refused"
+        self._bridge.counters[cause] += 1
+        self._bridge.warn("bridge.client_dropped", self.peer, str(err))
+        self._drop("" if silent else str(err))
+
+    def _drop(self, reason: str) -> None:
+        if reason:
+            self.machine.drop(reason)
+        else:
+            self.machine.end()
+        self._hang_up()
+        self._end(Ending.DROPPED, reason)
+
+    def _hang_up(self) -> None:
+        """Say no more; what still comes is read, and is nobody's."""
+        self._outlet.hang_up()
+        self._read_on()
+
+    def _end(self, ending: Ending, reason: str = "") -> None:
+        if self._ending is None:
+            self._ending = ending
+            self._reason = reason
+            self._ended.set()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- what the machine asks for ---------------------------------------------------------------------------
+
+    def greeted(self, cluster: str) -> None:
+        """It said who it is."""
+        if self._silence is not None:
+            self._silence.cancel()
+        room = self._bridge.greeted(self)
+        self.task = self._loop.create_task(self._run(cluster, room=room), name="iris1-client")
+
+    def broadcast(self, cluster: str, message: bytes) -> Awaitable[None]:
+        """Pass a broadcast on."""
+        return self._session.broadcast(cluster, message)
+
+    def publish(self, topic: str, event: bytes) -> Awaitable[None] | None:
+        """Pass an event on."""
+        session = self._session
+        return None if session.offer(topic, event) else session.publish(topic, event)
+
+    def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
+        """Ask a cluster."""
+        if self._ending is not None:
+            self.machine.no_reply(id)
+        else:
+            self._keep(self._calls.ask(id, cluster, payload, timeout_ms))
+
+    def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None:
+        """Open a tunnel."""
+        if self._ending is not None:
+            self.machine.refuse_tunnel(id)
+        else:
+            opening = self._lines.open(id, cluster, timeout_ms)
+            self._keep(self._loop.create_task(opening, name="iris1-tunnel"))
+
+    def subscribe(self, topic: bytes, name: str) -> None:
+        """Hear a topic; a second time changes nothing."""
+        if topic in self._topics:
+            self._bridge.counters["double subscriptions"] += 1
+            return
+        if len(self._topics) >= self._bridge.config.max_subscriptions:
+            raise Violation(f"over {self._bridge.config.max_subscriptions} subscriptions")
+
+        def heard(message: iris.Message) -> None:
+            heard_by = self._topics.get(topic)
+            if heard_by is not None and heard_by[0] is subscription:
+                self.machine.send(codec.publish(topic, message.payload))
+
+        subscription = self._session.subscribe(name, heard, on_gap=self._bridge.gap)
+        self._taken = FRAMES_A_TURN  # it takes the longer, the more topics the client has
+        subscribed = self._subscribed(subscription)
+        registering = self._loop.create_task(subscribed, name="iris1-subscribe")
+        self._topics[topic] = subscription, registering
+        self._keep(registering)
+
+    async def _subscribed(self, subscription: iris.Subscription) -> None:
+        try:
+            await subscription.ready()
+        except (iris.ConnectionLost, iris.RequestTimeout, iris.Closed):
+            return  # it is registered anew when there is a relay again
+        except iris.IrisError as err:
+            if self._ending is None:  # else its end has its own last word
+                self._offended(err)
+
+    def unsubscribe(self, topic: bytes) -> None:
+        """Hear a topic no more; one that is not heard changes nothing."""
+        known = self._topics.pop(topic, None)
+        if known is None:
+            self._bridge.counters["unknown unsubscriptions"] += 1
+            return
+        subscription, registering = known
+        registering.cancel()  # without a relay it would wait, and there may be many
+        subscription.stop()
+
+    def closing(self) -> None:
+        """It said CLOSE: nothing more comes from it."""
+        self.machine.end()
+        if self._ending == Ending.STOPPED:  # its own end comes before ours
+            self._calls.end()
+            self._ending = Ending.CLOSED
+        self._end(Ending.CLOSED)
+
+    @property
+    def _session(self) -> iris.Client:
+        assert self.client is not None  # nothing but INIT is taken before
+        return self.client
+
+    # -- its session -----------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Finish what was accepted, in bounded time, and end it."""
+        if self.task is None:
+            self._transport.abort()
+        self._end(Ending.STOPPED)
+
+    def give_up(self) -> None:
+        """End at once."""
+        self._transport.abort()
+        if self.task is not None:
+            self.task.cancel()
+
+    async def reload_keys(self, keyring: iris.Keyring) -> bool:
+        """Move to a changed keyring, once it has a session; False: it cannot, and goes on with the old keys."""
+        if self.task is None:
+            return True  # it will connect with the new ones
+        await self._joined.wait()  # at the latest when it is gone
+        if self.client is None or self._ending is not None:
+            return True
+        try:
+            await self.client.reload_keys(keyring)
+        except iris.IrisError as err:
+            if self._ending is not None:
+                return True
+            fields = {"peer": self.peer, "error": str(err)}
+            log.error("bridge.keys_not_reloaded", extra={"fields": fields})
+            return False
+        return True
+
+    async def _run(self, cluster: str, *, room: bool) -> None:
+        bridge = self._bridge
+        try:
+            if not room:
+                bridge.counters["clients over the bound"] += 1
+                raise iris.ConfigError(
+                    f"the bridge has {bridge.config.max_clients} clients already"
+                )
+            async with bridge.connect(f"iris1 {self.peer}"[:64]) as client:
+                await self._serve(client, cluster)
+        except iris.IrisError as err:
+            bridge.warn("bridge.client_refused", self.peer, str(err))
+            if self.machine.state == State.JOINING:
+                self.machine.deny(str(err))
+            self._end(Ending.DROPPED, str(err))
+        finally:
+            if self._ending == Ending.CLOSED:
+                self._outlet.emit(codec.close(""))
+            elif self._ending == Ending.STOPPED:
+                if self.machine.state == State.JOINING:
+                    self.machine.deny(STOPPED)
+                else:
+                    self._outlet.emit(codec.close(STOPPED))
+            self.machine.end()
+            self._hang_up()
+            try:
+                await self._gone.wait()
+            finally:
+                bridge.disconnected(self)
+
+    async def _serve(self, client: iris.Client, cluster: str) -> None:
+        bridge, machine = self._bridge, self.machine
+        self.client = client
+        client.on_loss = bridge.lost
+        machine.decoder.message_limit = client.message_limit
+        self._calls = Calls(client, machine, bridge.config, bridge.counters)
+        self._lines = Lines(client, machine, bridge.config, bridge.counters, self._outlet.room)
+        async with contextlib.AsyncExitStack() as serving:
+            if cluster:
+                await serving.enter_async_context(client.serve(self._service(cluster)))
+            self._joined.set()
+            if self._ending is None:
+                machine.accept()
+                log.info("bridge.client", extra={"fields": {"peer": self.peer, "cluster": cluster}})
+                self._read_on()
+                self._work()
+            try:
+                await self._ended.wait()
+                await self._wind_up(serving.aclose)
+            finally:
+                for task in (*self._tasks, *([self._worker] if self._worker is not None else ())):
+                    task.cancel()
+            if machine.state == State.OPEN:
+                machine.end()  # the session ends before its client is told
+            log.info("bridge.client_left", extra={"fields": self._farewell(cluster)})
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=bridge.config.drain_s)
+
+    def _service(self, cluster: str) -> iris.Service:
+        service = iris.Service(cluster)
+        service.on_request(self._calls.on_request)
+        service.on_tunnel(self._lines.on_tunnel)
+        service.on_gap(self._bridge.gap)
+
+        @service.on_broadcast
+        def heard(message: iris.Message) -> None:
+            self.machine.send(codec.broadcast(message.payload))
+
+        return service
+
+    async def _wind_up(self, leave: Callable[[], Awaitable[None]]) -> None:
+        """Leave the cluster and finish what was accepted; what only the client could finish has ended with it."""
+        stopped = self._ending == Ending.STOPPED
+        gracefully = self._ending in (Ending.CLOSED, Ending.STOPPED)
+        self._lines.end(
+            STOPPED if stopped else "" if gracefully else "the client went away",
+            gracefully=gracefully,
+        )
+        if not stopped:
+            self._calls.end()
+        leaving = asyncio.ensure_future(leave())
+        try:
+            rest = {*self._tasks, *([self._worker] if self._worker is not None else ())}
+            if rest:
+                await asyncio.wait(rest, timeout=self._bridge.config.drain_s)
+            await leaving
+        finally:
+            leaving.cancel()
+
+    def _farewell(self, cluster: str) -> dict[str, object]:
+        ending = self._ending.value if self._ending is not None else ""
+        return {"peer": self.peer, "cluster": cluster, "ending": ending, "reason": self._reason}

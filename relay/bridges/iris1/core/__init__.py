@@ -1,0 +1,1 @@
+"""The protocol of the first Iris, without IO."""

@@ -1,0 +1,397 @@
+"""One connection of the first Iris: what the client may say when, and what is owed to it.
+
+    OPENING ── INIT ──► JOINING ── accept ──► OPEN ── CLOSE, or `drop` ──► ENDED
+       └── wrong INIT: DENY or nothing ─────────────────────────────────────┘
+
+The client has no timers: every REQUEST is answered exactly once, every TUN_INIT too, whatever happens; `end` answers those that
+are left. Nothing but INIT leaves before `accept`: what comes for a new member earlier waits. Frames are given to a host that
+answers through the methods below; where a host's method returns an awaitable, no further frame is to be taken before it is done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Final, Protocol
+
+from relay.bridges.iris1.core import codec, frames
+from relay.bridges.iris1.core.decoder import Decoder
+from relay.bridges.iris1.core.frames import Frame, Oversized, Payload, Violation
+from relay.bridges.iris1.core.names import BadName, cluster_name, topic_name
+from relay.bridges.iris1.core.tunnels import WINDOW, Half, Purse, TunnelFault
+
+MAX_TIMEOUT_MS: Final = 0xFFFF_FFFF
+
+
+class State(Enum):
+    """Where a connection is."""
+
+    OPENING = "opening"
+    JOINING = "joining"
+    OPEN = "open"
+    ENDED = "ended"
+
+
+class Line(Protocol):
+    """Whoever joins a tunnel's half with its other end."""
+
+    half: Half | None
+
+    def opened(self, half: Half) -> None:
+        """The client confirmed it."""
+
+    def message(self, data: bytes) -> None:
+        """The client sent a whole message."""
+
+    def allowed(self) -> None:
+        """The client granted more."""
+
+    def closed(self, reason: str | None) -> None:
+        """The client closed it (None), or broke its rules."""
+
+
+class Owner(Protocol):
+    """Who owes the answer to a request that was handed to the client."""
+
+    def answered(self, success: bool, payload: Payload) -> None: ...
+    def give_back(self, reason: str) -> None: ...
+
+
+class Host(Protocol):
+    """What acts on frames: the event loop's side."""
+
+    def greeted(self, cluster: str) -> None: ...
+    def broadcast(self, cluster: str, message: bytes) -> Awaitable[None] | None: ...
+    def publish(self, topic: str, event: bytes) -> Awaitable[None] | None: ...
+    def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None: ...
+    def subscribe(self, topic: bytes, name: str) -> None: ...
+    def unsubscribe(self, topic: bytes) -> None: ...
+    def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None: ...
+    def closing(self) -> None: ...
+
+
+class Machine:
+    """One connection. `emit` takes bytes for the client; `counters` counts what went wrong, by cause."""
+
+    def __init__(
+        self, host: Host, emit: Callable[[bytes], None], counters: Counter[str], *, message_limit: int,
+        max_calls: int, call_bytes: int, max_tunnels: int, tunnel_message_bytes: int, tunnel_bytes: int,
+    ) -> None:  # fmt: skip
+        self.state = State.OPENING
+        self.decoder = Decoder(message_limit)
+        self._host = host
+        self._emit = emit
+        self._counters = counters
+        self._held: list[bytes] = []
+        self._calls: dict[int, int] = {}
+        """The client's requests that have no answer yet, with their sizes."""
+        self._call_bytes = 0
+        self._max_calls = max_calls
+        self._max_call_bytes = call_bytes
+        self._owners: dict[int, Owner] = {}
+        self._next_call = 0
+        self._opening: set[int] = set()
+        """The client's tunnels that are not confirmed yet."""
+        self._lines: dict[int, Line] = {}
+        self._builds: dict[int, Line | None] = {}
+        """Tunnels to the client that it has not confirmed; None: given up meanwhile."""
+        self._next_build = 0
+        self._max_tunnels = max_tunnels
+        self._tunnel_message_bytes = tunnel_message_bytes
+        self._purse = Purse(tunnel_bytes)
+        self.outgoing = Purse(tunnel_bytes)
+        """Of tunnel messages to the client; `_purse` is of those from it."""
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def accept(self) -> None:
+        """The member is there: say so, then what has waited."""
+        self.state = State.OPEN
+        self._emit(codec.init())
+        held, self._held = self._held, []
+        for data in held:
+            self._emit(data)
+
+    def deny(self, reason: str) -> None:
+        """It cannot be: say why."""
+        self.end()
+        self._emit(codec.deny(reason))
+
+    def drop(self, reason: str) -> None:
+        """End it for a reason that the client is told."""
+        was_open = self.state == State.OPEN
+        self.end()
+        if was_open:
+            self._emit(codec.close(reason))
+
+    def end(self) -> None:
+        """Take nothing more, and answer what is owed to the client. Idempotent."""
+        for id in list(self._calls):
+            self.no_reply(id)
+        for id in list(self._opening):
+            self.refuse_tunnel(id)
+        self.state = State.ENDED
+        self._held = []
+        owners, self._owners = self._owners, {}
+        for owner in owners.values():
+            owner.give_back("the service went away before it answered")
+
+    def send(self, data: bytes) -> bool:
+        """Send what has come for the client, or keep it until it is told that it is a member; False: it is gone."""
+        if self.state == State.OPEN:
+            self._emit(data)
+        elif self.state == State.JOINING:
+            self._held.append(data)
+        else:
+            return False
+        return True
+
+    def take(self, frame: Frame) -> Awaitable[None] | None:
+        """Act on one frame; raises Violation. What is returned is to be awaited before the next one."""
+        try:
+            return self._take(frame)
+        except BadName as err:
+            raise Violation(str(err)) from None
+
+    def _take(self, frame: Frame) -> Awaitable[None] | None:
+        host = self._host
+        match frame:
+            case frames.Publish(topic, event):
+                return host.publish(topic_name(topic), self._kept(event))
+            case frames.Broadcast(cluster, message):
+                return host.broadcast(cluster_name(cluster), self._kept(message))
+            case frames.Request():
+                self._request(frame)
+            case frames.Reply(id, success, payload):
+                owner = self._owners.pop(id, None)
+                if owner is None:
+                    self._counters["late replies"] += 1
+                else:
+                    owner.answered(success, payload)
+            case frames.TunTransfer(id, size, chunk):
+                self._transfer(id, size, chunk)
+            case frames.TunAllow(id, size):
+                self._allow(id, size)
+            case frames.Subscribe(topic):
+                host.subscribe(topic, topic_name(topic))
+            case frames.Unsubscribe(topic):
+                host.unsubscribe(topic)
+            case frames.TunInit():
+                self._tun_init(frame)
+            case frames.TunConfirm(build, id):
+                self._tun_confirm(build, id)
+            case frames.TunClose(id):
+                self._tun_close(id)
+            case frames.Init(magic, version, cluster):
+                self._init(magic, version, cluster)
+            case frames.Close():
+                host.closing()
+        return None
+
+    def _init(self, magic: bytes, version: bytes, cluster: bytes) -> None:
+        if magic != frames.CLIENT_MAGIC:
+            raise Violation("it is no client of the first Iris", silent=True)
+        if version != frames.VERSION:
+            theirs = version.decode(errors="replace")
+            self.deny(f"Unsupported protocol. Client: {theirs}. Iris: {frames.VERSION.decode()}.")
+            raise Violation("an unsupported version", silent=True)
+        try:
+            name = cluster_name(cluster) if cluster else ""
+        except BadName as err:
+            self.deny(str(err))
+            raise Violation(str(err), silent=True) from None
+        self.state = State.JOINING
+        self._host.greeted(name)
+
+    def _kept(self, payload: Payload) -> bytes:
+        """Return a payload; one that is too large has no answer but the end."""
+        if isinstance(payload, Oversized):
+            self._counters["oversized"] += 1
+            raise Violation(self._too_large("message", payload))
+        return payload
+
+    def _too_large(self, what: str, payload: Oversized) -> str:
+        return f"a {what} of {payload.size} bytes is over the limit of {self.decoder.message_limit}"
+
+    # -- the client's requests -------------------------------------------------------------------------------
+
+    def _request(self, frame: frames.Request) -> None:
+        id, payload = frame.id, frame.payload
+        if id in self._calls:
+            raise Violation(f"request {id} is under way already")
+        size = 0 if isinstance(payload, Oversized) else len(payload)
+        full = len(self._calls) >= self._max_calls or (
+            self._call_bytes and self._call_bytes + size > self._max_call_bytes
+        )
+        self._calls[id] = size
+        self._call_bytes += size
+        if isinstance(payload, Oversized):
+            self._counters["oversized"] += 1
+            self.reply(id, self._too_large("request", payload).encode(), success=False)
+            return
+        if full:
+            self._counters["requests over the bound"] += 1
+            self.no_reply(id)
+            return
+        try:
+            cluster = cluster_name(frame.cluster)
+        except BadName as err:
+            self.reply(id, str(err).encode(), success=False)
+        else:
+            self._host.request(id, cluster, payload, min(frame.timeout_ms, MAX_TIMEOUT_MS))
+
+    def reply(self, id: int, payload: bytes, *, success: bool) -> None:
+        """Answer a request of the client's, if nothing else has."""
+        if self._answers(id):
+            self._emit(codec.reply(id, payload, success=success))
+
+    def no_reply(self, id: int) -> None:
+        """Answer a request of the client's with a timeout, if nothing else has answered it."""
+        if self._answers(id):
+            self._emit(codec.no_reply(id))
+
+    def _answers(self, id: int) -> bool:
+        size = self._calls.pop(id, None)
+        if size is None:
+            return False
+        self._call_bytes -= size
+        return self.state != State.ENDED
+
+    # -- requests for the client -----------------------------------------------------------------------------
+
+    def call(self, owner: Owner, payload: bytes, timeout_ms: int) -> int | None:
+        """Hand the client a request; return its id, None if it is gone or has too many."""
+        if self.state == State.ENDED:
+            return None
+        if len(self._owners) >= self._max_calls:
+            self._counters["requests over the bound"] += 1
+            return None
+        id = self._next_call
+        self._next_call += 1
+        self._owners[id] = owner
+        self.send(codec.request(id, payload, min(timeout_ms, MAX_TIMEOUT_MS)))
+        return id
+
+    def forget_call(self, id: int) -> None:
+        """Nobody waits for the reply any more."""
+        self._owners.pop(id, None)
+
+    # -- tunnels ---------------------------------------------------------------------------------------------
+
+    @property
+    def _tunnels(self) -> int:
+        return len(self._opening) + len(self._lines) + len(self._builds)
+
+    def _tun_init(self, frame: frames.TunInit) -> None:
+        id = frame.id
+        if id in self._opening or id in self._lines:
+            raise Violation(f"tunnel {id} is there already")
+        full = self._tunnels >= self._max_tunnels
+        self._opening.add(id)
+        try:
+            cluster = cluster_name(frame.cluster)
+        except BadName:
+            full = True
+        if full:
+            self._counters["tunnels refused"] += 1
+            self.refuse_tunnel(id)
+        else:
+            self._host.tunnel(id, cluster, min(frame.timeout_ms, MAX_TIMEOUT_MS))
+
+    def confirm_tunnel(self, id: int, line: Line) -> None:
+        """The client's tunnel is open."""
+        if id in self._opening:
+            self._opening.discard(id)
+            self._open(id, line, codec.tun_confirm(id))
+
+    def refuse_tunnel(self, id: int) -> None:
+        """The client's tunnel could not be opened, if it is not open by now."""
+        if id in self._opening:
+            self._opening.discard(id)
+            if self.state != State.ENDED:
+                self._emit(codec.tun_refuse(id))
+
+    def build_tunnel(self, line: Line) -> int | None:
+        """Tell the client of a tunnel to it; return the build id, None if it is gone or has too many."""
+        if self.state == State.ENDED:
+            return None
+        if self._tunnels >= self._max_tunnels:
+            self._counters["tunnels refused"] += 1
+            return None
+        build = self._next_build
+        self._next_build += 1
+        self._builds[build] = line
+        self.send(codec.tun_init(build))
+        return build
+
+    def give_up_build(self, build: int) -> None:
+        """Nobody waits for the client's confirmation any more; its tunnel is closed should it still come."""
+        if build in self._builds:
+            self._builds[build] = None
+
+    def _tun_confirm(self, build: int, id: int) -> None:
+        if build not in self._builds:
+            raise Violation(f"tunnel {id} confirms nothing")
+        if id in self._opening or id in self._lines:
+            raise Violation(f"tunnel {id} is there already")
+        line = self._builds.pop(build)
+        if line is None:
+            self._counters["late tunnels"] += 1
+            self._emit(codec.tun_close(id, "it was confirmed too late"))
+            return
+        self._open(id, line, b"")
+        assert line.half is not None
+        line.opened(line.half)
+
+    def _open(self, id: int, line: Line, first: bytes) -> None:
+        line.half = Half(id, self._purse, self._tunnel_message_bytes)
+        self._lines[id] = line
+        self._emit(first + codec.tun_allow(id, WINDOW))
+
+    def _transfer(self, id: int, size: int, chunk: bytes) -> None:
+        line = self._lines.get(id)
+        if line is None or line.half is None:
+            self._counters["chunks of closed tunnels"] += 1
+            return
+        try:
+            message = line.half.receive(size, chunk)
+        except TunnelFault as fault:
+            self._counters["tunnel faults"] += 1
+            self.close_tunnel(line.half, str(fault))
+            line.closed(str(fault))
+            return
+        if message is not None:
+            line.message(message)
+        self.grant(line.half)
+
+    def grant(self, half: Half) -> None:
+        """Let the client send what has become free."""
+        size = half.grant()
+        if size and self._is_open(half):
+            self._emit(codec.tun_allow(half.id, size))
+
+    def _allow(self, id: int, size: int) -> None:
+        line = self._lines.get(id)
+        if line is not None and line.half is not None:
+            line.half.allow(size)
+            line.allowed()
+
+    def _tun_close(self, id: int) -> None:
+        line = self._lines.get(id)
+        if line is not None and line.half is not None:  # else both sides closed it at once
+            self.close_tunnel(line.half)
+            line.closed(None)
+
+    def close_tunnel(self, half: Half, reason: str = "") -> None:
+        """Tell the client that a tunnel has ended, if it does not know."""
+        if self._is_open(half):
+            del self._lines[half.id]
+            half.end()
+            if self.state != State.ENDED:
+                self._emit(codec.tun_close(half.id, reason))
+
+    def _is_open(self, half: Half) -> bool:
+        """Whether the tunnel of its id is this one: the client may give the id of a closed one to another."""
+        line = self._lines.get(half.id)
+        return line is not None and line.half is half

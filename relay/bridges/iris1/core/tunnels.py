@@ -1,0 +1,123 @@
+"""One tunnel as the first Iris sees it: chunks and allowances towards the client, whole messages towards us.
+
+Both sides grant each other bytes of payload. The client sends no chunk that it was not granted; what it sent is granted
+anew as soon as it is part of a message, unless a whole message waits to go on: then the window is all that may come. A message
+to the client waits with its first chunk alone for the client's grant, and the rest of it follows whatever the balance is.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+WINDOW: Final = 4_194_304
+"""What a client may send before it is granted more."""
+GRANT_BYTES: Final = WINDOW // 8
+"""Grants are made in portions: a client that may send so much less than the window does not wait."""
+_MOST: Final = 1 << 62
+
+
+class TunnelFault(Exception):
+    """A tunnel has to end; the text is told to both ends."""
+
+
+class Purse:
+    """Bytes of messages that are put together or wait, for all tunnels of one client, in one direction."""
+
+    __slots__ = ("held", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.held = 0
+        self.limit = limit
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes more; raises TunnelFault if they are too many."""
+        if self.held + size > self.limit:
+            raise TunnelFault(f"over {self.limit} bytes wait in the tunnels of this client")
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        """So many bytes are not held any more."""
+        self.held -= size
+
+
+class Half:
+    """The client's half of a tunnel."""
+
+    __slots__ = (
+        "_begun", "_missing", "_owed", "_purse", "_window", "allowance", "id", "message_limit", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, id: int, purse: Purse, message_limit: int) -> None:
+        self.id = id
+        self.message_limit = message_limit
+        self.allowance = 0
+        """What may be sent to the client; below 0 after a message that was larger."""
+        self.waiting = 0
+        """Bytes of whole messages from the client that have not gone on."""
+        self._purse = purse
+        self._begun = bytearray()
+        self._missing = 0
+        self._window = WINDOW
+        self._owed = 0
+
+    def allow(self, size: int) -> None:
+        """The client grants more."""
+        self.allowance = min(self.allowance + size, _MOST)
+
+    def sent(self, size: int) -> None:
+        """So much has gone to the client."""
+        self.allowance -= size
+
+    def receive(self, size: int, chunk: bytes) -> bytes | None:
+        """Take a chunk; return the message that it completes, which counts as `waiting` until `passed_on`.
+
+        Raises:
+            TunnelFault: more than was granted, more than was announced, nothing begun, or more than is held here.
+        """
+        self._window -= len(chunk)
+        if self._window < 0:
+            raise TunnelFault("more was sent than was allowed")
+        self._owed += len(chunk)
+        if size:
+            self._forget()
+            if size > self.message_limit:
+                raise TunnelFault(f"a message is over the limit of {self.message_limit} bytes")
+            self._missing = size
+        elif not self._missing:
+            raise TunnelFault("a chunk of no message")
+        if len(chunk) > self._missing:
+            raise TunnelFault("a message is longer than it was announced")
+        self._purse.take(len(chunk))
+        self._missing -= len(chunk)
+        if self._missing:
+            self._begun += chunk
+            return None
+        message = chunk
+        if self._begun:
+            self._begun += chunk
+            message = bytes(self._begun)
+            self._begun = bytearray()
+        self.waiting += len(message)
+        return message
+
+    def passed_on(self, size: int) -> None:
+        """A message of `size` bytes has gone on, or is given up."""
+        self.waiting -= size
+        self._purse.give_back(size)
+
+    def grant(self) -> int:
+        """Return what is to be granted to the client now, and count it as granted."""
+        if self.waiting or self._owed < GRANT_BYTES:
+            return 0
+        size, self._owed = self._owed, 0
+        self._window += size
+        return size
+
+    def end(self) -> None:
+        """Give back what a message begun has taken; what waits is given back by `passed_on`."""
+        self._forget()
+        self._missing = 0
+
+    def _forget(self) -> None:
+        self._purse.give_back(len(self._begun))
+        self._begun = bytearray()

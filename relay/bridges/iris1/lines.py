@@ -1,0 +1,263 @@
+"""Tunnels: a half of the client's joined with an `iris.Tunnel`, message by message.
+
+A message from the client goes on when it is whole; until it has, the client may send no more than its window. A message to the
+client waits for the client's allowance and for its socket, so the slower end sets the pace in both directions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine
+
+import iris
+from relay.bridges.iris1.config import Iris1Config
+from relay.bridges.iris1.core import codec
+from relay.bridges.iris1.core.frames import CHUNK_LIMIT
+from relay.bridges.iris1.core.machine import Machine
+from relay.bridges.iris1.core.tunnels import Half, TunnelFault
+
+log = logging.getLogger(__name__)
+
+
+class Lines:
+    """The tunnels of one connection. `room` waits while the client does not read."""
+
+    def __init__(
+        self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str],
+        room: Callable[[], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        self.machine = machine
+        self.config = config
+        self.counters = counters
+        self.room = room
+        self._client = client
+        self._lines: set[TunnelLine] = set()
+        self._opening: set[asyncio.Future[iris.Tunnel]] = set()
+        self._ended: tuple[str, bool] | None = None
+        """What `end` was told: a tunnel that comes later ends as the others."""
+
+    async def open(self, id: int, cluster: str, timeout_ms: int) -> None:
+        """Open a tunnel for the client, and carry it to its end."""
+        timeout = max(timeout_ms, 1) / 1000
+        opening = asyncio.ensure_future(self._client.open_tunnel(cluster, timeout=timeout))
+        self._opening.add(opening)
+        try:
+            tunnel = await opening
+        except (iris.IrisError, asyncio.CancelledError) as err:
+            opening.cancel()
+            self.counters["tunnels unopened"] += 1
+            self.machine.refuse_tunnel(id)
+            if isinstance(err, asyncio.CancelledError) and stopping():
+                raise
+            return
+        finally:
+            self._opening.discard(opening)
+        line = TunnelLine(self, tunnel)
+        self.machine.confirm_tunnel(id, line)
+        await self._carry(line)
+
+    async def on_tunnel(self, tunnel: iris.Tunnel) -> None:
+        """Carry a tunnel that somebody opened to the client, once the client has confirmed it."""
+        line = TunnelLine(self, tunnel)
+        build = self.machine.build_tunnel(line)
+        if build is not None:
+            self._lines.add(line)
+            await line.confirmed(self.config.confirm_s)
+            self.machine.give_up_build(build)
+        await self._carry(line)
+
+    async def _carry(self, line: TunnelLine) -> None:
+        self._lines.add(line)
+        if self._ended is not None:
+            line.finish(self._ended[0], gracefully=self._ended[1])
+        try:
+            await line.run()
+        finally:
+            self._lines.discard(line)
+
+    def end(self, reason: str, *, gracefully: bool) -> None:
+        """End all of them; `gracefully`: what the client has sent is passed on first."""
+        self._ended = reason, gracefully
+        for opening in list(self._opening):
+            opening.cancel()
+        for line in list(self._lines):
+            line.finish(reason, gracefully=gracefully)
+
+
+def stopping() -> bool:
+    """Whether this task is being cancelled, not only what it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class TunnelLine:
+    """One tunnel, joined end to end."""
+
+    def __init__(self, lines: Lines, tunnel: iris.Tunnel) -> None:
+        self.half: Half | None = None
+        self._lines = lines
+        self._tunnel = tunnel
+        self._messages: deque[bytes] = deque()
+        self._held = 0
+        """Bytes of the message to the client."""
+        self._sender: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        """The client confirmed or allowed something, or it is over."""
+        self._over = asyncio.Event()
+        self._reason = ""
+        self._gracefully = False
+
+    # -- what the machine calls ------------------------------------------------------------------------------
+
+    def opened(self, half: Half) -> None:
+        """The client confirmed it."""
+        self._changed.set()
+
+    def allowed(self) -> None:
+        """The client granted more."""
+        self._changed.set()
+
+    def message(self, data: bytes) -> None:
+        """The client sent a whole message."""
+        self._messages.append(data)
+        if self._sender is None:
+            self._sender = self._start(self._send(), "iris1-tunnel-send")
+
+    def closed(self, reason: str | None) -> None:
+        """The client closed it (None), or broke its rules."""
+        self.finish(reason or "", gracefully=reason is None)
+
+    # -- its life --------------------------------------------------------------------------------------------
+
+    def finish(self, reason: str, *, gracefully: bool) -> None:
+        """End it; the first reason counts."""
+        if not self._over.is_set():
+            self._reason = reason
+            self._gracefully = gracefully
+            self._over.set()
+            self._changed.set()
+
+    async def confirmed(self, timeout: float) -> None:
+        """Return when the client has confirmed it, or it is over: because it took too long, too."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self.half is None and not self._over.is_set():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self._lines.counters["tunnels unconfirmed"] += 1
+            self.finish(f"the service did not confirm it within {timeout:g} s", gracefully=False)
+
+    async def run(self) -> None:
+        """Carry messages both ways until one end closes, breaks or goes."""
+        half, tunnel = self.half, self._tunnel
+        if half is None:
+            tunnel.fail(self._reason or "the service is going, or has too many tunnels")
+            return
+        receiving = self._start(self._receive(half), "iris1-tunnel-receive")
+        try:
+            await self._over.wait()
+            if self._gracefully and self._sender is not None:
+                await asyncio.wait((self._sender,), timeout=self._lines.config.drain_s)
+        except asyncio.CancelledError:
+            self.finish("the bridge stopped", gracefully=False)
+            raise
+        finally:
+            receiving.cancel()
+            if self._sender is not None:
+                self._sender.cancel()
+                self._gracefully = False
+            self._lines.machine.close_tunnel(half, self._reason)
+            if self._gracefully and not self._reason:
+                await tunnel.close()
+            else:
+                tunnel.fail(self._reason or "the other side went away")
+            sending = [self._sender] if self._sender is not None else []
+            await asyncio.gather(receiving, *sending, return_exceptions=True)
+            if self._messages:
+                self._lines.counters["tunnel messages not passed on"] += len(self._messages)
+            while self._messages:
+                half.passed_on(len(self._messages.popleft()))
+            self._give_back()
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """A fault of ours is not to leave both ends waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("bridge.tunnel_fault", exc_info=error)
+            self.finish(f"internal error: {error!r}", gracefully=False)
+
+    async def _send(self) -> None:
+        half = self.half
+        assert half is not None
+        try:
+            while self._messages:
+                await self._tunnel.send(self._messages[0])
+                half.passed_on(len(self._messages.popleft()))
+                self._lines.machine.grant(half)
+        except iris.Closed:
+            self.finish("", gracefully=True)  # the other end has what it wanted
+        except iris.IrisError as err:
+            self.finish(str(err), gracefully=False)
+        finally:
+            self._sender = None
+
+    async def _receive(self, half: Half) -> None:
+        try:
+            while True:
+                message = await self._message()
+                if message:
+                    await self._pass(half, message)
+                else:
+                    self._lines.counters["empty tunnel messages"] += 1  # it has none
+                self._give_back()
+        except iris.EndOfTunnel:
+            self.finish("", gracefully=True)
+        except iris.IrisError as err:
+            self.finish(str(err), gracefully=False)
+        except TunnelFault as fault:
+            self._lines.counters["tunnel faults"] += 1
+            self.finish(str(fault), gracefully=False)
+
+    async def _message(self) -> bytes:
+        """Return the next whole message for the client, which its purse holds; raises as `Tunnel.recv_chunks`, and TunnelFault."""
+        limit = self._lines.config.tunnel_message_bytes
+        while True:
+            parts: list[bytes] = []
+            try:
+                async for chunk in self._tunnel.recv_chunks():
+                    if self._held + len(chunk) > limit:
+                        raise TunnelFault(f"a message is over the limit of {limit} bytes")
+                    self._lines.machine.outgoing.take(len(chunk))
+                    self._held += len(chunk)
+                    parts.append(chunk)
+                return b"".join(parts)
+            except iris.TunnelBroken:
+                if not parts:
+                    raise
+                # Its sender gave it up, and the next may follow; if the tunnel broke, the next turn raises that.
+                self._give_back()
+
+    def _give_back(self) -> None:
+        self._lines.machine.outgoing.give_back(self._held)
+        self._held = 0
+
+    async def _pass(self, half: Half, message: bytes) -> None:
+        view = memoryview(message)
+        size = len(view)
+        while half.allowance < min(size, CHUNK_LIMIT):
+            self._changed.clear()
+            await self._changed.wait()
+        for start in range(0, size, CHUNK_LIMIT):
+            await self._lines.room()
+            if self._over.is_set():
+                return
+            chunk = view[start : start + CHUNK_LIMIT]
+            half.sent(len(chunk))
+            self._lines.machine.send(codec.tun_transfer(half.id, 0 if start else size, chunk))

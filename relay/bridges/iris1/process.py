@@ -1,0 +1,74 @@
+"""The bridge as a process: an ordinary member with a keyring, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from typing import Final
+
+import iris
+from relay.bridges.iris1.bridge import Bridge
+from relay.bridges.iris1.config import Iris1Config
+from relay.logs import configure
+from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
+
+log = logging.getLogger(__name__)
+
+COUNTERS_S: Final = 60.0
+"""What went wrong is logged as often, if it has changed."""
+
+
+async def serve(config: Iris1Config, relay: str | None) -> None:
+    """Run a bridge until SIGTERM or SIGINT, a second of which ends the process at once; SIGHUP takes up a changed keyring."""
+    loop = asyncio.get_running_loop()
+    stop = stop_on_signals(loop)
+    own = iris.ClientConfig(relay=relay, label="iris bridge iris1", keep_freed_memory=True)
+    # The session of its own says at the start whether there are a relay and keys, and `iris status` shows it.
+    async with iris.connect(config=own) as client:
+
+        def connect(label: str) -> iris.Client:
+            settings = iris.ClientConfig(
+                relay=relay, label=label, drain_timeout_s=config.drain_s, message_limit_bytes=64 << 20
+            )  # fmt: skip
+            return iris.connect(config=settings, keyring=client.keyring)
+
+        bridge = Bridge(config, connect)
+        reloads: set[asyncio.Task[None]] = set()
+
+        def on_hangup() -> None:
+            task = loop.create_task(_reload(client, bridge), name="iris1-reload")
+            reloads.add(task)
+            task.add_done_callback(reloads.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        await bridge.start()
+        try:
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(COUNTERS_S):
+                        await stop.wait()
+                bridge.tell_counters()
+        finally:
+            await bridge.stop()
+            for task in reloads:
+                task.cancel()
+
+
+async def _reload(client: iris.Client, bridge: Bridge) -> None:
+    try:
+        await client.reload_keys()
+    except iris.IrisError as err:  # the old keys still serve
+        log.error("bridge.keys_not_reloaded", extra={"fields": {"error": str(err)}})
+        return
+    left_behind = await bridge.reload_keys(client.keyring)
+    log.info("bridge.keys_reloaded", extra={"fields": {"left_behind": left_behind}})
+
+
+def run(config: Iris1Config, relay: str | None, log_level: str) -> None:
+    """Run a bridge in this process until it is told to stop."""
+    configure(log_level)
+    raise_descriptor_limit()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve(config, relay))

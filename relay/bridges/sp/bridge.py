@@ -1,0 +1,216 @@
+"""What all bridges share: a socket, a session, an account, queues, and how they begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Final
+
+import iris
+from iris import IrisError, RelayUnavailable, RequestError
+from relay.bridges.sp.config import SocketConfig
+from relay.bridges.sp.sockets import SpSocket
+from relay.bridges.sp.tally import Tally
+
+log = logging.getLogger(__name__)
+
+JOIN_AGAIN_S: Final = 0.1
+MESSAGE_BYTES: Final = 256
+"""Counted for a waiting message besides its payload, so that empty ones are bounded as well."""
+LEAVE_AFTER_S: Final = 1.0
+"""Without an SP peer a member leaves its cluster after this: a peer that reconnects makes no change of membership."""
+
+
+class Bridge:
+    """One entry at work. `open`, then `run` until it is cancelled; `stop` before that lets what is in flight end."""
+
+    def __init__(self, config: SocketConfig, client: iris.Client) -> None:
+        self.config = config
+        self.client = client
+        self.tally = Tally(config.label)
+        self.socket = SpSocket(config, self.tally)
+        self.ready = asyncio.Event()
+        """What it subscribes to is known to the relay."""
+        if config.protocol != "pub":
+            self.ready.set()
+        self.stopped = asyncio.Event()
+        """Nothing new is taken from either side."""
+        self.serving: bool | None = None
+        """Whether it is a member of its cluster, and not about to leave it; None: it never is."""
+        self.in_flight = 0
+        self.in_flight_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()
+        client.on_loss = self.lost
+
+    async def run(self) -> None:
+        """Work until cancelled, or until the socket is closed."""
+        raise NotImplementedError
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self.stopped.is_set()
+
+    def stop(self) -> None:
+        """Take nothing new from the SP side, and leave the cluster."""
+        self.stopped.set()
+        self.socket.peers.changed()
+
+    async def finished(self) -> None:
+        """Return when nothing is in flight."""
+        while self.in_flight:
+            await self._changed()
+
+    def lost(self, lost: iris.Lost) -> None:
+        """The session was told of messages that did not arrive."""
+        cause = type(lost.error).__name__ if lost.error is not None else f"iris: {lost.cause}"
+        self.tally.lose(cause, lost.error or lost.name, lost.count or 1)
+
+    # -- bounds ----------------------------------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Whether another message may be in flight."""
+        return (
+            self.in_flight < self.config.concurrency
+            and self.in_flight_bytes <= self.config.queue_bytes - self.config.max_message_bytes
+        )
+
+    async def room(self) -> None:
+        """Return when another message may be in flight."""
+        while not self.has_room():
+            await self._changed()
+
+    def start(self, work: Coroutine[Any, Any, None], size: int) -> None:
+        """Run `work`, which is about a message of `size` bytes, beside others."""
+        self.in_flight += 1
+        self.in_flight_bytes += size
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self.ended(size)
+            if task.cancelled():
+                self.tally.lose("stopping")
+            elif (error := task.exception()) is not None:
+                self.tally.lose(type(error).__name__, error)
+
+        task = asyncio.get_running_loop().create_task(work, name=f"sp {self.config.label}")
+        self._tasks.add(task)
+        task.add_done_callback(done)
+
+    def ended(self, size: int) -> None:
+        """A message is no longer in flight."""
+        self.in_flight -= 1
+        self.in_flight_bytes -= size
+        self._room.set()
+
+    async def _changed(self) -> None:
+        self._room.clear()
+        await self._room.wait()
+
+    def give_up(self) -> None:
+        """End what is in flight."""
+        for task in self._tasks:
+            task.cancel()
+
+    # -- from and to all SP peers ----------------------------------------------------------------------------
+
+    async def incoming(self) -> AsyncIterator[bytes]:
+        """Iterate over what SP peers send, until we are to stop."""
+        async for data in self.socket.messages():
+            if self.stopping:
+                self.tally.lose("stopping")
+                return
+            yield data
+
+    def cast(self, data: bytes) -> None:
+        """Send to every peer of a pub or bus socket, or count why it goes to none."""
+        if self.socket.closed:
+            self.tally.lose("stopping")
+        elif not self.socket.peers:
+            self.tally.lose("no peer")
+        elif not self.socket.send_now(data):
+            self.tally.lose("slow peer")
+
+    # -- members ---------------------------------------------------------------------------------------------
+
+    async def serve(self, service: iris.Service) -> None:
+        """Be a member while there is an SP peer: without one, callers hear at once that nobody is there."""
+        peers = self.socket.peers
+        self.serving = False
+        while True:
+            await peers.wait(lambda: self.stopping or bool(peers))
+            if self.stopping:
+                return
+            self.in_flight += 1  # until it has left, and finished what it accepted
+            try:
+                async with self.client.serve(service):
+                    await self._while_peers()
+            except (RequestError, RelayUnavailable) as err:  # the relay went away as we joined
+                log.info(
+                    "bridge.not_joined",
+                    extra={"fields": {"socket": self.config.label, "error": str(err)}},
+                )
+                await asyncio.sleep(JOIN_AGAIN_S)
+            finally:
+                self.ended(0)
+
+    async def _while_peers(self) -> None:
+        """Return when there has been no SP peer for LEAVE_AFTER_S, or we are to stop."""
+        peers = self.socket.peers
+        self.serving = True
+        try:
+            while self.serving:
+                await peers.wait(lambda: self.stopping or not peers)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_AFTER_S):
+                        await peers.wait(lambda: self.stopping or bool(peers))
+                self.serving = bool(peers) and not self.stopping
+        finally:
+            self.serving = False
+
+
+class Backlog:
+    """Messages of SP peers that Iris does not take at once: they wait here within `queue_bytes`, and are in flight."""
+
+    def __init__(self, bridge: Bridge, send: Callable[[str, bytes], Awaitable[None]]) -> None:
+        self._bridge = bridge
+        self._send = send
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._come = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, name: str, payload: bytes) -> None:
+        """Take a message for a cluster or topic, or count it as lost."""
+        bridge, size = self._bridge, len(payload) + MESSAGE_BYTES
+        if self._waiting and bridge.in_flight_bytes + size > bridge.config.queue_bytes:
+            bridge.tally.lose("queue full")
+            return
+        self._waiting.append((name, payload))
+        bridge.in_flight += 1
+        bridge.in_flight_bytes += size
+        self._come.set()
+
+    async def drain(self) -> None:
+        """Send them one after the other until cancelled; what is left then is counted."""
+        bridge, waiting = self._bridge, self._waiting
+        try:
+            while True:
+                while waiting:
+                    name, payload = waiting[0]
+                    try:
+                        await self._send(name, payload)
+                    except IrisError as err:
+                        bridge.tally.lose(type(err).__name__, err)
+                    waiting.popleft()
+                    bridge.ended(len(payload) + MESSAGE_BYTES)
+                self._come.clear()
+                await self._come.wait()
+        finally:
+            if waiting:
+                bridge.tally.lose("stopping", "", len(waiting))

@@ -1,0 +1,345 @@
+"""What a bridge can be told: a TOML file with one [[socket]] for each SP socket."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import tomllib
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+import iris
+from iris import ConfigError, InvalidName
+
+Protocol = Literal[
+    "rep", "req", "respondent", "surveyor", "sub", "pub", "pull", "push", "bus", "pair"
+]
+
+MAX_SOCKETS: Final = 256
+"""Each is a session with the relay, and some threads of nng."""
+MAX_TIMEOUT_S: Final = 3600.0
+_MIB: Final = 1 << 20
+_SCHEMES: Final = ("tcp", "tcp4", "tcp6", "ipc", "ws", "wss", "tls+tcp", "tls+tcp4", "tls+tcp6")
+_TLS: Final = ("wss", "tls+tcp", "tls+tcp4", "tls+tcp6")
+MAX_IPC_BYTES: Final = 106
+
+_EVERY: Final = {
+    "protocol", "name", "listen", "dial", "remote", "max_message_bytes", "queue_messages", "max_peers", "ipc_mode",
+    "tls_cert", "tls_key", "tls_ca", "tls_server_name",
+}  # fmt: skip
+_OWN: Final[dict[str, set[str]]] = {
+    "rep": {"cluster", "timeout_s", "concurrency", "error_reply"},
+    "req": {"cluster", "timeout_s", "concurrency", "queue_bytes"},
+    "respondent": {"cluster", "timeout_s", "concurrency", "queue_bytes"},
+    "surveyor": {"cluster", "timeout_s", "concurrency", "queue_bytes", "answers"},
+    "sub": {"topic", "prefixes", "separator", "under", "queue_bytes"},
+    "pub": {"topics", "separator", "under", "bare", "group", "queue_bytes"},
+    "pull": {"cluster", "timeout_s", "queue_bytes"},
+    "push": {"cluster", "concurrency", "queue_bytes"},
+    "bus": {"cluster", "direction", "queue_bytes"},
+    "pair": {"cluster", "direction", "timeout_s"},
+}
+"""Which settings mean something for whom: another one is a mistake, and is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketConfig:
+    """One SP socket and the address that it stands for.
+
+    Raises:
+        ConfigError: a setting is missing, out of its range or without meaning here; the text begins with its name.
+    """
+
+    protocol: Protocol
+    """The bridge's side of the pattern: `rep` is for programs that have a REQ socket."""
+
+    name: str = ""
+    """Shown in logs and by `iris members`. Default: protocol and address."""
+
+    listen: str | None = None
+    """nng address to listen on, e.g. tcp://127.0.0.1:5555, ipc:///run/app/jobs.ipc. Port 0 takes any free one, and the log says which."""
+
+    dial: str | None = None
+    """Address to connect to instead, again and again until somebody answers."""
+
+    remote: bool = False
+    """Listen on more than loopback. SP has no authentication: whoever reaches the address acts with this bridge's keys."""
+
+    cluster: str = ""
+    """Cluster that is asked, surveyed, pushed to, broadcast to or tunnelled to, or that this bridge is a member of."""
+
+    topics: tuple[str, ...] = ()
+    """pub: topic filters whose publications are sent."""
+
+    topic: str = ""
+    """sub: the one topic that every message is published to, whole. Empty: a message says its own."""
+
+    prefixes: tuple[str, ...] = ("",)
+    """sub: what the SP socket subscribes to; "" is everything."""
+
+    separator: str = " "
+    """sub, pub: what stands between the topic and the payload in an SP message."""
+
+    under: str = ""
+    """sub, pub: put before an SP topic to make Iris's, and taken off again: "legacy." makes "a" the topic "legacy.a"."""
+
+    bare: bool = False
+    """pub: send payloads alone, without topic and separator."""
+
+    group: str = ""
+    """pub: queue group of the subscriptions; bridges of one group share the publications."""
+
+    direction: Literal["both", "in", "out"] = "both"
+    """bus: `in` only from SP to the cluster, `out` only back. pair: `in` (what `both` is taken for) opens a tunnel for each SP
+    connection, `out` serves tunnels of the cluster."""
+
+    answers: Literal["first", "all"] = "first"
+    """surveyor: answer Iris with the first response, or with the list of all that came within `timeout_s`."""
+
+    error_reply: str | None = None
+    """rep: a failed request is answered with this text and the error's. None: with nothing, and the client's own timeout ends it."""
+
+    timeout_s: float = 5.0
+    """Of a request, a survey, the start of a push, the opening of a tunnel."""
+
+    concurrency: int = 64
+    """Requests, surveys or pushes in flight; what is beyond waits where it came from."""
+
+    max_message_bytes: int = _MIB
+    """Longest SP message that is received. A peer that announces more is disconnected by nng."""
+
+    queue_messages: int = 512
+    """Messages that nng queues, where it does (for each peer where the protocol sends to all)."""
+
+    queue_bytes: int = 16 * _MIB
+    """Bytes that wait in this process for this entry, at least `max_message_bytes`. What is beyond meets the answer of its pattern."""
+
+    max_peers: int = 256
+    """SP connections at once; the next is closed."""
+
+    ipc_mode: int = 0o600
+    """Permissions of an ipc socket that is listened on."""
+
+    tls_cert: str | None = None
+    """PEM file of the own certificate: needed to listen with TLS."""
+
+    tls_key: str | None = None
+    """PEM file of its key."""
+
+    tls_ca: str | None = None
+    """PEM file of the authority that peers' certificates are checked with: needed to dial with TLS; when listening, makes it mutual."""
+
+    tls_server_name: str | None = None
+    """Name in the certificate of the server that is dialled. Default: the host of `dial`."""
+
+    def __post_init__(self) -> None:
+        if (self.listen is None) == (self.dial is None):
+            raise ConfigError("listen: give either listen or dial")
+        self._check_url()
+        for name, low, high in (
+            ("timeout_s", 0.001, MAX_TIMEOUT_S),
+            ("concurrency", 1, 4096),
+            ("max_message_bytes", 1, 64 * _MIB),
+            ("queue_messages", 1, 8192),
+            ("queue_bytes", self.max_message_bytes, 1 << 40),
+            ("max_peers", 1, 65_536),
+            ("ipc_mode", 0, 0o777),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ConfigError(f"{name}: {value} is not from {low} to {high}")
+        if len(self.name) > 40:
+            raise ConfigError("name: over 40 characters")
+        own = _OWN[self.protocol]
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, default in defaults.items():
+            if name not in own | _EVERY and getattr(self, name) != default:
+                raise ConfigError(f"{name}: has no meaning for {self.protocol}")
+        if "cluster" in own:
+            _check_cluster(self.cluster, local=self.is_member)
+        else:
+            self._check_topics()
+
+    @property
+    def address(self) -> str:
+        """The one of listen and dial that was given."""
+        return self.listen or self.dial or ""
+
+    @property
+    def scheme(self) -> str:
+        """The transport."""
+        return self.address.partition("://")[0]
+
+    @property
+    def label(self) -> str:
+        """What logs call it."""
+        return self.name or f"{self.protocol} {self.address}"[:40]
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this bridge joins the cluster, and so cannot name one of another site."""
+        if self.protocol in ("bus", "pair"):
+            return self.direction == "out" or (self.protocol == "bus" and self.direction == "both")
+        return self.protocol in ("req", "surveyor", "push")
+
+    @property
+    def counts_written(self) -> bool:
+        """Whether nng counts what it has written to each peer: not over ws and wss."""
+        return self.scheme not in ("ws", "wss")
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the transport is TLS."""
+        return self.scheme in _TLS
+
+    def _check_url(self) -> None:
+        field = "listen" if self.listen is not None else "dial"
+        scheme, colon, rest = self.address.partition("://")
+        if not self.address.isprintable():  # C would end a path at a NUL
+            raise ConfigError(f"{field}: {self.address!r} has characters that cannot be shown")
+        if not colon or scheme not in _SCHEMES:
+            raise ConfigError(
+                f"{field}: {self.address!r} is not an address of {', '.join(_SCHEMES)}"
+            )
+        if scheme == "ipc":
+            if not rest.startswith("/") or len(rest.encode()) > MAX_IPC_BYTES:
+                raise ConfigError(
+                    f"{field}: {rest!r} is not an absolute path of up to {MAX_IPC_BYTES} bytes"
+                )
+        else:
+            try:
+                url = urllib.parse.urlsplit(self.address)
+                host, port = url.hostname or "", url.port
+            except ValueError as err:
+                raise ConfigError(f"{field}: {self.address!r}: {err}") from err
+            if port is None or not (host or self.listen):
+                raise ConfigError(f"{field}: {self.address!r} is not {scheme}://HOST:PORT")
+            if self.listen and not self.remote and not _is_loopback(host):
+                raise ConfigError(
+                    f"{field}: {host or '*'} is not loopback, and SP has no authentication; remote = true allows it"
+                )
+        self._check_tls(field)
+
+    def _check_tls(self, field: str) -> None:
+        given = [
+            name
+            for name in ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
+            if getattr(self, name) is not None
+        ]
+        if not self.uses_tls:
+            if given:
+                raise ConfigError(f"{given[0]}: {self.scheme} is not TLS")
+            return
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_key: a certificate and its key go together")
+        needed = "tls_cert" if field == "listen" else "tls_ca"
+        if needed not in given:
+            raise ConfigError(f"{needed}: needed to {field} with TLS")
+
+    def _check_topics(self) -> None:
+        if not self.separator and not self.bare and not self.topic:
+            raise ConfigError("separator: empty; a message that is all payload needs topic or bare")
+        if len(self.separator.encode()) > 16:
+            raise ConfigError("separator: over 16 bytes")
+        if self.under and not self.under.endswith("."):
+            raise ConfigError(f"under: {self.under!r} does not end with '.'")
+        if self.under:
+            _check_name("under", self.under[:-1])
+        if self.topic:
+            _check_name("topic", self.topic)
+        if self.protocol == "sub" and not self.prefixes:
+            raise ConfigError("prefixes: empty; nothing would come")
+        if self.protocol != "pub":
+            return
+        if not self.topics:
+            raise ConfigError("topics: which publications are sent?")
+        probe = iris.Service("bridge")
+        for pattern in self.topics:
+            try:
+                probe.on_publish(pattern, group=self.group)
+            except InvalidName as err:
+                raise ConfigError(f"topics: {err}") from err
+            if not pattern.startswith(self.under):
+                raise ConfigError(f"topics: {pattern!r} is not under {self.under!r}")
+
+
+def load(path: Path) -> list[SocketConfig]:
+    """Return the entries of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, or an entry is wrong; the text begins with the entry and its field.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ConfigError(f"{path}: {err.strerror or err}") from err
+    except ValueError as err:
+        raise ConfigError(f"{path}: {err}") from err
+    return parse(document)
+
+
+def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
+    """Return the entries of a parsed file; raises as `load`."""
+    if unknown := sorted(set(document) - {"socket"}):
+        raise ConfigError(f"{unknown[0]}: unknown; there are [[socket]] entries only")
+    entries = document.get("socket")
+    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_SOCKETS:
+        raise ConfigError(f"socket: 1 to {MAX_SOCKETS} [[socket]] entries")
+    found: list[SocketConfig] = []
+    names: dict[str, int] = {}
+    for number, entry in enumerate(entries, 1):
+        config = _parse_entry(number, entry)
+        if (first := names.setdefault(config.label, number)) != number:
+            raise ConfigError(f"socket {number}: name: {config.label!r} is that of socket {first}")
+        found.append(config)
+    return found
+
+
+_KNOWN: Final = {field.name for field in fields(SocketConfig)}
+
+
+def _parse_entry(number: int, entry: object) -> SocketConfig:
+    where = f"socket {number}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: not a table")
+    if unknown := sorted(set(entry) - _KNOWN):
+        raise ConfigError(f"{where}: {unknown[0]}: unknown")
+    if "protocol" not in entry:
+        raise ConfigError(f"{where}: protocol: missing; one of {', '.join(_OWN)}")
+    try:
+        return msgspec.convert(entry, SocketConfig)
+    except msgspec.ValidationError as err:
+        text, _, place = str(err).partition(" - at `$.")
+        field = re.split(r"[`\[.]", place)[0] or "protocol"
+        raise ConfigError(f"{where}: {field}: {text}") from err
+    except ConfigError as err:
+        raise ConfigError(f"{where}: {err}") from err
+
+
+def _check_cluster(name: str, *, local: bool) -> None:
+    if not name:
+        raise ConfigError("cluster: missing")
+    site, colon, rest = name.partition(":")
+    bare = rest if not local and colon and re.fullmatch(r"[a-z][a-z0-9-]{0,31}", site) else name
+    _check_name("cluster", bare)
+
+
+def _check_name(field: str, name: str) -> None:
+    """Check a cluster or topic: they have one grammar."""
+    try:
+        iris.Service(name)
+    except InvalidName as err:
+        raise ConfigError(f"{field}: {err}") from err
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

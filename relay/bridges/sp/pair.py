@@ -1,0 +1,184 @@
+"""PAIR: one SP connection is one tunnel; both ends hear when either is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import iris
+from iris import EndOfTunnel, IrisError, MessageTooLarge, TunnelBroken
+from relay.bridges.sp.bridge import LEAVE_AFTER_S, Bridge
+from relay.bridges.sp.config import SocketConfig
+from relay.bridges.sp.sockets import Received
+
+PAUSE_MIN_S: Final = 0.1
+PAUSE_MAX_S: Final = 2.0
+
+
+class PairBridge(Bridge):
+    """`in`: each SP connection opens a tunnel to the cluster. `out`: a tunnel of the cluster takes the SP connection.
+
+    nng lets the next peer in as soon as the last one's connection is gone, so every message is looked at for whose it is.
+    """
+
+    def __init__(self, config: SocketConfig, client: iris.Client) -> None:
+        super().__init__(config, client)
+        self._early: Received | None = None
+        """What the next peer said before the tunnel of the last one was over."""
+
+    async def run(self) -> None:
+        """Carry one tunnel after the other."""
+        await (self._accept() if self.config.direction == "out" else self._open())
+
+    async def _open(self) -> None:
+        peers = self.socket.peers
+        pause_s = PAUSE_MIN_S
+        while True:
+            await peers.wait(lambda: self.stopping or bool(peers))
+            if self.stopping:
+                return
+            peer = next(iter(peers.pipes))
+            try:
+                tunnel = await self.client.open_tunnel(
+                    self.config.cluster, timeout=self.config.timeout_s
+                )
+            except IrisError as err:
+                self.tally.lose(type(err).__name__, err)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                self.socket.hang_up(peer)
+                await self._gone(peer)
+                continue
+            pause_s = PAUSE_MIN_S
+            await self._carry(tunnel, peer)
+
+    async def _accept(self) -> None:
+        peers = self.socket.peers
+        service = iris.Service(self.config.cluster, limits=iris.Limits(tunnels=1))
+
+        @service.on_tunnel
+        async def carry(tunnel: iris.Tunnel) -> None:
+            with contextlib.suppress(TimeoutError):  # it may connect anew: see LEAVE_AFTER_S
+                async with asyncio.timeout(LEAVE_AFTER_S):
+                    await peers.wait(lambda: bool(peers))
+            if peers:
+                await self._carry(tunnel, next(iter(peers.pipes)))
+            else:
+                self.tally.lose("no peer")
+                tunnel.fail("no SP peer is connected to the bridge")
+
+        await self.serve(service)
+
+    async def _carry(self, tunnel: iris.Tunnel, peer: int) -> None:
+        """Carry messages both ways until one side ends, then end the other."""
+        self.in_flight += 1
+        idle = asyncio.Event()
+        up = asyncio.create_task(self._up(tunnel, peer, idle))
+        down = asyncio.create_task(self._down(tunnel, peer))
+        gone = asyncio.create_task(self._gone(peer))
+        tasks = (up, down, gone)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                await self._last_words(tunnel, peer, up, down, idle)
+            elif down.done() and isinstance(down.exception(), EndOfTunnel):
+                await self._written(gone)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            for error in results:
+                if isinstance(error, Exception) and not isinstance(error, EndOfTunnel | iris.Closed):  # fmt: skip
+                    self.tally.lose(type(error).__name__, error)
+            if any(isinstance(error, TunnelBroken) for error in results):
+                tunnel.fail("the SP side of the bridge is told")
+            await tunnel.close()
+            self.socket.hang_up(peer)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.timeout_s):
+                    await self._gone(peer)
+            self.ended(0)
+
+    async def _last_words(
+        self,
+        tunnel: iris.Tunnel,
+        peer: int,
+        up: asyncio.Task[None],
+        down: asyncio.Task[None],
+        idle: asyncio.Event,
+    ) -> None:
+        """The peer is gone: what it had sent still goes through, and the other side may finish reading it."""
+        delivered = False
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                down.cancel()
+                await idle.wait()
+                up.cancel()
+                await asyncio.wait((up, down))
+                if not (up.cancelled() and down.cancelled()):
+                    return  # the tunnel is over as well
+                while (data := self._receive(peer)) is not None:
+                    await tunnel.send(data)
+                await tunnel.finish()
+                delivered = True
+                while not tunnel.closed:
+                    await tunnel.recv(limit_bytes=self.config.max_message_bytes)
+                    self.tally.lose("peer gone")
+        except EndOfTunnel:
+            return
+        except (TimeoutError, IrisError) as err:
+            self.tally.lose(type(err).__name__, err)
+            if not delivered:
+                tunnel.fail("the SP peer is gone, and its last messages were not taken in time")
+
+    async def _written(self, gone: asyncio.Task[None]) -> None:
+        """The tunnel is over: what it said last goes through, before the connection is closed."""
+        written = asyncio.create_task(self.socket.writable())
+        await asyncio.wait((written, gone), timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        if written.cancel() and not gone.done():
+            self.tally.lose("slow peer")
+
+    async def _up(self, tunnel: iris.Tunnel, peer: int, idle: asyncio.Event) -> None:
+        """Send on what the peer says; `idle` says that no message of it is half sent."""
+        try:
+            while True:
+                data = self._receive(peer)
+                if data is not None:
+                    idle.clear()
+                    await tunnel.send(data)
+                else:
+                    idle.set()
+                    await self.socket.readable()
+        finally:
+            idle.set()
+
+    def _receive(self, peer: int) -> bytes | None:
+        """Return the next message of a peer. What an earlier one left is counted; what a later one says waits for its tunnel."""
+        for _ in range(self.config.queue_messages + 1):
+            message, self._early = self._early or self.socket.receive_message(), None
+            if message is None or message.peer == peer:
+                return message.data if message is not None else None
+            if self.socket.connected(message.peer):
+                self._early = message
+                return None
+            self.tally.lose("no tunnel")
+        return None
+
+    async def _down(self, tunnel: iris.Tunnel, peer: int) -> None:
+        while True:
+            try:
+                data = await tunnel.recv(limit_bytes=self.config.max_message_bytes)
+            except MessageTooLarge as err:
+                self.tally.lose("MessageTooLarge", err)
+                continue
+            try:
+                while not self.socket.connected(peer) or not self.socket.send_now(data):
+                    await self.socket.writable()
+            except asyncio.CancelledError:
+                self.tally.lose("stopping" if self.stopping else "peer gone")
+                raise
+
+    async def _gone(self, peer: int) -> None:
+        peers = self.socket.peers
+        await peers.wait(lambda: peer not in peers.pipes)

@@ -1,0 +1,104 @@
+"""REQ and REP: requests of SP programs to a cluster, and requests of a cluster to SP programs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import iris
+from iris import IrisError
+from relay.bridges.sp.bridge import Bridge
+from relay.bridges.sp.sockets import Closed, SpContext, SpError, SpTimeout
+
+
+class RepBridge(Bridge):
+    """Their REQ asks, a member of the cluster answers.
+
+    `concurrency` contexts, each with one request: when all are taken no more is read, and the peers wait. SP has no errors: a
+    request that failed is not answered, or with `error_reply`. A peer that reads no reply for `timeout_s` is disconnected, which
+    frees all contexts that have one for it.
+    """
+
+    async def run(self) -> None:
+        """Answer until the socket is closed."""
+        contexts = [self.socket.context() for _ in range(self.config.concurrency)]
+        async with asyncio.TaskGroup() as group:
+            for context in contexts:
+                group.create_task(self._answer(context), name=f"sp {self.config.label}")
+
+    async def _answer(self, context: SpContext) -> None:
+        while not self.stopping:
+            try:
+                question = await context.receive()
+            except Closed:
+                return
+            except SpError as err:
+                self.tally.lose(f"sp: {type(err).__name__}", err)
+                continue
+            if self.stopping:
+                self.tally.lose("stopping")
+                return
+            self.in_flight += 1
+            try:
+                answer = await self._ask(question)
+                if answer is None:
+                    continue
+                if not self.socket.connected(context.peer):
+                    self.tally.lose("peer gone")  # nng would drop it, and not tell
+                    continue
+                await context.send(answer)
+            except Closed:
+                self.tally.lose("stopping")
+                return
+            except asyncio.CancelledError:
+                self.tally.lose("stopping")
+                raise
+            except SpTimeout:
+                self.tally.lose("slow peer")
+                self.socket.hang_up(context.peer)
+            except SpError as err:
+                self.tally.lose(f"sp: {type(err).__name__}", err)
+            finally:
+                self.ended(0)
+
+    async def _ask(self, question: bytes) -> bytes | None:
+        config = self.config
+        try:
+            reply = await self.client.request(
+                config.cluster, question, timeout=config.timeout_s, type=iris.Message
+            )
+        except IrisError as err:
+            self.tally.lose(type(err).__name__, err)
+            if config.error_reply is None:
+                return None
+            return f"{config.error_reply}{type(err).__name__}: {err}".encode(errors="replace")
+        payload: bytes = reply.payload
+        return payload
+
+
+class ReqBridge(Bridge):
+    """A member asks the cluster, their REP answers: nng gives each request to one of them, and never twice."""
+
+    async def run(self) -> None:
+        """Serve the cluster while a peer is there."""
+        config = self.config
+        limits = iris.Limits(concurrency=config.concurrency, queue_bytes=config.queue_bytes)
+        service = iris.Service(config.cluster, limits=limits)
+        free: list[SpContext] = []
+
+        @service.on_request
+        async def forward(question: bytes) -> bytes:
+            context = free.pop() if free else self.socket.context()
+            self.in_flight += 1
+            try:
+                async with asyncio.timeout(config.timeout_s):
+                    await context.send(question)
+                    return await context.receive()
+            except (SpError, TimeoutError) as err:
+                cause = "sp: no answer" if isinstance(err, TimeoutError | SpTimeout) else f"sp: {type(err).__name__}"  # fmt: skip
+                self.tally.lose(cause, err)
+                raise RuntimeError(f"{cause} ({err or f'{config.timeout_s:g} s'})") from err
+            finally:
+                self.ended(0)
+                free.append(context)
+
+        await self.serve(service)

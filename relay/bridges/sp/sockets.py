@@ -1,0 +1,370 @@
+"""An SP socket on an event loop: the place that knows pynng, with `opening`, and what to mind about it.
+
+* Sockets without contexts are read and written without waiting, when nng's descriptors say that it is possible: several times as
+  fast as pynng's asyncio calls, which cost a callback thread, two futures and an aio each, and nothing to cancel.
+* Requests and surveys need contexts, which have asyncio calls only. A cancellation that comes as the call completes is swallowed
+  there (pynng issue 128): who loops over them checks a flag of its own, and at the end they are woken by closing.
+* nng gives a message that it could not send back to its owner, and pynng forgets it: `SpContext.send` frees it.
+* A peer that nng refuses is removed without having been added, and a peer may be removed before it is added. pynng keeps what it
+  adds then, and the pipe of a message whose peer has gone, for ever: messages are received past it.
+* A raw respondent has a queue of 2 messages for each peer, and drops the next in silence; a pub or bus socket drops from its own,
+  a surveyor beyond 8 for each. nng's statistics say how much was written to each peer, but not over ws: `SpSocket.written`.
+* `nng_close` blocks, callbacks come from nng's threads, and there is no linger: closing is for a thread, after a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final
+
+import pynng
+from pynng._aio import AIOHelper
+
+from relay.bridges.sp.config import SocketConfig
+from relay.bridges.sp.opening import new_socket, start
+from relay.bridges.sp.tally import Tally
+
+Closed = pynng.Closed
+SpError = pynng.NNGException
+"""What any operation on a socket may raise; Closed is the end of it."""
+SpTimeout = pynng.Timeout
+
+LOOK_S: Final = 0.05
+"""Longest that what nng has written is not looked at again."""
+TURN_MESSAGES: Final = 64
+"""Received in one go before others on the event loop get their turn."""
+
+
+class Peers:
+    """The SP connections of a socket, as the event loop knows them."""
+
+    def __init__(self) -> None:
+        self.pipes: dict[int, Any] = {}
+        self.since: dict[int, int] = {}
+        """How many messages had been sent when each came."""
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self.pipes)
+
+    async def wait(self, wanted: Callable[[], bool]) -> None:
+        """Return when `wanted` holds, which is asked at every change."""
+        while not wanted():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def changed(self) -> None:
+        """Have everybody who waits ask again."""
+        self._changed.set()
+
+    def came(self, number: int, pipe: Any, sent: int) -> None:
+        """A connection is there."""
+        self.pipes[number] = pipe
+        self.since[number] = sent
+        self.changed()
+
+    def went(self, number: int) -> None:
+        """It is gone."""
+        self.pipes.pop(number, None)
+        self.since.pop(number, None)
+        self.changed()
+
+
+class SpSocket:
+    """The socket of one entry. `open` it, and `close` it in a thread: that blocks."""
+
+    def __init__(self, config: SocketConfig, tally: Tally) -> None:
+        self.config = config
+        self.tally = tally
+        self.peers = Peers()
+        self.url = config.address
+        """Where it listens, with the port that it was given; or what it dials."""
+        self.closed = False
+        self._last_behind = 0
+        self._written: dict[int, int] = {}
+        self._look_again_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._socket: Any = None
+        self._contexts: list[Any] = []
+        self._admitted: set[int] = set()
+        """Numbers of the pipes that are there: kept by nng's threads, one of which calls at a time."""
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def open(self) -> None:
+        """Listen, or begin to dial.
+
+        Raises:
+            ConfigError: nng refused the address, a file or a setting.
+        """
+        self._socket = new_socket(self.config)
+        self._socket.add_pre_pipe_connect_cb(self._admit)
+        self._socket.add_post_pipe_connect_cb(self._came)
+        self._socket.add_post_pipe_remove_cb(self._went)
+        self.url = start(self._socket, self.config)
+
+    def close(self) -> None:
+        """End it: blocks until nng's threads have let go. What waits in a call gets Closed."""
+        for context in self._contexts:
+            with contextlib.suppress(SpError):
+                context.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    def shut(self) -> None:
+        """Forget the descriptors, which end with the socket (on the event loop, before `close`)."""
+        self._last_behind = self.behind()
+        self.closed = True
+        for descriptor, waiter in list(self._waiting.items()):
+            self._loop.remove_reader(descriptor)
+            if not waiter.done():
+                waiter.cancel()
+        self._waiting.clear()
+
+    # -- without waiting -------------------------------------------------------------------------------------
+
+    def receive_now(self) -> bytes | None:
+        """Return the next message, if there is one."""
+        try:
+            data: bytes = self._socket.recv(block=False)
+        except pynng.TryAgain:
+            return None
+        except Closed:
+            raise
+        except SpError as err:
+            self.tally.lose(f"sp: {type(err).__name__}", err)
+            return None
+        except RuntimeError:
+            data = b""  # an empty message has no bytes, and pynng looks at them
+        self.tally.from_sp += 1
+        return data
+
+    def send_now(self, data: bytes) -> bool:
+        """Send if nng takes it; pub and bus sockets always do, and drop for a peer that is behind."""
+        try:
+            self._socket.send(data, block=False)
+        except pynng.TryAgain:
+            return False
+        self.tally.to_sp += 1
+        return True
+
+    def receive_message(self) -> Received | None:
+        """As `receive_now`, and say whose it is."""
+        lib, found = pynng.lib, pynng.ffi.new("nng_msg **")
+        try:
+            pynng.check_err(lib.nng_recvmsg(self._socket.socket, found, lib.NNG_FLAG_NONBLOCK))
+        except pynng.TryAgain:
+            return None
+        except Closed:
+            raise
+        except SpError as err:
+            self.tally.lose(f"sp: {type(err).__name__}", err)
+            return None
+        self.tally.from_sp += 1
+        return Received(self, pynng.Message(found[0]))
+
+    def send_message(self, message: Any) -> bool:
+        """As `send_now`, a pynng message."""
+        try:
+            self._socket.send_msg(message, block=False)
+        except pynng.TryAgain:
+            return False
+        self.tally.to_sp += 1
+        return True
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Iterate over what comes. Who does not ask for the next leaves it to nng's queue, and then to the peers."""
+        while True:
+            for _ in range(TURN_MESSAGES):
+                data = self.receive_now()
+                if data is None:
+                    await self.readable()
+                    break
+                yield data
+            else:
+                await asyncio.sleep(0)
+
+    async def send(self, data: bytes) -> None:
+        """Send as soon as a peer has room."""
+        while not self.send_now(data):
+            await self.writable()
+
+    async def readable(self) -> None:
+        """Return when there may be a message."""
+        await self._wait(self._socket.recv_fd)
+
+    async def writable(self) -> None:
+        """Return when nng takes a message; of a pair socket, which queues none, this says that the last one is written."""
+        await self._wait(self._socket.send_fd)
+
+    async def _wait(self, descriptor: int) -> None:
+        """Return when a descriptor is readable, which for nng's means that the operation is possible. One at a time each."""
+        waiter = self._loop.create_future()
+        self._waiting[descriptor] = waiter
+        self._loop.add_reader(descriptor, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            if self._waiting.get(descriptor) is waiter:
+                del self._waiting[descriptor]
+                self._loop.remove_reader(descriptor)
+
+    def context(self) -> SpContext:
+        """Return a new context, closed with the socket."""
+        context = self._socket.new_context()
+        self._contexts.append(context)
+        return SpContext(context, self.tally)
+
+    def written(self) -> dict[int, int]:
+        """Return how many messages nng has written to each peer since it came, by the number of its pipe.
+
+        A look costs about 20 µs for each connection of the process, so it is kept for nine times what it took.
+        """
+        began_s = time.monotonic()
+        if began_s >= self._look_again_s:
+            self._written = _sent_by_pipe()
+            took_s = time.monotonic() - began_s
+            self._look_again_s = began_s + min(10 * took_s, LOOK_S)
+        return {number: self._written.get(number, 0) for number in self.peers.pipes}
+
+    def behind(self) -> int:
+        """Return by how many messages the slowest peer is behind: they wait for it, or a pub or bus socket dropped them."""
+        if self.closed:
+            return self._last_behind
+        peers = self.peers.since
+        return max((self.tally.to_sp - peers[n] - sent for n, sent in self.written().items()), default=0)  # fmt: skip
+
+    def connected(self, number: int) -> bool:
+        """Whether a peer is there, by the number of its pipe: as nng knows it, ahead of `peers`."""
+        return number in self._admitted
+
+    def abandon(self) -> None:
+        """Count what nng has received and nobody will read: a full queue at most, and of a pull socket one for each peer."""
+        most = len(self.peers) if self.config.protocol == "pull" else self.config.queue_messages + 1
+        if self.config.protocol == "bus" and self.config.direction == "out":
+            return  # nobody ever did
+        for _ in range(most if self._socket is not None else 0):
+            if self.receive_now() is None:
+                return
+            self.tally.lose("stopping")
+
+    def hang_up(self, only: int | None = None) -> None:
+        """Close all connections, or that of one pipe: the peers hear of it, and may connect anew."""
+        for number, pipe in list(self.peers.pipes.items()):
+            if only in (None, number):
+                with contextlib.suppress(SpError):  # it has gone by itself
+                    pipe.close()
+
+    # -- connections: called by nng's threads ----------------------------------------------------------------
+
+    def _admit(self, pipe: Any) -> None:
+        if len(self._admitted) < self.config.max_peers:
+            self._admitted.add(pipe.id)
+            return
+        with contextlib.suppress(SpError):  # it has gone by itself
+            pipe.close()
+        self._tell(self.tally.lose, "too many peers", self.url)
+
+    def _came(self, pipe: Any) -> None:
+        if self.connected(pipe.id):
+            self._tell(self.peers.came, pipe.id, pipe, self.tally.to_sp)
+        else:
+            self._socket._pipes.pop(pipe.id, None)  # removed before it was added: nobody else will
+
+    def _went(self, pipe: Any) -> None:
+        self._admitted.discard(pipe.id)
+        self._tell(self.peers.went, pipe.id)
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+class SpContext:
+    """One request, reply or survey at a time, beside others on the same socket."""
+
+    def __init__(self, context: Any, tally: Tally) -> None:
+        self.peer = 0
+        """Number of the pipe that the last message came over."""
+        self._context = context
+        self._tally = tally
+
+    async def receive(self) -> bytes:
+        """Return what comes next; raises SpError, Closed at the end."""
+        with AIOHelper(self._context, "asyncio") as aio:
+            message = await aio.arecv_msg()
+        self._tally.from_sp += 1
+        self.peer = _pipe_number(message)
+        data: bytes = message.bytes
+        return data
+
+    async def send(self, data: bytes) -> None:
+        """Return when nng has it; raises SpError."""
+        message = pynng.Message(data)
+        try:
+            await self._context.asend_msg(message)
+        except BaseException:
+            message._mem_freed = False  # it is ours again: see above
+            raise
+        self._tally.to_sp += 1
+
+
+class Received:
+    """A message and who sent it; of a raw respondent, a survey and the way back to who asked."""
+
+    __slots__ = ("_message", "_socket", "data", "peer")
+
+    def __init__(self, socket: SpSocket, message: Any) -> None:
+        self.data: bytes = message.bytes
+        self._socket = socket
+        self._message = message
+        self.peer = _pipe_number(message)
+
+    def answer(self, data: bytes) -> bool:
+        """Send one more response; False: the queue is full, it was dropped."""
+        copy = pynng.ffi.new("nng_msg **")
+        pynng.check_err(pynng.lib.nng_msg_dup(copy, self._message._nng_msg))
+        answer = pynng.Message(copy[0])  # it has the header, which says whose survey this is
+        pynng.lib.nng_msg_clear(copy[0])
+        pynng.check_err(pynng.lib.nng_msg_append(copy[0], data, len(data)))
+        return self._socket.send_message(answer)
+
+
+def _pipe_number(message: Any) -> int:
+    """Return the number of the pipe that a message came over."""
+    return int(pynng.lib.nng_pipe_id(pynng.lib.nng_msg_get_pipe(message._nng_msg)))
+
+
+def _sent_by_pipe() -> dict[int, int]:
+    """Return how many messages nng has written to each pipe of the process, by its number."""
+    lib, found, tree = pynng.lib, {}, pynng.ffi.new("nng_stat **")
+    pynng.check_err(lib.nng_stats_get(tree))
+    try:
+        for pipe in _children(tree[0], b"pipe"):
+            figures = {
+                name: int(lib.nng_stat_value(node))
+                for name in (b"id", b"tx_msgs")
+                for node in _children(pipe, name)
+            }
+            found[figures[b"id"]] = figures[b"tx_msgs"]
+    finally:
+        lib.nng_stats_free(tree[0])
+    return found
+
+
+def _children(node: Any, name: bytes) -> Iterator[Any]:
+    """Iterate over the children of that name of a node of nng's statistics."""
+    lib, child = pynng.lib, pynng.lib.nng_stat_child(node)
+    while child != pynng.ffi.NULL:
+        if pynng.ffi.string(lib.nng_stat_name(child)) == name:
+            yield child
+        child = lib.nng_stat_next(child)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

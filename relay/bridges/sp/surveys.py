@@ -1,0 +1,178 @@
+"""SURVEYOR and RESPONDENT: surveys of SP programs among a cluster's members, and of a cluster among SP programs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import iris
+from iris import IrisError
+from relay.bridges.sp.bridge import Bridge
+from relay.bridges.sp.config import SocketConfig
+from relay.bridges.sp.sockets import Received, SpContext, SpError, SpTimeout
+
+WINDOW: Final = 2
+"""Responses to one peer that nng has not written yet: its queue for a peer is no longer, and drops in silence."""
+SURVEYS: Final = 8
+"""As `WINDOW`, of surveys."""
+BLIND_S: Final = 0.005
+"""Between messages over ws, where nng does not tell what it has written."""
+SLOW_S: Final = 0.1
+MESSAGEPACK_BYTES: Final = 5
+"""At most what a list, and what each of its items, costs besides."""
+PAUSE_MIN_S: Final = 0.0005
+PAUSE_MAX_S: Final = 0.02
+
+
+class RespondentBridge(Bridge):
+    """Their SURVEYOR asks, all members answer: each answer is a response of its own.
+
+    Members that do not answer, or with an error, are counted: SP knows neither. A peer that reads no response for `timeout_s` is
+    disconnected, which frees what it has in flight.
+    """
+
+    def __init__(self, config: SocketConfig, client: iris.Client) -> None:
+        super().__init__(config, client)
+        self._answered: dict[int, int] = {}
+        """Responses handed to nng for each peer that is there."""
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Read surveys, `concurrency` in flight; more wait in nng's queue."""
+        while not self.stopping:
+            await self.room()
+            question = self.socket.receive_message()
+            if question is None:
+                await self.socket.readable()
+            else:
+                self.start(self._survey(question), len(question.data))
+                await asyncio.sleep(0)
+
+    async def _survey(self, question: Received) -> None:
+        config = self.config
+        survey = self.client.survey(
+            config.cluster, question.data, timeout=config.timeout_s, type=iris.Message
+        )
+        try:
+            async for answer in survey:
+                await self._answer(question, answer.payload)
+        except (IrisError, SpError) as err:
+            self.tally.lose(type(err).__name__, err)
+        if survey.missing:
+            self.tally.lose("members that did not answer", "", len(survey.missing))
+        if survey.failed:
+            detail = next(iter(survey.failed.values()))
+            self.tally.lose("members that failed", detail, len(survey.failed))
+
+    async def _answer(self, question: Received, data: bytes) -> None:
+        """Send a response, or count why not."""
+        peer = question.peer
+        if not self.config.counts_written:
+            async with self._turn:
+                await asyncio.sleep(BLIND_S)
+        elif self._answered.get(peer, 0) >= WINDOW and not await self._room_at(peer):
+            return
+        if not self.socket.connected(peer):
+            self._answered.pop(peer, None)
+            self.tally.lose("peer gone")
+        elif question.answer(data):
+            if peer not in self._answered:
+                self._answered = {n: sent for n, sent in self._answered.items() if self.socket.connected(n)}  # fmt: skip
+            self._answered[peer] = self._answered.get(peer, 0) + 1
+        else:
+            self.tally.lose("slow peer")
+
+    async def _room_at(self, peer: int) -> bool:
+        """Return when nng has room for a response: no more than WINDOW are on their way to one peer. False: it reads none."""
+        began, end_s, pause_s = self.socket.written().get(peer, 0), time.monotonic() + self.config.timeout_s, PAUSE_MIN_S  # fmt: skip
+        while self.socket.connected(peer):
+            written = self.socket.written().get(peer, 0)
+            if self._answered.get(peer, 0) - written < WINDOW:
+                break
+            if time.monotonic() > end_s:
+                self.tally.lose("slow peer")
+                if written == began:
+                    self.socket.hang_up(peer)
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        return True
+
+
+class SurveyorBridge(Bridge):
+    """A member surveys the cluster, their RESPONDENTs answer: the first response, or the list of all."""
+
+    async def run(self) -> None:
+        """Serve surveys while a peer is there."""
+        config = self.config
+        limits = iris.Limits(concurrency=config.concurrency, queue_bytes=config.queue_bytes)
+        service = iris.Service(config.cluster, limits=limits)
+        free: list[SpContext] = []
+        turn = asyncio.Lock()
+        self._stalled: dict[int, int] = {}
+        """Peers that nobody waits for until nng has written more than this to them."""
+
+        @service.on_survey
+        async def forward(question: bytes) -> bytes | list[bytes]:
+            context = free.pop() if free else self.socket.context()
+            self.in_flight += 1
+            try:
+                async with turn:
+                    await self._room_at_peers()
+                    await context.send(question)
+                if config.answers == "first":
+                    return await context.receive()
+                return await self._all(context)
+            except SpError as err:
+                cause = "sp: no answer" if isinstance(err, SpTimeout) else f"sp: {type(err).__name__}"  # fmt: skip
+                self.tally.lose(cause, err)
+                raise RuntimeError(f"{cause} ({config.timeout_s:g} s)") from err
+            finally:
+                self.ended(0)
+                free.append(context)
+
+        await self.serve(service)
+
+    async def _room_at_peers(self) -> None:
+        """Return when nng has room for a survey to every peer, or they have been slow for SLOW_S: once, until they read again."""
+        if not self.config.counts_written:
+            await asyncio.sleep(BLIND_S)
+            return
+        end_s = time.monotonic() + SLOW_S
+        while slow := self._slow():
+            if time.monotonic() > end_s:
+                self._stalled |= slow
+            else:
+                await asyncio.sleep(PAUSE_MIN_S)
+        if self._stalled:
+            self.tally.lose("slow peer", "", len(self._stalled))
+
+    def _slow(self) -> dict[int, int]:
+        """Return the peers whose queue is full, and what nng has written to each."""
+        written, since, sent = self.socket.written(), self.socket.peers.since, self.tally.to_sp
+        for peer, before in list(self._stalled.items()):
+            if written.get(peer) != before:
+                del self._stalled[peer]
+                if peer in written:  # it has read one more at least
+                    since[peer] = sent - written[peer] - (SURVEYS - 1)
+        return {
+            peer: count
+            for peer, count in written.items()
+            if peer not in self._stalled and sent - since[peer] - count >= SURVEYS
+        }
+
+    async def _all(self, context: SpContext) -> list[bytes]:
+        """Return the responses until the survey's time is over; what does not fit into one answer is counted."""
+        answers: list[bytes] = []
+        room = min(self.config.max_message_bytes, self.client.message_limit) - MESSAGEPACK_BYTES
+        while True:
+            try:
+                answer = await context.receive()
+            except SpTimeout:
+                return answers
+            if len(answer) + MESSAGEPACK_BYTES > room:
+                self.tally.lose("answer full")
+            else:
+                room -= len(answer) + MESSAGEPACK_BYTES
+                answers.append(answer)

@@ -1,0 +1,208 @@
+"""The relay goes, keys change, the bridge stops: what its clients notice of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from interop.iris1 import binding
+from interop.iris1.binding import hello
+from interop.iris1.kit import Echo, bridged, hearing, until
+from interop.iris1.offence import WELCOME, Mute
+
+import iris
+from relay.bridges.iris1.conversation import Conversation
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() -> None:
+    async with bridged() as side:
+        echo = Echo()
+        await side.register("echo", echo)
+        client = await side.connect()
+        heard: list[bytes] = []
+        client.subscribe("topic", hearing(heard))
+        assert await client.request("echo", b"1", 5000) == b"1"
+        line = await client.tunnel("echo", 5000)
+        await side.cluster.stop_relay()
+        with pytest.raises(binding.TimedOut):
+            await client.request("echo", b"2", 100)
+        with pytest.raises(binding.Closed, match="relay"):
+            await line.recv()
+        client.publish("topic", b"kept")
+        with pytest.raises(binding.Denied, match="relay"):
+            await binding.Binding().open(side.port)
+        await side.cluster.start_relay()
+        async with side.cluster.client() as native:
+            await native.wait_for_members("echo", 1, timeout=10)
+        assert await client.request("echo", b"3", 5000) == b"3"
+        await until(lambda: heard == [b"kept"])
+        await client.close()
+        assert any(cause.startswith("gaps of unknown length") for cause in side.counters)
+
+
+async def test_events_that_wait_for_a_relay_when_their_client_closes_are_counted() -> None:
+    async with bridged() as side:
+        client = await side.connect()
+        await side.cluster.stop_relay()
+        for _ in range(3):
+            client.publish("topic", b"x")
+        await client.close()
+        assert side.counters == {"lost on the way: the client was closed without a relay": 3}
+        await side.cluster.start_relay()
+
+
+async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old, new = iris.ClusterKey(b"o" * 32), iris.ClusterKey(b"n" * 32)
+    keyring = iris.Keyring.single(old)
+    async with bridged() as side:
+        config = iris.ClientConfig(drain_timeout_s=0.2)
+        side.bridge.connect = lambda label: side.cluster.client(keyring=keyring, config=config)
+        echo = Echo()
+        service = await side.register("rq", echo)
+        client = await side.connect()
+        line = await client.tunnel("rq", 20_000)
+        joining = await side.raw()
+        joining.send(hello(b"rq"))
+        await until(lambda: len(side.bridge._admitted) == 3)
+        keyring = iris.Keyring.single(new)
+        assert await side.bridge.reload_keys(keyring) == 0
+        with pytest.raises(binding.Closed, match="goodbye"):
+            await line.recv()
+        assert await joining.read(len(WELCOME)) == WELCOME
+        async with side.cluster.client(keyring=keyring) as native:
+            assert len(await native.wait_for_members("rq", 2, timeout=20)) == 2
+            await joining.hang_up()
+            await until(lambda: len(side.bridge.conversations) == 2)
+            assert await native.request("rq", b"x", timeout=20) == b"x"
+            assert await client.request("rq", b"y", 20_000) == b"y"
+        elsewhere = iris.Keyring({"other": [new]})
+        assert await side.bridge.reload_keys(elsewhere) == 1
+        assert "bridge.keys_not_reloaded" in caplog.text
+        await asyncio.gather(service.close(), client.close())
+
+
+async def test_close_is_answered_at_once_while_the_bridge_stops() -> None:
+    async with bridged(drain_s=60.0) as side:
+        mute = Mute()
+        await side.register("mute", mute)
+        client = await side.connect()
+        asked = asyncio.create_task(client.request("mute", b"x", 600_000))
+        await until(lambda: mute.heard)
+        stopping = asyncio.create_task(side.bridge.stop())
+        await until(lambda: all(c._ending for c in side.bridge.conversations))
+        await client.close()
+        with pytest.raises(binding.TimedOut):
+            await asked
+        assert not stopping.done()
+        for one in side.bridge.conversations:
+            one.give_up()
+        await stopping
+
+
+async def test_a_connection_that_is_accepted_while_the_bridge_stops_is_closed() -> None:
+    async with bridged(handshake_s=600.0) as side:
+        await (await side.connect()).close()
+        await side.bridge.stop()
+        late = Conversation(side.bridge)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: late, ours)
+            await until(lambda: not side.bridge.conversations)
+            assert theirs.recv(1) == b""
+
+
+async def test_events_without_a_relay_beyond_the_bound_end_the_connection_with_the_reason() -> None:
+    async with bridged(session={"offline_bytes": 10_000}) as side:
+        client = await side.connect()
+        await side.cluster.stop_relay()
+        for _ in range(20):
+            client.publish("topic", bytes(1000))
+        async with asyncio.timeout(10):
+            await client.ended.wait()
+        assert client.closed
+        assert "relay" in client.closed
+        assert side.counters["refused"] == 1
+        await side.cluster.start_relay()
+
+
+async def test_a_relay_that_takes_no_more_stops_the_sender_and_nothing_is_lost() -> None:
+    async with bridged(session={"write_high_bytes": 4096}) as side, side.cluster.client() as native:
+        heard: list[bytes] = []
+        cast: list[bytes] = []
+        service = iris.Service("bc")
+
+        @service.on_broadcast
+        def hear(message: bytes) -> None:
+            cast.append(message)
+
+        async with native.serve(service), native.subscribe("t", lambda m: heard.append(m.payload)):
+            client = await side.connect()
+            wanted = [b"%d" % turn + bytes(5000) for turn in range(600)]
+            for message in wanted:
+                client.publish("t", message)
+                client.broadcast("bc", message)
+            await client.close()
+            await until(lambda: len(heard) == len(cast) == len(wanted))
+            assert heard == cast == wanted
+
+
+async def test_one_of_several_addresses_may_be_absent_and_all_of_them_not() -> None:
+    absent = ("2001:db8::1", 0)
+    async with bridged(listen=(absent, ("127.0.0.1", 0)), allow_remote=True) as side:
+        await (await side.connect()).close()
+    with pytest.raises(iris.ConfigError, match="none of"):
+        async with bridged(listen=(absent,), allow_remote=True):
+            raise AssertionError
+    with pytest.raises(iris.ConfigError, match="not loopback"):
+        async with bridged(listen=(("0.0.0.0", 0),)):
+            raise AssertionError
+
+
+async def test_it_listens_on_both_loopback_addresses() -> None:
+    async with bridged(listen=(("127.0.0.1", 0), ("::1", 0))) as side:
+        for host, port in side.bridge.addresses:
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(hello())
+            assert await reader.readexactly(len(WELCOME)) == WELCOME
+            writer.close()
+            await writer.wait_closed()
+
+
+async def test_stopping_finishes_what_was_accepted_and_says_why() -> None:
+    release = asyncio.Event()
+
+    class Waiting(Echo):
+        async def request(self, request: bytes) -> bytes:
+            self.heard.append(request)
+            await release.wait()
+            return request
+
+    async with bridged(drain_s=5.0) as side, side.cluster.client() as native:
+        waiting = Waiting()
+        service = await side.register("waiting", waiting)
+        client = await side.connect()
+        asked = asyncio.create_task(client.request("waiting", b"x", 60_000))
+        ours = asyncio.create_task(native.request("waiting", b"y", timeout=60))
+        await until(lambda: len(waiting.heard) == 2)
+        stopping = asyncio.create_task(side.bridge.stop())
+        await until(lambda: all(c._ending for c in side.bridge.conversations))
+        with pytest.raises(binding.TimedOut):
+            await client.request("waiting", b"new", 60_000)
+        async with asyncio.timeout(5):
+            async for members in native.watch_members("waiting"):
+                if not members:
+                    break
+        release.set()
+        assert await asked == b"x"
+        assert await ours == b"y"
+        await stopping
+        await asyncio.gather(service.ended.wait(), client.ended.wait())
+        assert service.closed == client.closed == "the bridge stopped"
+        assert waiting.dropped == ["the bridge stopped"]

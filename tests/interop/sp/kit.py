@@ -1,0 +1,264 @@
+"""A relay, bridges and foreign programs, each a process of its own, in one directory with a short path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import iris
+from iris.keyfiles import create_keys, load_keys
+
+WAIT_S = 20.0
+"""Longest that a test waits for what has to happen."""
+NNGCAT = shutil.which("nngcat")
+
+
+class Process:
+    """A program whose log is read as JSON lines."""
+
+    def __init__(self, command: list[str], environ: dict[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr
+            )
+
+    def written(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """Return all lines of the log that tell of `event`."""
+        lines = [json.loads(x) for x in self.written().splitlines() if x[:1] == "{" and x[-1:] == "}"]  # fmt: skip
+        return [line for line in lines if line["event"] == event]
+
+    def logged(self, event: str, count: int = 1) -> list[dict[str, Any]]:
+        """Return them when there are `count`."""
+        until(lambda: len(self.events(event)) >= count or self.process.poll() is not None)
+        found = self.events(event)
+        assert len(found) >= count, self.written()
+        return found
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Return the exit code that it ends with after a signal."""
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Bridge(Process):
+    """`iris bridge sp`, ready."""
+
+    def __init__(
+        self,
+        world: World,
+        entries: str,
+        *,
+        ready: bool = True,
+        environ: dict[str, str] | None = None,
+    ) -> None:
+        number = world.number()
+        config = world.root / f"{number}.toml"
+        config.write_text(entries)
+        command = [sys.executable, "-m", "iris.cli", "bridge", "sp", "--config", str(config)]
+        super().__init__(command, environ or world.environ, world.root / f"{number}.log")
+        world.processes.append(self)
+        if ready:
+            self.logged("bridge.ready")
+
+    def url(self, socket: str) -> str:
+        """Return where an entry listens."""
+        (line,) = [line for line in self.events("bridge.open") if line["socket"] == socket]
+        url: str = line["url"]
+        return url
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Return the account of every entry as it is now."""
+        before = len(self.events("bridge.status"))
+        entries = len(self.events("bridge.open"))
+        self.process.send_signal(signal.SIGUSR1)
+        return self.logged("bridge.status", before + entries)[before:]
+
+    def status(self, socket: str) -> dict[str, Any]:
+        """Return the account of one entry."""
+        (line,) = [line for line in self.statuses() if line["socket"] == socket]
+        return line
+
+    async def until_peers(self, socket: str, count: int) -> None:
+        """Return when an entry has so many connections."""
+        await eventually(lambda: self.status(socket)["peers"] == count)
+
+    async def until_serving(self, socket: str, peers: int = 1) -> None:
+        """Return when an entry has so many connections and is a member, which it stays while they last.
+
+        Membership outlives the last connection for a while: what other members see may be about to end.
+        """
+
+        def serving() -> bool:
+            status = self.status(socket)
+            return status["peers"] == peers and bool(status["serving"])
+
+        await eventually(serving)
+
+    def until_alone(self) -> None:
+        """Return when no entry has a connection."""
+
+        def peers() -> list[int]:
+            return [line["peers"] for line in self.statuses()]
+
+        until(lambda: not any(peers()))
+        assert not any(peers()), self.statuses()
+
+    async def until_lost(self, socket: str, cause: str, count: int = 1) -> None:
+        """Return when an entry has counted so many under a cause."""
+        await eventually(lambda: self.status(socket)["lost"].get(cause, 0) >= count)
+
+
+class World:
+    """A directory, its keys and its relay."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="iris-sp-"))
+        self.socket = self.root / "relay.sock"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("IRIS_", "PYTHONASYNCIO"))}
+        self.environ = {
+            **kept,
+            "XDG_RUNTIME_DIR": str(self.root),
+            "IRIS_CONFIG": str(self.root / "keys"),
+            "IRIS_RELAY": str(self.socket),
+        }
+        self.processes: list[Process] = []
+        self._numbers = iter(range(10_000))
+        create_keys(self.root / "keys")
+        make_certificate(self.root, "server")
+        self.start_relay()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def ipc(self, name: str) -> str:
+        return f"ipc://{self.root}/{name}"
+
+    def start_relay(self) -> None:
+        self.socket.unlink(missing_ok=True)  # of a relay that was killed: the new one is waited for
+        command = [sys.executable, "-m", "relay", "--socket", str(self.socket), "--dev"]
+        self.relay = Process(command, self.environ, self.root / f"relay-{self.number()}.log")
+        self.processes.append(self.relay)
+        until(lambda: self.socket.exists() or self.relay.process.poll() is not None)
+        assert self.socket.exists(), self.relay.written()
+
+    def client(self, **settings: Any) -> iris.Client:
+        config = iris.ClientConfig(relay=self.socket, label="test", **settings)
+        return iris.connect(keyring=load_keys(self.environ), config=config)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.process.poll() is None:
+                process.kill()
+        shutil.rmtree(self.root)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return when `condition` holds, or after WAIT_S: what follows looks again."""
+    end_s = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Return when `condition` holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - another process decides
+            await asyncio.sleep(0.02)
+
+
+class Nngcat:
+    """A foreign program: its lines on stdout are what it received."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def line(self) -> str:
+        """Return the next message (--quoted, without the quotes)."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            line = await self.process.stdout.readline()
+        return line.decode().strip().strip('"')
+
+    async def rest(self) -> list[str]:
+        """Return all that follows, when it has ended by itself."""
+        async with asyncio.timeout(WAIT_S):
+            out, _ = await self.process.communicate()
+        return [line.strip('"') for line in out.decode().splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def nngcat(*arguments: str) -> AsyncIterator[Nngcat]:
+    """Run nngcat, and end it with the block."""
+    assert NNGCAT is not None
+    process = await asyncio.create_subprocess_exec(
+        NNGCAT, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield Nngcat(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def make_certificate(root: Path, file: str) -> None:
+    """Write FILE.pem and FILE.key: a certificate of localhost that is its own authority."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    names: list[x509.GeneralName] = [
+        x509.DNSName("localhost"),
+        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+    ]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+        .not_valid_after(datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (root / f"{file}.pem").write_bytes(certificate.public_bytes(pem))
+    plain = serialization.NoEncryption()
+    (root / f"{file}.key").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.TraditionalOpenSSL, plain)
+    )
+
+
+def a_world() -> Iterator[World]:
+    """For fixtures: a world, and nothing left of it."""
+    made = World()
+    try:
+        yield made
+    finally:
+        made.close()

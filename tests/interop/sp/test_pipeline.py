@@ -1,0 +1,108 @@
+"""PUSH and PULL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pynng
+from interop.sp.kit import Bridge, World, nngcat
+
+import iris
+
+
+class Worker:
+    """A member that keeps what it is given."""
+
+    def __init__(self, cluster: str) -> None:
+        self.service = iris.Service(cluster)
+        self.heard: list[bytes] = []
+        self.come = asyncio.Event()
+        self.service.on_push(self.take)
+
+    def take(self, data: bytes) -> None:
+        self.heard.append(data)
+        self.come.set()
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.heard) < count:
+                self.come.clear()
+                await self.come.wait()
+
+
+async def test_a_push_program_gives_work_to_a_cluster(world: World, bridge: Bridge) -> None:
+    worker = Worker("work")
+    cat = nngcat("--push", "--dial", bridge.url("pull"), "--data", "job", "--interval", "1")
+    async with world.client() as client, client.serve(worker.service), cat:
+        await worker.until(2)
+    assert worker.heard == [b"job"] * 2
+
+
+async def test_work_waits_with_the_push_program_while_nobody_takes_it(
+    world: World, bridge: Bridge
+) -> None:
+    worker = Worker("later")
+    with pynng.Push0(dial=bridge.url("pull-later"), send_timeout=300) as socket:
+        sent = 0
+        with contextlib.suppress(pynng.Timeout):
+            while True:
+                await socket.asend(b"%d" % sent + bytes(4096))
+                sent += 1
+        async with world.client() as client, client.serve(worker.service):
+            await worker.until(sent)
+    assert [int(data.rstrip(b"\0")) for data in worker.heard] == list(range(sent))
+
+
+async def test_a_pull_program_takes_work_of_its_cluster(world: World, bridge: Bridge) -> None:
+    async with world.client() as client, nngcat("--pull", "--dial", bridge.url("push"), "--quoted") as cat:  # fmt: skip
+        await bridge.until_serving("push")
+        await client.wait_for_members("worked", 1, timeout=10)
+        for number in range(5):
+            await client.push("worked", b"job %d" % number)
+        assert [await cat.line() for _ in range(5)] == [f"job {number}" for number in range(5)]
+
+
+async def test_a_pull_program_that_is_slow_loses_nothing_that_was_taken(
+    world: World, bridge: Bridge
+) -> None:
+    async with world.client() as client:
+        with pynng.Pull0(dial=bridge.url("push"), recv_timeout=20_000) as socket:
+            await bridge.until_serving("push")
+            await client.wait_for_members("worked", 1, timeout=10)
+            for number in range(2000):
+                await client.push("worked", b"%d" % number + bytes(1024), timeout=30)
+            heard = []
+            with contextlib.suppress(pynng.Timeout):
+                while len(heard) < 2000:
+                    heard.append(int((await socket.arecv()).rstrip(b"\0")))
+        assert not client.losses
+        assert sorted(heard) == list(range(2000)), bridge.status("push")
+
+
+async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_program(
+    world: World, bridge: Bridge
+) -> None:
+    limits = iris.Limits(concurrency=1, queue_bytes=20_000)
+    service = iris.Service("work", limits=limits)
+    heard = 0
+
+    @service.on_push
+    async def work(data: bytes) -> None:
+        nonlocal heard
+        heard += 1
+        await asyncio.sleep(0.002)
+
+    before = bridge.status("pull")["lost"].get("Overloaded", 0)
+    async with world.client() as client, client.serve(service):
+        with pynng.Push0(dial=bridge.url("pull")) as socket:
+            for _ in range(1000):
+                await socket.asend(bytes(1024))
+            await bridge.until_lost("pull", "Overloaded", before + 1)
+            async with asyncio.timeout(30):
+                while True:
+                    refused = bridge.status("pull")["lost"]["Overloaded"] - before
+                    if heard + refused >= 1000:
+                        break
+                    await asyncio.sleep(0.1)
+        assert heard + refused == 1000
