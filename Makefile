@@ -1,5 +1,5 @@
 # Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt.
-#   make demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | proof AREA=… N=… | clean
+#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | clean
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 PYTHON ?= python3
@@ -12,10 +12,13 @@ BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark proof clean
+.PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
+
+federation-demo: $(STAMP)
+	@$(BIN)/python examples/federation/flights.py
 
 spark-demo: $(EXAMPLES_STAMP)
 	@tests/spark/java install
@@ -52,6 +55,10 @@ bench-streams: $(BENCH_STAMP)
 bench-spark: $(SPARK_STAMP)
 	@tests/spark/java install
 	JAVA_HOME=`tests/spark/java find` $(BIN)/python bench/spark.py $(if $(QUICK),--quick)
+
+# Two sites, 40 ms apart, beside bare TCP and TLS over the same stretch.
+bench-federation: $(STAMP)
+	$(BIN)/python bench/federation.py $(if $(QUICK),--quick)
 
 proof: $(SPARK_STAMP)
 	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }
