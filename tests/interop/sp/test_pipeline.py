@@ -63,21 +63,22 @@ async def test_a_pull_program_takes_work_of_its_cluster(world: World, bridge: Br
         assert [await cat.line() for _ in range(5)] == [f"job {number}" for number in range(5)]
 
 
-async def test_a_pull_program_that_is_slow_loses_nothing_that_was_taken(
-    world: World, bridge: Bridge
-) -> None:
+async def test_a_pull_program_that_is_slow_loses_nothing_that_was_taken(world: World) -> None:
+    entry = f'[[socket]]\nprotocol = "push"\nname = "push"\ncluster = "slow"\nlisten = "{world.ipc("slow")}"\n'
+    bridge = Bridge(world, entry)
     async with world.client() as client:
         with pynng.Pull0(dial=bridge.url("push"), recv_timeout=20_000) as socket:
             await bridge.until_serving("push")
-            await client.wait_for_members("worked", 1, timeout=10)
+            await client.wait_for_members("slow", 1, timeout=10)
             for number in range(2000):
-                await client.push("worked", b"%d" % number + bytes(1024), timeout=30)
+                await client.push("slow", b"%d" % number + bytes(1024), timeout=30)
             heard = []
             with contextlib.suppress(pynng.Timeout):
                 while len(heard) < 2000:
                     heard.append(int((await socket.arecv()).rstrip(b"\0")))
         assert not client.losses
         assert sorted(heard) == list(range(2000)), bridge.status("push")
+    assert await asyncio.to_thread(bridge.end) == 0
 
 
 async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_program(
