@@ -12,7 +12,7 @@ the event loop ends:
 
 Each side may send 64 KiB before the first credit. The receiver grants what it consumed, and grows the window, fourfold each time, up to
 16 MiB while it is the sender that it waits for: a slow reader throttles its sender to its own pace, and an idle tunnel
-holds 64 KiB at most. After finish from both sides, or close, the tunnel has ended well; any other end is broken.
+holds 64 KiB at most. All windows of a session together grow by 256 MiB at most. After finish from both sides, or close, the tunnel has ended well; any other end is broken.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from iris.wire.frames import Cause, Kind
 
 FIRST_WINDOW: Final = 64 << 10
 MAX_WINDOW: Final = 16 << 20
+MAX_GROWN: Final = 256 << 20
+"""What all windows of one session may have grown by; the others stay as they are until a tunnel ends."""
 GROWTH: Final = 4
 """Times the window before: four round trips from the first to the largest."""
 CHUNK_COST: Final = 64
@@ -52,6 +54,15 @@ def prologue(name: str, key_id: bytes, tunnel_id: bytes) -> bytes:
     return b"iris-tunnel-1" + bytes((Kind.TUNNEL_OPEN,)) + name.encode() + key_id + tunnel_id
 
 
+class Growth:
+    """What the windows of a session may still grow by."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int = MAX_GROWN) -> None:
+        self.left = left
+
+
 class TunnelEnd:
     """One end. `emit` takes whole frames; `wake` is called when something may have changed for a waiting caller.
 
@@ -59,14 +70,14 @@ class TunnelEnd:
     """
 
     __slots__ = (
-        "_assembling", "_chunks", "_consumed", "_dry", "_emit", "_filling", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
+        "_assembling", "_chunks", "_consumed", "_dry", "_emit", "_filling", "_growth", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
         "_recv", "_send", "_window", "broken", "buffered", "closed", "credit", "error", "finished", "headers", "hop", "initiator",
         "name", "peer_closed", "peer_finished", "wake",
     )  # fmt: skip
 
     def __init__(
         self, name: str, key: ClusterKey, tunnel_id: bytes, hop: int, *, initiator: bool, ephemeral: bytes,
-        emit: Callable[[bytes], None], mark_dirty: Callable[[TunnelEnd], None], opening: Headers | None = None,
+        emit: Callable[[bytes], None], mark_dirty: Callable[[TunnelEnd], None], growth: Growth, opening: Headers | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.hop = hop
@@ -95,6 +106,7 @@ class TunnelEnd:
         self._chunks: deque[tuple[int, bytes]] | None = None
         self._assembling = False
         self._filling = False
+        self._growth = growth
         self._window = FIRST_WINDOW
         self._consumed = 0
         self._dry = False
@@ -298,9 +310,12 @@ class TunnelEnd:
                 if self._dry and self._window < MAX_WINDOW:
                     # The reader found nothing since the last grant: the sender is what it waits for. Over a long round trip
                     # there may be one grant in each, so few must do.
-                    grown = min(GROWTH * self._window, MAX_WINDOW)
-                    grant += grown - self._window
-                    self._window = grown
+                    by = min(
+                        (GROWTH - 1) * self._window, MAX_WINDOW - self._window, self._growth.left
+                    )
+                    self._growth.left -= by
+                    self._window += by
+                    grant += by
                 self._dry = False
                 self._item(_CREDIT, _U32.pack(grant))
         return flags, data
@@ -361,6 +376,11 @@ class TunnelEnd:
             raise PeerProtocolError(
                 f"a tunnel item of kind 0x{kind:02x} and {len(body)} bytes here"
             )
+
+    def release(self) -> None:
+        """Leave to other tunnels what the window grew by: this one has ended, and is granted nothing any more."""
+        self._growth.left += self._window - FIRST_WINDOW
+        self._window = FIRST_WINDOW
 
     def _drop_buffer(self) -> None:
         self._chunks = None

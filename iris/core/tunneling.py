@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from iris.core.asks import NEVER_US, error_of
 from iris.core.bundle import Headers
 from iris.core.inbound import InFlow
-from iris.core.tunnel import TunnelEnd
+from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
@@ -25,12 +25,13 @@ HALF_OPEN_US: Final = 5_000_000
 class Tunneling:
     """Every tunnel end of one session by hop id; those to us that are half open expire."""
 
-    __slots__ = ("_dirty", "_half_open", "_session", "ends")
+    __slots__ = ("_dirty", "_growth", "_half_open", "_session", "ends")
 
     def __init__(self, session: Session) -> None:
         self.ends: dict[int, TunnelEnd] = {}
         self._session = session
         self._dirty: list[TunnelEnd] = []
+        self._growth = Growth()
         self._half_open: dict[int, int] = {}
 
     def open(
@@ -65,13 +66,13 @@ class Tunneling:
     ) -> TunnelEnd:
         return TunnelEnd(
             name, key, tunnel_id, hop, initiator=initiator, ephemeral=self._session.entropy(32),
-            emit=self._emit, mark_dirty=self._dirty.append, opening=opening,
+            emit=self._emit, mark_dirty=self._dirty.append, growth=self._growth, opening=opening,
         )  # fmt: skip
 
     def _emit(self, frame: bytes) -> None:
         if frame[KIND_AT] == Kind.TUNNEL_END:
             # No message, as relays make it, too; and the last word on this hop id.
-            self.ends.pop(HOP.unpack_from(frame)[4], None)
+            self._forget(HOP.unpack_from(frame)[4])
         elif self._session.state == "up":
             self._session.out.sent_messages += 1
         if self._session.state == "up":
@@ -132,9 +133,16 @@ class Tunneling:
         self._break(end.hop, "given up before it was open")
 
     def _break(self, hop: int, reason: str) -> None:
-        end = self.ends.pop(hop, None)
+        end = self._forget(hop)
         if end is not None:
             end.fail(reason, tell=True)
+
+    def _forget(self, hop: int) -> TunnelEnd | None:
+        """Take out an end that no frame is for any more."""
+        end = self.ends.pop(hop, None)
+        if end is not None:
+            end.release()
+        return end
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
         """A frame of a tunnel that is open, or opening."""
@@ -155,13 +163,13 @@ class Tunneling:
             except (OpenError, PeerProtocolError) as err:
                 self._break(hop, str(err))
         else:
-            del self.ends[hop]
+            self._forget(hop)
             cause = buf[start + TUNNEL_BODY_AT] if end - start > TUNNEL_BODY_AT else Cause.BROKEN
             tunnel.ended_by_relay(cause)
 
     def failed(self, fail: frames.Fail) -> None:
         """The relay found nobody for an opening."""
-        end = self.ends.pop(fail.hop, None)
+        end = self._forget(fail.hop)
         if end is not None:
             end.error = error_of(end.name, fail)
             end.ended_by_relay(fail.cause)
@@ -187,4 +195,5 @@ class Tunneling:
         """The connection is gone."""
         ends, self.ends = self.ends, {}
         for end in ends.values():
+            end.release()
             end.fail(reason, tell=False)

@@ -15,7 +15,7 @@ from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.parties import Lost
 from iris.core.session import Session
-from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
+from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, Growth, TunnelEnd
 from iris.crypto.keyring import Keyring, parse_network_keys
 from iris.crypto.keys import ClusterKey
 from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError
@@ -138,7 +138,7 @@ def tunnel(data: bytes) -> None:
     ends = [
         TunnelEnd(
             CLUSTER, KEY, bytes(16), 1, initiator=initiator, ephemeral=bytes([7 + initiator] * 32),
-            emit=sent.append, mark_dirty=lambda end: None,
+            emit=sent.append, mark_dirty=lambda end: None, growth=Growth(),
         )
         for initiator in (True, False)
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import Host, Network, kind_of
 
-from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_WINDOW, TunnelEnd
+from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_GROWN, MAX_WINDOW, TunnelEnd
 from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
@@ -109,6 +109,36 @@ def test_a_sender_stops_when_its_credit_is_spent_and_goes_on_with_more(net: Netw
         received += len(chunk[1])
     assert received == len(data)
     close(net, left)
+
+
+@pytest.mark.parametrize("way", ["close", "peer closes", "both finish", "broken", "session lost"])
+def test_what_a_window_grew_by_is_there_for_others_when_the_tunnel_has_ended(
+    net: Network, way: str
+) -> None:
+    _, member, left, right = opened(net)
+    growth = member.session.tunneling._growth
+    data = memoryview(bytes(1 << 20))
+    drain(right)
+    stop, _ = left.write(data, 0)
+    net.run()
+    drain(right)
+    assert growth.left < MAX_GROWN
+    if way == "close":
+        right.close()
+    elif way == "peer closes":
+        left.close()
+    elif way == "both finish":
+        left.write(data, stop)
+        left.abort()
+        left.finish()
+        right.finish()
+    elif way == "broken":
+        right.fail("a handler failed", tell=True)
+    else:
+        member.lose()
+    net.run()
+    assert growth.left == MAX_GROWN
+    assert not left.broken or way in ("broken", "session lost")
 
 
 def test_more_than_was_granted_breaks_the_tunnel(net: Network) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, TunnelEnd
+from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.wire.codec import TUNNEL_BODY_AT
 
 
 class Way:
-    """Two ends of one open tunnel, and the frames between them."""
+    """Two ends of one open tunnel, and the frames between them; its reader's session may grow windows by `growth`."""
 
-    def __init__(self) -> None:
+    def __init__(self, growth: Growth | None = None) -> None:
         key = ClusterKey(bytes(32))
+        growth = growth or Growth()
         self.there: list[bytes] = []
         self.back: list[bytes] = []
         self.sender = TunnelEnd(
-            "db", key, bytes(16), 1, initiator=True, ephemeral=b"1" * 32, emit=self.there.append, mark_dirty=lambda end: None
+            "db", key, bytes(16), 1, initiator=True, ephemeral=b"1" * 32, emit=self.there.append, mark_dirty=lambda end: None, growth=Growth()
         )  # fmt: skip
         self.reader = TunnelEnd(
-            "db", key, bytes(16), 1, initiator=False, ephemeral=b"2" * 32, emit=self.back.append, mark_dirty=lambda end: None
+            "db", key, bytes(16), 1, initiator=False, ephemeral=b"2" * 32, emit=self.back.append, mark_dirty=lambda end: None, growth=growth
         )  # fmt: skip
         self.sender.accepted(memoryview(self.reader.answer(memoryview(self.sender.hello()))))
         self.sender.flush()
@@ -93,3 +94,27 @@ def test_a_reader_that_is_behind_keeps_the_window() -> None:
         at = way.write(data, at)
         way.arrive()
         assert way.reader.buffered <= FIRST_WINDOW
+
+
+def test_the_windows_of_a_session_grow_by_no_more_than_is_left_for_all() -> None:
+    growth = Growth(3 * FIRST_WINDOW + 1000)
+    ways = [Way(growth) for _ in range(3)]
+    at = [0, 0, 0]
+    data = memoryview(bytes(MAX_WINDOW))
+    for _ in range(4):
+        for n, way in enumerate(ways):
+            way.read()
+            at[n] = way.write(data, at[n])
+            way.arrive()
+            way.read()
+    assert growth.left == 0
+    begun = list(at)
+    for n, way in enumerate(ways):
+        at[n] = way.write(data, at[n])
+        way.arrive()
+    held = [way.reader.buffered for way in ways]
+    assert sum(held) <= 6 * FIRST_WINDOW + 1000
+    assert all(stop > start for stop, start in zip(at, begun, strict=True)), "each goes on"
+    ways[0].reader.fail("over", tell=True)
+    ways[0].reader.release()
+    assert growth.left == 3 * FIRST_WINDOW, "and what one had is there for others"
