@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from iris.core.aliases import Alias, AliasTable
 from iris.core.pulse import Pulse
-from iris.errors import LocalProtocolError
+from iris.errors import LocalProtocolError, PeerProtocolError
 from iris.wire.codec import RELAY_HOP, encode_control
-from iris.wire.frames import Control, Declare, Gap, HopClass, Kind
+from iris.wire.frames import Beat, Control, Declare, Gap, HopClass, Kind
 from relay.core.interest import Load, Member, Watch
 from relay.core.ports import Held, Port
 
@@ -291,6 +291,13 @@ class Neighbor:
     def neighbor(self) -> Neighbor:
         """Itself: a way to a site has another."""
         return self
+
+    def beat_came(self, beat: Beat, now_us: int) -> None:
+        """Its heart beats, which says how its clock runs; raises PeerProtocolError from a session of this host, which has none."""
+        if self.pulse is None:
+            raise PeerProtocolError("BEAT in a session of this host")
+        self.pulse.heard(beat, now_us)
+        self.clock_us = self.pulse.clock_us
 
     def control(self, body: Control) -> None:
         """Send it a control frame; one that cannot be said ends a connection between relays, and nobody else's call."""

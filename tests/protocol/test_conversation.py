@@ -172,13 +172,14 @@ def test_pushes_give_their_credit_back_once_per_turn(net: Network) -> None:
     caller, member = net.host(), net.host()
     member.serve("db", lambda delivery: delivery.finish())
     heard: list[frames.Credit] = []
-    route = net.router._controls[frames.Credit]
+    handlers = net.router._from_sessions._handlers
+    route = handlers[frames.Credit]
 
     def credited(session: object, credit: frames.Credit) -> None:
         heard.append(credit)
         route(session, credit)  # type: ignore[arg-type]
 
-    net.router._controls[frames.Credit] = credited
+    handlers[frames.Credit] = credited
     for _ in range(1000):
         caller.push("db", b"x" * 10)
     net.run()

@@ -9,8 +9,8 @@ from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import Kind, Refusal
+from relay.core import control
 from relay.core import mesh as mesh_module
-from relay.core import router as router_module
 from relay.core.link import Copy, Link
 from relay.core.router import Limits
 
@@ -473,7 +473,7 @@ def test_members_of_other_relays_are_listed_and_watched() -> None:
 
 
 def test_a_long_list_of_members_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "MAX_INFOS", 2)
+    monkeypatch.setattr(control, "MAX_INFOS", 2)
     net = linked()
     alice = net.host("alice")
     for number in range(5):

@@ -32,7 +32,7 @@ from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
 from relay import ports, sessions
 from relay.config import lan
-from relay.core import calls, router
+from relay.core import calls, control
 
 TEXT: Final = DOCUMENT.read_text()
 BLOCKS: Final = {(match[1], match[2]): match[3] for match in BLOCK.finditer(TEXT)}
@@ -391,8 +391,8 @@ LIMITS: Final = {
     "key ids per frame": frames.MAX_KEY_IDS,
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,
-    "queue groups per session, and per relay under one key": router.MAX_GROUPS,
-    "watches per session": router.MAX_WATCHES,
+    "queue groups per session, and per relay under one key": control.MAX_GROUPS,
+    "watches per session": control.MAX_WATCHES,
     "waiting per session": (_CONFIG.max_pending_per_session, asks.MAX_PENDING),
     "members tried per message": calls.MAX_ATTEMPTS,
     "sessions per relay": _CONFIG.max_sessions,

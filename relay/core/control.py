@@ -1,0 +1,322 @@
+"""What sessions ask for by control frames: keys, aliases, members, subscriptions, watches and reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.core.pulse import Pulse
+from iris.crypto.keys import verify_proof
+from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import decode_control, encode_control
+from iris.wire.frames import (
+    NO_KEY,
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    SERVED_KINDS,
+    HopClass,
+    Kind,
+)
+from iris.wire.names import check_cluster, check_filter, check_group, check_site, printable
+from relay.core.calls import Calls
+from relay.core.grants import barred, take_grant
+from relay.core.interest import Member, Watch
+from relay.core.session import Session
+
+if TYPE_CHECKING:
+    from relay.core.router import Router
+
+MAX_WATCHES: Final = 1024
+MAX_INFOS: Final = 4096
+"""Members named in one frame."""
+MAX_GROUPS: Final = 128
+"""Queue groups of one session: all of them may have to be named in one DECLARE."""
+
+
+class SessionControl:
+    """The control frames of all sessions of one router."""
+
+    def __init__(self, router: Router, calls: Calls) -> None:
+        self._router = router
+        self._calls = calls
+        self._next_serial = 1
+        self._document = ""
+        self._document_us = 0
+        self._handlers: dict[type, Callable[[Session, Any], None]] = {
+            frames.Prove: self._on_prove,
+            frames.Grant: self._on_grant,
+            frames.Declare: self._on_declare,
+            frames.Join: self._on_join,
+            frames.Leave: self._on_leave,
+            frames.Subscribe: self._on_subscribe,
+            frames.Unsubscribe: self._on_unsubscribe,
+            frames.Credit: self._on_credit,
+            frames.Members: self._on_members,
+            frames.Unwatch: self._on_unwatch,
+            frames.Status: self._on_status,
+            frames.Ping: lambda session, ping: session.control(frames.Pong(ping.id)),
+            frames.Pong: lambda session, pong: None,
+            frames.Beat: self._on_beat,
+            frames.Bye: self._on_bye,
+        }
+
+    def frame(self, session: Session, buf: memoryview, start: int, end: int) -> None:
+        """Take one; raises PeerProtocolError."""
+        body = decode_control(buf, start, end)
+        if not session.greeted:
+            if not isinstance(body, frames.Hello):
+                raise PeerProtocolError(f"{type(body).__name__} before HELLO")
+            self._on_hello(session, body)
+            return
+        handler = self._handlers.get(type(body))
+        if handler is None:
+            raise PeerProtocolError(f"a session does not send {type(body).__name__} now")
+        try:
+            handler(session, body)
+        except LocalProtocolError as err:
+            raise PeerProtocolError(f"the answer is too long: {err}") from err
+
+    def _on_hello(self, session: Session, hello: frames.Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise PeerProtocolError(
+                f"you speak version {hello.version}, this relay speaks {PROTOCOL_VERSION}"
+            )
+        if session.remote:
+            if not hello.mono_us:
+                raise PeerProtocolError("HELLO over TLS without the time")
+            session.pulse = Pulse(hello.mono_us, self._router.now_us)
+            session.clock_us = session.pulse.clock_us
+            self._router.watch_pulse(session)
+        session.greeted = True
+        # Shown in terminals: no session may move somebody's cursor.
+        session.label = printable(hello.label)
+        session.pid = hello.pid
+        session.control(
+            frames.Welcome(
+                PROTOCOL_VERSION,
+                PROTOCOL_MINOR,
+                self._router.relay_id,
+                session.session_id,
+                session.challenge,
+                self._router.message_limit,
+                self._router.site,
+                self._router.limits.aliases,
+                self._router.now_us if session.remote else 0,
+            )
+        )
+        if self._router.draining:
+            session.control(frames.Drain(0))
+
+    def _on_beat(self, session: Session, beat: frames.Beat) -> None:
+        session.beat_came(beat, self._router.now_us)
+
+    def _on_prove(self, session: Session, prove: frames.Prove) -> None:
+        session.proofs += 1
+        if session.proofs > self._router.limits.keys:
+            raise PeerProtocolError(f"more than {self._router.limits.keys} keys")
+        try:
+            key_id = verify_proof(
+                prove.public_key, prove.signature,
+                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge,
+            )  # fmt: skip
+        except OpenError as err:
+            raise PeerProtocolError("the proof of a key does not hold") from err
+        session.proven.add(key_id)
+
+    def _on_grant(self, session: Session, grant: frames.Grant) -> None:
+        session.control(frames.Ack(grant.id, take_grant(session, grant, self._router.relay_id)))
+
+    def _on_declare(self, session: Session, declared: frames.Declare) -> None:
+        # An answer goes to whom its hop id says; calls under no key are to the stores themselves.
+        open_to_all = declared.kind == Kind.STREAM_REPLY or (
+            declared.kind == Kind.STREAM and declared.key_id == NO_KEY
+        )
+        if declared.key_id not in session.proven and not open_to_all:
+            raise PeerProtocolError(
+                f"alias under key {declared.key_id.hex()[:8]}, which was not proven"
+            )
+        if declared.hop_class != HopClass.LOCAL:
+            raise PeerProtocolError(f"hop class {declared.hop_class} in a session")
+        if declared.site not in ("", frames.HERE) and (
+            error := _grammar(check_site, declared.site)
+        ):
+            raise PeerProtocolError(error)
+        self._router.declare(session, declared)
+
+    def _on_join(self, session: Session, join: frames.Join) -> None:
+        error = barred(session, join)
+        if not error and len(session.members) >= self._router.limits.joins:
+            error = f"this session already has {self._router.limits.joins} members"
+        if not error and not set(join.kinds) <= SERVED_KINDS:
+            error = (
+                "a member serves requests, pushes, surveys, broadcasts, tunnels and streams only"
+            )
+        if not error:
+            error = _grammar(check_cluster, join.name)
+        if error:
+            session.control(frames.Ack(join.id, error))
+            return
+        serial = self._next_serial
+        self._next_serial += 1
+        key_ids = tuple(dict.fromkeys(join.key_ids))
+        member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
+        session.members[serial] = member
+        self._router.interest.join(member)
+        self._router.mesh.joined(member, self._router.now_us)
+        session.control(frames.Ack(join.id, "", serial))
+        for watch in self._watchers(member):
+            watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
+
+    def _on_leave(self, session: Session, leave: frames.Leave) -> None:
+        member = session.members.get(leave.member)
+        if member is None or member.left:
+            session.control(frames.Ack(leave.id, f"member {leave.member} is not of this session"))
+            return
+        self.leave(member)
+        session.control(frames.Ack(leave.id))
+
+    def leave(self, member: Member) -> None:
+        """A member goes, by its own word or with its session."""
+        member.left = True
+        self._router.interest.leave(member)
+        self._router.mesh.left(member, self._router.now_us)
+        member.forget_if_done()
+        for watch in self._watchers(member):
+            if not watch.session.closed:
+                watch.session.control(
+                    frames.Membership(watch.number, left=[self._member_id(member)])
+                )
+
+    def _watchers(self, member: Member) -> Sequence[Watch]:
+        return self._router.interest.watchers(member.name, member.key_ids) if member.listed else ()
+
+    def _on_subscribe(self, session: Session, subscribe: frames.Subscribe) -> None:
+        place = (subscribe.filter, subscribe.group)
+        granted = [
+            key_id
+            for key_id in subscribe.key_ids
+            if ("topic", subscribe.filter, key_id) in session.granted
+        ]
+        unproven = [key_id for key_id in subscribe.key_ids if key_id not in granted]
+        error = self._unproven(session, unproven) or _grammar(check_filter, subscribe.filter)
+        if not error and subscribe.group:
+            error = _grammar(check_group, subscribe.group)
+        if not error and place in session.subscriptions:
+            error = f"already subscribed to {subscribe.filter!r}"
+        places = _places(subscribe.filter, subscribe.key_ids)
+        if not error and session.places + places > self._router.limits.subscriptions:
+            error = f"the subscriptions of this session are over {self._router.limits.subscriptions} tokens"
+        groups = session.groups
+        if not error and subscribe.group:
+            if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
+                error = f"this session is already in {MAX_GROUPS} queue groups"
+            else:
+                error = self._router.mesh.group_error(subscribe.group, subscribe.key_ids)
+            if not error:
+                groups[subscribe.group] = groups.get(subscribe.group, 0) + 1
+        if not error:
+            key_ids = session.subscriptions[place] = tuple(dict.fromkeys(subscribe.key_ids))
+            session.places += places
+            self._router.interest.subscribe(session, subscribe.filter, subscribe.group, key_ids)
+            self._router.mesh.wanted(
+                subscribe.filter, key_ids, subscribe.group, 1, self._router.now_us
+            )
+        session.control(frames.Ack(subscribe.id, error))
+
+    def _on_unsubscribe(self, session: Session, unsubscribe: frames.Unsubscribe) -> None:
+        key_ids = session.subscriptions.pop((unsubscribe.filter, unsubscribe.group), None)
+        if key_ids is None:
+            session.control(frames.Ack(unsubscribe.id, f"not subscribed to {unsubscribe.filter!r}"))
+            return
+        if unsubscribe.group:
+            session.groups[unsubscribe.group] -= 1
+            if not session.groups[unsubscribe.group]:
+                del session.groups[unsubscribe.group]
+        session.places -= _places(unsubscribe.filter, key_ids)
+        self._router.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
+        self._router.mesh.wanted(
+            unsubscribe.filter, key_ids, unsubscribe.group, -1, self._router.now_us
+        )
+        session.control(frames.Ack(unsubscribe.id))
+
+    def _on_credit(self, session: Session, credit: frames.Credit) -> None:
+        # After LEAVE the member is gone, and what it finishes then needs no credit.
+        member = session.members.get(credit.member)
+        load = member.loads.get(credit.kind) if member is not None else None
+        if load is not None:
+            self._calls.credited(session, load, credit.hops)
+
+    def _on_members(self, session: Session, ask: frames.Members) -> None:
+        if self._unproven(session, [k for k in ask.key_ids if not ask.streams or k != NO_KEY]):
+            raise PeerProtocolError("members asked for under a key that was not proven")
+        if error := _grammar(check_cluster, ask.name):
+            raise PeerProtocolError(error)
+        if ask.watch and not ask.streams:
+            if len(session.watches) >= MAX_WATCHES or ask.id in session.watches:
+                raise PeerProtocolError(f"more than {MAX_WATCHES} watches, or one id twice")
+            watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, tuple(ask.key_ids))
+            self._router.interest.watch(watch)
+        here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
+        found = [self._info(member) for member in here]
+        found += self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
+        others = self._router.interest.others(ask.name, ask.key_ids)
+        for there in (self._router.mesh, self._router.abroad):
+            for short, count in there.others(ask.name, ask.key_ids).items():
+                others[short] = others.get(short, 0) + count
+        away = {} if ask.streams else self._router.abroad.members(ask.name, ask.key_ids)
+        for at in range(0, max(1, len(found)), MAX_INFOS):
+            part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
+            first = ({}, more, {}) if at else (others, more, away)
+            session.control(frames.Membership(ask.id, part, [], *first))
+
+    def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:
+        watch = session.watches.pop(unwatch.id, None)
+        if watch is not None:
+            self._router.interest.unwatch(watch)
+
+    def _on_status(self, session: Session, status: frames.Status) -> None:
+        if self._document_us != self._router.now_us or not self._document:  # many may ask at once
+            self._document, self._document_us = (
+                json.dumps(self._router.status()),
+                self._router.now_us,
+            )
+        session.control(frames.Report(status.id, self._document))
+
+    def _on_bye(self, session: Session, bye: frames.Bye) -> None:
+        # Everything before it is routed: the frames of one session are taken in order.
+        if session.gaps:
+            session.tell_gaps()
+        session.port.control(encode_control(frames.Bye()))
+        session.port.finish()
+        self._router.session_down(session)
+
+    def _member_id(self, member: Member) -> str:
+        """Return relay id (hex), '.', serial: never reused."""
+        return f"{self._router.relay_id.hex()}.{member.serial}"
+
+    def _info(self, member: Member) -> frames.MemberInfo:
+        return frames.MemberInfo(
+            self._member_id(member), list(member.loads), list(member.key_ids), self._router.relay_id.hex(), self._router.site,
+            member.session.label, member.tag,
+        )  # fmt: skip
+
+    def _unproven(self, session: Session, key_ids: Sequence[bytes]) -> str:
+        for key_id in key_ids:
+            if key_id not in session.proven:
+                return f"key {key_id.hex()[:8]} was not proven in this session"
+        return ""
+
+
+def _places(pattern: str, key_ids: Sequence[bytes]) -> int:
+    """Return how many nodes of the topic tree a subscription takes at most."""
+    return len(set(key_ids)) * (pattern.count(".") + 1)
+
+
+def _grammar(check: Callable[[str], str], name: str) -> str:
+    try:
+        check(name)
+    except InvalidName as err:
+        return str(err)
+    return ""

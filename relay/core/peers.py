@@ -1,0 +1,167 @@
+"""What relays say to each other by control frames, over links and between sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import decode_control
+from iris.wire.frames import HopClass, Kind
+from iris.wire.names import printable
+from relay.core.calls import Calls
+from relay.core.casts import Casts
+from relay.core.link import Link
+from relay.core.sites import Wan
+
+if TYPE_CHECKING:
+    from relay.core.router import Router
+
+_ANSWER_KINDS: Final = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
+"""They go where what they answer came from."""
+
+
+class LinkControl:
+    """The control frames of all links of one router."""
+
+    def __init__(self, router: Router, calls: Calls, casts: Casts) -> None:
+        self._router = router
+        self._casts = casts
+        self._handlers: dict[type, Callable[[Link, Any], None]] = {
+            **self._router.mesh.controls(),
+            frames.Declare: self._on_declare,
+            frames.Beat: self._on_beat,
+            frames.Gap: self._on_gap,
+            frames.Fail: calls.failed_by_link,
+            frames.Credit: calls.credited_by_link,
+            frames.Roster: calls.surveys.roster,
+            frames.Done: calls.surveys.done,
+            frames.Bye: self._on_bye,
+            frames.Error: self._on_error,
+        }
+
+    def frame(self, link: Link, buf: memoryview, start: int, end: int) -> None:
+        """Take one; raises PeerProtocolError."""
+        body = decode_control(buf, start, end)
+        handler = self._handlers.get(type(body))
+        if handler is None:
+            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
+        handler(link, body)
+
+    def _on_declare(self, link: Link, declared: frames.Declare) -> None:
+        far = declared.hop_class == HopClass.TO_WAN
+        if not far and declared.hop_class not in (HopClass.MESH, HopClass.FROM_WAN):
+            raise PeerProtocolError(f"hop class {declared.hop_class} over a link")
+        if bool(declared.site) != far or (far and declared.kind in _ANSWER_KINDS):
+            raise PeerProtocolError("a site that does not go with the hop class")
+        self._router.declare(link, declared)
+        if far:
+            rule = self._router.abroad.barred(declared, printable(declared.site), entering=False)
+            link.routes[declared.alias].barred = rule  # type: ignore[union-attr]
+
+    def _on_beat(self, link: Link, beat: frames.Beat) -> None:
+        link.beat_came(beat, self._router.now_us)
+        self._router.mesh.beat(link, beat.version)
+
+    def _on_gap(self, link: Link, gap: frames.Gap) -> None:
+        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        self._casts.gap_from_link(link, gap)
+
+    def _on_bye(self, link: Link, bye: frames.Bye) -> None:
+        """The relay stops, and has sent all that it had."""
+        link.bye = True
+        link.port.finish()
+        self._router.link_down(link)
+
+    def _on_error(self, link: Link, error: frames.Error) -> None:
+        """The other relay says which rule we broke, and ends the link."""
+        link.port.abort(f"the other relay says: {error.detail}")
+        self._router.link_down(link)
+
+
+class WanControl:
+    """The control frames of all connections to other sites of one router. What they say is shown to people here."""
+
+    def __init__(self, router: Router, calls: Calls, casts: Casts) -> None:
+        self._router = router
+        self._calls = calls
+        self._casts = casts
+        self._handlers: dict[type, Callable[[Wan, Any], None]] = {
+            frames.Interest: lambda wan, told: self._router.abroad.on_interest(
+                wan, told, self._router.now_us
+            ),
+            frames.Resync: lambda wan, _: self._router.abroad.on_resync(wan, self._router.now_us),
+            frames.Declare: self._on_declare,
+            frames.Beat: self._on_beat,
+            frames.Gap: self._on_gap,
+            frames.Fail: self._on_fail,
+            frames.Credit: calls.credited_by_link,
+            frames.Roster: self._on_roster,
+            frames.Done: self._on_done,
+            frames.Bye: self._on_bye,
+            frames.Error: self._on_error,
+        }
+
+    def frame(self, wan: Wan, buf: memoryview, start: int, end: int) -> None:
+        """Take one; raises PeerProtocolError."""
+        body = decode_control(buf, start, end)
+        handler = self._handlers.get(type(body))
+        if handler is None:
+            raise PeerProtocolError(f"a gateway does not send {type(body).__name__} now")
+        handler(wan, body)
+
+    def _on_declare(self, wan: Wan, declared: frames.Declare) -> None:
+        # What comes from another site stays in this one.
+        if declared.hop_class != HopClass.TO_WAN:
+            raise PeerProtocolError(f"hop class {declared.hop_class} from another site")
+        if declared.site != self._router.site:
+            raise PeerProtocolError(
+                f"a message for {declared.site!r}, and this is {self._router.site}"
+            )
+        self._router.declare(wan, declared)
+        if declared.kind not in _ANSWER_KINDS:
+            rule = self._router.abroad.barred(declared, wan.site, entering=True)
+            wan.routes[declared.alias].barred = rule  # type: ignore[union-attr]
+
+    def _on_beat(self, wan: Wan, beat: frames.Beat) -> None:
+        wan.beat_came(beat, self._router.now_us)
+        self._router.abroad.beat(wan, beat.version, self._router.now_us)
+
+    def _on_gap(self, wan: Wan, gap: frames.Gap) -> None:
+        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        if gap.site != self._router.site:
+            raise PeerProtocolError(f"a gap for {gap.site!r}, and this is {self._router.site}")
+        if gap.count and not self._router.abroad.policy.entering(gap.kind, gap.name, gap.key_id):
+            cause = printable(gap.cause)
+            self._casts.gap_from_wan(
+                wan, msgspec.structs.replace(gap, cause=cause), self._router.now_us
+            )
+
+    def _on_fail(self, wan: Wan, fail: frames.Fail) -> None:
+        # What another site says is shown to people here.
+        self._calls.failed_by_link(
+            wan, msgspec.structs.replace(fail, detail=printable(fail.detail))
+        )
+
+    def _on_roster(self, wan: Wan, roster: frames.Roster) -> None:
+        members = [printable(member) for member in roster.members]
+        self._calls.surveys.roster(wan, frames.Roster(roster.hop, members))
+
+    def _on_done(self, wan: Wan, done: frames.Done) -> None:
+        self._calls.surveys.done(wan, frames.Done(done.hop, [printable(m) for m in done.lost]))
+
+    def _on_bye(self, wan: Wan, bye: frames.Bye) -> None:
+        """The gateway stops, and has sent all that it had."""
+        wan.bye = True
+        wan.port.finish()
+        self._router.wan_down(wan)
+
+    def _on_error(self, wan: Wan, error: frames.Error) -> None:
+        """The other gateway says which rule we broke, and ends the connection."""
+        wan.port.abort(f"the other gateway says: {printable(error.detail)}")
+        self._router.wan_down(wan)
