@@ -408,7 +408,7 @@ async def test_a_mirror_follows_its_source_and_tells_its_lag(setting: Any) -> No
         info = await client.streams.describe("copy")
         assert (info.lag, info.source, info.heard_us > 0) == (0, "log", True)
         await mirror.close()
-        await asyncio.wait_for(running, 1.0)
+        await asyncio.wait_for(running, WAIT_S)
     with pytest.raises(iris.Closed):
         await mirror.run()
     await same(client, "log", "copy")
@@ -487,24 +487,23 @@ async def test_two_mirrors_at_once_write_nothing_twice(setting: Any, monkeypatch
     _, client, other = setting
     monkeypatch.setattr(mirroring, "FETCH_BYTES", 20_000)
     await client.streams.create("log")
-    copied = []
+    mirrors: list[Any] = []
 
     async def run(one: iris.Client) -> None:
         async with one.streams.mirror("log", "copy") as mirror:
+            mirrors.append(mirror)
             with contextlib.suppress(asyncio.CancelledError):
                 await mirror.run()
-            copied.append(mirror.copied)
 
     running = [asyncio.create_task(run(one)) for one in (client, other, client)]
     for part in range(20):
         messages = [b"%d" % n + bytes(300) for n in range(100 * part, 100 * part + 100)]
         await client.streams.append_many("log", messages)
-    await come_to(client, "copy", 2000)
-    await asyncio.sleep(0.05)
+    await turns_until(lambda: [mirror.next for mirror in mirrors] == [2000] * 3)
     for task in running:
         task.cancel()
     await asyncio.gather(*running)
-    assert sum(copied) == 2000
+    assert sum(mirror.copied for mirror in mirrors) == 2000
     await same(other, "log", "copy")
     assert len(await client.streams.list()) == 2
 
