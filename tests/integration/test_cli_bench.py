@@ -42,6 +42,14 @@ async def answer(message: bytes):
     if next(asked):  # the first, which is not counted, at once
         await asyncio.sleep(0.3)
 
+mute = iris.Service("mute", limits=iris.Limits(concurrency=1000))
+given_up = itertools.count()
+
+@mute.on_request
+async def long_after(message: bytes):
+    if next(given_up):
+        await asyncio.sleep(3)
+
 flaky = iris.Service("flaky")
 turns = itertools.count()
 
@@ -147,9 +155,9 @@ def servers(serving: list[Serving]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def others(place: Path, relay: Path) -> Iterator[None]:
-    """Members of slow and flaky, which are no bench members."""
+    """Members of slow, mute, fragile and flaky, which are no bench members."""
     shell = Shell(place)
-    process = shell.start("run", "others:slow", "others:fragile", "others:flaky")
+    process = shell.start("run", "others:slow", "others:mute", "others:fragile", "others:flaky")
     try:
         with iris.blocking.connect(relay, keyring=dev_keys(relay)) as client:
             client.wait_for_members("flaky", 1, timeout=WAIT_S)
@@ -332,7 +340,7 @@ def test_requests_unanswered_at_the_end_are_timeouts(
 
     monkeypatch.setattr(iris.Client, "request", impatient)
     rate = ("--rate", "50", "--seconds", "0.2", "--timeout", "0.1")
-    found = bench(shell, "request", "slow", *rate, code=5)
+    found = bench(shell, "request", "mute", *rate, code=5)
     assert (found["answered"], found["errors"]) == (0, {"RequestTimeout": 10})
     assert found["corrected"]["latency_us"] == {}
 

@@ -138,6 +138,8 @@ class Binding:
         self.ended = asyncio.Event()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.stray_events = 0
+        self.clock: Callable[[], float] = time.monotonic
+        """In seconds; by it requests expire in their queue."""
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
 
@@ -291,7 +293,7 @@ class Binding:
         elif op == 0x04:
             id, request, timeout_ms = await self.number(), await self.blob(), await self.number()
             assert self.handler is not None, "a request for a pure client"
-            until = time.monotonic() + timeout_ms / 1000
+            until = self.clock() + timeout_ms / 1000
             self.asks.put(len(request), lambda: self._answer(id, request, until))
         elif op == 0x05:
             await self._reply()
@@ -333,7 +335,7 @@ class Binding:
             waiter.set_exception(outcome)
 
     async def _answer(self, id: int, request: bytes, until: float) -> None:
-        if time.monotonic() > until:
+        if self.clock() > until:
             return  # expired in the queue
         assert self.handler is not None
         try:

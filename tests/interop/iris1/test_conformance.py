@@ -23,10 +23,8 @@ class Slow(Echo):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        self.begun = 0
 
     async def request(self, request: bytes) -> bytes:
-        self.begun += 1
         await asyncio.sleep(self.seconds)
         return request
 
@@ -204,7 +202,7 @@ async def test_request() -> None:
         async def ask(one: binding.Binding, number: int) -> None:
             for turn in range(25):
                 question = b"%d/%d" % (number, turn)
-                assert await one.request("rq", question, 1000) == question
+                assert await one.request("rq", question, 20_000) == question
 
         everybody = [*clients, *services]
         await asyncio.gather(*(ask(one, number) for number, one in enumerate(everybody)))
@@ -269,9 +267,10 @@ async def test_request_memory_limit() -> None:
 
 async def test_request_expiration() -> None:
     """TestRequestExpiration: 1 thread, 4 requests of 1 ms to a 25 ms handler: all arrive, exactly 1 is executed."""
-    async with bridged() as side:
-        handler = Slow(0.025)
+    async with bridged(grace_s=20.0) as side:  # none of them expires before it arrives
+        handler = Paced(25)
         service = await side.register("rq", handler, requests=Limits(threads=1))
+        service.clock = lambda: handler.now_ms / 1000
         arrived: list[int] = []
         put = service.asks.put
 
@@ -283,8 +282,10 @@ async def test_request_expiration() -> None:
         asked = [asyncio.create_task(service.request("rq", b"x", 1)) for _ in range(4)]
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(result, binding.TimedOut) for result in results)
-        await until(lambda: len(arrived) == 4 and not service.asks.tasks)
-        assert handler.begun == 1
+        await until(lambda: len(arrived) == 4 and handler.running)
+        await handler.let_pass(25)
+        await until(lambda: not service.asks.tasks)
+        assert handler.done == 1
 
 
 async def test_tunnel() -> None:

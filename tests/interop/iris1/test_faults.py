@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
 from interop.iris1 import binding
@@ -37,7 +38,9 @@ async def test_a_wrong_magic_or_first_operation_is_closed_silently(said: bytes) 
 
 
 async def test_a_silent_client_is_cut_after_the_handshake_timeout() -> None:
-    async with bridged(handshake_s=0.05) as side, beside(side):
+    async with bridged() as side, beside(side):
+        # From here on: who is beside them may take its time.
+        side.bridge.config = replace(side.bridge.config, handshake_s=0.05)
         silent, halfway = await side.raw(), await side.raw()
         halfway.send(hello()[:9])
         assert await silent.rest() == b""
@@ -329,7 +332,7 @@ async def test_close_answers_what_is_owed_and_delivers_what_was_sent() -> None:
         heard: list[bytes] = []
         other = await side.connect()
         other.subscribe("topic", hearing(heard))
-
+        await other.settled()  # another connection's words are not ordered with the client's
         mute = Mute()
         await side.register("mute", mute)
         client = await side.connect()
