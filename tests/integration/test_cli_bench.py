@@ -476,7 +476,7 @@ def test_a_worker_that_dies_in_the_middle_is_missing_and_the_others_count(
     dies = Serving(shell, "dies")
     dies.ready()
     running = shell.start(
-        "bench", "publish", "--rate", "90", "--seconds", "0.6", "--size", "64", "--workers", "all", "--json",
+        "bench", "publish", "--rate", "18", "--seconds", "3", "--size", "64", "--workers", "all", "--json",
     )  # fmt: skip
     dies.says("begins: publish")
     dies.process.kill()

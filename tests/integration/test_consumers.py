@@ -112,8 +112,8 @@ async def test_a_message_that_is_not_acknowledged_in_time_is_delivered_again(set
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
     async with (
-        other.streams.consumer("orders", "invoices", group=True, ack_timeout=0.2) as hung,
-        client.streams.consumer("orders", "invoices", group=True, ack_timeout=0.2) as work,
+        other.streams.consumer("orders", "invoices", group=True, ack_timeout=1.0) as hung,
+        client.streams.consumer("orders", "invoices", group=True, ack_timeout=1.0) as work,
     ):
         (held,) = await take(hung, 1)
         (again,) = await take(work, 1)
@@ -130,9 +130,9 @@ async def test_touch_keeps_a_message_from_being_delivered_again(setting: Any) ->
     _, client, other = setting
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
-    async with other.streams.consumer("orders", "invoices", group=True, ack_timeout=1.0) as work:
+    async with other.streams.consumer("orders", "invoices", group=True, ack_timeout=2.5) as work:
         (held,) = await take(work, 1)
-        for _ in range(15):
+        for _ in range(30):
             await asyncio.sleep(0.1)
             work.touch(held)
         work.ack(held)
