@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from adversity.kit import PATIENCE_S
+from adversity.kit import PATIENCE_S, eventually
 
 import iris
 from iris.testing import LocalCluster
@@ -335,8 +335,10 @@ async def test_open_cancelled_at_any_await_leaves_no_session(world: World) -> No
 
 
 async def test_a_call_that_waits_for_the_relay_to_come_back_can_be_cancelled(world: World) -> None:
+    attachment = world.caller._attachment
+    assert attachment is not None
     await world.cluster.stop_relay()
-    await asyncio.sleep(0.01)
+    await eventually(lambda: attachment.pump is None)  # else a call ends with the session
     for call in (request, push_and_flush, survey, tunnel, status, members):
         task = asyncio.create_task(call(world.caller))
         await asyncio.sleep(0.001)

@@ -161,6 +161,8 @@ async def test_who_breaks_a_rule_and_never_reads_why_is_forgotten_all_the_same(
     """Its connection ends, too, once it has not read for as long as a frame may take."""
     async with neighbours(relay) as others, Wire(relay) as wire:
         await wire.prove()
+        await wire.alive()
+        count = descriptors(daemon.process.pid)  # of which one is its own
         await wire.send(wire.declare(0, Kind.REQUEST, "nobody"))
         wire.stop_reading()
         # Enough answers to fill its socket, and then the offence.
@@ -169,7 +171,6 @@ async def test_who_breaks_a_rule_and_never_reads_why_is_forgotten_all_the_same(
         await wire.send(b"\0\0\0\0")
         await others.settled(2)
         assert await others.caller.status()
-        count = descriptors(daemon.process.pid)
         await eventually(lambda: descriptors(daemon.process.pid) < count)
         await others.check()
 

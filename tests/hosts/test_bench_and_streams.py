@@ -82,6 +82,9 @@ def test_a_stream_is_kept_on_one_host_and_used_from_the_others(
         return asked.returncode == 0
 
     wait_until(created, "the store is up")
+    wait_until(
+        lambda: command(c, "stream", "read", "orders").wait(PATIENCE_S) == 0, "c knows of it, too"
+    )
     assert ends(command(c, "stream", "append", "orders", "appended on c")) == "0\n"
     ends(command(b, "publish", "orders.eu", "published on b"))
 

@@ -294,7 +294,8 @@ def test_a_relay_that_is_gone_is_an_error_in_time_for_whoever_reads(
     append_rows(client, name, 100)
     options: dict[str, Any] = {"stream": name, "failOnDataLoss": "false", "fetchTimeoutMs": 500}
     options["fetchOffset.numRetries"] = 0
-    task = Planned(spark, relay, tmp_path / "task", **options)
+    # The relay is there while it is planned.
+    task = Planned(spark, relay, tmp_path / "task", **{**options, "fetchTimeoutMs": 3000})
     assert "IRIS_TIMEOUT: " in task.failure_after(relay.kill_relay)
     assert "IRIS_TIMEOUT: " in failure(source(spark, relay, **options))
     stream = stream_source(spark, relay, **options, startingOffsets="earliest")

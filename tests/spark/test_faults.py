@@ -122,14 +122,14 @@ def test_a_query_that_gave_up_on_a_silent_store_goes_on_when_it_is_started_again
     make_stream(client, f"{name}.out")
     rows = append_rows(client, name, ROWS, size=SIZE)
     fault = Fault(tmp_path / "fault", place="commit", action="halt")
-    sink = {**fault.options, "fetchTimeoutMs": "1000"}
-    query = start_copy(spark, relay, name, checkpoint, {}, sink)
+    impatient = {**fault.options, "fetchTimeoutMs": "1000"}
+    query = start_copy(spark, relay, name, checkpoint, {}, impatient)
     fault.wait(query)
     relay.pause_store()
     fault.release()
     expect_code(query, "IRIS_SINK: ")
     relay.resume_store()
-    query = start_copy(spark, relay, name, checkpoint, {}, sink)
+    query = start_copy(spark, relay, name, checkpoint, {}, fault.options)
     finish(query)
     assert sizes(query) == [700, 700, 600]
     assert read_stream(client, f"{name}.out") == rows

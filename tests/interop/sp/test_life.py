@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pynng
 import pytest
-from interop.sp.kit import Bridge, World, a_world, eventually, nngcat, until
+from interop.sp.kit import WAIT_S, Bridge, World, a_world, eventually, nngcat, until
 
 import iris
 from iris.keyfiles import create_keys
@@ -96,15 +96,19 @@ async def test_it_ends_in_time_with_peers_that_neither_read_nor_answer(world: Wo
     entries += f'[[socket]]\nprotocol = "pub"\ntopics = ["stuck"]\nname = "pub"\nlisten = "{world.ipc("stuck-pub")}"\n'
     bridge = Bridge(world, entries)
     service = iris.Service("answers")
+    asked = asyncio.Event()
 
     @service.on_request
     async def never(question: bytes) -> bytes:
+        asked.set()
         await asyncio.sleep(60)
         return b""
 
     async with world.client(drain_timeout_s=0.1) as client, client.serve(service):
         with pynng.Req0(dial=bridge.url("rep")) as req, pynng.Rep0(dial=bridge.url("req")), pynng.Pull0(dial=bridge.url("push")), pynng.Pair0(dial=bridge.url("pair")):  # fmt: skip
             await req.asend(b"?")
+            async with asyncio.timeout(WAIT_S):
+                await asked.wait()
             await client.wait_for_members("stuck-req", 1, timeout=10)
             await client.wait_for_members("stuck-push", 1, timeout=10)
             asking = asyncio.create_task(client.request("stuck-req", b"?", timeout=30))

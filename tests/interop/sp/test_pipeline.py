@@ -33,7 +33,9 @@ class Worker:
 
 async def test_a_push_program_gives_work_to_a_cluster(world: World, bridge: Bridge) -> None:
     worker = Worker("work")
-    cat = nngcat("--push", "--dial", bridge.url("pull"), "--data", "job", "--interval", "1")
+    # Two and no more: a third would be the next test's.
+    twice = ("--interval", "1", "--count", "2")
+    cat = nngcat("--push", "--dial", bridge.url("pull"), "--data", "job", *twice)
     async with world.client() as client, client.serve(worker.service), cat:
         await worker.until(2)
     assert worker.heard == [b"job"] * 2

@@ -6,18 +6,16 @@ import asyncio
 
 import pynng
 import pytest
-from interop.sp.kit import Bridge, World, eventually, make_certificate, nngcat
+from interop.sp.kit import WAIT_S, Bridge, World, eventually, make_certificate, nngcat
 
 import iris
 
 
 def answers() -> iris.Service:
-    service = iris.Service("answers", limits=iris.Limits(concurrency=256))
+    service = iris.Service("answers")
 
     @service.on_request
-    async def answer(question: str) -> str:
-        if question == "slow":
-            await asyncio.sleep(1.5)
+    def answer(question: str) -> str:
         return f"{question}!"
 
     return service
@@ -66,9 +64,21 @@ async def test_with_tls_ca_only_a_program_with_a_certificate_of_it_is_let_in(
             assert await admitted.arecv() == b"ping!"
 
 
-async def test_one_slow_request_holds_no_other(world: World, bridge: Bridge) -> None:
-    async with world.client() as client, client.serve(answers()):
-        with pynng.Req0(dial=bridge.url("rep-ipc"), recv_timeout=10_000) as socket:
+async def test_one_slow_request_holds_no_other(world: World) -> None:
+    entry = '[[socket]]\nprotocol = "rep"\ncluster = "answers"\nname = "slow"\ntimeout_s = 30\nlisten = "{0}"\n'
+    bridge = Bridge(world, entry.format(world.ipc("slow-rep")))
+    service = iris.Service("answers", limits=iris.Limits(concurrency=256))
+    begun, others_answered = asyncio.Event(), asyncio.Event()
+
+    @service.on_request
+    async def answer(question: str) -> str:
+        if question == "slow":
+            begun.set()
+            await others_answered.wait()
+        return f"{question}!"
+
+    async with world.client() as client, client.serve(service):
+        with pynng.Req0(dial=bridge.url("slow"), recv_timeout=30_000) as socket:
 
             async def ask(question: bytes) -> bytes:
                 with socket.new_context() as context:
@@ -77,10 +87,14 @@ async def test_one_slow_request_holds_no_other(world: World, bridge: Bridge) -> 
                     return answer
 
             slow = asyncio.create_task(ask(b"slow"))
+            async with asyncio.timeout(WAIT_S):
+                await begun.wait()
             fast = await asyncio.gather(*(ask(b"%d" % n) for n in range(200)))
             assert fast == [b"%d!" % n for n in range(200)]
             assert not slow.done()
+            others_answered.set()
             assert await slow == b"slow!"
+    assert await asyncio.to_thread(bridge.end) == 0
 
 
 async def test_a_failed_request_is_answered_with_the_text_of_error_reply(
@@ -98,7 +112,7 @@ async def test_without_it_a_failed_request_is_counted_and_not_answered(
         await socket.asend(b"anybody?")
         with pytest.raises(pynng.Timeout):
             await socket.arecv()
-    assert bridge.status("rep-silent")["lost"]["NoMembers"] >= 1
+    await bridge.until_lost("rep-silent", "NoMembers")
 
 
 async def test_a_rep_program_answers_requests_of_its_cluster(world: World, bridge: Bridge) -> None:
