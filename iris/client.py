@@ -301,8 +301,8 @@ class Client:
     ) -> None:
         """Send a message to one member; there is no reply. `timeout` is how long it may wait to be started.
 
-        Returns when it is on the way. A push that fails (no members, all full, member lost) is told to `on_loss` and
-        kept in `losses`; `flush` waits until the relay has handed over what was sent before.
+        Returns when it is on the way. A push that fails (no members, all full, member lost, not started in time) is told to `on_loss`
+        and kept in `losses`; `flush` waits until the relay has handed over what was sent before.
         """
         until_s = _deadline(timeout)
         pump, session = await self._ready(cluster, timeout)

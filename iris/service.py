@@ -402,9 +402,9 @@ class ServiceBinding:
         self._ended(delivery)
 
     def end_with(self, delivery: Delivery, detail: str, *, may_have_run: bool) -> None:
-        """Answer with an error; a push has no answer."""
+        """Answer with an error; of a push its sender hears if it did not run."""
         if delivery.flow.kind == Kind.PUSH:
-            delivery.finish()
+            delivery.finish(started=may_have_run)
         else:
             delivery.fault(detail, may_have_run=may_have_run, member=_member_id(delivery))
         self._ended(delivery)
@@ -413,6 +413,10 @@ class ServiceBinding:
         delivery.session.running -= 1
         self._client.touch()
         self.done()
+
+    def expired(self) -> None:
+        """What waited here for longer than its sender allowed is not run."""
+        self._client.count_dropped("expired", 1)
 
     def failed(self) -> None:
         """A handler raised: logged once in a while, counted always."""
@@ -453,6 +457,7 @@ class _Answer:
 
     def expired(self) -> None:
         """Its deadline passed in our queue: it must not start any more."""
+        self._binding.expired()
         self._end_with("the deadline had passed in the member's queue", may_have_run=False)
 
     def _finish(self, value: object, detail: str | None, err: BaseException | None = None) -> None:

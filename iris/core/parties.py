@@ -123,6 +123,6 @@ class Delivery:
         text = detail[:4096].encode(errors="backslashreplace")  # a file name may hold surrogates
         self.session.answer(self, Kind.FAULT, text, headers, False)
 
-    def finish(self) -> None:
-        """It is done with (push): its credit goes back with the turn's."""
-        self.session.credit(self.flow.member, self.flow.kind, self.hop)
+    def finish(self, *, started: bool = True) -> None:
+        """It is done with (push), or was not `started`, which its sender hears: its credit goes back with the turn's."""
+        self.session.credit(self.flow.member, self.flow.kind, self.hop, started=started)

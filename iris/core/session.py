@@ -111,7 +111,7 @@ class Session:
         """id -> what answers it, who waits, and the last hop id sent before it."""
         """By id: which frame answers, and who waits."""
         self._watches: dict[int, Callable[[frames.Membership], None]] = {}
-        self._credits: dict[tuple[int, int], list[int]] = {}
+        self._credits: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         """(member, kind) -> hop ids of the pushes that ended in this turn."""
         table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
         table[Kind.PUBLISH] = self._publish
@@ -170,8 +170,8 @@ class Session:
         self.out.flush()
         self.tunneling.flush()
         if self._credits:
-            for (member, kind), hops in self._credits.items():
-                self.out.control(frames.Credit(member, kind, hops))
+            for (member, kind), (hops, unstarted) in self._credits.items():
+                self.out.control(frames.Credit(member, kind, hops, unstarted))
             self._credits.clear()
 
     def expire(self, mono_us: int) -> None:
@@ -286,12 +286,18 @@ class Session:
             answer_suffix(flow.sender_id, delivery.counter),
         )  # fmt: skip
 
-    def credit(self, member: int, kind: int, hop: int) -> None:
-        """Give back the credit of a push with the end of the turn."""
-        hops = self._credits.setdefault((member, kind), [])
+    def credit(self, member: int, kind: int, hop: int, *, started: bool) -> None:
+        """Give back the credit of a push with the end of the turn; of one that was not `started`, its sender hears."""
+        given = self._credits.get((member, kind))
+        if given is None:
+            given = self._credits[member, kind] = ([], [])
+        hops, unstarted = given
         hops.append(hop)
+        if not started:
+            unstarted.append(hop)
         if len(hops) >= MAX_CREDIT:
-            self.out.control(frames.Credit(member, kind, self._credits.pop((member, kind))))
+            del self._credits[member, kind]
+            self.out.control(frames.Credit(member, kind, hops, unstarted))
 
     # -- what comes in: casts --------------------------------------------------------------------------------
 

@@ -310,12 +310,13 @@ class Unsubscribe(Struct, frozen=True):
     group: Annotated[str, Meta(max_length=255)] = ""
 
 
-class Credit(Struct, frozen=True):
-    """The member finished the pushes that it was handed under these hop ids."""
+class Credit(Struct, frozen=True, omit_defaults=True):
+    """The member is done with the pushes that it was handed under these hop ids; `unstarted` are those of them that it did not run."""
 
     member: U63
     kind: int
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
+    unstarted: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)] = []
 
 
 class Gap(Struct, frozen=True):

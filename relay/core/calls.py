@@ -396,12 +396,30 @@ class Calls:
             del neighbor.handed[hop]  # over a link, more may come until its DONE
             self.surveys.less(handed, ())
 
-    def credited(self, session: Session, load: Load, hops: Sequence[int]) -> None:
-        """A member finished these pushes; relays that handed some over hear of theirs."""
-        distinct = set(hops)
-        if len(distinct) < len(hops) or not load.handed.keys() >= distinct:
+    def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
+        """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
+        distinct = set(credit.hops)
+        if len(distinct) < len(credit.hops) or not load.handed.keys() >= distinct:
             raise PeerProtocolError(f"credit for a {kind_name(load.kind)} that was not handed over")
+        hops = self._ran(session, credit, now_us) if credit.unstarted else credit.hops
         self._credit(session, load.kind, hops)
+
+    def _ran(self, session: Session, credit: Credit, now_us: int) -> list[int]:
+        """Tell the senders of pushes that a member gives back unstarted; return the others."""
+        unstarted = set(credit.unstarted)
+        ran = [hop for hop in credit.hops if hop not in unstarted]
+        if len(ran) + len(credit.unstarted) != len(credit.hops):
+            raise PeerProtocolError("a push is unstarted that the member is not done with")
+        for hop in credit.unstarted:
+            handed = session.handed.pop(hop)
+            self._release(handed, hop)
+            if not handed.origin.closed:
+                if handed.deadline_us and handed.deadline_us <= now_us:
+                    fail = Fail(handed.hop, Cause.EXPIRED, "the deadline had passed at the member")
+                else:
+                    fail = Fail(handed.hop, Cause.REFUSED, "the member did not run it")
+                handed.origin.control(fail)
+        return ran
 
     def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
         """Members behind a link, or in another site, finished these pushes."""

@@ -246,7 +246,7 @@ class SessionControl:
         member = session.members.get(credit.member)
         load = member.loads.get(credit.kind) if member is not None else None
         if load is not None:
-            self._calls.credited(session, load, credit.hops)
+            self._calls.credited(session, load, credit, self._router.now_us)
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
         if self._unproven(session, [k for k in ask.key_ids if not ask.streams or k != NO_KEY]):

@@ -156,6 +156,32 @@ async def test_pushes_that_a_lost_member_had_not_finished_are_told() -> None:
         await serving.__aexit__(None, None, None)
 
 
+async def test_pushes_whose_time_passes_in_the_members_queue_are_told_and_counted() -> None:
+    service = iris.Service("work", limits=iris.Limits(concurrency=1))
+    go, ran = asyncio.Event(), []
+
+    @service.on_push
+    async def work(payload: bytes) -> None:
+        await go.wait()
+        ran.append(payload)
+
+    async with LocalCluster() as cluster, cluster.client() as sender, cluster.client() as member:
+        async with member.serve(service):
+            await sender.push("work", b"first")
+            for n in range(3):
+                await sender.push("work", b"%d" % n, timeout=0.01)
+            await sender.flush()
+            await asyncio.sleep(0.02)
+            go.set()
+            await until(lambda: len(sender.losses) == 3)
+            await cluster.settle()
+        assert ran == [b"first"]
+        assert member.counters == {"expired": 3}
+        for loss in sender.losses:
+            assert isinstance(loss.error, iris.RequestTimeout)
+            assert not loss.error.may_have_run
+
+
 async def test_a_push_handler_that_fails_is_counted_at_the_member_and_costs_no_credit() -> None:
     service = iris.Service("fails", limits=iris.Limits(concurrency=1, queue_bytes=1))
 

@@ -316,9 +316,9 @@ class Host:
         self.send(name, payload, survey=answers, timeout_ms=timeout_ms)
         return answers
 
-    def push(self, name: str, payload: bytes = b"") -> None:
+    def push(self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000) -> None:
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
-        self.session.asks.push(name, self.key, payload, None, False, 1000)
+        self.session.asks.push(name, self.key, payload, None, False, timeout_ms)
 
     def open_tunnel(self, name: str, headers: Headers | None = None) -> TunnelEnd:
         return self.session.tunneling.open(name, self.key, headers, 1000)

@@ -211,6 +211,40 @@ def test_pushes_with_a_lost_member_are_told_one_by_one(net: Network) -> None:
     assert sum(loss.count or 0 for loss in caller.losses) == 3
 
 
+def test_pushes_that_a_member_gives_back_unstarted_are_told_with_the_reason(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db")
+    for timeout_ms in (1000, 1000, 60_000, 60_000):
+        caller.push("db", timeout_ms=timeout_ms)
+    net.run()
+    net.pass_time(2)
+    for delivery, started in zip(service.deliveries, (True, False, True, False), strict=True):
+        delivery.finish(started=started)
+    net.run()
+    late, stopped = (loss.error for loss in caller.losses)
+    assert isinstance(late, RequestTimeout)
+    assert isinstance(stopped, RemoteError)
+    assert not late.may_have_run
+    assert not stopped.may_have_run
+    assert [(loss.kind, loss.name, loss.count) for loss in caller.losses] == [("push", "db", 1)] * 2
+    assert not member.peer.handed
+    net.check()
+
+
+@pytest.mark.parametrize("which", ["not done with", "twice"])
+def test_what_is_unstarted_is_among_what_is_done_with(net: Network, which: str) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db")
+    caller.push("db")
+    caller.request("db")
+    net.run()
+    push, request = (delivery.hop for delivery in service.deliveries)
+    unstarted = [request] if which == "not done with" else [push, push]
+    member.session.out.control(frames.Credit(service.member, Kind.PUSH, [push], unstarted))
+    net.run()
+    assert "unstarted" in member.ended_because
+
+
 def test_credit_for_what_was_not_handed_over_is_the_members_error(net: Network) -> None:
     member = net.host()
     service = member.serve("db")

@@ -323,6 +323,22 @@ def test_pushes_are_credited_over_a_link() -> None:
     net.check()
 
 
+def test_pushes_that_did_not_run_behind_a_link_are_told() -> None:
+    net = Network(relays=2)
+    here, _ = net.link(0, 1)
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    service = bob.serve("db")
+    for _ in range(3):
+        alice.push("db")
+    net.run()
+    for delivery, started in zip(service.deliveries, (True, False, False), strict=True):
+        delivery.finish(started=started)
+    net.run()
+    assert [(loss.kind, loss.name, loss.count) for loss in alice.losses] == [("push", "db", 1)] * 2
+    assert not here.link.handed
+    net.check()
+
+
 def test_a_tunnel_passes_over_a_link_both_ways() -> None:
     net = linked()
     alice, bob = net.host("alice"), net.host("bob", relay=1)

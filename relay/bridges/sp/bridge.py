@@ -70,6 +70,10 @@ class Bridge:
         cause = type(lost.error).__name__ if lost.error is not None else f"iris: {lost.cause}"
         self.tally.lose(cause, lost.error or lost.name, lost.count or 1)
 
+    def report(self) -> dict[str, object]:
+        """Return the account as a log line shows it, with what waited in the member's queue for longer than its sender allowed."""
+        return self.tally.report(expired=self.client.counters.get("expired", 0))
+
     # -- bounds ----------------------------------------------------------------------------------------------
 
     def has_room(self) -> bool:

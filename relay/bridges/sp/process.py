@@ -155,7 +155,7 @@ class SpBridge:
     def report(self) -> None:
         """Log the account of every entry."""
         for bridge in self.bridges:
-            fields = {**bridge.tally.report(), "peers": len(bridge.socket.peers)}
+            fields = {**bridge.report(), "peers": len(bridge.socket.peers)}
             if bridge.serving is not None:
                 fields["serving"] = bridge.serving
             if bridge.config.protocol in ("pub", "bus") and bridge.config.counts_written:

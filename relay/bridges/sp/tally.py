@@ -37,11 +37,12 @@ class Tally:
             {"socket": self.label, "cause": cause, "detail": str(detail)[:200]},
         )
 
-    def report(self) -> dict[str, object]:
-        """Return the account as a log line shows it."""
+    def report(self, *, expired: int = 0) -> dict[str, object]:
+        """Return the account as a log line shows it; `expired` were never ours to send."""
+        lost = {**self.causes, **({"expired": expired} if expired else {})}
         return {
             "socket": self.label,
             "from_sp": self.from_sp,
             "to_sp": self.to_sp,
-            "lost": dict(sorted(self.causes.items())),
+            "lost": dict(sorted(lost.items())),
         }

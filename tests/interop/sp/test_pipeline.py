@@ -83,6 +83,29 @@ async def test_a_pull_program_that_is_slow_loses_nothing_that_was_taken(world: W
     assert await asyncio.to_thread(bridge.end) == 0
 
 
+async def test_work_that_waits_too_long_for_a_slow_pull_program_is_told_and_counted(
+    world: World,
+) -> None:
+    entry = f'[[socket]]\nprotocol = "push"\nname = "push"\ncluster = "late"\nlisten = "{world.ipc("late")}"\n'
+    bridge = Bridge(world, entry)
+    async with world.client() as client:
+        with pynng.Pull0(dial=bridge.url("push"), recv_timeout=20_000, recv_buffer_size=1) as socket:  # fmt: skip
+            await bridge.until_serving("push")
+            await client.wait_for_members("late", 1, timeout=10)
+            for number in range(100):
+                await client.push("late", b"%d" % number + bytes(100_000), timeout=0.5)
+            await asyncio.sleep(0.6)
+            heard = []
+            while len(heard) + len(client.losses) < 100:
+                heard.append(int((await socket.arecv()).rstrip(b"\0")))
+                await client.flush()
+        assert heard == sorted(heard)
+        assert client.losses
+        assert all(isinstance(loss.error, iris.RequestTimeout) for loss in client.losses)
+        assert bridge.status("push")["lost"] == {"expired": len(client.losses)}
+    assert await asyncio.to_thread(bridge.end) == 0
+
+
 async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_program(
     world: World, bridge: Bridge
 ) -> None:
