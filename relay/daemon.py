@@ -26,7 +26,7 @@ from relay.addresses import show
 from relay.config import RelayConfig
 from relay.core.policy import Policy
 from relay.core.router import Limits, Router
-from relay.discovery import Discovery
+from relay.discovery import DEFAULT_PORT, Discovery
 from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
@@ -138,6 +138,10 @@ class Relay:
         if self._store is not None:
             self._task(self._store.run(), "iris-store")
         if self.links is not None:
+            if self.config.port is None and self.links.port != DEFAULT_PORT:
+                # Who joins this host by its usual port reaches somebody else.
+                moved = {"port": self.links.port, "taken": DEFAULT_PORT}
+                log.warning("links.another_port", extra={"fields": moved})
             self._discover(self.links)
         if self.gateways is not None:
             self.gateways.dial()
@@ -167,6 +171,14 @@ class Relay:
             self.driver.turn()
             self.router.drain(int(bound_s * 1000))
             self.driver.settle()
+            if not (self.hub.idle and self._links_idle):
+                # Who watches would take a drain for a hang.
+                fields = {
+                    "sessions": len(self.hub.ports),
+                    "within_s": bound_s,
+                    "try": "a second signal ends it now",
+                }
+                log.info("relay.draining", extra={"fields": fields})
             until_s = time.monotonic() + bound_s
             quiet = 0
             while time.monotonic() < until_s and quiet < DRAIN_QUIET_POLLS:
@@ -295,7 +307,7 @@ class Relay:
     def _check_found(self) -> None:
         self._found = None
         if not self._linked:
-            fields = {"tried": self._tried(), "type": JOIN_HINT}
+            fields = {"tried": self._tried(), "try": JOIN_HINT}
             log.warning("discovery.nothing_found", extra={"fields": fields})
 
     async def _stop_discovery(self) -> None:
@@ -332,7 +344,7 @@ class Relay:
             name: found.status() for name, found in self._discoveries.items()
         }
         if self._discoveries and not self._linked and up_s > NOTHING_FOUND_S:
-            discovery["nothing_found"] = {"tried": self._tried(), "type": JOIN_HINT}
+            discovery["nothing_found"] = {"tried": self._tried(), "try": JOIN_HINT}
         status["discovery"] = discovery
         return status
 

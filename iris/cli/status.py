@@ -83,7 +83,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if found:
         tried = ", ".join(found["tried"]) or "nothing"
         console.print(
-            f"\nno other relay found; tried {tried}. Where multicast does not reach: {found['type']}",
+            f"\nno other relay found; tried {tried}. Where multicast does not reach: {found['try']}",
             markup=False,
         )
     for what, key in (

@@ -79,6 +79,7 @@ async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Da
         finish.set()
         assert await waiting == b"done"
         assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+    assert daemon.said("relay.draining")
     assert daemon.said("relay.stopped")
     assert left_behind(daemon) == ["relay.sock.lock"]
 

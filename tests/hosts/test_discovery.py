@@ -56,7 +56,7 @@ def test_a_host_alone_serves_and_says_what_was_tried_and_what_to_type(network: N
     assert member.request("echo", "hello") == "a: hello"
     said = relay.says("discovery.nothing_found")
     assert "eth0" in str(said["tried"])
-    assert "--join" in said["type"]
+    assert "--join" in said["try"]
     with pytest.raises(Failed) as failed:
         member.request("nobody", "hello")
     assert (failed.value.error, failed.value.may_have_run) == ("NoMembers", False)

@@ -452,12 +452,15 @@ async def test_connections_that_are_accepted_while_a_relay_stops_are_closed(
 
 
 async def test_the_usual_port_is_left_to_who_has_it_and_a_chosen_one_is_insisted_on(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await site.start()
     monkeypatch.setattr("relay.addresses.DEFAULT_PORT", hub(first).port)
+    monkeypatch.setattr("relay.daemon.DEFAULT_PORT", hub(first).port)
     second = await site.start(port=None)
     assert hub(second).port not in (0, hub(first).port)
+    (said,) = (r for r in caplog.records if r.message == "links.another_port")
+    assert said.fields == {"port": hub(second).port, "taken": hub(first).port}  # type: ignore[attr-defined]
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(iris.ConfigError, match=f"port: no links at {hub(first).port}"):
         await site.start(port=hub(first).port)
@@ -471,7 +474,7 @@ async def test_a_relay_that_finds_nobody_says_what_it_tried_and_what_to_type(
     alone = await site.start("127.0.0.1:1")
     await eventually(lambda: "discovery.nothing_found" in caplog.text)
     found = alone.router.status()["discovery"]["nothing_found"]  # type: ignore[index]  # JSON
-    assert found == {"tried": ["join 127.0.0.1:1"], "type": "iris relay --join HOST:PORT"}
+    assert found == {"tried": ["join 127.0.0.1:1"], "try": "iris relay --join HOST:PORT"}
 
 
 # -- the process ---------------------------------------------------------------------------------------------------
