@@ -150,6 +150,9 @@ def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     sys.stderr.write(
         f"iris relay: keys for trying out in {directory}, kept until this host restarts\n"
     )
+    if keyfiles.has_keys(environ):
+        own = keyfiles.config_directory(environ) / keyfiles.KEYRING_FILE
+        sys.stderr.write(f"iris relay: programs of this user take those of {own} instead\n")
     return keyfiles.load_network_keys(path)
 
 

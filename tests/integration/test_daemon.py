@@ -110,6 +110,15 @@ def test_with_a_network_key_it_needs_no_flag(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
+def test_a_development_relay_says_when_programs_take_other_keys_than_its_own(
+    tmp_path: Path,
+) -> None:
+    keyfiles.create_keys(tmp_path / "keys")
+    with Daemon(tmp_path, settings={"IRIS_CONFIG": str(tmp_path / "keys")}) as daemon:
+        own = tmp_path / "keys" / keyfiles.KEYRING_FILE
+        assert f"programs of this user take those of {own} instead" in daemon.log.read_text()
+
+
 def test_a_network_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     keyfiles.create_keys(tmp_path / "keys")
     (tmp_path / "keys" / keyfiles.NETWORK_FILE).chmod(0o644)
