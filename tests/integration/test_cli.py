@@ -88,6 +88,8 @@ async def wait(message: str):
 @narrow.on_push
 def go(message: bytes):
     gate.set()
+
+idle = iris.Service("idle")
 """
 
 
@@ -578,13 +580,38 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
     ("where", "said"),
     [
         ("nowhere", "no module 'nowhere'"), ("services:nothing", "no iris.Service called 'nothing'"),
-        ("services", "no iris.Service called 'service'"), ("services:noted", "no iris.Service called 'noted'"),
+        ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "it has none at all"),
+        ("services:noted", "no iris.Service called 'noted'; it has: echo"), ("services.py", "leave out the '.py': services"),
+        ("./services.py", "write it as in `import`"), ("services:idle", "services:idle would serve nothing: it has no handler"),
     ],
 )  # fmt: skip
 def test_run_says_what_is_wrong_with_a_place(
     shell: Shell, member: str, where: str, said: str
 ) -> None:
     assert said.encode() in shell.process("run", where, code=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "frames", "said"),
+    [
+        ("import json\ndef load():\n    return json.loads('{')\nload()\n", ("line 4", "line 3"), "JSONDecodeError: Expecting"),
+        ("import iris\nservice = iris.Service('no such name')\n", ("line 2",), "InvalidName: 'no such name'"),
+        ("import nowhere\n", ("line 1",), "ModuleNotFoundError: No module named 'nowhere'"),
+        ("x = = 1\n", ("line 1",), "SyntaxError: invalid syntax"),
+        ("import asyncio\nasync def f(): pass\nc = f()\ntry:\n    asyncio.run(c)\nfinally:\n    c.close()\n", ("line 5",), "asyncio.run()"),
+    ],
+)  # fmt: skip
+def test_run_shows_where_an_import_failed(
+    tmp_path: Path, source: str, frames: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "boom.py").write_text(source)
+    *places, last = Shell(tmp_path).process("run", "boom", code=2).decode().splitlines()
+    found = [line for line in places if line.startswith("  File")]
+    assert len(found) == len(frames)
+    for line, wanted in zip(found, frames, strict=True):
+        assert f'{tmp_path}/boom.py", {wanted}' in line
+    assert last.startswith("iris: cannot import boom: ")
+    assert said in last
 
 
 # -- keys ------------------------------------------------------------------------------------------------------
