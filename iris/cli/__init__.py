@@ -57,6 +57,13 @@ HELP = """Talk to clusters by name, from a shell.
       5    timeout; a stream may have changed
       6    connection lost: a member or relay went away, a tunnel broke
       130  interrupted
+
+    \b
+    Environment:
+      IRIS_RELAY   the relay: path of its socket, or tls://host:port
+      IRIS_CONFIG  directory of keyring.toml, network.toml and access.pem; without
+                   it $XDG_CONFIG_HOME/iris, else ~/.config/iris
+      IRIS_ACCESS  access file for tls://; without it access.pem of that directory
     """
 
 

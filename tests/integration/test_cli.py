@@ -280,7 +280,14 @@ def test_the_installed_command_lists_its_verbs_and_exit_codes() -> None:
         assert re.search(rf"^\W*{verb.split()[0]} ", done.stdout, re.MULTILINE), verb
     for code in Exit:
         assert re.search(rf"^\W*{code.value} ", done.stdout, re.MULTILINE), code
+    for variable in ("RELAY", "CONFIG", "ACCESS"):
+        assert re.search(rf"^\W*IRIS_{variable} ", done.stdout, re.MULTILINE), variable
     assert "completion" in done.stdout
+
+
+@pytest.mark.parametrize(("verb", "said"), [("new", "~/.config/iris"), ("access", "IRIS_ACCESS")])
+def test_help_of_keys_says_where_their_files_are_found(verb: str, said: str) -> None:
+    assert said in CliRunner().invoke(cli.app, ["key", verb, "--help"]).output
 
 
 # -- nothing runs ----------------------------------------------------------------------------------------------

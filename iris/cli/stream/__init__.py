@@ -32,7 +32,7 @@ app = typer.Typer(
     Examples:
       iris stream create orders
       iris stream create flights --topic 'flights.>' --max-age 7d
-      echo hello | iris stream append orders
+      iris stream append orders hello
       iris stream read orders --follow
       iris stream list
     """,
