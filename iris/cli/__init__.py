@@ -52,7 +52,7 @@ HELP = """Talk to clusters by name, from a shell.
            a stream's store refused, or the offset was not the expected one;
            federation ping: a site is not linked)
       2    usage or configuration: names, keys, files, no relay
-      3    no members, or no such stream
+      3    nobody is there: no members, no such stream, no store
       4    overloaded: every member is full; nothing ran, no stream has changed
       5    timeout; a stream may have changed
       6    connection lost: a member or relay went away, a tunnel broke

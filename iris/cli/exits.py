@@ -61,6 +61,8 @@ def exit_code(error: IrisError) -> Exit:
     Of a store that did not do it in time, whether it may be done is what a script has to know: TIMEOUT says so, OVERLOADED not.
     """
     if isinstance(error, StreamUnavailable):
+        if isinstance(error.__cause__, NoStream) and not error.may_have_run:
+            return Exit.NO_MEMBERS  # no store is there at all
         return Exit.TIMEOUT if error.may_have_run else Exit.OVERLOADED
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.USAGE)
 

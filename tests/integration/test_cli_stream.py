@@ -344,7 +344,7 @@ def test_without_a_store_create_says_how_to_start_one(tmp_path: Path) -> None:
     process = alone.start("relay", "--dev")
     try:
         until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
-        said = alone("stream", "create", "orders", "--timeout", "2", code=4).decode()
+        said = alone("stream", "create", "orders", "--timeout", "2", code=3).decode()
         assert "iris relay --data DIR" in said
         assert said.count("\n") == 1
         assert alone("stream", "list") == b""
