@@ -516,6 +516,22 @@ def test_members_under_another_key_are_pointed_out(
     stranger("request", "echo", "x", code=3)
 
 
+@pytest.mark.parametrize("verb", ["request", "push", "tunnel"])
+def test_a_verb_that_no_member_takes_names_those_that_they_take(
+    shell: Shell, observer: iris.blocking.Client, verb: str
+) -> None:
+    (shell.root / "hearer.py").write_text(
+        "import iris\nservice = iris.Service('hearer')\n@service.on_broadcast\ndef hear(message: bytes): ...\n"
+    )
+    process = shell.start("run", "hearer")
+    observer.wait_for_members("hearer", 1, timeout=WAIT_S)
+    said = shell(verb, "hearer", stdin=b"x", code=3).decode()
+    assert "no members of hearer take a " in said
+    assert "hearer has 1 member, taking: broadcast\n" in said
+    process.terminate()
+    end(process)
+
+
 def test_members_watch_tells_who_comes_and_goes(
     shell: Shell, observer: iris.blocking.Client, member: str
 ) -> None:
