@@ -452,6 +452,30 @@ def test_subscribe_ends_quietly_when_its_reader_has_enough(
     assert end(process)[1] == b""
 
 
+def test_subscribe_tells_of_a_lost_relay_in_one_line() -> None:
+    root = Path(tempfile.mkdtemp(prefix="iris-lost-"))
+    alone = Shell(root)
+    relay = alone.start("relay", "--dev")
+    try:
+        until(lambda: (root / "iris" / "relay.sock").exists() or relay.poll() is not None)
+        process = alone.start("subscribe", "t")
+        until(
+            lambda: any(
+                s["subscriptions"] for s in json.loads(alone("status", "--json"))["sessions"]
+            )
+        )
+        relay.kill()
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(
+            b"iris: lost an unknown number of messages to t"
+        )
+        process.terminate()
+        assert end(process)[1] == b""
+    finally:
+        alone.finish()
+        shutil.rmtree(root)
+
+
 def test_subscribe_that_waits_in_vain_ends_with_code_5(shell: Shell, relay: Path) -> None:
     assert b"0 of 1 messages" in shell("subscribe", "t", "-n", "1", "--timeout", "0.1", code=5)
     assert shell("subscribe", "t", "--timeout", "0.1") == b""
