@@ -73,6 +73,8 @@ class Attachment:
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
+        self._lost_s: float | None = None
+        """When the last session ended, while there is no other."""
         self._offline: deque[Cast] = deque()
         self._offline_bytes = 0
         self._ended: dict[str, int] = {"sent": 0, "received": 0}
@@ -244,6 +246,10 @@ class Attachment:
             raise RelayUnavailable(pump.reason or "the relay closed the connection")
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
         self.blocked = False
+        if self._lost_s is not None:
+            away_s = round(self._loop.time() - self._lost_s, 3)
+            log.info("client.connected", extra={"fields": {"away_s": away_s}})
+            self._lost_s = None
         pump.turn()
         self._client.adopted(pump.session)
         offline, self._offline = self._offline, deque()
@@ -377,6 +383,7 @@ class Attachment:
             except ConnectionLost as err:
                 self._lost(cast, err.detail)
         if self.state == "open":
-            log.info("client.disconnected", extra={"fields": {"reason": reason}})
+            self._lost_s = self._loop.time()
+            log.warning("client.disconnected", extra={"fields": {"reason": reason}})
             self._client.detached(reason)
         self._wake_writers()

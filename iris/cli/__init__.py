@@ -52,11 +52,18 @@ HELP = """Talk to clusters by name, from a shell.
            a stream's store refused, or the offset was not the expected one;
            federation ping: a site is not linked)
       2    usage or configuration: names, keys, files, no relay
-      3    no members, or no such stream
+      3    nobody is there: no members, no such stream, no store
       4    overloaded: every member is full; nothing ran, no stream has changed
       5    timeout; a stream may have changed
       6    connection lost: a member or relay went away, a tunnel broke
       130  interrupted
+
+    \b
+    Environment:
+      IRIS_RELAY   the relay: path of its socket, or tls://host:port
+      IRIS_CONFIG  directory of keyring.toml, network.toml and access.pem; without
+                   it $XDG_CONFIG_HOME/iris, else ~/.config/iris
+      IRIS_ACCESS  access file for tls://; without it access.pem of that directory
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -61,6 +62,8 @@ def exit_code(error: IrisError) -> Exit:
     Of a store that did not do it in time, whether it may be done is what a script has to know: TIMEOUT says so, OVERLOADED not.
     """
     if isinstance(error, StreamUnavailable):
+        if isinstance(error.__cause__, NoStream) and not error.may_have_run:
+            return Exit.NO_MEMBERS  # no store is there at all
         return Exit.TIMEOUT if error.may_have_run else Exit.OVERLOADED
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.USAGE)
 
@@ -73,6 +76,8 @@ def complain(text: object) -> None:
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Run a verb on uvloop and end it with the exit code that it returns, or that its error stands for."""
     code: int
+    # Verbs tell of a lost relay in lines of their own; `iris run` and the daemons configure logging, and still log it.
+    logging.getLogger("iris.attachment").addHandler(logging.NullHandler())
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             code = runner.run(work())

@@ -48,7 +48,9 @@ KeyId = Annotated[
 def new() -> None:
     """Write a new keyring and a new network key into the configuration directory; refuses to overwrite.
 
-    They are for the processes of this user; a relay needs network.toml, clients keyring.toml.
+    That directory is $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else
+    ~/.config/iris. They are for the processes of this user; a relay needs
+    network.toml, clients keyring.toml.
 
     \b
     Examples:
@@ -195,6 +197,9 @@ def access(
     need a keyring, too. Made with the key that relays dial with. Each host is
     better off with a file of its own: its id, printed here, tells them apart.
     There is no taking one back but a new network key.
+
+    Over there IRIS_ACCESS names the file, or it is access.pem in the
+    configuration directory; IRIS_RELAY=tls://host:port names the relay.
 
     \b
     Examples:

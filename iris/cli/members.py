@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +11,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
+from iris.errors import IrisError, NoMembers
 from iris.wire.frames import Kind, MemberInfo
 from iris.wire.names import printable
 
@@ -75,6 +78,27 @@ def served(member: MemberInfo) -> list[str]:
     return [
         "tunnel" if kind == Kind.TUNNEL_OPEN else Kind(kind).name.lower() for kind in member.kinds
     ]
+
+
+async def takes(client: iris.Client, cluster: str) -> str:
+    """Return what the members under our keys take, to be added to "no members … take it"; "" if there are none."""
+    try:
+        found = await client.members(cluster, timeout=1.0)
+    except IrisError:  # it is only a hint
+        return ""
+    kinds = ", ".join(dict.fromkeys(kind for member in found for kind in served(member)))
+    count = f"{len(found)} member{'s' if len(found) > 1 else ''}"
+    return f"{cluster} has {count}, taking: {kinds or 'publications'}" if found else ""
+
+
+@contextlib.asynccontextmanager
+async def saying_what_they_take(client: iris.Client, cluster: str) -> AsyncIterator[None]:
+    """Add `takes` to a NoMembers: a wrong verb reads like a wrong name without it."""
+    try:
+        yield
+    except NoMembers as error:
+        hint = await takes(client, cluster)
+        raise NoMembers(cluster, f"{error.detail}; {hint}") if hint else error from error.__cause__
 
 
 async def _follow(cluster: str, relay: Any, *, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
+from iris.cli.members import saying_what_they_take
 
 
 def request(
@@ -37,7 +38,7 @@ def request(
     headers = options.parse_headers(header)
 
     async def work() -> int:
-        async with iris.connect(relay) as client:
+        async with iris.connect(relay) as client, saying_what_they_take(client, cluster):
             reply: iris.Message = await client.request(
                 cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
             )  # fmt: skip

@@ -9,6 +9,9 @@ import logging
 import os
 import signal
 import sys
+import sysconfig
+import traceback
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -59,30 +62,65 @@ def run(
 def find_service(place: str) -> iris.Service:
     """Return the service at "module:name" or "module", importing from the current directory first.
 
+    What the module raises is told as a ConfigError, after its own frames on stderr; its SystemExit passes.
+
     Raises:
-        ConfigError: there is no such module or name, or it is not an `iris.Service`. What the module itself raises passes.
+        ConfigError: there is no such module or name, it is not an `iris.Service`, or that has no handler.
     """
     module_name, _, path = place.partition(":")
+    path = path or "service"
+    module = _import(module_name)
+    found: object = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, iris.Service):
+        there = [name for name, value in vars(module).items() if isinstance(value, iris.Service)]
+        hint = f"it has: {', '.join(there)}" if there else "it has none at all"
+        raise ConfigError(f"{module_name} has no iris.Service called {path!r}; {hint}")
+    if not found.handlers and not found.topics:
+        raise ConfigError(
+            f"{module_name}:{path} would serve nothing: it has no handler. Decorate a function with `@{path}.on_request`, or another on_…"
+        )
+    return found
+
+
+def _import(name: str) -> ModuleType:
     directory = os.getcwd()
     if directory not in sys.path:
         sys.path.insert(0, directory)
+    if "/" in name or name.startswith(".") or not name:
+        raise ConfigError(
+            f"{name!r} is no name of a module: write it as in `import`, package.module"
+        )
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # it was found, and something that it imports was not
-        raise ConfigError(f"no module {module_name!r} in {directory} or the environment") from None
-    except RuntimeError as error:
-        if "event loop" in str(error):
+        return importlib.import_module(name)
+    except Exception as error:
+        # If what is missing is not a part of `name`, the module was found, and something that it imports was not.
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            hint = (
+                f"; leave out the '.py': {name.removesuffix('.py')}" if name.endswith(".py") else ""
+            )
+            raise ConfigError(
+                f"no module {name!r} in {directory} or the environment{hint}"
+            ) from None
+        typer.echo(_own_frames(error), err=True, nl=False)
+        hint = f"`python -c 'import {name}'` shows the whole traceback"
+        if isinstance(error, RuntimeError) and "event loop" in str(error):
             hint = 'does it call asyncio.run() when imported? Put that under `if __name__ == "__main__":`'
-            raise ConfigError(f"cannot import {module_name}: {error}; {hint}") from error
-        raise
-    found: object = module
-    for name in (path or "service").split("."):
-        found = getattr(found, name, None)
-    if not isinstance(found, iris.Service):
-        raise ConfigError(f"{module_name} has no iris.Service called {path or 'service'!r}")
-    return found
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"cannot import {name}: {text}; {hint}") from error
+
+
+def _own_frames(error: BaseException) -> str:
+    """Return the last three frames of the user's own code, as a traceback shows them; of libraries if there are none."""
+    places = {sysconfig.get_path(path) for path in ("stdlib", "platstdlib", "purelib", "platlib")}
+    others = ("<frozen ", os.path.dirname(iris.__file__), *places)
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is ours
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    lines = traceback.format_list((own or frames)[-3:])
+    if isinstance(error, SyntaxError):  # its place is in no frame
+        lines = traceback.format_exception_only(error)[:-1]
+    return "".join(lines)
 
 
 async def serve(services: list[iris.Service], relay: str | None) -> None:

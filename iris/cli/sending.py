@@ -10,6 +10,8 @@ import typer
 import iris
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
+from iris.cli.members import takes
+from iris.errors import NoMembers
 
 
 def send(
@@ -35,11 +37,14 @@ def send(
 
     async def work() -> int:
         code, sent, lost = Exit.OK, 0, 0
+        unserved: set[str] = set()
 
         def on_loss(loss: iris.Lost) -> None:
             nonlocal code, lost
             lost += loss.count or 1
             code = Exit.CONNECTION if loss.error is None else exit_code(loss.error)
+            if isinstance(loss.error, NoMembers):
+                unserved.add(loss.name)
             complain(f"{loss.kind} to {loss.name} failed: {loss.cause}")
 
         async with iris.connect(relay) as client:
@@ -48,6 +53,9 @@ def send(
                 await call(client, message)
                 sent += 1
             await client.flush(timeout=timeout)
+            for name in unserved:
+                if hint := await takes(client, name):
+                    complain(hint)
         if as_json:
             output.write_json({"sent": sent, "lost": lost})
         return code

@@ -10,6 +10,7 @@ import typer
 import iris
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, run
+from iris.cli.members import saying_what_they_take
 from iris.errors import Closed
 
 
@@ -42,6 +43,7 @@ def tunnel(
     async def work() -> int:
         async with (
             iris.connect(relay) as client,
+            saying_what_they_take(client, cluster),
             client.tunnel(cluster, timeout=timeout, headers=headers) as line,
         ):
             sending = asyncio.create_task(_send(line, raw=raw))

@@ -88,6 +88,8 @@ async def wait(message: str):
 @narrow.on_push
 def go(message: bytes):
     gate.set()
+
+idle = iris.Service("idle")
 """
 
 
@@ -278,7 +280,14 @@ def test_the_installed_command_lists_its_verbs_and_exit_codes() -> None:
         assert re.search(rf"^\W*{verb.split()[0]} ", done.stdout, re.MULTILINE), verb
     for code in Exit:
         assert re.search(rf"^\W*{code.value} ", done.stdout, re.MULTILINE), code
+    for variable in ("RELAY", "CONFIG", "ACCESS"):
+        assert re.search(rf"^\W*IRIS_{variable} ", done.stdout, re.MULTILINE), variable
     assert "completion" in done.stdout
+
+
+@pytest.mark.parametrize(("verb", "said"), [("new", "~/.config/iris"), ("access", "IRIS_ACCESS")])
+def test_help_of_keys_says_where_their_files_are_found(verb: str, said: str) -> None:
+    assert said in CliRunner().invoke(cli.app, ["key", verb, "--help"]).output
 
 
 # -- nothing runs ----------------------------------------------------------------------------------------------
@@ -443,6 +452,30 @@ def test_subscribe_ends_quietly_when_its_reader_has_enough(
     assert end(process)[1] == b""
 
 
+def test_subscribe_tells_of_a_lost_relay_in_one_line() -> None:
+    root = Path(tempfile.mkdtemp(prefix="iris-lost-"))
+    alone = Shell(root)
+    relay = alone.start("relay", "--dev")
+    try:
+        until(lambda: (root / "iris" / "relay.sock").exists() or relay.poll() is not None)
+        process = alone.start("subscribe", "t")
+        until(
+            lambda: any(
+                s["subscriptions"] for s in json.loads(alone("status", "--json"))["sessions"]
+            )
+        )
+        relay.kill()
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(
+            b"iris: lost an unknown number of messages to t"
+        )
+        process.terminate()
+        assert end(process)[1] == b""
+    finally:
+        alone.finish()
+        shutil.rmtree(root)
+
+
 def test_subscribe_that_waits_in_vain_ends_with_code_5(shell: Shell, relay: Path) -> None:
     assert b"0 of 1 messages" in shell("subscribe", "t", "-n", "1", "--timeout", "0.1", code=5)
     assert shell("subscribe", "t", "--timeout", "0.1") == b""
@@ -505,6 +538,22 @@ def test_members_under_another_key_are_pointed_out(
     said = stranger("members", "echo", code=3).decode()
     assert re.search(r"there are 1 under [0-9a-f]{8}…", said)
     stranger("request", "echo", "x", code=3)
+
+
+@pytest.mark.parametrize("verb", ["request", "push", "tunnel"])
+def test_a_verb_that_no_member_takes_names_those_that_they_take(
+    shell: Shell, observer: iris.blocking.Client, verb: str
+) -> None:
+    (shell.root / "hearer.py").write_text(
+        "import iris\nservice = iris.Service('hearer')\n@service.on_broadcast\ndef hear(message: bytes): ...\n"
+    )
+    process = shell.start("run", "hearer")
+    observer.wait_for_members("hearer", 1, timeout=WAIT_S)
+    said = shell(verb, "hearer", stdin=b"x", code=3).decode()
+    assert "no members of hearer take a " in said
+    assert "hearer has 1 member, taking: broadcast\n" in said
+    process.terminate()
+    end(process)
 
 
 def test_members_watch_tells_who_comes_and_goes(
@@ -578,13 +627,38 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
     ("where", "said"),
     [
         ("nowhere", "no module 'nowhere'"), ("services:nothing", "no iris.Service called 'nothing'"),
-        ("services", "no iris.Service called 'service'"), ("services:noted", "no iris.Service called 'noted'"),
+        ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "it has none at all"),
+        ("services:noted", "no iris.Service called 'noted'; it has: echo"), ("services.py", "leave out the '.py': services"),
+        ("./services.py", "write it as in `import`"), ("services:idle", "services:idle would serve nothing: it has no handler"),
     ],
 )  # fmt: skip
 def test_run_says_what_is_wrong_with_a_place(
     shell: Shell, member: str, where: str, said: str
 ) -> None:
     assert said.encode() in shell.process("run", where, code=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "frames", "said"),
+    [
+        ("import json\ndef load():\n    return json.loads('{')\nload()\n", ("line 4", "line 3"), "JSONDecodeError: Expecting"),
+        ("import iris\nservice = iris.Service('no such name')\n", ("line 2",), "InvalidName: 'no such name'"),
+        ("import nowhere\n", ("line 1",), "ModuleNotFoundError: No module named 'nowhere'"),
+        ("x = = 1\n", ("line 1",), "SyntaxError: invalid syntax"),
+        ("import asyncio\nasync def f(): pass\nc = f()\ntry:\n    asyncio.run(c)\nfinally:\n    c.close()\n", ("line 5",), "asyncio.run()"),
+    ],
+)  # fmt: skip
+def test_run_shows_where_an_import_failed(
+    tmp_path: Path, source: str, frames: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "boom.py").write_text(source)
+    *places, last = Shell(tmp_path).process("run", "boom", code=2).decode().splitlines()
+    found = [line for line in places if line.startswith("  File")]
+    assert len(found) == len(frames)
+    for line, wanted in zip(found, frames, strict=True):
+        assert f'{tmp_path}/boom.py", {wanted}' in line
+    assert last.startswith("iris: cannot import boom: ")
+    assert said in last
 
 
 # -- keys ------------------------------------------------------------------------------------------------------

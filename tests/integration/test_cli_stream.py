@@ -242,18 +242,16 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
     assert (found["name"], found["max_bytes"], found["max_messages"]) == (stream, 10 << 30, 1000)
     assert (found["max_age"], found["next"], found["messages"]) == (604800, 1, 1)
     plain = dict(line.split("\t") for line in shell("stream", "info", stream).decode().splitlines())
-    assert (plain["uuid"], plain["max-bytes"], plain["max-age"]) == (
+    assert (plain["uuid"], plain["max-bytes"], plain["max-age-s"]) == (
         found["uuid"], str(10 << 30), "604800",
     )  # fmt: skip
     assert plain["keys"] == " ".join(found["key_ids"])
     assert (plain["host"], plain["lost"], plain["failed"], plain["paused"]) == (
         found["host"], "0", "", "no",
     )  # fmt: skip
-    (row,) = (
-        line.split("\t")
-        for line in shell("stream", "list").decode().splitlines()
-        if line.startswith(f"{stream}\t")
-    )
+    titles, *lines = shell("stream", "list").decode().splitlines()
+    assert titles == "NAME\tUUID\tRECORDS\tMESSAGES\tBYTES\tOLDEST\tNEXT\tSTATE\tHOST"
+    (row,) = (line.split("\t") for line in lines if line.startswith(f"{stream}\t"))
     assert row == [
         stream, found["uuid"], "appends", "1", row[4], "0", "1", "ok", found["host"],
     ]  # fmt: skip
@@ -344,7 +342,7 @@ def test_without_a_store_create_says_how_to_start_one(tmp_path: Path) -> None:
     process = alone.start("relay", "--dev")
     try:
         until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
-        said = alone("stream", "create", "orders", "--timeout", "2", code=4).decode()
+        said = alone("stream", "create", "orders", "--timeout", "2", code=3).decode()
         assert "iris relay --data DIR" in said
         assert said.count("\n") == 1
         assert alone("stream", "list") == b""
@@ -610,7 +608,9 @@ async def test_consumers_of_a_stream_are_listed_and_forgotten(
             assert (row["floor"], row["position"], row["lag"]) == (1, 3, 2)
             assert (row["pending"], row["workers"]) == (2, 1)
             plain = (await said("list", stream)).decode()
-            assert plain == "billing\tgroup\t1\t3\t2\t2\t0\t1\t0\n"
+            titles, line = plain.splitlines()
+            assert titles.split("\t")[:3] == ["NAME", "KIND", "FLOOR"]
+            assert line == "billing\tgroup\t1\t3\t2\t2\t0\t1\t0"
     assert "LAG" in await asyncio.to_thread(
         on_a_terminal, shell, "stream", "consumer", "list", stream
     )

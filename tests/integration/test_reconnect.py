@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ import iris
 from iris.testing import LocalCluster
 
 
-async def test_services_rejoin_and_subscriptions_resubscribe_at_the_next_relay() -> None:
+async def test_services_rejoin_and_subscriptions_resubscribe_at_the_next_relay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "iris.attachment")
     got = Collector()
     async with LocalCluster() as cluster:
         async with named(cluster, "caller") as caller, named(cluster, "member") as member:
@@ -39,6 +43,9 @@ async def test_services_rejoin_and_subscriptions_resubscribe_at_the_next_relay()
                     await until(lambda turn=turn: len(got.messages) == turn + 1)  # type: ignore[misc]  # a bound default
                 assert got.numbers == [0, 1, 2]
                 assert [gap.count for gap in got.gaps] == [None] * 3, "nobody knows what was missed"
+    told = [(record.message, record.levelname) for record in caplog.records]
+    for line in (("client.disconnected", "WARNING"), ("client.connected", "INFO")):
+        assert told.count(line) == 6, "of two clients three times, and not when they were closed"
 
 
 async def test_a_client_waits_for_a_relay_within_the_timeout_of_its_call() -> None:

@@ -32,7 +32,7 @@ app = typer.Typer(
     Examples:
       iris stream create orders
       iris stream create flights --topic 'flights.>' --max-age 7d
-      echo hello | iris stream append orders
+      iris stream append orders hello
       iris stream read orders --follow
       iris stream list
     """,
@@ -93,13 +93,14 @@ def list_streams(
 ) -> None:
     """List the streams under your keys, by name.
 
-    Into a pipe it is a line each, separated by tabs: name, uuid, what it
-    records, messages, bytes, oldest offset, next offset, state, host.
+    Into a pipe it is a line of titles, if there is a stream, and then a line
+    each, separated by tabs: name, uuid, what it records, messages, bytes,
+    oldest offset, next offset, state, host.
 
     \b
     Examples:
       iris stream list
-      iris stream list | cut -f1
+      iris stream list | tail -n +2 | cut -f1
       iris stream list --json | jq 'select(.failed != "") | .name'
     """
 
@@ -311,7 +312,10 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("bytes", size),
         ("max-bytes", limit(info.max_bytes, str(info.max_bytes), texts.size_text)),
         ("max-messages", limit(info.max_messages, str(info.max_messages), str)),
-        ("max-age", limit(info.max_age, f"{info.max_age:.15g}", texts.age_text)),
+        (
+            "max-age" if human else "max-age-s",
+            limit(info.max_age, f"{info.max_age:.15g}", texts.age_text),
+        ),
         ("compact", yes(info.compact)),
         ("paused", yes(info.paused)),
         *_copy_facts(info),

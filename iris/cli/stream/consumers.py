@@ -36,9 +36,10 @@ def list_consumers(
 ) -> None:
     """List the consumers of a stream: how far they are, and what their workers hold.
 
-    Into a pipe it is a line each, separated by tabs: name, kind, floor (below
-    it everything is done), position, lag (messages that are not done), pending
-    (in the hands of workers), redelivering, workers, dead (dead letters).
+    Into a pipe it is a line of titles, if there is a consumer, and then a line
+    each, separated by tabs: name, kind, floor (below it everything is done),
+    position, lag (messages that are not done), pending (in the hands of
+    workers), redelivering, workers, dead (dead letters).
 
     \b
     Examples:

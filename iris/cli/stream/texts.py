@@ -128,16 +128,18 @@ def gap_text(gap: StreamGap) -> str:
 def print_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
 ) -> None:
-    """Print rows: for a terminal a table, with the columns `right` to the right; for a pipe tabs and no titles."""
+    """Print rows: for a terminal a table, with the columns `right` to the right; for a pipe tabs. Without rows a pipe gets no titles."""
+    titles = [title.upper() for title in titles]
     if not sys.stdout.isatty():
-        output.write("".join("\t".join(row) + "\n" for row in rows).encode())
+        lines = [titles, *rows] if titles and rows else rows
+        output.write("".join("\t".join(line) + "\n" for line in lines).encode())
         return
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in titles:
-        justify: Literal["left", "right"] = "right" if title in right else "left"
-        table.add_column(title.upper(), no_wrap=True, justify=justify)
+        justify: Literal["left", "right"] = "right" if title.lower() in right else "left"
+        table.add_column(title, no_wrap=True, justify=justify)
     for row in rows:
         table.add_row(*map(output.cell, row))
     output.console().print(table)

@@ -84,6 +84,7 @@ def append(
 ) -> None:  # fmt: skip
     """Append a message and print its offset, once it is on disk.
 
+    Standard input is one message as it is, with the end of its last line.
     With --lines it prints the first and the last offset; --timeout is then for
     up to 1,000 lines. Ends with exit code 1 if the offset is not the one that
     --expect names, 4 if it was not stored, 5 if it may have been.
