@@ -296,7 +296,7 @@ def load(path: Path) -> list[SocketConfig]:
         raise ConfigError(f"{path}: {err}") from err
     entries = parse(document)
     for number, entry in enumerate(entries, 1):
-        directory = os.path.dirname(entry.place)
+        directory = os.path.dirname(entry.address.partition("://")[2])
         if entry.scheme == "ipc" and entry.listen and not os.path.isdir(directory):
             raise ConfigError(
                 f"socket {number}: listen: directory {directory} does not exist; make it first"
