@@ -36,7 +36,7 @@ from relay.core.sites import Wan
 from relay.dialling import LINKED, UP, Address, Outcome, Target
 from relay.discovery.seeds import resolve
 from relay.hub import Hub
-from relay.linkport import LinkPort, Refused
+from relay.linkport import FOREIGN, WRONG_NETWORK, LinkPort, Refused
 from relay.ports import Driver
 from relay.tls import (
     WAN_ALPN,
@@ -52,6 +52,8 @@ CONNECT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 32
 """To one site: its gateways, and those that have gone and are not yet missed."""
 UNKNOWN_SITE: Final = "unknown site"
+NOT_PINNED: Final = "our key is not pinned there"
+OTHER_NAME: Final = "our key is pinned there under another name"
 _INFO: Final = struct.Struct("=68xI28xI32xI")
 """struct tcp_info of Linux: smoothed round trip (us), segments sent again, segments sent."""
 
@@ -75,7 +77,6 @@ class GatewayPort(LinkPort):
     """One connection to a gateway of another site, or to a stranger."""
 
     alpn: ClassVar[str] = WAN_ALPN
-    unknown_name: ClassVar[str] = UNKNOWN_SITE
 
     def __init__(
         self,
@@ -102,6 +103,19 @@ class GatewayPort(LinkPort):
             self.fingerprint = peer_site_key(tls)
         except PeerProtocolError as err:
             raise Refused("not a gateway", str(err)) from err
+
+    def _tls_reason(self, error: str) -> str:
+        reason = super()._tls_reason(error)
+        if reason == WRONG_NETWORK:
+            return NOT_PINNED if self.dialled else UNKNOWN_SITE
+        if self.dialled and error == "TLSV1_ALERT_UNKNOWN_CA":
+            # The name of our key was known there, and an authority is of a key and a site's name.
+            return OTHER_NAME
+        if not self.dialled and reason == FOREIGN:
+            # Likewise; but a stranger may name a key that it does not have.
+            site = self._gateways.site_of(self._secured.tls.context)
+            return f"{FOREIGN} under the key pinned as {site}"
+        return reason
 
     def _hello(self) -> frames.LinkHello:
         # Where this relay links with its own network is no other site's business.

@@ -46,10 +46,11 @@ BULK_TURN_BYTES: Final = 2 * PIECE_BYTES
 """Pieces of long frames that a link is given per turn of the loop."""
 
 WRONG_NETWORK: Final = "wrong network"
+FOREIGN: Final = "foreign certificate"
 _TLS_REASONS: Final = {
     "CALLBACK_FAILED": WRONG_NETWORK,  # no network of that name here
     "TLSV1_UNRECOGNIZED_NAME": WRONG_NETWORK,
-    "CERTIFICATE_VERIFY_FAILED": "foreign certificate",
+    "CERTIFICATE_VERIFY_FAILED": FOREIGN,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no certificate",
     "TLSV1_ALERT_UNKNOWN_CA": "refused our certificate",
     "SSLV3_ALERT_BAD_CERTIFICATE": "refused our certificate",
@@ -94,8 +95,6 @@ class LinkPort(ConnectionPort):
 
     high_water_bytes = HIGH_WATER_BYTES
     alpn: ClassVar[str] = LINK_ALPN
-    unknown_name: ClassVar[str] = WRONG_NETWORK
-    """Why a connection is refused whose server name the acceptor does not know."""
 
     def __init__(
         self,
@@ -190,11 +189,8 @@ class LinkPort(ConnectionPort):
             self._driver.settle()
             self._protocol_error(err)
         except ssl.SSLError as err:
-            reason = _TLS_REASONS.get(err.reason or "", "TLS failure")
-            if reason == WRONG_NETWORK:
-                reason = self.unknown_name
             self._broken = True
-            self.refuse(Refused(reason, err.reason or str(err)))
+            self.refuse(Refused(self._tls_reason(err.reason or ""), err.reason or str(err)))
         except Exception:  # a fault of ours costs this link, and nobody else theirs
             fields = {"address": self.address}
             log.exception("%s.fault", self._hub.kind, extra={"fields": fields})
@@ -260,6 +256,10 @@ class LinkPort(ConnectionPort):
             raise Refused("not a relay", str(err)) from err
         if not self.dialled:
             self.fingerprint = cast("LinkHub", self._hub).fingerprint_of(tls.context)
+
+    def _tls_reason(self, error: str) -> str:
+        """Return what a failure of TLS is counted as, by OpenSSL's name for it."""
+        return _TLS_REASONS.get(error, "TLS failure")
 
     def _hello(self) -> frames.LinkHello:
         """Return our greeting."""

@@ -17,7 +17,7 @@ from iris.errors import ConfigError
 
 def sp(
     config: Annotated[
-        Path, typer.Option("--config", "-c", metavar="FILE", help="TOML with a [[socket]] for each SP socket.")
+        Path, typer.Option("--config", "-c", metavar="FILE", help="TOML with a [\\[socket]] for each SP socket.")
     ],
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     check: Annotated[bool, typer.Option("--check", help="Check the file and leave.")] = False,
@@ -40,13 +40,13 @@ def sp(
 
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise typer.BadParameter(f"{log_level!r} is no level", param_hint="--log-level")
-    configure(log_level)
-    os.umask(0o077)  # an ipc socket is ours alone before its permissions are set
 
     async def work() -> int:
         entries = load(config)
         if check:
             return Exit.OK
+        configure(log_level)
+        os.umask(0o077)  # an ipc socket is ours alone before its permissions are set
         try:
             from relay.bridges.sp.process import serve
         except ModuleNotFoundError as error:

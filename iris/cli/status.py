@@ -86,19 +86,21 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             f"\nno other relay found; tried {tried}. Where multicast does not reach: {found['try']}",
             markup=False,
         )
-    for what, key in (
-        ("links", "links_refused"),
-        ("sessions", "sessions_refused"),
-        ("of other sites", "sites_refused"),
+    gateways = report.get("gateways", {})
+    reached = {site["site"] for site in report.get("sites", ()) if site["ways"]}
+    nowhere = [peer["site"] for peer in gateways.get("peers", ()) if peer["site"] not in reached]
+    if nowhere:
+        said = f"\nsites not linked: {', '.join(nowhere)}; `iris federation list` says why"
+        console.print(said, markup=False)
+    for what, reasons in (
+        ("as links", report.get("links_refused", {})),
+        ("as sessions", report.get("sessions_refused", {})),
+        ("as gateways", gateways.get("refused", {})),
+        ("of other sites", report.get("sites_refused", {})),
     ):
-        refused = ", ".join(
-            f"{count} {printable(why)}" for why, count in report.get(key, {}).items()
-        )
+        refused = ", ".join(f"{count} {printable(why)}" for why, count in reasons.items())
         if refused:
-            console.print(
-                f"\nrefused {'' if key == 'sites_refused' else 'as '}{what}: {refused}",
-                markup=False,
-            )
+            console.print(f"\nrefused {what}: {refused}", markup=False)
     console.print(
         f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['refused']} refused, "
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",

@@ -150,6 +150,13 @@ def test_sites_are_listed_with_their_cost_and_connections_and_pinged(
     (line,) = (line.split() for line in status.stdout.splitlines() if line.startswith("us "))
     assert line[4:] == ["10", "ms", "1", "0", "0"]
     assert "no other relay found" not in status.stdout
+    assert "sites not linked: ap; `iris federation list` says why" in status.stdout
+    with socket.socket() as stranger:
+        stranger.connect(("127.0.0.1", int(sites[0].address.rpartition(":")[2])))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        wait_until(lambda: one.said("gateway.refused"))
+    status = CliRunner().invoke(cli.app, ["status", "--relay", str(one.socket)])
+    assert "refused as gateways: 1 not TLS" in status.stdout
 
     pinged = federation("ping", "--relay", one.socket)
     assert pinged.exit_code == Exit.ANSWER

@@ -30,13 +30,14 @@ from iris.wire.frames import Control
 from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
-from relay.federation import MAX_CONNECTIONS, GatewayHub, GatewayPort
+from relay.federation import MAX_CONNECTIONS, NOT_PINNED, OTHER_NAME, GatewayHub, GatewayPort
 from relay.links import LinkHub
 from relay.tls import LINK_ALPN, SESSION_ALPN, WAN_ALPN
 
 pytestmark = pytest.mark.timeout(60)
 
 RELAY = b"\x42" * 16
+MISNAMED = "foreign certificate under the key pinned as us"
 
 
 class World:
@@ -344,10 +345,13 @@ async def test_a_gateway_under_another_key_than_the_pinned_one_is_not_met(world:
 async def test_a_gateway_whose_own_key_is_not_the_pinned_one_is_refused(world: World) -> None:
     eu = await world.start("eu", world.peer("us", pin=world.key("ap").fingerprint))
     us = await world.start("us", world.peer("eu", eu))
-    await eventually(lambda: hub(us).refusals.get("unknown site"))
+    await eventually(lambda: hub(us).refusals.get(NOT_PINNED))
     await eventually(lambda: hub(eu).refusals.get("unknown site"))
     assert not us.router.wans
     assert not eu.router.wans
+    assert (set(hub(us).refusals), set(hub(eu).refusals)) == ({NOT_PINNED}, {"unknown site"})
+    (there,) = gateways(us)["peers"][0]["addresses"]
+    assert there["error"] == NOT_PINNED
 
 
 async def test_a_site_pinned_under_a_name_that_it_does_not_go_by_is_not_met(world: World) -> None:
@@ -355,7 +359,8 @@ async def test_a_site_pinned_under_a_name_that_it_does_not_go_by_is_not_met(worl
     us = await world.start("us", world.peer("usa", eu, pin=world.key("eu").fingerprint))
     await eventually(lambda: hub(us).refusals.get("foreign certificate"))
     theirs = await world.start("usa", world.peer("eu", eu), site_key=world.key_file("us"))
-    await eventually(lambda: hub(eu).refusals.get("foreign certificate"))
+    await eventually(lambda: hub(eu).refusals.get(MISNAMED))
+    await eventually(lambda: set(hub(theirs).refusals) == {OTHER_NAME})
     for relay in (eu, us, theirs):
         assert not relay.router.wans
 
@@ -379,7 +384,7 @@ async def test_a_relay_of_the_network_is_no_gateway_and_a_gateway_no_relay_of_it
     dialling = mutual_context(
         ssl.PROTOCOL_TLS_CLIENT, alpn=WAN_ALPN, leaf=leaf, trusted=site_authority(world.key("eu").public_key, "eu")
     )  # fmt: skip
-    await refused(eu, "foreign certificate", Stranger(eu, dialling, name_of(world.key("us"))))
+    await refused(eu, MISNAMED, Stranger(eu, dialling, name_of(world.key("us"))))
     own = gateway_leaf(world.key("eu"), "eu", RELAY, os.urandom(32))
     dialling = mutual_context(
         ssl.PROTOCOL_TLS_CLIENT, alpn=LINK_ALPN, leaf=own, trusted=network_authority(network)

@@ -126,7 +126,9 @@ class Bridge:
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            raise iris.ConfigError(f"listen: {host!r} is no numeric address") from None
+            raise iris.ConfigError(
+                f"listen: {host!r} is no numeric address; for this host alone write 127.0.0.1:PORT or [::1]:PORT"
+            ) from None
         if not address.is_loopback and not self.config.allow_remote:
             raise iris.ConfigError(
                 f"listen: {host} is not loopback, and this protocol knows no authentication: "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import tomllib
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -27,6 +29,7 @@ _MIB: Final = 1 << 20
 _SCHEMES: Final = ("tcp", "tcp4", "tcp6", "ipc", "ws", "wss", "tls+tcp", "tls+tcp4", "tls+tcp6")
 _TLS: Final = ("wss", "tls+tcp", "tls+tcp4", "tls+tcp6")
 MAX_IPC_BYTES: Final = 106
+_MODE: Final = "write ipc_mode = 0o600, octal and without quotes"
 
 _EVERY: Final = {
     "protocol", "name", "listen", "dial", "remote", "max_message_bytes", "queue_messages", "max_peers", "ipc_mode",
@@ -148,10 +151,11 @@ class SocketConfig:
             ("queue_messages", 1, 8192),
             ("queue_bytes", self.max_message_bytes, 1 << 40),
             ("max_peers", 1, 65_536),
-            ("ipc_mode", 0, 0o777),
         ):
             if not low <= (value := getattr(self, name)) <= high:
                 raise ConfigError(f"{name}: {value} is not from {low} to {high}")
+        if not 0 <= self.ipc_mode <= 0o777:
+            raise ConfigError(f"ipc_mode: {self.ipc_mode} is not from 0 to 0o777; {_MODE}")
         if len(self.name) > 40:
             raise ConfigError("name: over 40 characters")
         own = _OWN[self.protocol]
@@ -173,6 +177,16 @@ class SocketConfig:
     def scheme(self) -> str:
         """The transport."""
         return self.address.partition("://")[0]
+
+    @property
+    def place(self) -> str:
+        """What only one entry can listen on; empty: any number can, or it dials."""
+        scheme, _, rest = (self.listen or "").partition("://")
+        if scheme == "ipc":
+            return os.path.normpath(rest)
+        # Over ws, nng has several paths on one port.
+        place = rest if scheme in ("ws", "wss") else rest.partition("/")[0]
+        return "" if place.partition("/")[0].endswith(":0") else place
 
     @property
     def label(self) -> str:
@@ -271,7 +285,8 @@ def load(path: Path) -> list[SocketConfig]:
     """Return the entries of a file.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, or an entry is wrong; the text begins with the entry and its field.
+        ConfigError: the file cannot be read, is no TOML, an entry is wrong, or the directory of its ipc socket is missing; the text
+            begins with the entry and its field.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -279,20 +294,35 @@ def load(path: Path) -> list[SocketConfig]:
         raise ConfigError(f"{path}: {err.strerror or err}") from err
     except ValueError as err:
         raise ConfigError(f"{path}: {err}") from err
-    return parse(document)
+    entries = parse(document)
+    for number, entry in enumerate(entries, 1):
+        directory = os.path.dirname(entry.address.partition("://")[2])
+        if entry.scheme == "ipc" and entry.listen and not os.path.isdir(directory):
+            raise ConfigError(
+                f"socket {number}: listen: directory {directory} does not exist; make it first"
+            )
+    return entries
 
 
 def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
-    """Return the entries of a parsed file; raises as `load`."""
+    """Return the entries of a parsed file; raises as `load`, and looks at no directory."""
     if unknown := sorted(set(document) - {"socket"}):
         raise ConfigError(f"{unknown[0]}: unknown; there are [[socket]] entries only")
     entries = document.get("socket")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_SOCKETS:
-        raise ConfigError(f"socket: 1 to {MAX_SOCKETS} [[socket]] entries")
+        raise ConfigError(
+            f"socket: write [[socket]], in double brackets, for each of 1 to {MAX_SOCKETS} entries"
+        )
     found: list[SocketConfig] = []
     names: dict[str, int] = {}
+    places: dict[str, int] = {}
     for number, entry in enumerate(entries, 1):
         config = _parse_entry(number, entry)
+        place = config.place
+        if place and (first := places.setdefault(place, number)) != number:
+            raise ConfigError(
+                f"socket {number}: listen: {config.listen} is where socket {first} listens"
+            )
         if (first := names.setdefault(config.label, number)) != number:
             raise ConfigError(f"socket {number}: name: {config.label!r} is that of socket {first}")
         found.append(config)
@@ -300,6 +330,7 @@ def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
 
 
 _KNOWN: Final = {field.name for field in fields(SocketConfig)}
+_TYPES: Final = get_type_hints(SocketConfig)
 
 
 def _parse_entry(number: int, entry: object) -> SocketConfig:
@@ -307,7 +338,9 @@ def _parse_entry(number: int, entry: object) -> SocketConfig:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: not a table")
     if unknown := sorted(set(entry) - _KNOWN):
-        raise ConfigError(f"{where}: {unknown[0]}: unknown")
+        near = get_close_matches(unknown[0], sorted(_KNOWN), 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{where}: {unknown[0]}: unknown{meant}")
     if "protocol" not in entry:
         raise ConfigError(f"{where}: protocol: missing; one of {', '.join(_OWN)}")
     try:
@@ -315,6 +348,10 @@ def _parse_entry(number: int, entry: object) -> SocketConfig:
     except msgspec.ValidationError as err:
         text, _, place = str(err).partition(" - at `$.")
         field = re.split(r"[`\[.]", place)[0] or "protocol"
+        if text.startswith("Invalid enum value"):
+            text = f"{entry[field]!r} is not one of {', '.join(get_args(_TYPES[field]))}"
+        elif field == "ipc_mode":
+            text += f"; {_MODE}"
         raise ConfigError(f"{where}: {field}: {text}") from err
     except ConfigError as err:
         raise ConfigError(f"{where}: {err}") from err

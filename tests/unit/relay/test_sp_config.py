@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import iris
-from iris import ConfigError, InvalidName
+from iris import ConfigError, InvalidName, cli
 from relay.bridges.sp.config import SocketConfig, load, parse
 
 REP = 'protocol = "rep"\ncluster = "c"\nlisten = "tcp://127.0.0.1:0"\n'
@@ -30,6 +31,15 @@ def entry(text: str) -> SocketConfig:
     ("text", "error"),
     [
         (REP + "retries = 3", "socket 1: retries: unknown"),
+        (REP + "timeout = 3", "socket 1: timeout: unknown; did you mean timeout_s?"),
+        (
+            REP + 'ipc_mode = "0600"',
+            "socket 1: ipc_mode: Expected `int`, got `str`; write ipc_mode = 0o600",
+        ),
+        (
+            REP + "ipc_mode = 600",
+            "socket 1: ipc_mode: 600 is not from 0 to 0o777; write ipc_mode = 0o600",
+        ),
         (REP + 'concurrency = "many"', "socket 1: concurrency: Expected `int`, got `str`"),
         (REP + "concurrency = 0", "socket 1: concurrency: 0 is not from 1 to 4096"),
         (REP + "queue_bytes = 1000", "socket 1: queue_bytes: 1000 is not from 1048576"),
@@ -38,7 +48,10 @@ def entry(text: str) -> SocketConfig:
         (REP + 'tls_ca = "x"', "socket 1: tls_ca: tcp is not TLS"),
         (REP.replace('"c"', '"a b"'), "socket 1: cluster: 'a b' is not a cluster name"),
         (REP.replace('cluster = "c"', ""), "socket 1: cluster: missing"),
-        (REP.replace("rep", "reply"), "socket 1: protocol: Invalid enum value 'reply'"),
+        (
+            REP.replace("rep", "reply"),
+            "socket 1: protocol: 'reply' is not one of rep, req, respondent,",
+        ),
         ('cluster = "c"', "socket 1: protocol: missing"),
         (REP.replace("tcp:", "udp:"), "socket 1: listen: 'udp://127.0.0.1:0' is not an address of"),
         (REP.replace("127.0.0.1", "0.0.0.0"), "socket 1: listen: 0.0.0.0 is not loopback"),
@@ -61,6 +74,10 @@ def entry(text: str) -> SocketConfig:
             REP.replace("rep", "req").replace('"c"', '"eu:c"'),
             "socket 1: cluster: 'eu:c' names a site",
         ),
+        (
+            PUB + '[[socket]]\nname = "b"\n' + PUB.replace("/tmp/x", "/tmp/./x"),
+            "socket 2: listen: ipc:///tmp/./x is where socket 1 listens",
+        ),
         (REP + f"[[socket]]\n{REP}", "socket 2: name: 'rep tcp://127.0.0.1:0' is that of socket 1"),
     ],
 )
@@ -71,12 +88,45 @@ def test_a_mistake_is_named_by_its_entry_and_field(text: str, error: str) -> Non
 
 
 def test_what_is_no_list_of_sockets_is_refused(tmp_path: Path) -> None:
-    for text, error in (("", "socket: 1 to 256"), ("[relay]\n", "relay: unknown"), ("x", "sp.toml")):  # fmt: skip
+    for text, error in (("", "socket: write"), ("[socket]\n", r"write \[\[socket\]\]"), ("[relay]\n", "relay: unknown"), ("x", "sp.toml")):  # fmt: skip
         (tmp_path / "sp.toml").write_text(text)
         with pytest.raises(ConfigError, match=error):
             load(tmp_path / "sp.toml")
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "missing.toml")
+
+
+def test_a_directory_of_a_socket_has_to_be_there_to_listen_not_to_dial(tmp_path: Path) -> None:
+    file, there = tmp_path / "sp.toml", tmp_path / "run"
+    file.write_text(f"[[socket]]\n{PUB.replace('/tmp/x', f'{there}/x')}")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    expected = f"socket 1: listen: directory {there} does not exist; make it first"
+    assert str(caught.value) == expected
+    checked = CliRunner().invoke(cli.app, ["bridge", "sp", "--config", str(file), "--check"])
+    assert (checked.exit_code, checked.stderr) == (2, f"iris: {expected}\n")
+    file.write_text(file.read_text().replace("listen", "dial"))
+    assert load(file)
+    there.mkdir()
+    file.write_text(file.read_text().replace("dial", "listen"))
+    assert load(file)
+
+
+def test_help_shows_how_an_entry_begins() -> None:
+    assert "[[socket]]" in CliRunner().invoke(cli.app, ["bridge", "sp", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+        ("ws://127.0.0.1:80/a", "ws://127.0.0.1:80/b"),
+        ("tcp://127.0.0.1:5", "tcp://127.0.0.1:6"),
+    ],
+)
+def test_entries_may_share_what_is_not_one_address(urls: tuple[str, str]) -> None:
+    entries = [{"protocol": "rep", "cluster": "c", "name": url + name, "listen": url} for url, name in zip(urls, "ab", strict=True)]  # fmt: skip
+    assert len(parse({"socket": entries})) == 2
 
 
 def test_a_caller_may_name_a_cluster_of_another_site() -> None:
