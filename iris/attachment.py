@@ -384,6 +384,6 @@ class Attachment:
                 self._lost(cast, err.detail)
         if self.state == "open":
             self._lost_s = self._loop.time()
-            log.warning("client.disconnected", extra={"fields": {"reason": reason}})
+            log.info("client.disconnected", extra={"fields": {"reason": reason}})
             self._client.detached(reason)
         self._wake_writers()

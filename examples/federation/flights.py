@@ -56,10 +56,15 @@ class Site:
         quiet = subprocess.DEVNULL
         return subprocess.check_output(command, env=self.environ, stderr=quiet).decode()
 
-    def start_relay(self, other: "Site") -> None:
+    async def start(self, other: "Site") -> None:
+        """Start the relay, and the member once it can be reached."""
+        self.socket.unlink(missing_ok=True)  # of a relay that was killed
         here = ("--site", self.name, "--site-key", self.key_file, "--gateway", self.address)
         there = ("--peer-site", f"{other.name}={other.address}#{other.fingerprint}")
         self._start("relay", *here, *there, "--no-mdns", "--bind", "127.0.0.1", "--port", "0")
+        while not self.socket.exists():
+            await asyncio.sleep(0.05)
+        self.start_member()
 
     def start_member(self) -> None:
         self._start("run", "delays:delays")
@@ -139,10 +144,7 @@ async def demo(jfk: Site, others: Site, truth: Departures) -> None:
     async with contextlib.AsyncExitStack() as stack:
         programs = []
         for site, other in ((jfk, others), (others, jfk)):
-            site.start_relay(other)
-            site.start_member()
-            while not site.socket.exists():
-                await asyncio.sleep(0.05)
+            await site.start(other)
             client = await stack.enter_async_context(iris.connect(site.socket))
             programs.append(Program(client, truth))
         at_jfk, at_others = programs
@@ -170,8 +172,7 @@ async def demo(jfk: Site, others: Site, truth: Departures) -> None:
         await at_others.sees()
         goes_on &= 0 < len(await at_others.survey()) < len(truth)
         note("all of jfk was killed: lga-ewr goes on alone", goes_on)
-        jfk.start_relay(others)
-        jfk.start_member()
+        await jfk.start(others)
         await at_others.sees(JFK)
         note("jfk is back: a survey adds up both", await at_others.survey() == truth)
         total = sum(program.answered.total() for program in programs)

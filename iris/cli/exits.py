@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -76,8 +75,6 @@ def complain(text: object) -> None:
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Run a verb on uvloop and end it with the exit code that it returns, or that its error stands for."""
     code: int
-    # Verbs tell of a lost relay in lines of their own; `iris run` and the daemons configure logging, and still log it.
-    logging.getLogger("iris.attachment").addHandler(logging.NullHandler())
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             code = runner.run(work())
