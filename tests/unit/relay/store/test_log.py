@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.disk import shrunk_to
 
 from iris.errors import Closed
 from iris.wire.codec import END
@@ -390,8 +391,7 @@ def test_what_retention_dropped_takes_no_disk_for_long(
         for _ in range(8):
             log.append([entry(b"x" * 65536) for _ in range(16)], 1)
             log.enforce(Limits(max_bytes=1 << 20), 1)
-        on_disk = sum(file.stat().st_size for file in Path(path).glob("*.sst"))
-        assert on_disk < 4 << 20
+        assert shrunk_to(path, 4 << 20)
         assert len(places(log)) == 16
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.disk import shrunk_to, table_bytes
 
 from iris.wire.codec import END
 from relay.store import database, segments, staged
@@ -494,12 +495,9 @@ def test_disk_space_of_what_was_dropped_comes_back(
     stage(log, B, b"stays", batch=2)
     log.discard("etl", 1, [], 20)
 
-    def used() -> int:
-        return sum(file.stat().st_size for file in Path(path).glob("*.sst"))
-
-    assert used() > 20 << 20
+    assert table_bytes(path) > 20 << 20
     assert log.tend_staged(30) == 0
-    assert used() < 5 << 20
+    assert shrunk_to(path, 5 << 20)
     assert log.commit("etl", 2, [(B, 1)], 40) == Committed(0, 1, False)
 
 

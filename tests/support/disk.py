@@ -1,0 +1,28 @@
+"""What a log's database holds on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+WAIT_S = 30.0
+
+
+def table_bytes(path: str) -> int:
+    """Return how large the table files are now."""
+    size = 0
+    for file in Path(path).glob("*.sst"):
+        with contextlib.suppress(FileNotFoundError):  # it was just deleted
+            size += file.stat().st_size
+    return size
+
+
+def shrunk_to(path: str, most: int) -> bool:
+    """Return whether they get as small as `most` bytes: RocksDB deletes files in the background, after a compaction has returned."""
+    end_s = time.monotonic() + WAIT_S
+    while table_bytes(path) > most:
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
