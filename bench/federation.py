@@ -48,12 +48,15 @@ SLICE_NS: Final = 50_000_000
 REQUEST_BYTES: Final = 256
 MESSAGE_BYTES: Final = 1024
 RATES: Final = (1_000, 20_000)
+SMALL_BYTES: Final = 64
+TOPICS: Final = 100
+"""What compression is measured with."""
 SETTLE_S: Final = 1.0
 """What a run's start put on the WAN has passed by then."""
 FULL_SHARE: Final = 0.8
 """A stream is at its full rate from the first slice on that has this share of what is usual later."""
 MEGABYTE: Final = 1_000_000
-CELLS: Final = ("request", "publish", "idle", "tunnel")
+CELLS: Final = ("request", "publish", "compression", "idle", "tunnel")
 
 
 # -- roles: public names of iris only ------------------------------------------------------------------------
@@ -85,45 +88,51 @@ async def reach(attempt: Callable[[], Awaitable[object]]) -> None:
                 await asyncio.sleep(PROBE_S)
 
 
-async def subscriber(expected: int) -> Result:
-    """Receive from another site until all are there, or until the bench has waited enough."""
-    received = wrong = following = 0
+def topics(count: int) -> list[str]:
+    return [f"{TOPIC}.{number}" for number in range(count)]
+
+
+async def subscriber(expected: int, count: int) -> Result:
+    """Receive from another site until all are there, or until the bench has waited enough. Of `count` topics each has every so many-th number."""
+    received = wrong = 0
+    following = dict(zip(topics(count), range(count), strict=True))
     probed = False
     done = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, done.set)
 
     def take(message: iris.Message) -> None:
-        nonlocal received, wrong, following, probed
+        nonlocal received, wrong, probed
         (number,) = NUMBER.unpack_from(message.payload)
         if number == PROBE:
             if not probed:
                 probed = True
                 harness.say_ready()
             return
-        wrong += number != following
-        following = number + 1
+        wrong += number != following[message.name]
+        following[message.name] = number + count
         received += 1
         if received == expected:
             done.set()
 
-    async with iris.connect() as client, client.subscribe(TOPIC, take):
+    async with iris.connect() as client, client.subscribe(f"{TOPIC}.*", take):
         harness.say_ready()
         await done.wait()
     return {"received": received, "wrong": wrong}
 
 
-async def publisher(rate: float, seconds: float) -> Result:
-    """Publish 1 KiB `rate` times a second, each when it is due."""
+async def publisher(rate: float, seconds: float, size: int, count: int) -> Result:
+    """Publish `rate` times a second, each when it is due, to `count` topics in turn."""
     loop = asyncio.get_running_loop()
     # Nothing that could be compressed, were that asked for.
     noise = os.urandom(MEGABYTE)
-    places = len(noise) - MESSAGE_BYTES
+    places = len(noise) - size
+    named = topics(count)
     total, sent = int(rate * seconds), 0
     finished = asyncio.Event()
     async with iris.connect() as client:
         cued = harness.next_cue()
         while not cued.is_set():
-            client.offer(TOPIC, NUMBER.pack(PROBE))
+            client.offer(named[0], NUMBER.pack(PROBE))
             await asyncio.sleep(PROBE_S)
         harness.say_ready()
         cued = harness.next_cue()
@@ -135,10 +144,9 @@ async def publisher(rate: float, seconds: float) -> Result:
             os.read(timer, 8)
             due = min(total, int((time.monotonic_ns() - begin_ns) * rate / 1e9) + 1)
             while sent < due:
-                at = sent * MESSAGE_BYTES % places
-                if not client.offer(
-                    TOPIC, NUMBER.pack(sent) + noise[at + NUMBER.size : at + MESSAGE_BYTES]
-                ):
+                at = sent * size % places
+                message = NUMBER.pack(sent) + noise[at + NUMBER.size : at + size]
+                if not client.offer(named[sent % count], message):
                     return  # at the next tick: what is refused is not lost
                 sent += 1
             if sent == total:
@@ -219,7 +227,7 @@ ROLES: Final[dict[str, Callable[..., Any]]] = {
 class Sites:
     """A relay of `eu`, which dials, and one of `us`, with the WAN between them."""
 
-    def __init__(self, roles: Roles, delay_s: float) -> None:
+    def __init__(self, roles: Roles, delay_s: float, *options: str) -> None:
         from iris.keyfiles import create_site_key
 
         self.roles = roles
@@ -227,7 +235,7 @@ class Sites:
         pins = {site: create_site_key(path).fingerprint for site, path in files.items()}
 
         def start(site: str, *more: str) -> IrisRelay:
-            arguments = ["--site", site, "--site-key", str(files[site]), *more]
+            arguments = ["--site", site, "--site-key", str(files[site]), *options, *more]
             return IrisRelay(roles, arguments, links=True)
 
         accepts = ["--gateway", "tls://127.0.0.1:0", "--peer-site", f"eu=#{pins['eu']}"]
@@ -314,13 +322,16 @@ def requested(result: Result) -> Result:
     return {**shares, "wrong": result["wrong"], "samples_ns": samples_ns}
 
 
-def publish_run(args: argparse.Namespace, rate: float) -> Result:
-    """Publish to a subscriber at the other site, and count what that puts on the WAN."""
+def publish_run(
+    args: argparse.Namespace, rate: float, *options: str, size: int = MESSAGE_BYTES, count: int = 1
+) -> Result:  # fmt: skip
+    """Publish to a subscriber at the other site, and count what that puts on the WAN. `options` are of both gateways."""
     with Roles(args.seconds + 60) as roles:
-        sites = Sites(roles, args.delay_s)
+        sites = Sites(roles, args.delay_s, *options)
         expected = int(rate * args.seconds)
-        receiver = sites.role("subscriber", sites.us, ready=True, expected=expected)
-        sender = sites.role("publisher", sites.eu, rate=rate, seconds=args.seconds)
+        receiver = sites.role("subscriber", sites.us, ready=True, expected=expected, count=count)
+        load = {"rate": rate, "seconds": args.seconds, "size": size, "count": count}
+        sender = sites.role("publisher", sites.eu, **load)
         receiver.wait_ready()  # a probe came
         sender.cue()
         sender.wait_ready()  # probes have ended
@@ -353,8 +364,9 @@ def idle_run(args: argparse.Namespace) -> Result:
         sites = Sites(roles, args.delay_s)
         script = [str(BENCH / "roundtrip.py"), "--role", "server"]
         served = roles.start("server", script, env=sites.us.env, ready=True)
-        receiver = sites.role("subscriber", sites.us, ready=True, expected=1)
-        sender = sites.role("publisher", sites.eu, rate=1.0, seconds=1.0)
+        receiver = sites.role("subscriber", sites.us, ready=True, expected=1, count=1)
+        load = {"rate": 1.0, "seconds": 1.0, "size": MESSAGE_BYTES, "count": 1}
+        sender = sites.role("publisher", sites.eu, **load)
         receiver.wait_ready()
         sender.cue()
         sender.wait_ready()
@@ -440,11 +452,24 @@ def request(args: argparse.Namespace) -> Result:
 
 
 def publish(args: argparse.Namespace) -> Result:
-    sides = {f"{rate}/s": partial(publish_run, args, rate) for rate in RATES}
+    return published(args, {f"{rate}/s": partial(publish_run, args, rate) for rate in RATES})
+
+
+def compression(args: argparse.Namespace) -> Result:
+    run = partial(publish_run, size=SMALL_BYTES, count=TOPICS)
+    sides = {
+        f"{rate}/s{', compressed' * bool(options)}": partial(run, args, rate, *options)
+        for rate in RATES
+        for options in ((), ("--site-compression",))
+    }
+    return published(args, sides)
+
+
+def published(args: argparse.Namespace, sides: dict[str, Callable[[], Result]]) -> Result:
     rounds = alternate(args.rounds, sides)
-    keys = ("bytes", "out_bytes", "in_bytes")
+    keys = ("bytes", "out_bytes", "in_bytes", "eu_cpu_s", "us_cpu_s")
     medians = {
-        side: {key: round(statistics.median(done[side][key] for done in rounds), 1) for key in keys}
+        side: {key: round(statistics.median(done[side][key] for done in rounds), 2) for key in keys}
         for side in sides
     }
     return {"others_cpus": others(rounds), **medians, "rounds": rounds}
@@ -493,13 +518,14 @@ def rows(name: str, result: Result) -> list[str]:
             )
         at_home = f"{home['p50_us']:,.0f} and {home['p99_us']:,.0f} µs"
         return [*lines, f"| the same at home, p50 and p99, all rounds | {at_home} | | | |"]
-    if name == "publish":
+    if name in ("publish", "compression"):
+        size = MESSAGE_BYTES if name == "publish" else f"{SMALL_BYTES} to {TOPICS} topics"
         lines = []
-        for side in (f"{rate}/s" for rate in RATES):
+        for side in (each for each in result if each.partition(",")[0].endswith("/s")):
             each = [done[side]["bytes"] for done in rounds]
             shown, spread = result[side], f"{min(each):,.0f} to {max(each):,.0f}"
             split = f"{shown['out_bytes']:,.0f} out, {shown['in_bytes']:,.0f} in"
-            what = f"WAN bytes per message of 1,024, {side}"
+            what = f"WAN bytes per message of {size}, {side}"
             lines.append(f"| {what} | {shown['bytes']:,.0f} ({split}) | {spread} | | |")
         return lines
     lines = []
@@ -545,7 +571,10 @@ def main() -> None:
     args.idle_seconds = args.idle_seconds or (20.0 if args.quick else 60.0)
     args.delay_s = args.delay_ms / 1000
     # Of requests one at a time there are few in a second: p99 needs a thousand over all rounds.
-    seconds = {"request": 8.0, "publish": 3.0, "idle": 0.0, "tunnel": 3.0}
+    seconds = {"request": 8.0, "publish": 3.0, "compression": 3.0, "idle": 0.0, "tunnel": 3.0}
+    cells: dict[str, Callable[[argparse.Namespace], Result]] = {
+        "request": request, "publish": publish, "compression": compression, "idle": idle, "tunnel": tunnel
+    }  # fmt: skip
     document: Result = {
         "facts": harness.facts(),
         "options": {"rounds": args.rounds, "delay_ms": args.delay_ms, "size": args.size},
@@ -556,9 +585,7 @@ def main() -> None:
     args.output.mkdir(exist_ok=True, parents=True)
     for name in (cell for cell in CELLS if cell in args.cells.split(",")):
         args.seconds = given or seconds[name]
-        result: Result = {"request": request, "publish": publish, "idle": idle, "tunnel": tunnel}[
-            name
-        ](args)
+        result = cells[name](args)
         document[name] = {"seconds": args.seconds, **result}
         (args.output / "federation.json").write_text(json.dumps(document, indent=1) + "\n")
         table += rows(name, result)

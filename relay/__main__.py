@@ -83,6 +83,10 @@ def relay(
         list[str] | None,
         typer.Option(metavar="SITE=MS", help="What requests to a site cost on top of the round trip. Repeatable.", rich_help_panel=_SITES),
     ] = None,
+    site_compression: Annotated[
+        bool,
+        typer.Option("--site-compression", help="Compress what goes to gateways that do so, too.", rich_help_panel=_SITES),
+    ] = False,
     export: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,6 +120,7 @@ def relay(
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
             "listen": listen or None, "data": data and data.absolute(), "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
+            "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,
         }  # fmt: skip
         chosen = load_config(overrides, os.environ, config)

@@ -150,6 +150,9 @@ class RelayConfig:
     site_cost: tuple[str, ...] = ()
     """What it costs to send requests to another site, SITE=MS: milliseconds that count on top of the round trip. 0 if not said."""
 
+    site_compression: bool = False
+    """Compress what goes to gateways of other sites that are set to it as well: heads and small messages; sealed bodies stay as long."""
+
     export: tuple[str, ...] = ()
     """Clusters and topics of this site that others may know of: names and filters, "!" before those that they may not. Empty: all."""
 
@@ -244,6 +247,10 @@ class RelayConfig:
                     f"{name}: is for gateways; this relay has neither gateway nor peer_site"
                 )
         if not self.is_gateway:
+            if self.site_compression:
+                raise ConfigError(
+                    "site_compression: is for gateways; this relay has neither gateway nor peer_site"
+                )
             if costs:
                 raise ConfigError(f"site_cost: {next(iter(costs))} is no peer_site")
             return

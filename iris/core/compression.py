@@ -1,4 +1,4 @@
-"""Bundles compressed before they are sealed: nothing can be saved afterwards, on a link, say, because what is sealed looks random.
+"""Bundles compressed before they are sealed: afterwards only their heads would shrink, because what is sealed looks random.
 
     u32 count | u32 flags, with COMPRESSED | u32 size | zstd frame (RFC 8878) of the `size` bytes that would stand behind the flags
 
@@ -39,7 +39,8 @@ class _Codecs:
 _local: Final = threading.local()
 
 
-def _codecs() -> _Codecs:
+def codecs() -> _Codecs:
+    """Return this thread's; the first call takes a while, and some memory."""
     if not hasattr(_local, "codecs"):
         _local.codecs = _Codecs()
     codecs: _Codecs = _local.codecs
@@ -57,7 +58,7 @@ def compressed(plain: bytes) -> bytes:
         return plain
     count, flags = struct.unpack_from("<II", plain)
     body = memoryview(plain)[_BODY_AT:]
-    frame = _codecs().compress(body)
+    frame = codecs().compress(body)
     if _HEAD.size + len(frame) > len(plain) * 7 // 8:
         return plain
     return _HEAD.pack(count, flags | COMPRESSED, len(body)) + frame
@@ -73,13 +74,13 @@ def expanded(plain: bytes) -> bytes:
         return plain
     count, flags, size = _HEAD.unpack_from(plain)
     frame = memoryview(plain)[_HEAD.size :]
-    codecs = _codecs()
+    zstd = codecs()
     try:
         # The frame's own word is what the library allocates by.
-        if size > MAX_EXPANDED_BYTES or codecs.content_size(frame) != size:
+        if size > MAX_EXPANDED_BYTES or zstd.content_size(frame) != size:
             raise DecodeError(f"a compressed bundle of {size} bytes, or so it says")
-        body = codecs.decompress(frame, max_output_size=size)
-    except codecs.error as err:
+        body = zstd.decompress(frame, max_output_size=size)
+    except zstd.error as err:
         raise DecodeError(f"a compressed bundle: {err}") from err
     return struct.pack("<II", count, flags & ~COMPRESSED) + body
 

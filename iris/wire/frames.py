@@ -1,6 +1,6 @@
 """Every frame of the protocol: kinds, flags, and the typed bodies of control frames. No bytes here: see `codec`.
 
-Control frames (kind < 0x40) carry one MessagePack map, decoded into the struct of the same name. Data frames
+Control frames (kind < 0x40) carry one MessagePack map, decoded into the struct of the same name; COMPRESSED alone carries other frames. Data frames
 (kind >= 0x40) carry fixed binary fields and a sealed body.
 """
 
@@ -52,6 +52,7 @@ class Kind(IntEnum):
     LOADS = 0x24
     ASK_PEERS = 0x25
     PEERS = 0x26
+    COMPRESSED = 0x27
 
     REQUEST = 0x40
     REPLY = 0x41
@@ -458,6 +459,8 @@ class LinkHello(Struct, frozen=True):
     """The host's name, for people."""
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
     """Where the sender accepts links, host:port."""
+    compression: bool = False
+    """Between sites: it takes COMPRESSED frames, and sends them to who says the same."""
 
 
 class Beat(Struct, frozen=True):

@@ -24,7 +24,15 @@ from iris.crypto.sframe import Sealer, derive_key_and_salt
 from iris.streams.calls import Known
 from iris.streams.records import RecordOpener
 from iris.wire import frames, streams
-from iris.wire.codec import END, HOP, RELAY_HOP, answer_suffix, encode_control, metadata_prefix
+from iris.wire.codec import (
+    END,
+    HOP,
+    PREFIX,
+    RELAY_HOP,
+    answer_suffix,
+    encode_control,
+    metadata_prefix,
+)
 from iris.wire.frames import FLAG_REFUSED, Cause, Control, Kind, Refusal, Serving
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -398,6 +406,9 @@ def blocks() -> dict[tuple[str, str], str]:
     for name, (frame, said) in {**sealed(), **tunnel(), **stream()}.items():
         found["hex", name] = _hex(frame)
         found["json", name] = _json(said)
+    beats = encode_control(CONTROLS["beat"]) * 2
+    found["hex", "compressed"] = _hex(stored(beats))
+    found["json", "compressed"] = _json({"frame": "COMPRESSED", "run": beats.hex()})
     for name, payloads, headers in (
         ("bundle-one", [b"ping"], None),
         ("bundle-headers", [b"one", b"three"], [None, {"traceparent": "00-0af7"}]),
@@ -414,6 +425,14 @@ def blocks() -> dict[tuple[str, str], str]:
     for name, said in derived().items():
         found["json", name] = _json(said)
     return found
+
+
+def stored(run: bytes) -> bytes:
+    """Return a COMPRESSED frame of up to 255 bytes, not compressed: it does not change with the library."""
+    head = b"\x28\xb5\x2f\xfd\x20" + bytes([len(run)])  # a single segment, its length in a byte
+    block = (1 | len(run) << 3).to_bytes(3, "little")  # the last one, raw
+    zstd = head + block + run
+    return PREFIX.pack(2 + len(zstd), Kind.COMPRESSED, 0) + zstd
 
 
 def _hex(data: bytes) -> str:
