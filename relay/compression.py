@@ -20,7 +20,9 @@ from iris.wire.frames import FIRST_DATA_KIND, Kind
 MAX_RUN_BYTES: Final = 512 << 10
 """Of a run, expanded: what one COMPRESSED frame makes its receiver allocate."""
 MAX_RATIO: Final = 32
-"""How many times longer a run may be than what it came as, so that no peer makes us work much for little. Interest comes to about ten."""
+"""How many times longer a run may be than what it came as, so that no peer makes us work much for little. Interest comes to ten, and to more where a thousand names are alike: that goes as it is."""
+FRAME_BYTES: Final = 16
+"""Of a COMPRESSED frame, for each frame in it, at least: most of what a frame costs is not by its length. What is sealed stays above it."""
 LONG_BYTES: Final = 4 << 10
 """A frame of more has little but its body, and that is sealed."""
 
@@ -60,6 +62,8 @@ def _shortest(run: list[bytes]) -> bytes:
     size = PREFIX_BYTES + len(frame)
     if not size < len(plain) <= MAX_RATIO * size:
         return plain
+    if sum(1 for _ in frames_in(memoryview(plain))) * FRAME_BYTES > size:
+        return plain
     return PREFIX.pack(size - 4, Kind.COMPRESSED, 0) + frame
 
 
@@ -81,10 +85,13 @@ def expanded(buf: memoryview, start: int, end: int) -> memoryview:
         raise PeerProtocolError(f"a COMPRESSED frame: {err}") from err
 
 
-def frames_in(run: memoryview) -> Iterator[tuple[int, int]]:
-    """Yield where each frame of a run begins and ends. Raises PeerProtocolError: it is not whole frames, or one of them is COMPRESSED."""
+def frames_in(run: memoryview, most: int = MAX_RUN_BYTES) -> Iterator[tuple[int, int]]:
+    """Yield where each frame of a run begins and ends. Raises PeerProtocolError: it is not whole frames, or one is COMPRESSED, or more than `most`."""
     start = 0
     while start < len(run):
+        if not most:
+            raise PeerProtocolError("more frames in a run than its length allows")
+        most -= 1
         left = len(run) - start
         size = 4 + int(ALIAS.unpack_from(run, start)[0]) if left >= PREFIX_BYTES else 0
         if not PREFIX_BYTES <= size <= left:

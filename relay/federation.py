@@ -33,7 +33,7 @@ from iris.wire import frames
 from iris.wire.codec import KIND_AT
 from iris.wire.frames import Kind
 from relay.addresses import listen_at, show
-from relay.compression import compressed, expanded, frames_in
+from relay.compression import FRAME_BYTES, compressed, expanded, frames_in
 from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
 from relay.core.session import Neighbor
 from relay.core.sites import Wan
@@ -145,7 +145,7 @@ class GatewayPort(LinkPort):
             self._frame(buf, start, end)
             return
         run = expanded(buf, start, end)
-        for begin, stop in frames_in(run):
+        for begin, stop in frames_in(run, (end - start) // FRAME_BYTES):
             self._frame(run, begin, stop)
             if self.ended:
                 return

@@ -16,6 +16,7 @@ from iris.wire import frames
 from iris.wire.codec import END, HOP, KIND_AT, PREFIX, encode_control
 from iris.wire.frames import Kind
 from relay.compression import (
+    FRAME_BYTES,
     LONG_BYTES,
     MAX_RUN_BYTES,
     compressed,
@@ -46,7 +47,8 @@ def received(stream: bytes) -> list[bytes]:
         end = start + 4 + int.from_bytes(buf[start : start + 4], "little")
         if buf[start + KIND_AT] == Kind.COMPRESSED:
             run = expanded(buf, start, end)
-            found += [bytes(run[begin:stop]) for begin, stop in frames_in(run)]
+            most = (end - start) // FRAME_BYTES
+            found += [bytes(run[begin:stop]) for begin, stop in frames_in(run, most)]
         else:
             found.append(bytes(buf[start:end]))
         start = end
@@ -107,6 +109,20 @@ def test_a_run_never_grows_past_what_a_peer_takes() -> None:
     assert received(stream) == chunks
     zeros = [PREFIX.pack(60_000, Kind.INTEREST, 0) + bytes(59_998)] * 8
     assert b"".join(compressed(zeros)) == b"".join(zeros)  # 32 times longer than it would come as
+
+
+def test_many_frames_in_little_are_neither_sent_nor_taken() -> None:
+    topics = [frames.TopicEntry(f"t.{n}", bytes(16), "", 1) for n in range(99)]
+    told = encode_control(frames.Interest(0, 1, [], [], topics, True))
+    resync = encode_control(frames.Resync(0))
+    few, many = [told] + [resync] * 8, [told] + [resync] * 80
+    (one,) = filter(None, compressed(few))
+    assert one[KIND_AT] == Kind.COMPRESSED
+    assert len(one) >= FRAME_BYTES * len(few)
+    assert received(one) == few
+    assert b"".join(compressed(many)) == b"".join(many)
+    with pytest.raises(PeerProtocolError, match="more frames"):
+        received(packed(b"".join(many)))
 
 
 def test_a_run_may_be_written_to() -> None:
