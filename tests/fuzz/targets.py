@@ -33,7 +33,7 @@ from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import check_cluster, check_topic
 from relay.bridges.iris1.core.frames import Request, TunInit, Violation
 from relay.bridges.iris1.core.machine import Machine, State
-from relay.compression import MAX_RUN_BYTES, expanded, frames_in
+from relay.compression import FRAME_BYTES, MAX_RUN_BYTES, expanded, frames_in
 from relay.core.ports import Held
 from relay.core.router import Router
 from relay.fragments import Assembly
@@ -357,7 +357,9 @@ def run(data: bytes) -> None:
     try:
         whole = expanded(buf, 0, len(buf))
         assert len(whole) <= MAX_RUN_BYTES
-        found = list(frames_in(whole))
+        most = len(buf) // FRAME_BYTES
+        found = list(frames_in(whole, most))
+        assert len(found) <= most
     except PeerProtocolError:
         return
     assert [0, *(end for _, end in found)] == [*(start for start, _ in found), len(whole)]
