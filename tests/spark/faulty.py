@@ -215,6 +215,8 @@ def main(text: str) -> None:
 
     told = json.loads(text)
     directory = told["dir"]
+    # A JVM that is killed leaves what it unpacked: where the test's own directory goes with it.
+    java = f"-Djava.io.tmpdir={directory} -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m"
     conf = {
         "spark.ui.enabled": "false",
         "spark.driver.memory": "640m",
@@ -222,8 +224,8 @@ def main(text: str) -> None:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "2",
         "spark.default.parallelism": "2",
-        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m",
-        "spark.executor.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m",
+        "spark.driver.extraJavaOptions": java,
+        "spark.executor.extraJavaOptions": java,
         "spark.local.dir": f"{directory}/local",
         "spark.sql.warehouse.dir": f"{directory}/warehouse",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "200",
