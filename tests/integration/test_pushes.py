@@ -169,9 +169,11 @@ async def test_pushes_whose_time_passes_in_the_members_queue_are_told_and_counte
         async with member.serve(service):
             await sender.push("work", b"first")
             for n in range(3):
-                await sender.push("work", b"%d" % n, timeout=0.01)
+                await sender.push("work", b"%d" % n, timeout=0.5)
             await sender.flush()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(
+                0.6
+            )  # their time passes, in the queue: nothing is to be seen of that until it is looked at
             go.set()
             await until(lambda: len(sender.losses) == 3)
             await cluster.settle()
