@@ -80,6 +80,8 @@ class Session:
         self.dropped: dict[str, int] = {}
         self.relay_id = b""
         self.session_id = b""
+        self.minor = 0
+        """The minor version of the relay, as WELCOME says."""
         self.asks = asks = Asks(self)
         self.tunneling = tunneling = Tunneling(self)
         self.calling = Calling(self)
@@ -511,6 +513,7 @@ class Session:
                 f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
             )
         self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
+        self.minor = welcome.minor
         self.message_limit = min(self.message_limit, welcome.message_limit)
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,

@@ -90,6 +90,7 @@ class SessionControl:
             session.clock_us = session.pulse.clock_us
             self._router.watch_pulse(session)
         session.greeted = True
+        session.minor = hello.minor
         # Shown in terminals: no session may move somebody's cursor.
         session.label = printable(hello.label)
         session.pid = hello.pid

@@ -97,6 +97,7 @@ class Link(Neighbor):
         super().__init__(port, number, hello.aliases)
         self.greeted = True
         self.hello = hello
+        self.minor = hello.minor
         self.relay_id = hello.relay_id
         self.label = copy.label
         self.copy = copy

@@ -246,7 +246,7 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "number", "own_hop", "own_hop_mask", "pending", "port", "pulse", "routes",
+        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "minor", "number", "own_hop", "own_hop_mask", "pending", "port", "pulse", "routes",
         "swept_us", "tunnels",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
@@ -259,6 +259,8 @@ class Neighbor:
         self.greeted = False
         self.closed = False
         self.label = ""
+        self.minor = 0
+        """The minor version that it said in its greeting: what came later is not sent to it."""
         self.pulse: Pulse | None = None
         """Of the other side, if it is on another host."""
         self.clock_us = 0

@@ -73,8 +73,8 @@ ORDER: Final = streams.encode(
 )  # fmt: skip
 
 CONTROLS: Final[dict[str, Control]] = {
-    "hello": frames.Hello(1, 0, "billing", 4711),
-    "welcome": frames.Welcome(1, 0, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
+    "hello": frames.Hello(1, 1, "billing", 4711),
+    "welcome": frames.Welcome(1, 1, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
     "error": frames.Error("alias 7 was not declared for this kind of frame"),
     "bye": frames.Bye("client closed"),
     "drain": frames.Drain(10_000),
@@ -110,7 +110,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "roster": frames.Roster(5, [MEMBER_ID]),
     "done": frames.Done(5, []),
     "link-hello": frames.LinkHello(
-        1, 0, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
+        1, 1, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
     ),
     "beat": frames.Beat(2_004_000, 5_000_000, 998_000, 4),
     "interest-snapshot": frames.Interest(
