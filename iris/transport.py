@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from iris.core.asks import NEVER_US
 from iris.errors import IrisError, PeerProtocolError
-from iris.remote import SESSION_ALPN, check_alpn, peer_relay_id
+from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
     FRAME_OVERHEAD,
     MAX_REPORT_BYTES,
@@ -86,7 +86,7 @@ class Conversation(Protocol):
     def flush(self) -> None: ...
     def expire(self, mono_us: int) -> None: ...
     def heard(self) -> None: ...
-    def over_tls(self, relay_id: bytes) -> None: ...
+    def over_tls(self, relay_id: bytes, channel: bytes) -> None: ...
     def release_casts(self) -> None: ...
     def end(self, reason: str, *, routed: bool = False) -> None: ...
 
@@ -138,7 +138,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         if tls is not None:
             try:
                 check_alpn(tls, SESSION_ALPN)
-                self.session.over_tls(peer_relay_id(tls))
+                self.session.over_tls(peer_relay_id(tls), peer_channel(tls))
             except PeerProtocolError as err:
                 self.abort(str(err))
                 return

@@ -12,6 +12,7 @@ from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocol
 from iris.wire import frames
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import (
+    BOUND_PROOF_MINOR,
     NO_KEY,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
@@ -117,10 +118,11 @@ class SessionControl:
         session.proofs += 1
         if session.proofs > self._router.limits.keys:
             raise PeerProtocolError(f"more than {self._router.limits.keys} keys")
+        channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""
         try:
             key_id = verify_proof(
                 prove.public_key, prove.signature,
-                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge,
+                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge, channel=channel,
             )  # fmt: skip
         except OpenError as err:
             raise PeerProtocolError("the proof of a key does not hold") from err

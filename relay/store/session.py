@@ -170,7 +170,7 @@ class StoreSession:
     silent = False
     """A relay on this host is never given up for silence."""
 
-    def over_tls(self, relay_id: bytes) -> None:
+    def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         """A store and its relay share a host."""
         raise PeerProtocolError("a store attaches to the relay of its own host")
 
