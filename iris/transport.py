@@ -89,6 +89,7 @@ class Conversation(Protocol):
     def over_tls(self, relay_id: bytes, channel: bytes) -> None: ...
     def release_casts(self) -> None: ...
     def end(self, reason: str, *, routed: bool = False) -> None: ...
+    def poison(self) -> None: ...
 
 
 S = TypeVar("S", bound=Conversation)
@@ -246,6 +247,11 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self.reason = self.reason or reason
             self._transport.abort()
             self._finish(self.reason or "closed")
+
+    def poison(self) -> None:
+        """In the child of a fork: nothing is sealed or written here any more; the connection is the parent's."""
+        self.connected = False
+        self.session.poison()
 
     def _finish(self, reason: str) -> None:
         if not self.connected:

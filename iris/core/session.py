@@ -238,6 +238,13 @@ class Session:
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
 
+    def poison(self) -> None:
+        """In the child of a fork: counters and nonces are the parent's."""
+        if self.started:
+            self.out.poison()
+        for end in self.tunneling.ends.values():
+            end.poison()
+
     def next_hop(self) -> int:
         """Return a hop id of ours that was not used."""
         self._hops += 1

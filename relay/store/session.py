@@ -209,6 +209,9 @@ class StoreSession:
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
 
+    def poison(self) -> None:
+        """It seals nothing."""
+
     # -- sending ---------------------------------------------------------------------------------------------
 
     def control(self, body: frames.Control) -> None:

@@ -66,9 +66,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     relay.listener.close()
 
 
-async def go(
-    environ: dict[str, str], relay: Path | None = None, relay_user: str = "iris"
-) -> None:
+async def go(environ: dict[str, str], relay: Path | None = None, relay_user: str = "iris") -> None:
     """Attach a protocol that says nothing."""
     made: list[asyncio.BaseTransport] = []
 
@@ -150,7 +148,7 @@ async def test_a_directory_that_others_may_rename_does_not_hide_the_host_s(
     runtime: Path, own: Relay, host: Relay, mode: int, trusted: bool
 ) -> None:
     """In a sticky directory, as /tmp, only the owner of a name may."""
-    runtime.chmod(mode)
+    os.chmod(runtime, mode)
     await go(here(runtime))
     assert (own.met, host.met) == (trusted, not trusted)
 
