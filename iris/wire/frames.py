@@ -106,6 +106,10 @@ FLAG_REFUSED: Final = 0x02
 """A member sends the frame back, unopened or not accepted; the reason is in the upper four bits."""
 
 
+STALE: Final = "stale"
+"""What FAIL says of a message below its receiver's replay window: it may have run, and may go out again if idempotent."""
+
+
 class Refusal(IntEnum):
     """Why a member sent a message back; upper four bits of the flags."""
 
@@ -116,7 +120,7 @@ class Refusal(IntEnum):
     EXPIRED = 3
     """The deadline had passed before the handler started."""
     STALE = 4
-    """The counter is below the replay window: it has not run here; seal anew."""
+    """The counter is below the replay window: nobody can tell whether it ran."""
     REPLAYED = 5
     """The counter was accepted before: it may have run."""
     UNREADABLE = 6

@@ -12,6 +12,7 @@ from iris.errors import (
     ConnectionLost,
     NoMembers,
     Overloaded,
+    RelayError,
     RemoteError,
     RequestTimeout,
 )
@@ -225,7 +226,7 @@ def test_pushes_that_a_member_gives_back_unstarted_are_told_with_the_reason(net:
     net.run()
     late, stopped = (loss.error for loss in caller.losses)
     assert isinstance(late, RequestTimeout)
-    assert isinstance(stopped, RemoteError)
+    assert isinstance(stopped, RelayError)
     assert not late.may_have_run
     assert not stopped.may_have_run
     assert [(loss.kind, loss.name, loss.count) for loss in caller.losses] == [("push", "db", 1)] * 2
