@@ -1,6 +1,7 @@
 """Calls of stores: what a session asked of the streams it reads and writes, until each ends in one way (sans-IO).
 
-As requests (`asks`), but their bodies are in clear: the records in them are sealed singly, by and for others.
+As requests (`asks`), but their bodies are in clear: the records in them are sealed singly, by and for others. Calls of a stream, and
+their answers, are authenticated by a channel (`channels`): what a relay says in a store's place ends a call, and answers none.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from iris.core.asks import MAX_PENDING, NEVER_US, error_of
+from iris.core.channels import MAX_LINES, Line, Place
 from iris.core.parties import Waiter
+from iris.crypto.channel import MARK
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
     ConnectionLost,
     DecodeError,
     IrisError,
+    OpenError,
     Overloaded,
     PeerProtocolError,
     RequestTimeout,
 )
 from iris.wire import frames
-from iris.wire.codec import BODY_AT, HOP
-from iris.wire.streams import decode_answer
+from iris.wire.codec import BODY_AT, END, END_AT, HOP
+from iris.wire.streams import Refused, decode_answer
 
 if TYPE_CHECKING:
     from iris.core.session import Session
@@ -32,44 +36,190 @@ GRACE_US: Final = 1_000_000
 
 @dataclass(slots=True)
 class Called:
-    """A call on the way."""
+    """A call that has not ended. `hop` is its id on the way, `timeout_ms` what its frame says."""
 
     name: str
+    hop: int
     deadline_us: int
+    timeout_ms: int
     waiter: Waiter
     writes: bool
+    line: Line | None = None
+    """The channel that it goes through; None for a call that needs none."""
+    counter: int = -1
+    """In that channel, once it was sent there."""
+    body: bytes = b""
+    """Until it is sent; of a call that changes nothing until it is answered or sent again."""
+    again: bool = False
+
+    @property
+    def sent(self) -> bool:
+        """Whether it may have reached the store."""
+        return self.line is None or self.counter >= 0
 
 
 class Calling:
-    """The calls of one session that have not ended."""
+    """The calls of one session that have not ended, and its channels."""
 
-    __slots__ = ("_pending", "_session", "writes")
+    __slots__ = ("_lines", "_pending", "_session", "writes")
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pending: dict[int, Called] = {}
+        self._lines: dict[Place, Line] = {}
         self.writes = 0
         """How many of them write: a session that is left waits for those."""
 
     def send(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str = "",
-        writes: bool = False,
-    ) -> int:  # fmt: skip
-        """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors call it `shown`. Return its hop id."""
+        writes: bool = False, own: bool = False,
+    ) -> Called:  # fmt: skip
+        """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors call it `shown`.
+
+        With a `key` it goes through a channel, to the stream that has the key; `own`: to the store of the id `name` itself.
+        """
+        called = self._call(shown or name, timeout_ms, waiter, writes)
+        if key is None:
+            self._frame(name, None, b"", body, called)
+        else:
+            called.body = body
+            self._route(called, (name, key.key_id, own), key)
+        return called
+
+    def _route(self, called: Called, place: Place, key: ClusterKey) -> None:
+        """Send a call through the channel of its address, or let it wait until that is open."""
+        line = self._lines.get(place)
+        if line is None:
+            if len(self._lines) >= MAX_LINES:
+                del self._lines[next(iter(self._lines))]
+            line = self._lines[place] = Line(self, place[0], key, called.name, own=place[2])
+            called.line = line
+            line.held.append(called)
+            line.knock()
+            return
+        called.line = line
+        if line.channel is None:
+            line.held.append(called)
+        else:
+            self._seal(line, called)
+
+    def _call(self, shown: str, timeout_ms: int, waiter: Waiter, writes: bool) -> Called:
         if len(self._pending) >= MAX_PENDING:
-            raise Overloaded(shown or name, f"{MAX_PENDING} calls of this client are in flight")
+            raise Overloaded(shown, f"{MAX_PENDING} calls of this client are in flight")
         session = self._session
-        hop = session.next_hop()
         deadline_us = session.mono_us + 1000 * timeout_ms
-        session.out.call(name, key, body, hop, deadline_us, timeout_ms)
-        self._pending[hop] = Called(shown or name, deadline_us, waiter, writes)
+        called = Called(shown, session.next_hop(), deadline_us, timeout_ms, waiter, writes)
+        self._pending[called.hop] = called
         self.writes += writes
         session.deadline_us = min(session.deadline_us, deadline_us + GRACE_US)
-        return hop
+        return called
 
-    def forget(self, hop: int) -> None:
+    def _seal(self, line: Line, called: Called) -> None:
+        channel = line.channel
+        assert channel is not None
+        called.counter = channel.next
+        channel.next += 1
+        end = END.pack(self._session.out.now_us, called.timeout_ms, 1, 0)
+        body = called.body
+        if called.writes or called.again:
+            called.body = b""
+        head = channel.seal(called.counter, end, body)
+        self._session.out.call(
+            line.address, line.key, end, head, body, called.hop, called.deadline_us
+        )
+
+    def _frame(
+        self, name: str, key: ClusterKey | None, head: bytes, body: bytes, called: Called
+    ) -> None:
+        out = self._session.out
+        end = END.pack(out.now_us, called.timeout_ms, 1, 0)
+        out.call(name, key, end, head, body, called.hop, called.deadline_us)
+
+    # -- channels --------------------------------------------------------------------------------------------
+
+    def find_key(self, key_id: bytes) -> ClusterKey | None:
+        """Return our key of this id."""
+        return self._session.owner.find_key(key_id)
+
+    def entropy(self, size: int) -> bytes:
+        """Return random bytes."""
+        return self._session.entropy(size)
+
+    def plain(
+        self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str
+    ) -> Called:  # fmt: skip
+        """Send a call that opens a channel."""
+        called = self._call(shown, timeout_ms, waiter, False)
+        self._frame(name, key, b"", body, called)
+        return called
+
+    def opened(self, line: Line, held: list[Called]) -> None:
+        """Send the calls that waited, in order, but for those that have ended."""
+        for called in held:
+            if self._pending.get(called.hop) is called:
+                self._seal(line, called)
+
+    def failed_to_open(self, line: Line, held: list[Called], failure: Refused | IrisError) -> None:
+        """End the calls that waited: they were not sent."""
+        self._drop_line(line)
+        for called in held:
+            if self._pending.get(called.hop) is called:
+                self._take(called.hop)
+                if called.waiter.done():
+                    continue
+                if isinstance(failure, Refused):
+                    called.waiter.set_result(failure)
+                else:
+                    called.waiter.set_exception(failure)
+
+    def _drop_line(self, line: Line) -> None:
+        if self._lines.get(line.place) is line:
+            del self._lines[line.place]
+
+    def _unsealed(
+        self, called: Called, line: Line, end: memoryview, body: memoryview
+    ) -> memoryview | None:
+        """Return the answer that the store of a channel gave to this call; None if it gave none, and that is dealt with."""
+        channel = line.channel
+        if channel is not None and called.counter >= 0 and len(body):
+            if body[0] == MARK:
+                try:
+                    counter, answer = channel.open(end, body)
+                except OpenError:
+                    counter = -1
+                if counter == called.counter:
+                    return answer
+            elif self._refused(body):
+                # The store does not know the channel, or a relay says so: nobody knows whether the call was done.
+                self._drop_line(line)
+                self._again(called, line)
+                return None
+        self._session.drop("unauthenticated")
+        detail = "an answer came that its store did not authenticate"
+        called.waiter.set_exception(ConnectionLost(called.name, detail, may_have_run=called.sent))
+        return None
+
+    def _refused(self, body: memoryview) -> bool:
+        try:
+            return isinstance(decode_answer(body), Refused)
+        except DecodeError:
+            return False
+
+    def _again(self, called: Called, line: Line) -> None:
+        """Send a call once more, through a new channel, if it changes nothing; else its caller decides."""
+        key = self.find_key(line.place[1])
+        if not called.body or key is None:
+            detail = "its store does not know our channel any more"
+            called.waiter.set_exception(ConnectionLost(called.name, detail))
+            return
+        called.again, called.counter = True, -1
+        called.hop = self._session.next_hop()
+        self._pending[called.hop] = called
+        self._route(called, line.place, key)
+
+    def forget(self, called: Called) -> None:
         """The caller no longer waits; an answer that comes is dropped and counted."""
-        self._take(hop)
+        self._take(called.hop)
 
     def _take(self, hop: int) -> Called | None:
         called = self._pending.pop(hop, None)
@@ -91,8 +241,15 @@ class Calling:
             return
         if called.waiter.done():
             return
+        answer = buf[start + BODY_AT : end]
+        if called.line is not None:
+            fields = buf[start + END_AT : start + BODY_AT]
+            opened = self._unsealed(called, called.line, fields, answer)
+            if opened is None:
+                return
+            answer = opened
         try:
-            called.waiter.set_result(decode_answer(buf[start + BODY_AT : end]))
+            called.waiter.set_result(decode_answer(answer))
         except DecodeError as err:
             self._session.drop("unreadable")
             called.waiter.set_exception(ConnectionLost(called.name, str(err)))
@@ -107,16 +264,15 @@ class Calling:
         """End what is past its deadline; return the next deadline."""
         late = [h for h, c in self._pending.items() if c.deadline_us + GRACE_US <= mono_us]
         for hop in late:
-            self._end(
-                hop, RequestTimeout(self._pending[hop].name, "the store did not answer in time")
-            )
+            if (called := self._pending.get(hop)) is not None:
+                self._end(hop, RequestTimeout(called.name, "the store did not answer in time"))
         soonest = min((c.deadline_us for c in self._pending.values()), default=NEVER_US)
         return soonest + GRACE_US if self._pending else NEVER_US
 
     def end(self, reason: str) -> None:
         """The connection is gone."""
-        for hop in list(self._pending):
-            self._end(hop, ConnectionLost(self._pending[hop].name, reason))
+        for hop, called in list(self._pending.items()):
+            self._end(hop, ConnectionLost(called.name, reason, may_have_run=called.sent))
 
     def _end(self, hop: int, error: IrisError) -> None:
         called = self._take(hop)

@@ -222,8 +222,13 @@ class Outbound:
             + body
         )
 
-    def call(self, name: str, key: ClusterKey | None, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
-        """Frame a call of a store; `key` is of the stream, None for a call of the store itself."""
+    def call(
+        self, name: str, key: ClusterKey | None, end: bytes, head: bytes, body: bytes, hop: int, deadline_us: int
+    ) -> None:  # fmt: skip
+        """Frame a call of a store with its end fields; `key` is of the stream, None for a call of the store itself.
+
+        `head` stands before an authenticated body.
+        """
         if key is not None:
             self.prove(key)
         self._caller = self._caller or self._entropy(16)
@@ -233,11 +238,8 @@ class Outbound:
         alias = self._aliases.get(place) or self._declare(*place)
         alias.used = self._tick = self._tick + 1
         self.sent_messages += 1
-        self.raw(
-            HOP.pack(46 + len(body), Kind.STREAM, 0, alias.number, hop, deadline_us)
-            + END.pack(self.now_us, timeout_ms, 1, 0)
-            + body
-        )
+        size = 46 + len(head) + len(body)
+        self.raw(HOP.pack(size, Kind.STREAM, 0, alias.number, hop, deadline_us) + end + head + body)
 
     def record(
         self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool,

@@ -43,6 +43,8 @@ _PROOF: Final = b"iris-proof-1"
 _BOUND_PROOF: Final = b"iris-proof-2"
 _STORE_PROOF: Final = b"iris-store-proof-1"
 _ORDER: Final = b"iris-stream-order-1"
+_CALLER: Final = b"iris-stream-caller-1"
+_STORE: Final = b"iris-stream-store-1"
 
 
 class _Secret:
@@ -137,6 +139,10 @@ class ClusterKey(_Secret):
         """Return the 64-byte signature by which a store may keep a stream of this key's, or has to end it."""
         return self._signer.sign(_ORDER + order)
 
+    def sign_caller(self, transcript: bytes) -> bytes:
+        """Return the 64-byte signature that opens a channel to a store (`channel`)."""
+        return self._signer.sign(_CALLER + transcript)
+
 
 class StoreKey(_Secret):
     """A store's own key: it seals and opens nothing, and shows that an order names this store. `public_key` is 32 bytes."""
@@ -162,6 +168,10 @@ class StoreKey(_Secret):
         return self._signer.sign(
             _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
         )
+
+    def sign_channel(self, transcript: bytes) -> bytes:
+        """Return the 64-byte signature by which a store takes its side of a channel (`channel`)."""
+        return self._signer.sign(_STORE + transcript)
 
 
 class NetworkKey(_Secret):
@@ -271,6 +281,17 @@ def verify_store_proof(
     """Return if the store of `public_key` signed this order in this session; raises OpenError otherwise."""
     message = _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
     _verify(public_key, signature, message, "the store's proof does not hold")
+
+
+def verify_caller(public_key: bytes, signature: bytes, transcript: bytes) -> bytes:
+    """Return the id of the cluster key (16 bytes) that signed a caller's side of a channel; raises OpenError."""
+    _verify(public_key, signature, _CALLER + transcript, "the caller's signature does not hold")
+    return public_id(public_key)
+
+
+def verify_channel(public_key: bytes, signature: bytes, transcript: bytes) -> None:
+    """Return if the store of `public_key` signed its side of a channel; raises OpenError otherwise."""
+    _verify(public_key, signature, _STORE + transcript, "the store's signature does not hold")
 
 
 def _verify(public_key: bytes, signature: bytes, message: bytes, text: str) -> None:

@@ -192,13 +192,13 @@ class Streams:
             )
 
         try:
-            made = await self._stores.until(name, "", once, timeout=_left(until_s))
+            await self._stores.until(name, "", once, timeout=_left(until_s))
         except StreamExists:
             return await self._stores.describe(name, "", timeout=_left(until_s))
         self._stores.created(name)
         # Our relay hears of it within milliseconds: who creates it may use it.
-        await self._stores.place(name, "", timeout=_left(until_s))
-        return self._stores.known(name, made)
+        # No channel was there for the answer, so the store is asked again through one.
+        return await self._stores.describe(name, "", timeout=_left(until_s))
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
         """Return what a stream is and holds; `uuid` in hex, where two stores hold one of the name. Raises StreamError."""
@@ -211,29 +211,38 @@ class Streams:
 
     async def _known(self, timeout: float) -> _Knowns:
         until_s = time.monotonic() + timeout
-        key_ids = {key.key_id for keys in self._client.keyring.entries().values() for key in keys}
+        keys = {key.key_id: key for keys in self._client.keyring.entries().values() for key in keys}
         stores = await self._stores.holders(STORES, [NO_KEY], timeout=timeout)
-        found: _Found = []
+        found: dict[tuple[str, bytes], Described] = {}
+        # A store tells what it has under a key to whoever holds that key.
         for address in sorted({holder.uuid for holder in stores}):
-            after, more = "", True
-            while more:
-                call = ListStreams(sorted(key_ids), after)
-                try:
-                    listed = await self._stores.ask(
-                        address, None, call, Listed, timeout=_left(until_s), shown="stores"
-                    )
-                except NoStream:
-                    break  # it has just gone
-                found += listed.streams
-                more = listed.more and bool(listed.streams)
-                if more:
-                    last = listed.streams[-1]
-                    after = f"{last.definition.name} {last.uuid.hex()}"
+            for key in keys.values():
+                for described in await self._listed(address, key, until_s):
+                    found[address, described.uuid] = described
         knowns = []
-        for described in found:
+        for described in found.values():
             with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
                 knowns.append(self._stores.known(described.definition.name, described))
         return knowns
+
+    async def _listed(self, address: str, key: ClusterKey, until_s: float) -> _Found:
+        """Return what one store has under one key."""
+        found: _Found = []
+        after, more = "", True
+        while more:
+            call = ListStreams(after)
+            try:
+                listed = await self._stores.ask(
+                    address, key, call, Listed, timeout=_left(until_s), shown="stores", own=True
+                )
+            except NoStream:
+                break  # nothing is there under the key, or the store has just gone
+            found += [one for one in listed.streams if public_id(one.store).hex() == address]
+            more = listed.more and bool(listed.streams)
+            if more:
+                last = listed.streams[-1]
+                after = f"{last.definition.name} {last.uuid.hex()}"
+        return found
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from iris.crypto.keys import ClusterKey, verify_order
+from iris.core.channels import is_called, own_orders
+from iris.crypto.keys import ClusterKey
 from iris.errors import (
     AmbiguousStream,
     ConfigError,
     ConnectionLost,
-    DecodeError,
     IrisError,
     KeyringError,
     NoMembers,
     NoStream,
-    OpenError,
     Overloaded,
     RequestTimeout,
     StagedMissing,
@@ -35,7 +34,6 @@ from iris.wire.frames import NO_KEY, STORES
 from iris.wire.names import check_address, split_site
 from iris.wire.streams import (
     DEAD,
-    KEEP,
     Call,
     Describe,
     Described,
@@ -44,7 +42,6 @@ from iris.wire.streams import (
     Refused,
     StoreInfo,
     dead_uuid,
-    decode_order,
     encode,
 )
 
@@ -117,9 +114,12 @@ class Stores:
     # -- asking ----------------------------------------------------------------------------------------------
 
     async def ask(
-        self, address: str, key: ClusterKey | None, call: Call, answer: type[T], *, timeout: float, shown: str, writes: bool = False
+        self, address: str, key: ClusterKey | None, call: Call, answer: type[T], *, timeout: float, shown: str, writes: bool = False,
+        own: bool = False,
     ) -> T:  # fmt: skip
-        """Send one call and return its answer.
+        """Send one call and return its answer: with a `key` through a channel, which only its holders and the store can speak in.
+
+        `own`: the address is the id of a store, which is asked for what it has under the key.
 
         Raises:
             StreamError: the store refused, or there is none.
@@ -129,7 +129,7 @@ class Stores:
         pump, session = await self.client.ready(shown, timeout)
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-        hop = session.calling.send(
+        called = session.calling.send(
             address,
             key,
             encode(call),
@@ -137,6 +137,7 @@ class Stores:
             waiter=waiter,
             shown=shown,
             writes=writes,
+            own=own,
         )
         pump.touch()
         try:
@@ -147,7 +148,7 @@ class Stores:
             raise missing from err
         finally:
             if not waiter.done() or waiter.cancelled():
-                session.calling.forget(hop)
+                session.calling.forget(called)
         return checked(got, answer, shown)
 
     async def ask_stream(
@@ -216,19 +217,11 @@ class Stores:
         """Return a described stream with the latest order that a key of ours signed; raises StreamError if there is none."""
         name = split_site(name)[1]
         latest: Order | None = None
-        for signed in described.orders:
-            try:
-                key_id = verify_order(signed.public_key, signed.signature, signed.order)
-                order = decode_order(signed.order)
-            except (OpenError, DecodeError):
-                continue
-            if (
-                self.client.keyring.by_id(key_id) is not None
-                and (order.key_id, order.action, order.store) == (key_id, KEEP, described.store)
-                and described.uuid in (order.uuid, dead_uuid(order.uuid))
-                and name in (order.definition.name, order.definition.name + DEAD)
-                and (latest is None or order.issued_us > latest.issued_us)
-            ):
+        find_key = self.client.keyring.by_id
+        for order in own_orders(
+            described.orders, find_key, uuid=described.uuid, store=described.store
+        ):
+            if is_called(order, name) and (latest is None or order.issued_us > latest.issued_us):
                 latest = order
         if latest is None:
             raise StreamError(name, "no key of ours signed what its store says of it")

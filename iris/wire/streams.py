@@ -28,6 +28,8 @@ DEAD_KIND: Final = 0
 """Kind of a record that is no sealed bundle but a `DeadLetter`."""
 MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
 NO_PRODUCER: Final = bytes(16)
+NO_LOG: Final = bytes(16)
+"""In place of a log's uuid: the store itself."""
 MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
 """In a Commit or Discard, which is bounded by the message limit besides."""
@@ -232,6 +234,22 @@ class FindStore(Struct, frozen=True, tag_field="op", tag="store"):
     """To the stores: which one is this? Answered with StoreInfo."""
 
 
+class Knock(Struct, frozen=True, tag_field="op", tag="knock"):
+    """To a stream, or to a store itself: who is there? Answered with Door. With Open it makes a channel (`iris.crypto.channel`)."""
+
+    nonce: Key32
+
+
+class Open(Struct, frozen=True, tag_field="op", tag="open"):
+    """Open a channel, under the key of `public_key`. `door` is the nonce of the Door. Answered with Opened."""
+
+    nonce: Key32
+    door: Key32
+    public_key: Key32
+    share: Key32
+    signature: Signature
+
+
 class Create(Struct, frozen=True, tag_field="op", tag="create"):
     """To one store: keep a stream. Answered with Described once it can be written to."""
 
@@ -239,9 +257,8 @@ class Create(Struct, frozen=True, tag_field="op", tag="create"):
 
 
 class ListStreams(Struct, frozen=True, tag_field="op", tag="list"):
-    """To one store: describe its streams under any of these key ids. Answered with Listed."""
+    """To one store: describe its streams under the key of the channel. Answered with Listed."""
 
-    key_ids: Annotated[list[Id16], Meta(max_length=1024)]
     after: Annotated[str, Meta(max_length=300)] = ""
     """Where the last answer ended."""
 
@@ -405,6 +422,24 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     label: ShortText = ""
 
 
+class Door(Struct, frozen=True, tag_field="op", tag="door"):
+    """Which log of which store was knocked at. `orders` show whose it is, `nonce` belongs into Open, soon."""
+
+    store: Key32
+    uuid: Id16
+    """`NO_LOG`: the store itself."""
+    nonce: Key32
+    orders: list[SignedOrder] = []
+
+
+class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
+    """The channel is open: from now on calls and answers are authenticated by its keys."""
+
+    channel: Offset
+    share: Key32
+    signature: Signature
+
+
 class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """A stream as its store knows it."""
 
@@ -540,11 +575,13 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 REFUSALS: Final = frozenset(
     {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
-     "staged"}
+     "staged", "channel"}
 )  # fmt: skip
 
 Call = (
     FindStore
+    | Knock
+    | Open
     | Create
     | ListStreams
     | Describe
@@ -564,6 +601,8 @@ Call = (
 )
 Answer = (
     StoreInfo
+    | Door
+    | Opened
     | Described
     | Listed
     | Appended

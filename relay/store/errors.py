@@ -1,4 +1,4 @@
-"""What a log raises.
+"""What a log raises; and `ChannelRefused`, for a call that nobody proved to have made.
 
     LogError
     ├── LogMissing         nothing is at the path
@@ -58,3 +58,7 @@ class LogWriteFailed(LogError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, f"write failed: {reason}")
         self.reason = reason
+
+
+class ChannelRefused(IrisError):
+    """A call was not made by who opened its channel, or the channel is not open. It was not looked at."""

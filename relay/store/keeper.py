@@ -20,7 +20,7 @@ from msgspec import structs
 from iris.crypto.keys import StoreKey, public_id, verify_order
 from iris.errors import ConfigError, DecodeError, InvalidName, IrisError, OpenError
 from iris.wire import frames, streams
-from iris.wire.frames import MAX_KEY_IDS, Kind, Refusal
+from iris.wire.frames import MAX_KEY_IDS, NO_KEY, Kind, Refusal
 from iris.wire.streams import (
     DEAD,
     END,
@@ -33,10 +33,11 @@ from iris.wire.streams import (
     decode_order,
 )
 from relay.logs import Quiet
+from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.cursor import Dead
 from relay.store.database import sync_directory
-from relay.store.errors import LogDamaged, LogError, LogWriteFailed
+from relay.store.errors import ChannelRefused, LogDamaged, LogError, LogWriteFailed
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
 from relay.store.session import Bundle, Question, StoreSession
@@ -77,6 +78,7 @@ class Store:
         label: str,
         dirty: Callable[[], None],
         urge: Callable[[], None],
+        entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.directory = directory / STREAMS
         self.key = key
@@ -96,8 +98,11 @@ class Store:
         self._say_dirty = dirty
         self._urge = urge
         self._quiet = Quiet()
+        self.channels = Channels(key, entropy)
         self._calls: dict[type, Callable[[Question, Any], None]] = {
             streams.FindStore: self._on_find_store,
+            streams.Knock: self._on_knock,
+            streams.Open: self._on_open,
             streams.Create: self._on_create,
             streams.ListStreams: self._on_list,
             streams.Describe: self._on_describe,
@@ -191,6 +196,7 @@ class Store:
 
     def detached(self) -> None:
         """The session has ended."""
+        self.channels.clear()
         self.presence.detach()
         self.commit()
 
@@ -245,10 +251,18 @@ class Store:
         """There is much to write."""
         self._urge()
 
+    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
+        """An authenticated body came: return the call in it. Raises ChannelRefused."""
+        return self.channels.unseal(question, end, body)
+
     def asked(self, question: Question) -> None:
         """A call came."""
         try:
+            if question.channel is None and not isinstance(question.call, UNSEALED):
+                raise Refuse("invalid", UPGRADE)
             self._calls[type(question.call)](question, question.call)
+        except ChannelRefused as err:
+            question.refuse("channel", str(err))
         except (Refuse, StagingRefused) as err:
             question.refuse(err.code, str(err))
         except ConsumerRefused as err:
@@ -321,12 +335,34 @@ class Store:
     def _on_find_store(self, question: Question, call: streams.FindStore) -> None:
         question.answer(streams.StoreInfo(self.key.public_key, self.label))
 
+    def _on_knock(self, question: Question, call: streams.Knock) -> None:
+        uuid, orders = self._called(question)
+        question.answer(self.channels.door(question, call, uuid, orders, self.now_us))
+
+    def _on_open(self, question: Question, call: streams.Open) -> None:
+        key_id = public_id(call.public_key)
+        uuid, _ = self._called(question)
+        if uuid == streams.NO_LOG and not any(key_id in s.orders for s in self.streams.values()):
+            raise Refuse("no-stream", f"no stream under key {key_id.hex()[:8]} here")
+        if uuid != streams.NO_LOG and key_id != question.key_id:
+            raise ChannelRefused("it is addressed under another key")
+        question.answer(self.channels.open(question, call, uuid, self.now_us))
+
+    def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
+        """Return which log a frame is addressed to, `NO_LOG` for the store itself, and the order for it of the frame's key."""
+        if (question.name, question.key_id) == (self.address, NO_KEY):
+            return streams.NO_LOG, []
+        stream = self._stream(question)
+        return stream.uuid, [stream.orders[question.key_id][1]]
+
     def _on_list(self, question: Question, call: streams.ListStreams) -> None:
-        wanted = set(call.key_ids)
+        channel = question.channel
+        if channel is None or channel.uuid != streams.NO_LOG:
+            raise Refuse("invalid", "a store lists its streams by a channel to itself")
         found = [
             s
             for s in sorted(self.streams.values(), key=_order_of_list)
-            if not wanted.isdisjoint(s.orders) and _order_of_list(s) > call.after
+            if channel.key_id in s.orders and _order_of_list(s) > call.after
         ]
         told = [
             stream.described(self.key.public_key, self.label) for stream in found[:LIST_ENTRIES]

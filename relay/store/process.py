@@ -83,7 +83,9 @@ class StoreProcess:
             _make_directory(self.directory / STREAMS)
             self._lock_fd = _lock(self.directory / LOCK_FILE)
             key = _load_key(self.directory / KEY_FILE, self._entropy)
-            self.store = Store(self.directory, key, self._label, self._dirty, self._urge)
+            self.store = Store(
+                self.directory, key, self._label, self._dirty, self._urge, self._entropy
+            )
             self.store.load(time.time_ns() // 1000)
         except OSError as err:
             self._unlock()

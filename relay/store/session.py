@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from iris.core.aliases import MAX_ALIASES, AliasTable
 from iris.core.asks import NEVER_US
 from iris.core.parties import Waiter
+from iris.crypto.channel import MARK, Channel
 from iris.crypto.keys import StoreKey
 from iris.errors import ConnectionLost, DecodeError, PeerProtocolError, RelayUnavailable
 from iris.wire import frames
@@ -36,6 +37,7 @@ from iris.wire.frames import (
     Serving,
 )
 from iris.wire.streams import Answer, Call, Refused, SignedOrder, decode_call, encode
+from relay.store.errors import ChannelRefused
 
 
 class Flow:
@@ -70,7 +72,7 @@ class Bundle:
 class Question:
     """A call that came; `answer` it once."""
 
-    __slots__ = ("call", "deadline_us", "hop", "key_id", "name", "session")
+    __slots__ = ("call", "channel", "counter", "deadline_us", "hop", "key_id", "name", "session")
 
     def __init__(
         self, session: StoreSession, flow: Flow, hop: int, deadline_us: int, call: Call
@@ -81,6 +83,10 @@ class Question:
         self.hop = hop
         self.deadline_us = deadline_us
         self.call = call
+        self.channel: Channel | None = None
+        """What authenticates the call, and its answer; None for a call that bears no code."""
+        self.counter = 0
+        """Of the call, in its channel."""
 
     def answer(self, answer: Answer) -> None:
         """Send the answer; nobody hears it if the session has ended."""
@@ -99,6 +105,9 @@ class StoreOwner(Protocol):
         """A push: it is given back with `StoreSession.credit` once it is on disk, or refused."""
 
     def gap(self, gap: frames.Gap) -> None: ...
+    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
+        """Return the call in an authenticated body, and note its channel; raises ChannelRefused."""
+
     def asked(self, question: Question) -> None: ...
     def draining(self) -> None: ...
     def out_full(self) -> None: ...
@@ -265,8 +274,13 @@ class StoreSession:
                 frames.Declare(alias.number, Kind.STREAM_REPLY, name, key_id, self._sender_id)
             )
         alias.used = self._tick
-        head = HOP.pack(46 + len(body), Kind.STREAM_REPLY, 0, alias.number, question.hop, 0)
-        self.out.add(head + END.pack(self.now_us, 0, 1, 0))
+        end = END.pack(self.now_us, 0, 1, 0)
+        sealed = b""
+        if question.channel is not None:
+            sealed = question.channel.seal(question.counter, end, body)
+        size = 46 + len(sealed) + len(body)
+        head = HOP.pack(size, Kind.STREAM_REPLY, 0, alias.number, question.hop, 0)
+        self.out.add(head + end + sealed)
         self.out.add(body)
         if self.out.chunk_bytes > _FULL_BYTES:
             self.owner.out_full()
@@ -322,7 +336,15 @@ class StoreSession:
         flow = self._flow(alias, kind)
         question = Question(self, flow, hop, deadline_us, _UNREAD)
         try:
-            question.call = decode_call(buf[start + BODY_AT : end])
+            body = buf[start + BODY_AT : end]
+            if len(body) and body[0] == MARK:
+                body = self.owner.unseal(question, buf[start + END_AT : start + BODY_AT], body)
+            question.call = decode_call(body)
+        except ChannelRefused as err:
+            question.refuse(
+                "channel", str(err)
+            )  # without a code: whoever called may not be the channel's holder
+            return
         except DecodeError as err:
             question.refuse("invalid", str(err))
             return
@@ -377,5 +399,5 @@ class StoreSession:
 
 
 _FULL_BYTES: Final = 1 << 20
-_HEAD_BYTES: Final = 64
+_HEAD_BYTES: Final = 128
 _UNREAD: Final[Any] = None

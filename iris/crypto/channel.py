@@ -1,0 +1,177 @@
+"""Channels of calls: a caller that holds a cluster key and a store agree on keys, and authenticate every call and answer with them.
+
+    caller                                    store
+    Knock(nonce) ──────────────────────────►
+                 ◄────────────────────────── Door(store, uuid, door, orders)      the door is a nonce
+    Open(nonce, door, public key, share, signature) ─►
+                 ◄────────────────────────── Opened(channel, share, signature)
+
+Each side signs what both have said (`keys`), so neither believes a relay; the shares are of X25519 and drawn anew, so what was
+recorded opens no second channel. A call or answer of a channel begins with `MARK`, with which no MessagePack begins:
+
+    0xc1 | channel u64 | counter u64 | HMAC-SHA256 (32) | the call or answer
+
+The code covers the channel, the counter, the end fields of the frame and the body; each direction has a key of its own. An answer
+bears the counter of its call. Sans-IO; the address of a frame is in the keys, and the receiver compares it with the channel's.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from iris.crypto.keys import (
+    ClusterKey,
+    StoreKey,
+    public_id,
+    verify_caller,
+    verify_channel,
+)
+from iris.crypto.sframe import ReplayWindow
+from iris.errors import LocalProtocolError, OpenError
+
+MARK: Final = 0xC1
+NONCE_BYTES: Final = 32
+SEALED_BYTES: Final = 49
+"""What stands before an authenticated body."""
+WINDOW_CALLS: Final = 1 << 14
+"""A call that is so many behind the newest of its channel is refused."""
+_HEAD: Final = Struct("<BQQ")
+_MAC_AT: Final = _HEAD.size
+Buffer = bytes | bytearray | memoryview
+
+
+class Channel:
+    """One side of an open channel. `number` is the store's, `key_id` of the cluster key that opened it."""
+
+    __slots__ = ("_receive", "_send", "_window", "key_id", "next", "number", "uuid")
+
+    def __init__(
+        self, number: int, uuid: bytes, key_id: bytes, send: bytes, receive: bytes
+    ) -> None:
+        self.number = number
+        self.uuid = uuid
+        """Of the log; zeros for the store itself."""
+        self.key_id = key_id
+        self.next = 0
+        """The counter of the caller's next call."""
+        self._send = send
+        self._receive = receive
+        self._window = ReplayWindow(WINDOW_CALLS)
+
+    def __repr__(self) -> str:
+        return f"<Channel {self.number} under {self.key_id.hex()[:8]}…>"
+
+    def seal(self, counter: int, end: Buffer, body: bytes) -> bytes:
+        """Return the 49 bytes that stand before `body` in a frame with these end fields."""
+        head = _HEAD.pack(MARK, self.number, counter)
+        return head + _mac(self._send, head, end, body)
+
+    def open(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
+        """Return the counter and the body of what came; raises OpenError unless the other side said it in this channel."""
+        if len(data) < SEALED_BYTES:
+            raise OpenError("an authenticated body is cut short")
+        mark, number, counter = _HEAD.unpack_from(data)
+        body = data[SEALED_BYTES:]
+        wanted = _mac(self._receive, data[:_MAC_AT], end, body)
+        if (mark, number) != (MARK, self.number) or not hmac.compare_digest(
+            wanted, data[_MAC_AT:SEALED_BYTES]
+        ):
+            raise OpenError("it was not authenticated by the other side of this channel")
+        return counter, body
+
+    def accept(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
+        """Return what `open` does, once for each counter (the store's side).
+
+        Raises:
+            OpenError: as `open`.
+            Replayed, Stale: the counter came before, or is too old to know; both are OpenErrors.
+        """
+        counter, body = self.open(end, data)
+        self._window.check(counter)
+        self._window.mark(counter)
+        return counter, body
+
+
+class Offer:
+    """A caller's side of a channel that is being opened. `nonce` goes out with the knock."""
+
+    __slots__ = ("_key", "_said", "_share", "_store", "_uuid", "nonce")
+
+    def __init__(self, key: ClusterKey, entropy: Callable[[int], bytes]) -> None:
+        self.nonce = entropy(NONCE_BYTES)
+        self._key = key
+        self._share = X25519PrivateKey.from_private_bytes(entropy(32))
+        self._store = self._uuid = self._said = b""
+
+    def sign(self, store: bytes, uuid: bytes, door: bytes) -> tuple[bytes, bytes]:
+        """Return share and signature for a door that the caller trusts to be of the store of that public key."""
+        share = self._share.public_key().public_bytes_raw()
+        self._store, self._uuid = store, uuid
+        self._said = transcript(store, uuid, self._key.key_id, self.nonce, door, share)
+        return share, self._key.sign_caller(self._said)
+
+    def opened(self, number: int, share: bytes, signature: bytes) -> Channel:
+        """Return the channel; raises OpenError if its store did not sign this."""
+        said = self._said + share + number.to_bytes(8, "little")
+        verify_channel(self._store, signature, said)
+        call, answer = _keys(self._share, share, said)
+        return Channel(number, self._uuid, self._key.key_id, call, answer)
+
+
+def accept_offer(
+    key: StoreKey, uuid: bytes, number: int, *, nonce: bytes, door: bytes, public_key: bytes, share: bytes, signature: bytes,
+    secret: bytes,
+) -> tuple[Channel, bytes, bytes]:  # fmt: skip
+    """Return a store's side of the channel `number`, its share and its signature; `secret` is 32 random bytes.
+
+    The store has checked that `door` is its own, and that the key of `public_key` may open this.
+
+    Raises:
+        OpenError: the holder of that key did not sign this.
+    """
+    key_id = public_id(public_key)
+    said = transcript(key.public_key, uuid, key_id, nonce, door, share)
+    verify_caller(public_key, signature, said)
+    private = X25519PrivateKey.from_private_bytes(secret)
+    ours = private.public_key().public_bytes_raw()
+    said += ours + number.to_bytes(8, "little")
+    call, answer = _keys(private, share, said)
+    return Channel(number, uuid, key_id, answer, call), ours, key.sign_channel(said)
+
+
+def transcript(
+    store: bytes, uuid: bytes, key_id: bytes, nonce: bytes, door: bytes, share: bytes
+) -> bytes:
+    """Return what a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖ door (32) ‖ share (32)."""
+    parts = (store, uuid, key_id, nonce, door, share)
+    if tuple(map(len, parts)) != (32, 16, 16, NONCE_BYTES, NONCE_BYTES, 32):
+        raise LocalProtocolError("a part of a channel's transcript has another length")
+    return b"".join(parts)
+
+
+def _keys(private: X25519PrivateKey, share: bytes, said: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of calls and answers. Raises OpenError."""
+    try:
+        secret = private.exchange(X25519PublicKey.from_public_bytes(share))
+    except ValueError as err:  # of low order: everybody would know the secret
+        raise OpenError("the share is no key") from err
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(said)
+    both = HKDF(hashes.SHA256(), 64, salt=digest.finalize(), info=b"iris-stream-channel-1").derive(
+        secret
+    )
+    return both[:32], both[32:]
+
+
+def _mac(key: bytes, head: Buffer, end: Buffer, body: Buffer) -> bytes:
+    code = hmac.new(key, head, "sha256")
+    code.update(end)
+    code.update(body)
+    return code.digest()

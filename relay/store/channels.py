@@ -1,0 +1,155 @@
+"""Channels of callers: who may call what, shown by signatures and codes and not by what a relay says (sans-IO).
+
+Until a caller has signed, the store remembers nothing of it: the nonce in a door is a code over what was asked, good for
+`DOOR_US`. Of open channels each key has its share, and the one idle longest makes room: its caller opens another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from iris.crypto.channel import Channel, accept_offer
+from iris.crypto.keys import StoreKey, public_id
+from iris.errors import OpenError, SealError
+from iris.wire.frames import NO_KEY
+from iris.wire.streams import (
+    NO_LOG,
+    Create,
+    Door,
+    FindStore,
+    Knock,
+    Open,
+    Opened,
+    SignedOrder,
+)
+from relay.store.errors import ChannelRefused
+
+if TYPE_CHECKING:
+    from relay.store.session import Question
+
+MAX_CHANNELS: Final = 32_768
+"""Of one store, about 1 KB each ..."""
+MAX_OF_KEY: Final = 8192
+"""... and of one key, which make room among themselves."""
+MAX_SPENT: Final = 16_384
+DOOR_US: Final = 30_000_000
+UNSEALED: Final = (FindStore, Create, Knock, Open)
+"""Calls that need no channel: they tell no secret, or are signed one by one."""
+UPGRADE: Final = "this store takes authenticated calls only: upgrade the client"
+
+
+class Channels:
+    """The open channels of one store, for one session with its relay."""
+
+    def __init__(
+        self, key: StoreKey, entropy: Callable[[int], bytes], *, most: int = MAX_CHANNELS, most_of_key: int = MAX_OF_KEY
+    ) -> None:  # fmt: skip
+        self.refused = 0
+        """Calls under a channel that is not open, or that its holder did not make, or made before."""
+        self._key = key
+        self._address = public_id(key.public_key).hex()
+        self._entropy = entropy
+        self._most = most
+        self._most_of_key = most_of_key
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def clear(self) -> None:
+        """End every channel, and close every door that was shown."""
+        self._secret = self._entropy(32)
+        self._next = int.from_bytes(self._entropy(4)) << 24
+        """Numbers do not come again soon, so that an old one is unknown rather than wrong."""
+        self._channels: dict[int, Channel] = {}
+        self._of_key: dict[bytes, OrderedDict[int, None]] = {}
+        """Key id -> its channels, the one idle longest first."""
+        self._spent: OrderedDict[bytes, int] = OrderedDict()
+        """Doors that were gone through, by when they close anyway: a recorded Open opens nothing."""
+
+    def door(self, question: Question, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int) -> Door:  # fmt: skip
+        """Answer a knock."""
+        nonce = self._door(question, call.nonce, uuid, now_us)
+        return Door(self._key.public_key, uuid, nonce, orders)
+
+    def open(self, question: Question, call: Open, uuid: bytes, now_us: int) -> Opened:
+        """Open a channel for the holder of a key, which the caller of this has found to be one of the log's.
+
+        Raises:
+            ChannelRefused: the door is not ours, was gone through, or has closed; or the holder of the key did not sign.
+        """
+        shown_us = int.from_bytes(call.door[:8], "little")
+        if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
+            call.door, self._door(question, call.nonce, uuid, shown_us)
+        ):
+            raise ChannelRefused("it does not follow a knock of the last 30 seconds: knock again")
+        if call.door in self._spent:
+            raise ChannelRefused("a channel was opened by this: knock again")
+        key_id = public_id(call.public_key)
+        try:
+            channel, share, signature = accept_offer(
+                self._key, uuid, self._next, nonce=call.nonce, door=call.door, public_key=call.public_key,
+                share=call.share, signature=call.signature, secret=self._entropy(32),
+            )  # fmt: skip
+        except OpenError as err:
+            raise ChannelRefused(str(err)) from err
+        self._next += 1
+        self._spend(call.door, now_us)
+        self._room(key_id)
+        self._channels[channel.number] = channel
+        self._of_key.setdefault(key_id, OrderedDict())[channel.number] = None
+        return Opened(channel.number, share, signature)
+
+    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
+        """Return the call in what came, once, and note its channel in `question`, whose answer then goes through it.
+
+        Raises:
+            ChannelRefused: it was not made, or not now and to this address, by who opened the channel. It was not looked at.
+        """
+        number = int.from_bytes(body[1:9], "little")
+        channel = self._channels.get(number)
+        if channel is None or self._place(channel) != (question.name, question.key_id):
+            self.refused += 1
+            raise ChannelRefused("no such channel is open here: open another")
+        try:
+            counter, call = channel.accept(end, body)
+        except SealError as err:
+            self.refused += 1
+            raise ChannelRefused(str(err)) from err
+        self._of_key[channel.key_id].move_to_end(number)
+        question.channel, question.counter = channel, counter
+        return call
+
+    def _place(self, channel: Channel) -> tuple[str, bytes]:
+        if channel.uuid == NO_LOG:
+            return self._address, NO_KEY
+        return channel.uuid.hex(), channel.key_id
+
+    def _door(self, question: Question, nonce: bytes, uuid: bytes, now_us: int) -> bytes:
+        """Return 32 bytes that we alone can make, and need not remember."""
+        shown = now_us.to_bytes(8, "little")
+        said = shown + uuid + question.key_id + nonce
+        return shown + hmac.digest(self._secret, said, hashlib.sha256)[:24]
+
+    def _spend(self, door: bytes, now_us: int) -> None:
+        spent = self._spent
+        while spent and (len(spent) >= MAX_SPENT or next(iter(spent.values())) < now_us):
+            spent.popitem(last=False)
+        spent[door] = now_us + DOOR_US
+
+    def _room(self, key_id: bytes) -> None:
+        """Let the channel go that is idle longest, of this key or of the one that has most."""
+        own = self._of_key.get(key_id, ())
+        if len(own) < self._most_of_key and len(self._channels) < self._most:
+            return
+        if len(own) < self._most_of_key:
+            key_id = max(self._of_key, key=lambda one: len(self._of_key[one]))
+        of_key = self._of_key[key_id]
+        number, _ = of_key.popitem(last=False)
+        del self._channels[number]
+        if not of_key:
+            del self._of_key[key_id]
