@@ -132,7 +132,7 @@ class Outbound:
         self.chunk_bytes += len(data)
 
     def raw(self, frame: bytes) -> None:
-        """Queue a whole frame."""
+        """Queue a whole frame, or what ends one."""
         self.chunks.append(frame)
         self.chunk_bytes += len(frame)
         if self.chunk_bytes > self._full_bytes:
@@ -239,7 +239,13 @@ class Outbound:
         alias.used = self._tick = self._tick + 1
         self.sent_messages += 1
         size = 46 + len(head) + len(body)
-        self.raw(HOP.pack(size, Kind.STREAM, 0, alias.number, hop, deadline_us) + end + head + body)
+        start = HOP.pack(size, Kind.STREAM, 0, alias.number, hop, deadline_us) + end + head
+        if len(body) < SMALL_BYTES:
+            self.raw(start + body)
+        else:
+            self.chunks.append(start)
+            self.chunk_bytes += len(start)
+            self.raw(body)
 
     def record(
         self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool,

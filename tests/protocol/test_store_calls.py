@@ -14,7 +14,7 @@ import pytest
 
 from iris.core.guard import Guard
 from iris.core.session import Session
-from iris.crypto.channel import MARK, SEALED_BYTES, Offer, accept_offer
+from iris.crypto.channel import LONG_BYTES, MARK, SEALED_BYTES, Offer, accept_offer
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.errors import ConnectionLost, IrisError, OpenError, PeerProtocolError
 from iris.wire import frames, streams
@@ -80,9 +80,11 @@ class Caller:
 
     def frames(self) -> list[bytearray]:
         """Return the calls that it sent, and note what it declared."""
-        chunks, calls = list(self.session.out.chunks), []
+        said, calls = b"".join(self.session.out.chunks), []
         self.session.out.chunks.clear()
-        for frame in chunks:
+        while said:
+            size = 4 + int.from_bytes(said[:4], "little")
+            frame, said = said[:size], said[size:]
             if frame[KIND_AT] == Kind.STREAM:
                 calls.append(bytearray(frame))
             elif isinstance(
@@ -195,10 +197,10 @@ def order(key: ClusterKey = KEY, *, action: str = streams.KEEP, issued_us: int =
     return SignedOrder(body, key.public_key, key.sign_order(body))
 
 
-def append(number: int, producer: bytes = b"p" * 16) -> streams.Append:
+def append(number: int, producer: bytes = b"p" * 16, size: int = 8) -> streams.Append:
     end = NOW_US.to_bytes(8, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(8)
     return streams.Append(
-        bytes(16), [streams.NewRecord(number, end, b"sealed %d" % number)], producer
+        bytes(16), [streams.NewRecord(number, end, b"sealed %d" % number * (size // 8))], producer
     )
 
 
@@ -211,7 +213,7 @@ def state(store: Store) -> Any:
             stream.definition,
             stream.log.next if stream.log else None,
             stream.log.oldest if stream.log else None,
-            stream.staging.held if stream.staging and hasattr(stream.staging, "held") else None,
+            stream.log.staged_bytes if stream.log else None,
             stream.consuming.described("") if stream.consuming else None,
         )
         for stream in store.streams.values()
@@ -359,11 +361,12 @@ PARTS = {
 }
 
 
+@pytest.mark.parametrize("size", [100, LONG_BYTES + 100])
 @pytest.mark.parametrize("part", PARTS)
-def test_an_altered_call_is_refused_and_not_done(relay: Relay, part: str) -> None:
+def test_an_altered_call_is_refused_and_not_done(relay: Relay, part: str, size: int) -> None:
     before = state(relay.store)
     relay.calls = flipped(PARTS[part])
-    answer = relay.ask(Caller(KEY), append(3), writes=True)
+    answer = relay.ask(Caller(KEY), append(3, size=size), writes=True)
     assert isinstance(answer, ConnectionLost)
     assert answer.may_have_run
     assert state(relay.store) == before
