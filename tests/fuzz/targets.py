@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, Final
 
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
@@ -17,9 +19,10 @@ from iris.core.inbound import InFlow
 from iris.core.parties import Lost
 from iris.core.session import Session
 from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, Growth, TunnelEnd
+from iris.crypto.channel import Channel
 from iris.crypto.keyring import Keyring, parse_network_keys
-from iris.crypto.keys import ClusterKey
-from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError
+from iris.crypto.keys import ClusterKey, StoreKey
+from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError, SealError
 from iris.wire import frames, streams
 from iris.wire.codec import (
     HOP,
@@ -37,6 +40,8 @@ from relay.compression import FRAME_BYTES, MAX_RUN_BYTES, expanded, frames_in
 from relay.core.ports import Held
 from relay.core.router import Router
 from relay.fragments import Assembly
+from relay.store.channels import Channels
+from relay.store.errors import ChannelRefused
 from relay.store.session import StoreSession
 
 KEY: Final = ClusterKey(bytes(range(32)))
@@ -486,6 +491,7 @@ class _Store:
 
     def __init__(self) -> None:
         self.taken = 0
+        self.channels = Channels(StoreKey(bytes(range(32))), bytes)
 
     def recorded(self, bundle: Any) -> None:
         self.taken += 1
@@ -496,7 +502,11 @@ class _Store:
     def gap(self, gap: frames.Gap) -> None: ...
     def draining(self) -> None: ...
     def out_full(self) -> None: ...
+    def unseal(self, question: Any, end: memoryview, body: memoryview) -> memoryview:
+        return self.channels.unseal(question, end, body)
+
     def asked(self, question: Any) -> None:
+        assert question.channel is None, "a call that its caller did not authenticate"
         question.refuse("invalid", "not here")
 
 
@@ -523,6 +533,33 @@ def store(data: bytes) -> None:
             take(frame)
     except IrisError as err:
         under_test.end(str(err))
+
+
+def channel(data: bytes) -> None:
+    """What comes behind the mark, of one who does not hold a channel's keys: nothing opens, and the store opens no channel."""
+    ours, theirs = (
+        Channel(1, bytes(16), KEY.key_id, *keys) for keys in ((bytes(64), b"s" * 64), (b"s" * 64, bytes(64)))
+    )  # fmt: skip
+    end = bytes(24)
+    sealed = ours.seal(0, end, data) + data
+    assert theirs.accept(end, memoryview(sealed)) == (0, data)
+    with suppress(SealError):
+        theirs.accept(end, memoryview(data))
+        raise AssertionError("opened what nobody sealed")
+    with suppress(SealError):
+        theirs.accept(end, memoryview(sealed))
+        raise AssertionError("accepted twice")
+    table = Channels(StoreKey(bytes(range(32))), lambda size: b"e" * size)
+    question: Any = SimpleNamespace(name="", key_id=KEY.key_id)
+    call = data[:144].ljust(144, b"\0")
+    parts = [call[at : at + 32] for at in range(0, 96, 32)]
+    with suppress(ChannelRefused):
+        table.open(question, streams.Open(parts[0], parts[1], KEY.public_key, parts[2], data[:64].ljust(64)), bytes(16), 0)  # fmt: skip
+        raise AssertionError("opened for one who signed nothing")
+    with suppress(ChannelRefused):
+        table.unseal(question, memoryview(end), memoryview(b"\xc1" + data))
+        raise AssertionError("a channel that is not open")
+    assert not len(table)
 
 
 class _OldHost:
@@ -634,5 +671,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "stream_call": stream_call,
     "stream_answer": stream_answer,
     "store": store,
+    "channel": channel,
     "iris1": iris1,
 }

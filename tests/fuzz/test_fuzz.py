@@ -269,6 +269,7 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "stream_call": st.one_of(st.binary(max_size=100), stream_bodies(streams.Call)),
     "stream_answer": st.one_of(st.binary(max_size=100), stream_bodies(streams.Answer)),
     "iris1": st.one_of(st.binary(max_size=200), iris1_said()),
+    "channel": st.binary(max_size=2000),
     "store": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ Everything follows from fixed keys, ids, clocks and counters, so that a run chan
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import re
@@ -14,12 +15,15 @@ from typing import Any, Final
 
 import msgspec
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from iris.core.bundle import Headers, encode_bundle
 from iris.core.tunnel import prologue
 from iris.crypto.certificates import relay_leaf
+from iris.crypto.channel import Channel, Offer, accept_offer
 from iris.crypto.keys import (
     ClusterKey,
     NetworkKey,
@@ -77,6 +81,11 @@ WRITER: Final = "etl"
 BATCH: Final = 7
 ATTEMPT: Final = bytes(range(0xB0, 0xC0))
 RECORD_KEY: Final = b"AA"
+CALLER_SHARE: Final = bytes(range(65, 97))
+STORE_SHARE: Final = bytes(range(97, 129))
+KNOCK_NONCE: Final = bytes(range(0x10, 0x30))
+DOOR_NONCE: Final = bytes(range(0xD0, 0xF0))
+CHANNEL: Final = 4_294_967_303
 ORDER: Final = streams.encode(
     streams.Order(
         streams.KEEP, STREAM_UUID, KEY.key_id, STORE_KEY.public_key, SENT_US,
@@ -323,11 +332,61 @@ def derived() -> dict[str, dict[str, Any]]:
             "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
             "dead_uuid": streams.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
         },
+        "channel": Opening(STREAM_UUID).keys(),
+        "channel-long": long_code(),
     }  # fmt: skip
 
 
+class Opening:
+    """The channel of the examples: what opens it, and both of its sides."""
+
+    def __init__(self, uuid: bytes) -> None:
+        drawn = iter((KNOCK_NONCE, CALLER_SHARE))
+        offer = Offer(KEY, lambda size: next(drawn))
+        share, signature = offer.sign(STORE_KEY.public_key, uuid, DOOR_NONCE)
+        self.knock = streams.Knock(KNOCK_NONCE)
+        signed = streams.SignedOrder(ORDER, KEY.public_key, KEY.sign_order(ORDER))
+        self.door = streams.Door(STORE_KEY.public_key, uuid, DOOR_NONCE, [signed])
+        self.open = streams.Open(KNOCK_NONCE, DOOR_NONCE, KEY.public_key, share, signature)
+        self.store, answer, signed_back = accept_offer(
+            STORE_KEY, uuid, CHANNEL, nonce=KNOCK_NONCE, door=DOOR_NONCE, public_key=KEY.public_key, share=share,
+            signature=signature, secret=STORE_SHARE,
+        )  # fmt: skip
+        self.opened = streams.Opened(CHANNEL, answer, signed_back)
+        self.caller = offer.opened(CHANNEL, answer, signed_back)
+
+    def keys(self) -> dict[str, str]:
+        """Return the secrets of the opening and the keys of the channel, from the primitives rather than from `Channel`."""
+        said = b"".join(
+            (STORE_KEY.public_key, STREAM_UUID, KEY.key_id, KNOCK_NONCE, DOOR_NONCE, self.open.share, self.opened.share)
+        ) + CHANNEL.to_bytes(8, "little")  # fmt: skip
+        secret = X25519PrivateKey.from_private_bytes(CALLER_SHARE).exchange(
+            X25519PublicKey.from_public_bytes(self.opened.share)
+        )
+        salt = hashlib.sha256(said).digest()
+        keys = HKDF(hashes.SHA256(), 128, salt=salt, info=b"iris-stream-channel-1").derive(secret)
+        names = ("call_code_key", "call_hash_key", "answer_code_key", "answer_hash_key")
+        shown = {name: keys[32 * n : 32 * n + 32].hex() for n, name in enumerate(names)}
+        return {
+            "caller_share_secret": CALLER_SHARE.hex(), "store_share_secret": STORE_SHARE.hex(),
+            "transcript": said.hex(), "x25519": secret.hex(), **shown,
+        }  # fmt: skip
+
+
+def long_code() -> dict[str, Any]:
+    """Return the code of a long body, from the primitives."""
+    keys = Opening(STREAM_UUID).keys()
+    body, end, counter = b"\x80" * 1500, END.pack(SENT_US, 0, 1, 0), 5
+    head = b"\xc1" + CHANNEL.to_bytes(8, "little") + counter.to_bytes(8, "little")
+    tag = AESGCM(bytes.fromhex(keys["call_hash_key"])).encrypt(counter.to_bytes(12), b"", body)
+    said = head + end + len(body).to_bytes(4, "little") + tag
+    code = hmac.digest(bytes.fromhex(keys["call_code_key"]), said, "sha256")
+    assert Opening(STREAM_UUID).caller.seal(counter, end, body) == head + code
+    return {"body": "1500 bytes of 80", "end": end.hex(), "call_counter": counter, "gmac": tag.hex(), "code": code.hex()}  # fmt: skip
+
+
 def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
-    """Return an append of one sealed record to a store, and the answer to a fetch that holds it."""
+    """Return what opens a channel to a store, an append of one sealed record, and the answer to a fetch that holds it."""
     prefix = metadata_prefix(Kind.STREAM, STREAM, KEY.key_id, APPENDER)
     end = END.pack(SENT_US, 0, 1, 0)
     body = Sealer(KEY, APPENDER).seal(encode_bundle([b"paid"], None, False), prefix + end)
@@ -370,17 +429,23 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         timeout: int,
         sender_id: bytes,
         name: bytes = STREAM_UUID,
+        channel: Channel | None = None,
+        counter: int = 0,
         **said: Any,
     ) -> tuple[bytes, dict[str, Any]]:
         deadline = DEADLINE_US if timeout else 0
+        end = END.pack(SENT_US, timeout, 1, 0)
+        sealed = channel.seal(counter, end, call) if channel is not None else b""
+        if channel is not None:
+            said = {"channel": CHANNEL, "call_counter": counter, "code": sealed[17:].hex(), **said}
         shown = {
             "frame": kind.name, "flags": 0, "alias": alias, "hop": hop, "deadline": deadline,
             "sent": SENT_US, "timeout": timeout, "count": 1, "first": 0,
             "declared": {"name": name.hex(), "sender_id": sender_id.hex()},
-            "body": readable(msgspec.msgpack.decode(call)), **said,
+            **said, "body": readable(msgspec.msgpack.decode(call)),
         }  # fmt: skip
-        head = HOP.pack(46 + len(call), kind, 0, alias, hop, deadline)
-        return head + END.pack(SENT_US, timeout, 1, 0) + call, shown
+        head = HOP.pack(46 + len(sealed) + len(call), kind, 0, alias, hop, deadline)
+        return head + end + sealed + call, shown
 
     stage = streams.Stage(WRITER, BATCH, ATTEMPT, APPENDER, [new])
     commit = streams.Commit(WRITER, BATCH, [streams.Attempt(ATTEMPT, 1)])
@@ -390,15 +455,30 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         assert streams.decode_call(streams.encode(one)) == one
     assert streams.decode_answer(answer) == fetched
     payloads = [message.payload.decode() for message in opened]
+    opening = Opening(STREAM_UUID)
+    ours = opening.caller
     return {
-        "stream-append": frame(Kind.STREAM, 6, 7, call, 10_000, CALLER),
-        "stream-stage": frame(Kind.STREAM, 6, 8, streams.encode(stage), 10_000, CALLER),
-        "stream-commit": frame(Kind.STREAM, 6, 9, streams.encode(commit), 10_000, CALLER),
+        "stream-knock": frame(Kind.STREAM, 6, 5, streams.encode(opening.knock), 10_000, CALLER),
+        "stream-door": frame(
+            Kind.STREAM_REPLY, 3, RELAY_HOP + 3, streams.encode(opening.door), 0, STORE_SENDER
+        ),
+        "stream-open": frame(Kind.STREAM, 6, 6, streams.encode(opening.open), 10_000, CALLER),
+        "stream-opened": frame(
+            Kind.STREAM_REPLY, 3, RELAY_HOP + 4, streams.encode(opening.opened), 0, STORE_SENDER
+        ),
+        "stream-append": frame(Kind.STREAM, 6, 7, call, 10_000, CALLER, channel=ours, counter=0),
+        "stream-stage": frame(
+            Kind.STREAM, 6, 8, streams.encode(stage), 10_000, CALLER, channel=ours, counter=1
+        ),
+        "stream-commit": frame(
+            Kind.STREAM, 6, 9, streams.encode(commit), 10_000, CALLER, channel=ours, counter=2
+        ),
         "stream-copy": frame(
-            Kind.STREAM, 6, 10, streams.encode(copy), 10_000, CALLER, name=COPY_UUID
+            Kind.STREAM, 6, 10, streams.encode(copy), 10_000, CALLER, name=COPY_UUID,
+            channel=Opening(COPY_UUID).caller, counter=0,
         ),
         "stream-reply": frame(
-            Kind.STREAM_REPLY, 3, RELAY_HOP + 5, answer, 0, STORE_SENDER,
+            Kind.STREAM_REPLY, 3, RELAY_HOP + 5, answer, 0, STORE_SENDER, channel=opening.store, counter=3,
             record={"metadata": (prefix + end).hex(), "payloads": payloads},
         ),
     }  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hmac import HMAC
 from protocol import make_examples
@@ -23,7 +24,7 @@ from iris.core import asks, bundle, guard, tunnel, tunneling
 from iris.core.aliases import MAX_ALIASES
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.tunnel import prologue
-from iris.crypto import noise, sframe
+from iris.crypto import channel, noise, sframe
 from iris.crypto.keys import verify_proof
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Opener, Sealer
@@ -35,6 +36,7 @@ from relay import compression, ports, sessions
 from relay.compression import expanded, frames_in
 from relay.config import lan
 from relay.core import calls, control
+from relay.store import channels
 
 TEXT: Final = DOCUMENT.read_text()
 BLOCKS: Final = {(match[1], match[2]): match[3] for match in BLOCK.finditer(TEXT)}
@@ -195,8 +197,14 @@ def _hmac(key: bytes, data: bytes, algorithm: hashes.HashAlgorithm) -> bytes:
 
 
 def _expand(prk: bytes, info: bytes, size: int, algorithm: hashes.HashAlgorithm) -> bytes:
-    """HKDF-Expand of RFC 5869 for outputs of one block."""
-    return _hmac(prk, info + b"\1", algorithm)[:size]
+    """HKDF-Expand of RFC 5869."""
+    out = block = b""
+    for number in itertools.count(1):
+        if len(out) >= size:
+            break
+        block = _hmac(prk, block + info + bytes([number]), algorithm)
+        out += block
+    return out[:size]
 
 
 def test_the_keys_follow_from_the_secret_as_written() -> None:
@@ -405,6 +413,62 @@ def _items(plain: bytes) -> list[list[Any]]:
     return found
 
 
+# -- calls of stores ---------------------------------------------------------------------------------------------
+
+CODED: Final = [name for name, said in JSON.items() if "code" in said and "frame" in said]
+
+
+def test_a_channel_is_opened_as_written() -> None:
+    """From §19.9 alone: what both sign, and what the keys follow from."""
+    knock, door, opening, opened = (
+        JSON[f"stream-{name}"]["body"] for name in ("knock", "door", "open", "opened")
+    )
+    said, store = JSON["channel"], bytes.fromhex(JSON["stream"]["store_public_key"])
+    signed = b"".join(
+        bytes.fromhex(part)
+        for part in (door["store"], door["uuid"], KEY.key_id.hex(), knock["nonce"], door["nonce"], opening["share"])
+    )  # fmt: skip
+    assert (opening["nonce"], opening["door"]) == (knock["nonce"], door["nonce"])
+    assert bytes.fromhex(door["store"]) == store
+    public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(opening["public_key"]))
+    public.verify(bytes.fromhex(opening["signature"]), b"iris-stream-caller-1" + signed)
+    whole = signed + bytes.fromhex(opened["share"]) + opened["channel"].to_bytes(8, "little")
+    assert whole.hex() == said["transcript"]
+    Ed25519PublicKey.from_public_bytes(store).verify(
+        bytes.fromhex(opened["signature"]), b"iris-stream-store-1" + whole
+    )
+    for secret, share in (
+        ("caller_share_secret", opened["share"]),
+        ("store_share_secret", opening["share"]),
+    ):
+        private = X25519PrivateKey.from_private_bytes(bytes.fromhex(said[secret]))
+        both = private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(share)))
+        assert both.hex() == said["x25519"]
+        salt = hashes.Hash(hashes.SHA256())
+        salt.update(whole)
+        key = _hmac(salt.finalize(), both, hashes.SHA256())
+        names = ("call_code_key", "call_hash_key", "answer_code_key", "answer_hash_key")
+        keys = "".join(said[name] for name in names)
+        assert _expand(key, b"iris-stream-channel-1", 128, hashes.SHA256()).hex() == keys
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_the_code_of_a_call_is_as_written(name: str) -> None:
+    if name == "stream-copy":  # to another log, by another channel
+        return
+    data, said = HEX[name], JSON[name]
+    assert data[50] == 0xC1
+    assert int.from_bytes(data[51:59], "little") == said["channel"]
+    assert int.from_bytes(data[59:67], "little") == said["call_counter"]
+    assert data[67:99].hex() == said["code"]
+    body = data[99:]
+    assert len(body) <= 1024
+    which = "answer_code_key" if said["frame"] == "STREAM_REPLY" else "call_code_key"
+    covered = data[50:67] + data[26:50] + len(body).to_bytes(4, "little") + body
+    code = _hmac(bytes.fromhex(JSON["channel"][which]), covered, hashes.SHA256())
+    assert code.hex() == said["code"]
+
+
 def test_a_tunnel_end_is_one_byte() -> None:
     assert HEX["tunnel-end"][26:] == bytes((JSON["tunnel-end"]["cause"],))
 
@@ -472,6 +536,13 @@ def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
             (names.MAX_NAME_BYTES, names.MAX_TOKENS) == (255, 32),
         ),
         ("the last 2^17 counters", sframe.WINDOW_COUNTERS == 1 << 17),
+        (
+            "of one key and in all | 8,192 and 32,768;",
+            (channels.MAX_OF_KEY, channels.MAX_CHANNELS) == (8192, 32_768),
+        ),
+        ("no older than 30 seconds", channels.DOOR_US == 30_000_000),
+        ("below the window of 16,384", channel.WINDOW_CALLS == 16_384),
+        ("a map of more than 1,024 bytes", channel.LONG_BYTES == 1024),
     ):
         assert wanted in TEXT
         assert value, wanted
