@@ -16,7 +16,7 @@ from iris.core.calling import Calling
 from iris.core.compression import held_bytes
 from iris.core.guard import Guard
 from iris.core.guard import Sequence as Expected
-from iris.core.inbound import Inbound, InFlow
+from iris.core.inbound import Inbound, InFlow, NotOurs
 from iris.core.message import Message
 from iris.core.outbound import Outbound
 from iris.core.parties import Delivery, Lost, Owner, Waiter
@@ -38,6 +38,7 @@ from iris.wire.codec import (
     CALL,
     END_AT,
     FLAGS_AT,
+    HOP,
     KIND_AT,
     answer_suffix,
     decode_control,
@@ -54,6 +55,7 @@ from iris.wire.frames import (
 )
 
 MAX_HELD_BYTES: Final = 16 << 20
+NOT_OURS: Final = "under a key that is not ours"
 _CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
 
 
@@ -156,7 +158,10 @@ class Session:
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
         """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
-        self._table[buf[start + KIND_AT]](buf, start, end)
+        try:
+            self._table[buf[start + KIND_AT]](buf, start, end)
+        except NotOurs:
+            self._not_ours(buf, start, end)
 
     def turn(self, now_us: int, mono_us: int) -> None:
         """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
@@ -485,6 +490,20 @@ class Session:
         self.drop(f"refused: {reason.name.lower()}")
         self.out.sent_messages += 1
         self.out.raw(bytes(frame))
+
+    def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
+        """A frame came under a key that we do not have: nobody here can open it, and nothing else suffers."""
+        _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
+        if kind in _CASTS:
+            count = BUNDLE.unpack_from(buf, start)[3]
+            self.received_messages += count
+            self.drop(NOT_OURS, count)
+            return
+        self.drop(NOT_OURS)
+        if kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER):
+            self.asks.not_ours(hop)
+        else:
+            self.refuse(buf, start, end, Refusal.UNREADABLE)
 
     # -- what comes in: tunnels ------------------------------------------------------------------------------
 

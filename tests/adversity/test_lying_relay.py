@@ -166,9 +166,6 @@ WRONG: dict[str, Control | bytes] = {
     "an endless frame": b"\xff\xff\xff\xff",
     "a frame over the limit": ((16 << 20) + 1).to_bytes(4, "little"),
     "an undeclared alias": HOP.pack(46, Kind.PUBLISH, 0, 9, 0, 0) + bytes(24),
-    "an alias under a key that we do not hold": frames.Declare(
-        0, Kind.PUBLISH, "a", OTHER_KEY.key_id, SENDER
-    ),
     "an alias for control frames": frames.Declare(0, Kind.PING, "a", KEY.key_id, SENDER),
     "a data frame cut short": HOP.pack(22, Kind.REPLY, 0, 0, 0, 0),
     "a publication cut short": HOP.pack(22, Kind.PUBLISH, 0, 0, 0, 0),

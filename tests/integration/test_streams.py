@@ -27,6 +27,8 @@ from iris.errors import (
 )
 from iris.streams import StreamGap
 from iris.testing import LocalCluster
+from iris.wire.codec import END, HOP
+from iris.wire.frames import Declare, Kind
 from iris.wire.streams import (
     Append,
     Create,
@@ -197,6 +199,28 @@ async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadca
     assert sorted(recorded + pushed) == sorted(b"p%d" % number for number in range(200))
     assert heard == [b"b%d" % number for number in range(200)]
     assert [p for p in payloads if p[:1] == b"b"] == heard
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.BROADCAST])
+async def test_a_stream_of_a_cluster_takes_nothing_of_another_whatever_the_relay_says(
+    setting: Any, kind: int
+) -> None:
+    cluster, client, _ = setting
+    await client.streams.create("billing", cluster="billing")
+    relay = cluster.relay
+    key = client.keyring.for_cluster("billing")[0].key_id
+    (load,) = relay.router.interest.loads("billing", key, kind)
+    session = load.neighbor
+    for alias, (name, key_id) in enumerate((("other", key), ("billing", b"?" * 16))):
+        declared = Declare(60_000 + alias, kind, name, key_id, bytes(16), True, [], load.serial)
+        frame = HOP.pack(86, kind, 0, 60_000 + alias, 1 << 63, 0) + END.pack(0, 0, 1, 0) + bytes(40)
+        session.control(declared)
+        session.port.control(frame)
+    relay.driver.settle()
+    await client.push("billing", b"its own")
+    await client.flush()
+    await cluster.settle()
+    assert [(m.offset, m.payload) for m in await whole(client, "billing")] == [(0, b"its own")]
 
 
 async def test_headers_and_objects_come_back_as_they_were_published(setting: Any) -> None:
