@@ -108,7 +108,7 @@ class Session:
         """Aliases of the relay's that were declared for stores' answers."""
         self.flow = self._inbound.flow
         """The flow of an alias of the relay's, declared for a kind."""
-        self._guard = guard
+        self.guard = guard
         self._hops = 0
         self._next_id = 1
         self._held: list[bytes] = []
@@ -167,8 +167,8 @@ class Session:
         """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
         self.now_us = now_us
         self.mono_us = mono_us
-        self._oldest_us = now_us - self._guard.freshness_us
-        self._newest_us = now_us + self._guard.freshness_us
+        self._oldest_us = now_us - self.guard.freshness_us
+        self._newest_us = now_us + self.guard.freshness_us
         if self.state == "up":
             self.out.now_us = now_us
 
@@ -392,7 +392,7 @@ class Session:
             binding = self.owner.binding(flow) if flow.member else None
             receiver = binding.number if binding is not None else 0
             place = (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
-            flow.expected = self._guard.sequence(place, self.now_us)
+            flow.expected = self.guard.sequence(place, self.now_us)
         return flow.expected
 
     def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
@@ -467,7 +467,7 @@ class Session:
                 )
             return
         receiver = binding.number if kind == Kind.SURVEY else 0
-        sender = self._guard.sender(flow.key.key_id, flow.sender_id, self.now_us, receiver)
+        sender = self.guard.sender(flow.key.key_id, flow.sender_id, self.now_us, receiver)
         if sender is None:
             self.refuse(buf, start, end, Refusal.FULL)
             return

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
+from iris.core.guard import Guard
 from iris.core.parties import Delivery
+from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import WINDOW_COUNTERS
-from iris.errors import ConnectionLost, LocalProtocolError, RelayError, RemoteError
+from iris.errors import ConnectionLost, LocalProtocolError, Overloaded, RelayError, RemoteError
 from iris.wire import frames
 from iris.wire.codec import (
     ALIAS_AT,
@@ -186,6 +188,74 @@ def test_bundles_in_another_order_are_a_gap_and_never_out_of_order(net: Network)
     net.run()
     assert inbox.payloads == [b"0", b"2"]
     assert [gap.count for gap in inbox.gaps] == [1]
+
+
+# -- shares of the tables ----------------------------------------------------------------------------------------
+
+
+def sharing(net: Network, **bounds: int) -> Host:
+    """A process that holds both keys and serves both, with small tables."""
+    guard = Guard(FRESHNESS_US, **bounds)
+    guard.keys = 2
+    return net.host("both", keys=(KEY, OTHER_KEY), guard=guard)
+
+
+@pytest.mark.parametrize("flooding", [KEY, OTHER_KEY])
+def test_who_holds_one_key_does_not_fill_the_replay_windows_of_another(
+    net: Network, flooding: ClusterKey
+) -> None:
+    other = OTHER_KEY if flooding is KEY else KEY
+    member = sharing(net, max_senders=16)
+    member.serve("theirs", echo, keys=(flooding,))
+    mine = member.serve("mine", echo, keys=(other,))
+    answers = [net.host(keys=(flooding,)).request("theirs") for _ in range(40)]
+    net.run()
+    refused = [answer for answer in answers if answer.error is not None]
+    assert len(answers) - len(refused) == 12  # its share of 4, and the 8 that are for anybody
+    assert all(isinstance(answer.error, Overloaded) for answer in refused)
+    assert member.guard.refused_senders == 28
+    honest = [net.host(keys=(other,)).request("mine", b"x") for _ in range(4)]
+    net.run()
+    assert [answer.value for answer in honest] == [b"x"] * 4
+    assert len(mine.deliveries) == 4
+
+
+@pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.BROADCAST])
+def test_who_holds_one_key_does_not_fill_the_sequences_of_another(net: Network, kind: Kind) -> None:
+    receiver = sharing(net, max_sequences=16)
+    mine, theirs = receiver.serve("mine"), receiver.serve("theirs", keys=(OTHER_KEY,))
+    inbox = receiver.subscribe("mine")
+    receiver.subscribe("theirs", key=OTHER_KEY)
+    for _ in range(40):
+        net.host(keys=(OTHER_KEY,)).publish("theirs", b"flood", kind=kind)
+    net.run()
+    cause = "too many senders to keep apart"
+    assert [lost.cause for lost in receiver.losses] == [cause] * 28
+    assert len(theirs.casts) == (12 if kind == Kind.BROADCAST else 0)
+    for n in range(4):
+        net.host().publish("mine", b"%d" % n, kind=kind)
+    net.run()
+    got = [m.payload for m in mine.casts] if kind == Kind.BROADCAST else inbox.payloads
+    assert got == [b"0", b"1", b"2", b"3"]
+    assert len(receiver.losses) == 28
+
+
+def test_what_one_key_used_is_for_others_again_when_it_is_too_old(net: Network) -> None:
+    member = sharing(net, max_senders=4)
+    member.serve("theirs", echo, keys=(OTHER_KEY,))
+    for _ in range(3):
+        net.host(keys=(OTHER_KEY,)).request("theirs")
+    net.run()
+    fourth = net.host(keys=(OTHER_KEY,)).request("theirs")
+    net.run()
+    assert isinstance(fourth.error, Overloaded)
+    net.pass_time(2 * FRESHNESS_US / 1e6 + 2)
+    fifth = net.host(keys=(OTHER_KEY,)).request("theirs", b"x")
+    net.run()
+    assert fifth.value == b"x"
+    mine = [member.guard.sender(KEY.key_id, bytes(15) + bytes((n,)), net.now_us) for n in range(4)]
+    assert [entry is not None for entry in mine] == [True, True, True, False]
+    assert member.guard.refused_senders == 2
 
 
 # -- freshness ---------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from protocol.kit import Host, Network, kind_of
+from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, kind_of
 
+from iris.core.guard import Guard
 from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_GROWN, MAX_WINDOW, TunnelEnd
 from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
@@ -287,6 +288,33 @@ def test_half_open_tunnels_are_bounded(net: Network) -> None:
     net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
     assert not member.session.tunneling.ends
     assert all(end.broken for end in ends)
+
+
+def test_who_holds_one_key_does_not_fill_the_half_open_tunnels_of_another(net: Network) -> None:
+    guard = Guard(FRESHNESS_US)
+    guard.keys = 2
+    thief, caller = net.host(keys=(OTHER_KEY,)), net.host()
+    member = net.host(keys=(KEY, OTHER_KEY), guard=guard)
+    member.serve("theirs", concurrency=1 << 20, keys=(OTHER_KEY,))
+    service = member.serve("mine")
+    net.tamper = lambda host, frame: (
+        [] if host is thief and kind_of(frame) == Kind.TUNNEL_ACCEPT else [frame]
+    )
+    ends = [thief.open_tunnel("theirs") for _ in range(MAX_HALF_OPEN + 5)]
+    net.run()
+    refused = [end for end in ends if end.error is not None]
+    assert len(ends) - len(refused) == 3 * MAX_HALF_OPEN // 4
+    mine = caller.open_tunnel("mine")
+    net.run()
+    assert mine.open
+    assert len(service.tunnels) == 1
+    net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
+    net.tamper = lambda host, frame: [frame]
+    again = thief.open_tunnel("theirs")
+    net.run()
+    assert again.open
+    again.close()
+    close(net, mine)
 
 
 def test_the_second_handshake_message_cannot_be_sent_twice(net: Network) -> None:
