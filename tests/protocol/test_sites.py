@@ -738,6 +738,20 @@ def test_a_bundle_crosses_once_although_one_copy_lags_behind(net: Sites) -> None
     assert (plain.payloads, group.payloads) == ([b"one"], [b"one"])
 
 
+def test_a_loss_in_what_a_site_does_not_import_is_told_to_nobody(net: Sites) -> None:
+    end, _ = net.connect(0, 2)
+    net.router.abroad.policy = Policy([], ["news"])
+    alice = net.host("alice")
+    news, other = alice.subscribe("news"), alice.subscribe("other")
+    for name in ("news", "other"):
+        assert not end.hear(
+            frames.Gap(Kind.PUBLISH, name, KEY_ID, SENDER, 0, 1, "lost", site="ams")
+        )
+    net.settle()
+    assert [lost.count for lost in news.gaps] == [None]
+    assert other.gaps == []
+
+
 def test_a_group_that_is_gone_here_and_there_is_in_another_site_breaks_nothing(
     net: Sites,
 ) -> None:

@@ -15,6 +15,7 @@ LINK_PORT = ("tests/unit/relay/test_link_port.py",)
 RULES = ("tests/adversity/test_bad_input.py", "tests/adversity/test_tolerance.py")
 GUARDING = ("tests/protocol/test_guarding.py",)
 LINKS = ("tests/adversity/test_links.py",)
+SESSION_PORT = ("tests/unit/relay/test_session_port.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -284,7 +285,7 @@ SABOTAGES = (
         "ConnectionPort.control",
         "self._control_bytes > CONTROL_LIMIT_BYTES",
         "False",
-        FLOODS,
+        SESSION_PORT,
         "who does not read its answers fills our memory",
     ),
     Sabotage(
@@ -293,7 +294,7 @@ SABOTAGES = (
         "ConnectionPort._lost",
         "self._router.accounts.drop(cause, self._held)",
         "pass",
-        FLOODS,
+        SESSION_PORT,
         "what was queued for a session that ended is not counted",
     ),
     Sabotage(

@@ -177,7 +177,7 @@ SABOTAGES = (
         "Bridge._check",
         "not address.is_loopback and not self.config.allow_remote",
         "False",
-        IRIS1,
+        ("tests/interop/iris1/test_endings.py",),
         "the bridge, which knows no authentication, listens to the network unasked",
     ),
     Sabotage(

@@ -85,7 +85,7 @@ SABOTAGES = (
         "Chain.finish",
         "self.database.write(draft.batch, draft.next, sync=True)",
         "self.database.write(draft.batch, draft.next, sync=False)",
-        MODEL,
+        DAMAGE,
         "an append is acknowledged before it is on disk",
     ),
     Sabotage(
@@ -94,7 +94,7 @@ SABOTAGES = (
         "Chain.walk",
         "key != KEY.pack(at)",
         "False",
-        DAMAGE,
+        LOG,
         "entries are missing from a log and nobody is told",
     ),
     Sabotage(
@@ -103,7 +103,7 @@ SABOTAGES = (
         "Log._load_identity",
         "self.uuid != self._database.uuid",
         "False",
-        DAMAGE,
+        LOG,
         "a log passes for another",
     ),
     Sabotage(
