@@ -14,6 +14,8 @@ STREAMS = ("tests/integration/test_streams.py",)
 REVIEWED = ("tests/integration/test_reviewed.py",)
 GROUPS = ("tests/integration/test_consumers.py",)
 MIRROR = ("tests/integration/test_mirror.py",)
+READER = ("tests/unit/core/test_stream_reader.py",)
+RECORDING = ("tests/unit/relay/store/test_recording.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -265,7 +267,7 @@ SABOTAGES = (
         "Reader._open",
         "item.offset > at",
         "False",
-        REVIEWED,
+        READER,
         "a store leaves messages out and the reader goes on",
     ),
     Sabotage(
@@ -274,7 +276,7 @@ SABOTAGES = (
         "Reader._open",
         "at != fetched.next and fetched.items",
         "False",
-        REVIEWED,
+        READER,
         "a store leaves out the last messages of an answer",
     ),
     Sabotage(
@@ -292,7 +294,7 @@ SABOTAGES = (
         "Stream.record",
         "bundle.first < expected.next",
         "False",
-        STREAMS,
+        RECORDING,
         "a publication that comes twice is recorded twice",
     ),
     Sabotage(
@@ -301,7 +303,7 @@ SABOTAGES = (
         "Stream.record",
         "expected.known and bundle.first > expected.next",
         "False",
-        STREAMS,
+        RECORDING,
         "a stream misses publications and says nothing",
     ),
     Sabotage(
@@ -310,7 +312,7 @@ SABOTAGES = (
         "Stream._failed",
         "self._unrecorded += count",
         "pass",
-        STREAMS,
+        RECORDING,
         "what a full disk did not take is missing without a word",
     ),
     Sabotage(

@@ -533,7 +533,7 @@ def test_a_cursor_too_many_is_refused_and_the_others_go_on(
 
 
 def test_a_record_that_is_missing_between_others_is_damage_and_never_skipped(log: Log) -> None:
-    log.append([entry("one"), entry("two"), entry("three")], 1)
+    log.append([entry(b"one"), entry(b"two"), entry(b"three")], 1)
     log._database._records.delete(KEY.pack(1))
     with pytest.raises(LogDamaged, match="entries are missing"):
         log.read(1, MANY, now_us=9)
