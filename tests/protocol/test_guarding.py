@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
+from iris.core.bundle import encode_bundle
 from iris.core.guard import Guard
 from iris.core.parties import Delivery
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import WINDOW_COUNTERS
-from iris.errors import ConnectionLost, LocalProtocolError, Overloaded, RelayError, RemoteError
+from iris.errors import (
+    ConnectionLost,
+    LocalProtocolError,
+    Overloaded,
+    RelayError,
+    RemoteError,
+    RequestTimeout,
+)
 from iris.wire import frames
 from iris.wire.codec import (
     ALIAS_AT,
@@ -428,6 +436,41 @@ def test_a_changed_byte_of_what_is_authenticated_is_noticed(net: Network, at: in
     net.run()
     assert inbox.payloads == []
     assert len(inbox.gaps) == 1
+
+
+def test_a_bundle_that_does_not_hold_as_many_messages_as_it_says_is_lost_as_a_whole(
+    net: Network,
+) -> None:
+    """The count is sealed too: only a member can lie about it, and then the relays' accounts are wrong, not the receiver's."""
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    out = sender.session.out
+    for count in (1, 3):
+        body = encode_bundle([b"x", b"y"], None, False)
+        out._seal(out.flow(Kind.PUBLISH, "a", KEY), body, 0, 0, 0, count, 0, b"")
+    net.run()
+    assert inbox.payloads == []
+    assert [(gap.count, gap.cause) for gap in inbox.gaps] == [
+        (1, "2 messages in a bundle of 1"),
+        (3, "2 messages in a bundle of 3"),
+    ]
+
+
+def test_a_request_that_a_relay_hands_over_after_its_deadline_does_not_run(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", echo)
+
+    def hold(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) == Kind.REQUEST:
+            member.session.mono_us += 1_000_001
+        return [frame]
+
+    net.tamper = hold
+    answer = caller.request("db", b"x", timeout_ms=1000)
+    net.run()
+    assert service.deliveries == []
+    assert isinstance(answer.error, RequestTimeout)
+    assert not answer.error.may_have_run
 
 
 def test_hop_fields_are_the_relays_and_change_nothing_that_is_sealed(net: Network) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, kind_of
+from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, control_of, kind_of
 
 from iris.core.guard import Guard
 from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_GROWN, MAX_WINDOW, TunnelEnd
 from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
-from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, tunnel_frame
+from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, encode_control, tunnel_frame
 from iris.wire.frames import Cause, Kind, Refusal
 
 
@@ -40,6 +41,24 @@ def drain(end: TunnelEnd) -> list[bytes]:
             messages.append(parts)
             parts = b""
     return messages
+
+
+def test_an_opening_that_a_relay_hands_to_another_cluster_opens_nothing(net: Network) -> None:
+    opener, member = net.host(), net.host()
+    meant, other = member.serve("guest"), member.serve("admin")
+
+    def splice(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.DECLARE or (body := control_of(frame)).name != "guest":
+            return [frame]
+        elsewhere = msgspec.structs.replace(body, name="admin", member=other.member)
+        return [encode_control(elsewhere)]
+
+    net.tamper = splice
+    left = opener.open_tunnel("guest", {"as": "guest"})
+    net.run()
+    assert left.broken
+    assert meant.tunnels == other.tunnels == []
+    assert member.session.dropped["unreadable"] == 1
 
 
 def close(net: Network, *ends: TunnelEnd) -> None:
