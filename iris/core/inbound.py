@@ -88,6 +88,14 @@ class Inbound:
         self.replies.discard(declared.alias)
         self._place(declared.alias, InFlow(declared, key, opener))
 
+    def forget_keys(self) -> None:
+        """Drop what was declared under a key that is not ours any more; an honest relay sends nothing under it."""
+        find_key = self._find_key
+        self._openers = {p: o for p, o in self._openers.items() if find_key(p[0]) is not None}
+        for alias, flow in enumerate(self._flows):
+            if flow is not None and find_key(flow.key.key_id) is None:
+                self._flows[alias] = None
+
     def _place(self, alias: int, flow: InFlow | None) -> None:
         flows = self._flows
         if alias >= len(flows):

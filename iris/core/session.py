@@ -250,6 +250,10 @@ class Session:
         for end in self.tunneling.ends.values():
             end.poison()
 
+    def forget_keys(self) -> None:
+        """Our owner's keys have changed: aliases under one that it does not have any more stand for nothing."""
+        self._inbound.forget_keys()
+
     def next_hop(self) -> int:
         """Return a hop id of ours that was not used."""
         self._hops += 1

@@ -711,6 +711,34 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
             ]
 
 
+async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile(
+    tmp_path: Path,
+) -> None:
+    old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
+    single = Keyring.single(old)
+    both = single.add("default", new)
+    async with (
+        LocalCluster(data=tmp_path) as cluster,
+        cluster.client(keyring=both) as writer,
+        cluster.client(keyring=single) as client,
+    ):
+        await writer.streams.create("orders")
+        await writer.streams.append("orders", b"before")
+        async with client.streams.read("orders") as reader:
+            arriving = aiter(reader)
+            assert (await anext(arriving)).payload == b"before"
+            await client.reload_keys(both.promote("default").retire("default"))
+            await writer.streams.append("orders", b"under the old")
+            await writer.reload_keys(both.promote("default"))
+            await writer.streams.append("orders", b"under the new")
+            assert (await anext(arriving)).payload == b"under the new"
+            assert [gap.cause for gap in reader.gaps] == [
+                f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in our keyring"
+            ]
+        proven = [s["keys"] for s in (await client.status())["sessions"]]
+        assert [new.key_id.hex()[:8]] in proven
+
+
 async def test_streams_of_one_topic_under_different_keys_all_record_it_after_a_restart(
     tmp_path: Path,
 ) -> None:
