@@ -33,9 +33,8 @@ class Stores:
     def __init__(self, *answers: tuple[Sequence[Item], int]) -> None:
         self.answers = list(answers)
         self.client: Any = self
-        self.keyring: Any = self
 
-    def by_id(self, key_id: bytes) -> None:
+    def find_key(self, key_id: bytes) -> None:
         return None
 
     async def describe(self, name: str, uuid: str, **_: Any) -> Known:
