@@ -80,9 +80,8 @@ class Authority:
         self._store = store
 
     def create(self, signed: Sequence[SignedOrder], uuid: bytes, now_us: int) -> Charter:
-        """Return what a new stream is kept by."""
+        """Return what a new stream is kept by, which they all define alike (see `one_definition`)."""
         orders = self.read(signed, uuid)
-        one_definition(orders)
         for order, _ in orders.values():
             if order.revision:
                 raise Refuse("order", f"a stream is created at revision 0, not {order.revision}")

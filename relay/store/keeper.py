@@ -319,7 +319,6 @@ class Store:
                     stream.reopen(self.now_us)
                     if not was_open and not stream.dead and stream.log is not None:
                         # What lies beside a log may be older than what is in it.
-                        self._displace(stream)
                         self._take_up(stream, stream.log.definition)
                         self._place(stream)
                         self._leave(stream)
@@ -478,7 +477,7 @@ class Store:
         self._serve(stream, served)
 
     def _on_delete(self, question: Question, call: streams.Delete) -> None:
-        if self._was_ended(question, call):
+        if self._was_ended(call):
             question.answer(streams.Settled())  # a retry
             return
         stream = self._stream(question)
@@ -494,12 +493,12 @@ class Store:
             extra={"fields": {"stream": stream.name, "uuid": stream.uuid.hex()}},
         )
 
-    def _was_ended(self, question: Question, call: streams.Delete) -> bool:
-        if (question.name, question.key_id) in self._places:
-            return False
+    def _was_ended(self, call: streams.Delete) -> bool:
         uuid = decode_order(call.orders[0].order).uuid
+        if not os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
+            return False
         self.authority.read(call.orders, uuid, action=END)
-        return os.path.lexists(self.directory / (uuid.hex() + _ENDED))
+        return True
 
     def _on_append(self, question: Question, call: streams.Append) -> None:
         stream = self._stream(question)

@@ -370,6 +370,9 @@ def test_a_key_of_the_stream_ends_it_and_again_that_is_answered_as_the_first_tim
     forged = structs.replace(end, signature=bytes(64))
     refused(keeper.delete(forged), "order", "signature")
     refused(keeper.create(order(issued_us=LATER_US)), "order", "deleted")
+    assert isinstance(keeper.create(order(uuid=OTHER_UUID, issued_us=LATER_US)), Described)
+    assert isinstance(keeper.delete(end), Settled)
+    assert list(keeper.store.streams) == [OTHER_UUID]
 
 
 def test_nobody_ends_a_stream_under_a_key_that_it_does_not_have(keeper: Keeper) -> None:
@@ -469,6 +472,17 @@ def test_the_old_orders_of_a_damaged_log_say_whose_it_is(tmp_path: Path) -> None
     refused(keeper.delete(order(STRANGER, action=END, revision=1)), "order", "has no key")
     assert isinstance(keeper.delete(order(action=END, revision=1)), Settled)
     keeper.store.close()
+
+
+def test_the_orders_in_force_of_a_damaged_log_say_whose_it_is(keeper: Keeper) -> None:
+    keeper.change(countersigned(definition=SMALL))
+    keeper.store.close()
+    for file in Path(keeper.store.streams[UUID].path).glob("*"):
+        file.write_bytes(b"damaged")
+    keeper.start()
+    assert (keeper.max_messages, len(key_ids(keeper))) == (1, 2)
+    refused(keeper.delete(order(action=END, revision=1)), "revision", "2 is next")
+    assert isinstance(keeper.delete(order(action=END, revision=2)), Settled)
 
 
 def test_a_stream_that_was_taken_over_before_there_were_revisions_is_won_back(
