@@ -333,7 +333,7 @@ class Streams:
         for known in await self._known(timeout):
             info = _info(known)
             wanted = {key.key_id.hex() for key in self._keys(known.order.definition)}
-            if not wanted <= set(info.key_ids):
+            if not known.dead and not wanted <= set(info.key_ids):
                 changed.append(await self.change(info.name, uuid=info.uuid, timeout=_left(until_s)))
         return sorted(changed, key=lambda info: (info.name, info.uuid))
 
@@ -583,9 +583,8 @@ class Streams:
         if not isinstance(of, Known):
             return [_signed(key, Order(action, of[0], key.key_id, of[1], issued_us, definition)) for key in keys.values()]  # fmt: skip
         before = of.order
-        if (
-            before.issued_us - issued_us < ORDER_FRESH_US // 2
-        ):  # stores from before revisions go by it
+        ahead_us = before.issued_us - issued_us
+        if ahead_us < ORDER_FRESH_US // 2:  # stores from before there were revisions go by it
             issued_us = max(issued_us, before.issued_us + 1)
         has: dict[bytes, ClusterKey] = {}
         for signed in of.described.orders:

@@ -237,10 +237,17 @@ async def test_a_rotated_key_changes_and_ends_streams_by_itself_also_after_a_res
         async with cluster.client(keyring=first) as client:
             await client.streams.create("orders", topic="orders")
             await client.streams.append("orders", b"under the old")
+            async with client.streams.consumer("orders", "work", max_deliver=1) as work:
+                work.nack(await anext(work))
+                await work.flush()
+                async with client.streams.read("orders.dead", patience=5.0) as reader:
+                    assert (await anext(reader)).dead
         both = first.add("default", STRANGER).promote("default")
         async with cluster.client(keyring=both) as client:
             (changed,) = await client.streams.share_keys()
-            assert set(changed.key_ids) == {OWNER.key_id.hex(), STRANGER.key_id.hex()}
+            keys = {OWNER.key_id.hex(), STRANGER.key_id.hex()}
+            assert (changed.name, set(changed.key_ids)) == ("orders", keys)
+            assert set((await client.streams.describe("orders.dead")).key_ids) == keys
         await cluster.stop_store()
         await cluster.start_store()
         async with cluster.client(keyring=both.retire("default")) as client:
@@ -248,6 +255,29 @@ async def test_a_rotated_key_changes_and_ends_streams_by_itself_also_after_a_res
             await cluster.stop_store()
             await cluster.start_store()
             assert (await client.streams.describe("orders", timeout=20.0)).max_messages == 7
+            await client.streams.delete("orders")
+            assert await client.streams.list() == []
+
+
+async def test_holders_of_different_keys_of_a_stream_change_it_in_turn(tmp_path: Path) -> None:
+    async with LocalCluster(data=tmp_path) as cluster:
+        both = Keyring.single(OWNER).add("default", STRANGER)
+        async with cluster.client(keyring=both) as client:
+            await client.streams.create("orders")
+        for number, key in enumerate((OWNER, STRANGER, STRANGER, OWNER), 1):
+            async with cluster.client(keyring=Keyring.single(key)) as client:
+                changed = await client.streams.change("orders", max_messages=number)
+                assert changed.max_messages == number
+
+
+async def test_who_holds_a_key_that_the_stream_does_not_have_yet_deletes_it_with_the_other(
+    tmp_path: Path,
+) -> None:
+    async with LocalCluster(data=tmp_path) as cluster:
+        first = Keyring.single(OWNER)
+        async with cluster.client(keyring=first) as client:
+            await client.streams.create("orders")
+        async with cluster.client(keyring=first.add("default", STRANGER)) as client:
             await client.streams.delete("orders")
             assert await client.streams.list() == []
 
