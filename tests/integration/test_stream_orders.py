@@ -75,24 +75,32 @@ async def test_a_site_without_a_key_takes_no_stream_over_and_ends_none(
             theirs.proven.add(OWNER.key_id)  # as a relay of its own would
         session.out._proven.add(OWNER.key_id)
 
-        async def attack(call: Change | Delete) -> Any:
-            address = f"eu:{made.uuid}"
+        async def attack(call: Change | Delete, *, channel: bool) -> Any:
+            address, body = f"eu:{made.uuid}", encode(call)
             while True:
                 waiter = asyncio.get_running_loop().create_future()
-                session.calling.send(
-                    address, cast(Any, Claimed), encode(call), timeout_ms=5000, waiter=waiter
-                )
+                if channel:  # of the owner's: an order has to show its right all the same
+                    session.calling.send(address, OWNER, body, timeout_ms=5000, waiter=waiter)
+                else:
+                    session.calling.plain(
+                        address, cast(Any, Claimed), body, timeout_ms=5000, waiter=waiter, shown=""
+                    )
                 other.touch()
                 try:
                     return await waiter
-                except NoMembers:  # its gateway has not said yet that it is there
+                except (NoMembers, NoStream):  # its gateway has not said yet that it is there
                     await asyncio.sleep(0.01)
 
-        for issued_us in (known.order.issued_us + 1, 1 << 62):
-            said = await attack(Change([foreign(first, issued_us=issued_us)]))
-            assert isinstance(said, Refused), said
-            said = await attack(Delete([foreign(first, END, issued_us=issued_us)]))
-            assert isinstance(said, Refused), said
+        for channel in (False, True):
+            for issued_us in (known.order.issued_us + 1, 1 << 62):
+                for more in ({}, {"revision": 1}, {"revision": 1 << 62}):
+                    at = {"issued_us": issued_us, **more}
+                    said = await attack(Change([foreign(first, **at)]), channel=channel)
+                    assert isinstance(said, Refused), said
+                    assert not channel or said.code == "order", said
+                    said = await attack(Delete([foreign(first, END, **at)]), channel=channel)
+                    assert isinstance(said, Refused), said
+                    assert not channel or said.code == "order", said
         there = await owner.streams.describe("orders")
         assert (there.uuid, there.messages, there.max_messages) == (made.uuid, 50, 0)
         assert there.key_ids == [OWNER.key_id.hex()]
