@@ -79,9 +79,8 @@ class Authority:
     def __init__(self, store: bytes) -> None:
         self._store = store
 
-    def create(self, signed: Sequence[SignedOrder], uuid: bytes, now_us: int) -> Charter:
-        """Return what a new stream is kept by, which they all define alike (see `one_definition`)."""
-        orders = self.read(signed, uuid)
+    def create(self, orders: _Signed, now_us: int) -> Charter:
+        """Return what a new stream is kept by; the orders were read, and define one stream (`one_definition`)."""
         for order, _ in orders.values():
             if order.revision:
                 raise Refuse("order", f"a stream is created at revision 0, not {order.revision}")

@@ -391,7 +391,7 @@ class Store:
             raise Refuse("order", "this log was deleted; create the stream anew")
         if dead_uuid(uuid) in self.streams or any(uuid == dead_uuid(u) for u in self.streams):
             raise Refuse("order", "its uuid is that of another stream's dead letters")
-        charter = self.authority.create(call.orders, uuid, self.now_us)
+        charter = self.authority.create(orders, self.now_us)
         self._check_keys(definition, set(orders))
         if len(self.streams) >= MAX_STREAMS:
             raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
