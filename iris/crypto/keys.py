@@ -45,6 +45,7 @@ _STORE_PROOF: Final = b"iris-store-proof-1"
 _ORDER: Final = b"iris-stream-order-1"
 _CALLER: Final = b"iris-stream-caller-1"
 _STORE: Final = b"iris-stream-store-1"
+_COUNTERSIGNED: Final = b"iris-stream-countersign-1"
 
 
 class _Secret:
@@ -142,6 +143,10 @@ class ClusterKey(_Secret):
     def sign_caller(self, transcript: bytes) -> bytes:
         """Return the 64-byte signature that opens a channel to a store (`channel`)."""
         return self._signer.sign(_CALLER + transcript)
+
+    def countersign_order(self, order: bytes) -> bytes:
+        """Return the 64-byte signature by which the key that `order` names becomes one of a stream's, which has this key."""
+        return self._signer.sign(_COUNTERSIGNED + order)
 
 
 class StoreKey(_Secret):
@@ -272,6 +277,21 @@ def verify_order(public_key: bytes, signature: bytes, order: bytes) -> bytes:
         OpenError: the signature is not this key's over this order, or one of the two is malformed.
     """
     _verify(public_key, signature, _ORDER + order, "the signature of the order does not hold")
+    return public_id(public_key)
+
+
+def verify_countersignature(public_key: bytes, signature: bytes, order: bytes) -> bytes:
+    """Return the id of the cluster key (16 bytes) that countersigned `order`.
+
+    Raises:
+        OpenError: the signature is not this key's over this order, or one of the two is malformed.
+    """
+    _verify(
+        public_key,
+        signature,
+        _COUNTERSIGNED + order,
+        "the countersignature of the order does not hold",
+    )
     return public_id(public_key)
 
 

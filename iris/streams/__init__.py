@@ -28,7 +28,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.appending import PLAIN, Extras, Producer
-from iris.streams.calls import Known, Stores
+from iris.streams.calls import Known, RevisionTaken, Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.messages import encode_message, make_extras
 from iris.streams.mirroring import Mirror
@@ -50,6 +50,7 @@ from iris.wire.streams import (
     DUPLICATE,
     END,
     KEEP,
+    ORDER_FRESH_US,
     STORED,
     Append,
     Appended,
@@ -87,6 +88,8 @@ _Knowns = list[Known]
 _Places = list[tuple[asyncio.Future[int], int]]
 """`list` is a method of Streams."""
 PATIENCE_S: Final = 30.0
+CHANGE_TRIES: Final = 8
+"""A change goes on top of so many others that came first, before its caller is told."""
 __all__ = [
     "CommitInfo",
     "Consumer",
@@ -254,7 +257,6 @@ class Streams:
         Raises:
             StreamError: there is no such stream, or its store refused.
         """
-        found = await self._stores.describe(name, uuid, timeout=timeout)
         given = {
             "max_bytes": max_bytes,
             "max_messages": max_messages,
@@ -263,20 +265,35 @@ class Streams:
             "paused": paused,
         }
         changes = {field: value for field, value in given.items() if value is not None}
-        definition = structs.replace(found.order.definition, **changes)
-        return await self._redefine(name, uuid, found, definition, timeout)
+        return await self._redefine(name, uuid, lambda d: structs.replace(d, **changes), timeout)
 
     async def _redefine(
-        self, name: str, uuid: str, found: Known, definition: Definition, timeout: float
-    ) -> StreamInfo:
-        orders = self._orders(definition, found)
-        log = found.order.uuid.hex()
-        changed = await self._stores.ask_stream(
-            name, log, Change(orders), Described, timeout=timeout, writes=True
-        )
-        self._stores.forget(name)
-        self._stores.forget(name, uuid)
-        return _info(self._stores.known(name, changed))
+        self, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
+    ) -> StreamInfo:  # fmt: skip
+        """Put into force what `redefined` makes of a stream's definition, unless that is None: it is so already.
+
+        If somebody else's change comes first, then on top of that.
+        """
+        until_s = time.monotonic() + timeout
+        found = await self._stores.describe(name, uuid, timeout=timeout)
+        _check_living(name, found)
+        for _ in range(CHANGE_TRIES):
+            definition = redefined(found.order.definition)
+            if definition is None:
+                return _info(found)
+            log = found.order.uuid.hex()
+            orders = self._orders(definition, found)
+            try:
+                changed = await self._stores.ask_stream(
+                    name, log, Change(orders), Described, timeout=_left(until_s), writes=True
+                )
+            except RevisionTaken:
+                found = await self._stores.describe(name, log, timeout=_left(until_s))
+                continue
+            self._stores.forget(name)
+            self._stores.forget(name, uuid)
+            return _info(self._stores.known(name, changed))
+        raise StreamError(name, f"{CHANGE_TRIES} changes by others came first; try again")
 
     async def pause(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
         """Record and append nothing until `resume`; what was missed is told as a gap. Raises StreamError."""
@@ -288,13 +305,22 @@ class Streams:
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
         """End a stream: its log, its dead letters and its consumers are removed. Raises StreamError."""
+        until_s = time.monotonic() + timeout
         found = await self._stores.describe(name, uuid, timeout=timeout)
-        orders = self._orders(found.order.definition, found, action=END)
+        _check_living(name, found)
         log = found.order.uuid.hex()
         with contextlib.suppress(NoStream):  # an answer was lost: it is gone
-            await self._stores.ask_stream(
-                name, log, Delete(orders), Settled, timeout=timeout, writes=True
-            )
+            for _ in range(CHANGE_TRIES):
+                orders = self._orders(found.order.definition, found, action=END)
+                try:
+                    await self._stores.ask_stream(
+                        name, log, Delete(orders), Settled, timeout=_left(until_s), writes=True
+                    )
+                    break
+                except RevisionTaken:
+                    found = await self._stores.describe(name, log, timeout=_left(until_s))
+            else:
+                raise StreamError(name, f"{CHANGE_TRIES} changes by others came first; try again")
         self._stores.forget_deleted(name, log)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
@@ -307,7 +333,7 @@ class Streams:
         for known in await self._known(timeout):
             info = _info(known)
             wanted = {key.key_id.hex() for key in self._keys(known.order.definition)}
-            if not wanted <= set(info.key_ids):
+            if not known.dead and not wanted <= set(info.key_ids):
                 changed.append(await self.change(info.name, uuid=info.uuid, timeout=_left(until_s)))
         return sorted(changed, key=lambda info: (info.name, info.uuid))
 
@@ -508,16 +534,17 @@ class Streams:
         It takes appends from then on, and records what its source recorded, a topic or a cluster, here in our site; without
         `record` appends alone. What the source had beyond is not in it, and cannot come later. Raises StreamError.
         """
-        found = await self._stores.describe(name, uuid, timeout=timeout)
-        there = found.order.definition
-        if not there.mirror:
-            if there.origins:
-                return _info(found)
-            raise StreamError(name, "it is no copy of another stream")
-        source = there.origins[-1]
-        topic, cluster = (source.topic, source.cluster) if record else ("", "")
-        definition = structs.replace(there, mirror="", topic=topic, cluster=cluster)
-        return await self._redefine(name, uuid, found, definition, timeout)
+
+        def promoted(there: Definition) -> Definition | None:
+            if not there.mirror:
+                if there.origins:
+                    return None
+                raise StreamError(name, "it is no copy of another stream")
+            source = there.origins[-1]
+            topic, cluster = (source.topic, source.cluster) if record else ("", "")
+            return structs.replace(there, mirror="", topic=topic, cluster=cluster)
+
+        return await self._redefine(name, uuid, promoted, timeout)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -547,21 +574,28 @@ class Streams:
     def _orders(
         self, definition: Definition, of: Known | tuple[bytes, bytes], *, action: str = KEEP
     ) -> _Orders:
-        """Return a definition signed by every key of ours for it; `of` what is known of the stream, or a new uuid and a store's key."""
+        """Return a definition signed by every key of ours for it; `of` what is known of the stream, or a new uuid and a store's key.
+
+        A stream's own key countersigns for each that is new to it. It is ended under its own keys alone.
+        """
         keys = {key.key_id: key for key in self._keys(definition)}
         issued_us = time.time_ns() // 1000
-        if isinstance(of, Known):
-            uuid, store = of.order.uuid, of.order.store
-            issued_us = max(issued_us, of.order.issued_us + 1)
-            for signed in of.described.orders:
-                if key := self._client.keyring.by_id(public_id(signed.public_key)):
-                    keys[key.key_id] = key
-        else:
-            uuid, store = of
+        if not isinstance(of, Known):
+            return [_signed(key, Order(action, of[0], key.key_id, of[1], issued_us, definition)) for key in keys.values()]  # fmt: skip
+        before = of.order
+        ahead_us = before.issued_us - issued_us
+        if ahead_us < ORDER_FRESH_US // 2:  # stores from before there were revisions go by it
+            issued_us = max(issued_us, before.issued_us + 1)
+        has: dict[bytes, ClusterKey] = {}
+        for signed in of.described.orders:
+            if key := self._client.keyring.by_id(public_id(signed.public_key)):
+                has[key.key_id] = key
         orders = []
-        for key_id, key in keys.items():
-            order = encode(Order(action, uuid, key_id, store, issued_us, definition))
-            orders.append(SignedOrder(order, key.public_key, key.sign_order(order)))
+        for key_id, key in has.items() if action == END else {**keys, **has}.items():
+            order = Order(
+                action, before.uuid, key_id, before.store, issued_us, definition, revision=of.revision + 1
+            )  # fmt: skip
+            orders.append(_signed(key, order, None if key_id in has else has[before.key_id]))
         return orders
 
     def _producer(self, name: str, uuid: str) -> Producer:
@@ -637,6 +671,21 @@ def _info(known: Known) -> StreamInfo:
         [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
     )  # fmt: skip
+
+
+def _signed(key: ClusterKey, order: Order, by: ClusterKey | None = None) -> SignedOrder:
+    """Return an order signed by its key, and countersigned by another, if that is given."""
+    said = encode(order)
+    signature = key.sign_order(said)
+    if by is None:
+        return SignedOrder(said, key.public_key, signature)
+    return SignedOrder(said, key.public_key, signature, by.public_key, by.countersign_order(said))
+
+
+def _check_living(name: str, found: Known) -> None:
+    if found.dead:
+        of = found.order.definition.name
+        raise StreamError(name, f"dead letters follow their stream; change or delete {of!r}")
 
 
 def _check_ours(name: str) -> None:

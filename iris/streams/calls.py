@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import time
@@ -18,6 +19,7 @@ from iris.errors import (
     AmbiguousStream,
     ConfigError,
     ConnectionLost,
+    DecodeError,
     IrisError,
     KeyringError,
     NoMembers,
@@ -43,7 +45,9 @@ from iris.wire.streams import (
     Refused,
     StoreInfo,
     dead_uuid,
+    decode_order,
     encode,
+    in_force,
 )
 
 if TYPE_CHECKING:
@@ -88,6 +92,15 @@ class Known(msgspec.Struct, frozen=True):
         return self.described.definition.name
 
     @property
+    def revision(self) -> int:
+        """That of the order in force, whoever signed it: its store says so."""
+        revisions = [0]
+        for signed in self.described.orders:
+            with contextlib.suppress(DecodeError):
+                revisions.append(decode_order(signed.order).revision)
+        return max(revisions)
+
+    @property
     def dead(self) -> bool:
         """It holds the dead letters of the stream of its order."""
         return self.described.uuid == dead_uuid(self.order.uuid)
@@ -106,6 +119,10 @@ class KeyUser(Protocol):
 
     def forget_keys(self) -> None:
         """Ask for every key again."""
+
+
+class RevisionTaken(StreamError):
+    """Somebody else changed the stream first: it is to be read and changed again."""
 
 
 class Stores:
@@ -224,15 +241,11 @@ class Stores:
         return self.known(name, described)
 
     def known(self, name: str, described: Described) -> Known:
-        """Return a described stream with the latest order that a key of ours signed; raises StreamError if there is none."""
+        """Return a described stream with that order of our keys that is in force, or was last; raises StreamError if there is none."""
         name = split_site(name)[1]
-        latest: Order | None = None
         find_key = self.client.keyring.by_id
-        for order in own_orders(
-            described.orders, find_key, uuid=described.uuid, store=described.store
-        ):
-            if is_called(order, name) and (latest is None or order.issued_us > latest.issued_us):
-                latest = order
+        ours = own_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
+        latest = in_force(order for order in ours if is_called(order, name))
         if latest is None:
             raise StreamError(name, "no key of ours signed what its store says of it")
         return Known(latest, described)
@@ -402,6 +415,7 @@ _ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
     "no-stream": NoStream,
     "exists": StreamExists,
     "order": StreamError,
+    "revision": RevisionTaken,
     "invalid": StreamError,
     "paused": StreamError,
     "consumer": StreamError,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
@@ -22,6 +23,8 @@ END: Final = "end"
 ORDER_VERSION: Final = 1
 MAX_ORDER_BYTES: Final = 8192
 MAX_ORDERS: Final = 64
+ORDER_FRESH_US: Final = 600_000_000
+"""The clocks of who signs an order and of the store differ by no more than this when it first comes."""
 DEAD: Final = ".dead"
 """The dead letters of the stream `orders` are the stream `orders.dead`."""
 DEAD_KIND: Final = 0
@@ -117,7 +120,7 @@ def check_definition(definition: Definition) -> None:
 class Order(Struct, frozen=True):
     """What a holder of a cluster key wants of one store: to keep a stream as defined, or to end it.
 
-    The latest by `issued_us` counts; there is one for each key id under which the stream is known.
+    There is one for each key id under which the stream is known, and one of them is in force: see `in_force`.
     """
 
     action: Annotated[str, Meta(max_length=16)]
@@ -128,6 +131,8 @@ class Order(Struct, frozen=True):
     issued_us: Time
     definition: Definition
     version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = ORDER_VERSION
+    revision: Offset = 0
+    """One above that of the order in force which it replaces; 0 when the stream is created, and in orders from before there were revisions."""
 
 
 class SignedOrder(Struct, frozen=True, array_like=True):
@@ -136,6 +141,15 @@ class SignedOrder(Struct, frozen=True, array_like=True):
     order: Annotated[bytes, Meta(max_length=MAX_ORDER_BYTES)]
     public_key: Key32
     signature: Signature
+    by: Annotated[bytes, Meta(max_length=32)] = b""
+    """Of an order whose key is new to the stream: the public key of one that the stream has ..."""
+    countersignature: Annotated[bytes, Meta(max_length=64)] = b""
+    """... and its signature over the same bytes."""
+
+
+def in_force(orders: Iterable[Order]) -> Order | None:
+    """Return the order that says what a stream is: that of the highest revision. `issued_us` decides only between those without one."""
+    return max(orders, key=lambda order: (order.revision, order.issued_us), default=None)
 
 
 Orders = Annotated[list[SignedOrder], Meta(min_length=1, max_length=MAX_ORDERS)]
@@ -268,7 +282,7 @@ class Describe(Struct, frozen=True, tag_field="op", tag="describe"):
 
 
 class Change(Struct, frozen=True, tag_field="op", tag="change"):
-    """Later orders: another definition, or a further key. Answered with Described."""
+    """Orders of the next revision: another definition, or a further key. Answered with Described."""
 
     orders: Orders
 
@@ -574,7 +588,7 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 
 REFUSALS: Final = frozenset(
-    {"no-stream", "exists", "order", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
+    {"no-stream", "exists", "order", "revision", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
      "staged", "channel"}
 )  # fmt: skip
 

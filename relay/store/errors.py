@@ -1,4 +1,4 @@
-"""What a log raises; and `ChannelRefused`, for a call that nobody proved to have made.
+"""What a log raises, what a call is refused with, and `ChannelRefused`, for a call that nobody proved to have made.
 
     LogError
     ├── LogMissing         nothing is at the path
@@ -62,3 +62,11 @@ class LogWriteFailed(LogError):
 
 class ChannelRefused(IrisError):
     """A call was not made by who opened its channel, or the channel is not open. It was not looked at."""
+
+
+class Refuse(IrisError):
+    """A call is refused; `code` is one of `streams.REFUSALS`."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code

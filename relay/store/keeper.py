@@ -17,32 +17,30 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from iris.crypto.keys import StoreKey, public_id, verify_order
-from iris.errors import ConfigError, DecodeError, InvalidName, IrisError, OpenError
+from iris.crypto.keys import StoreKey, public_id
+from iris.errors import DecodeError, IrisError
 from iris.wire import frames, streams
 from iris.wire.frames import MAX_KEY_IDS, NO_KEY, Kind, Refusal
 from iris.wire.streams import (
     DEAD,
     END,
-    KEEP,
     Definition,
-    Order,
     SignedOrder,
-    check_definition,
     dead_uuid,
     decode_order,
 )
 from relay.logs import Quiet
+from relay.store.authority import Authority, Kept, is_promotion, one_definition
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.cursor import Dead
 from relay.store.database import sync_directory
-from relay.store.errors import ChannelRefused, LogDamaged, LogError, LogWriteFailed
+from relay.store.errors import ChannelRefused, LogDamaged, LogError, LogWriteFailed, Refuse
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
 from relay.store.session import Bundle, Question, StoreSession
 from relay.store.staged import StagingRefused
-from relay.store.stream import Kept, Stream
+from relay.store.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +56,6 @@ _ENDED: Final = ".ended"
 """An empty file in place of a log that was deleted."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
-
-
-class Refuse(IrisError):
-    """A call is refused; `code` is one of `streams.REFUSALS`."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
 
 
 class Store:
@@ -86,6 +76,7 @@ class Store:
         self.label = label
         self.now_us = 0
         self.presence = Presence(key, self.address)
+        self.authority = Authority(key.public_key)
         self.leaving = False
         """Our relay is about to stop."""
         self.blocked = False
@@ -143,16 +134,13 @@ class Store:
             self._place(stream)
 
     def _load(self, path: Path, uuid: bytes) -> None:
-        stream = Stream(str(path), uuid, None, {})
+        stream = Stream(str(path), uuid, None)
         try:
             opened = Log.open(str(path))
         except LogError as err:
             stream.failed = str(err)
             try:  # whose it is, so that it is listed as what it is
-                kept = _decode_kept(Path(f"{path}{_ORDERS}").read_bytes())
-                stream.dead = bool(kept.parent)
-                stream.orders = {} if kept.parent else self._checked(kept.orders, uuid)
-                stream.redefine()
+                self._take_up(stream, Path(f"{path}{_ORDERS}").read_bytes())
             except (OSError, msgspec.DecodeError, IrisError) as unknown:
                 stream.failed = f"{err}; and its orders: {unknown}"
             log.error(
@@ -161,18 +149,23 @@ class Store:
         else:
             stream.opened(opened)
             try:
-                kept = _decode_kept(opened.definition)
                 if opened.uuid != uuid:
                     raise DecodeError("its directory bears another log's name")
-                stream.dead = bool(kept.parent)
-                stream.orders = {} if kept.parent else self._checked(kept.orders, uuid)
-                stream.redefine()
+                self._take_up(stream, opened.definition)
             except (msgspec.DecodeError, IrisError) as err:
                 stream.failed = f"its orders do not hold: {err}"
                 log.error(
                     "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
                 )
         self.streams[uuid] = stream
+
+    def _take_up(self, stream: Stream, data: bytes) -> None:
+        """Let a stream be what was written of it; raises msgspec.DecodeError, Refuse."""
+        kept = _decode_kept(data)
+        stream.dead = bool(kept.parent)
+        if not stream.dead:
+            stream.charter = self.authority.load(kept, stream.uuid)
+            stream.redefine()
 
     def close(self) -> None:
         """Commit what has come, and give the files back. Idempotent."""
@@ -324,7 +317,9 @@ class Store:
                 ):
                     was_open = stream.log is not None
                     stream.reopen(self.now_us)
-                    if not was_open and not stream.dead:
+                    if not was_open and not stream.dead and stream.log is not None:
+                        # What lies beside a log may be older than what is in it.
+                        self._take_up(stream, stream.log.definition)
                         self._place(stream)
                         self._leave(stream)
                         self._serve(stream, told(stream.name))
@@ -380,8 +375,8 @@ class Store:
         if question.name != self.address:
             raise Refuse("order", "a stream is created at one store, by its own name")
         uuid = decode_order(call.orders[0].order).uuid
-        orders = self._checked(call.orders, uuid)
-        definition = _one_definition(orders)
+        orders = self.authority.read(call.orders, uuid)
+        definition = one_definition(orders)
         here = {id(s): s for key_id in orders if (s := self._places.get((definition.name, key_id)))}
         for stream in here.values():
             if stream.uuid == uuid and stream.definition == definition:
@@ -390,18 +385,21 @@ class Store:
             raise Refuse(
                 "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
             )
+        if uuid in self.streams:
+            raise Refuse("order", "its uuid is that of another stream")
         if os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
             raise Refuse("order", "this log was deleted; create the stream anew")
         if dead_uuid(uuid) in self.streams or any(uuid == dead_uuid(u) for u in self.streams):
             raise Refuse("order", "its uuid is that of another stream's dead letters")
+        charter = self.authority.create(orders, self.now_us)
         self._check_keys(definition, set(orders))
         if len(self.streams) >= MAX_STREAMS:
             raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
         path = str(self.directory / uuid.hex())
-        kept = _encode(Kept([signed for _, signed in orders.values()]))
+        kept = _encode(charter.kept)
         write_beside(path + _ORDERS, kept)
         made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
-        stream = self.streams[uuid] = Stream(path, uuid, made, orders)
+        stream = self.streams[uuid] = Stream(path, uuid, made, charter)
         self._place(stream)
 
         def served(error: str) -> None:
@@ -435,37 +433,27 @@ class Store:
         stream = self._stream(question)
         if stream.dead or stream.log is None:
             raise Refuse("invalid", stream.failed or "dead letters follow their stream")
-        new = self._checked(call.orders, stream.uuid)
-        definition = _one_definition(new)
-        old = stream.definition
-        if all(stream.orders.get(key_id) == pair for key_id, pair in new.items()):
+        charter = self.authority.change(stream.charter, call.orders, stream.uuid, self.now_us)
+        if charter is stream.charter:
             question.answer(stream.described(self.key.public_key, self.label))  # a retry
             return
-        promoted = bool(old.mirror) and not definition.mirror
-        if _fixed(definition) != (_fixed(_promoted(old, definition)) if promoted else _fixed(old)):
-            raise Refuse(
-                "invalid", "what a stream is called and records does not change; create another"
-            )
-        for key_id, (order, _) in new.items():
-            before = stream.orders.get(key_id)
-            if before is not None and order.issued_us <= before[0].issued_us:
-                raise Refuse("order", "a later order is in force")
-        orders = {**stream.orders, **new}
-        self._check_keys(definition, set(orders))
+        old, definition = stream.definition, charter.definition
+        promoted = is_promotion(old, definition)
+        self._check_keys(definition, set(charter.orders))
         stream.commit(self.now_us)
-        kept = _encode(Kept([signed for _, signed in orders.values()]))
+        kept = _encode(charter.kept)
         stream.log.define(kept)
         write_beside(stream.path + _ORDERS, kept)
         same_paused = definition.paused == old.paused
-        if orders.keys() == stream.orders.keys() and same_paused and not promoted:
-            stream.orders = orders
+        if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
+            stream.charter = charter
             stream.redefine()
             self._place(stream)
             question.answer(stream.described(self.key.public_key, self.label))
             return
         self._leave(stream)
         self._displace(stream)
-        stream.orders = orders
+        stream.charter = charter
         stream.redefine()
         if promoted:
             self.presence.show_again(stream)
@@ -489,10 +477,13 @@ class Store:
         self._serve(stream, served)
 
     def _on_delete(self, question: Question, call: streams.Delete) -> None:
+        if self._was_ended(call):
+            question.answer(streams.Settled())  # a retry
+            return
         stream = self._stream(question)
-        orders = self._checked(call.orders, stream.uuid, action=END)
-        if orders.keys().isdisjoint(stream.orders):
-            raise Refuse("order", "the order is under no key of this stream")
+        if stream.dead:
+            raise Refuse("invalid", "dead letters follow their stream; delete that")
+        self.authority.end(stream.charter, call.orders, stream.uuid, self.now_us)
         # Whoever kept the first order cannot have an empty log pass for this one.
         write_beside(str(self.directory / (stream.uuid.hex() + _ENDED)), b"")
         self._remove(stream, "the stream was deleted")
@@ -501,6 +492,13 @@ class Store:
             "store.stream_deleted",
             extra={"fields": {"stream": stream.name, "uuid": stream.uuid.hex()}},
         )
+
+    def _was_ended(self, call: streams.Delete) -> bool:
+        uuid = decode_order(call.orders[0].order).uuid
+        if not os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
+            return False
+        self.authority.read(call.orders, uuid, action=END)
+        return True
 
     def _on_append(self, question: Question, call: streams.Append) -> None:
         stream = self._stream(question)
@@ -573,7 +571,7 @@ class Store:
             kept = _encode(Kept(parent=stream.uuid))
             write_beside(path + _ORDERS, kept)
             made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
-            grave = self.streams[uuid] = Stream(path, uuid, made, {})
+            grave = self.streams[uuid] = Stream(path, uuid, made)
             grave.dead = True
             self._place(stream)
             self.presence.serve_dead(stream, grave)
@@ -582,25 +580,6 @@ class Store:
         grave.bury_here(stream, consumer, letters, self.now_us)
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _checked(
-        self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP
-    ) -> dict[bytes, tuple[Order, SignedOrder]]:
-        """Return the orders by key id; raises Refuse unless every one is signed, for us, and for this log."""
-        orders: dict[bytes, tuple[Order, SignedOrder]] = {}
-        for one in signed:
-            try:
-                key_id = verify_order(one.public_key, one.signature, one.order)
-                order = decode_order(one.order)
-                check_definition(order.definition)
-            except (OpenError, DecodeError, ConfigError, InvalidName) as err:
-                raise Refuse("order", str(err)) from err
-            if order.store != self.key.public_key:
-                raise Refuse("order", "the order is for another store")
-            if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
-                raise Refuse("order", "the order is for another key, log or purpose")
-            orders[key_id] = (order, one)
-        return orders
 
     def _check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
         """Raise Refuse if a stream, or all that record one filter, have more keys than a frame to the relay takes."""
@@ -623,7 +602,7 @@ class Store:
             self._places[stream.name, key_id] = stream
         dead = self.streams.get(dead_uuid(stream.uuid))
         if dead is not None:
-            dead.orders = stream.orders
+            dead.charter = stream.charter
             limits = structs.replace(
                 stream.definition,
                 name=stream.name + DEAD,
@@ -677,31 +656,6 @@ def write_beside(path: str, data: bytes) -> None:
         sync_directory(os.path.dirname(path))
     except OSError as err:
         raise LogWriteFailed(path, str(err)) from err
-
-
-def _fixed(definition: Definition) -> tuple[object, ...]:
-    """Return what of a definition does not change."""
-    return (
-        definition.name,
-        definition.topic,
-        definition.cluster,
-        definition.mirror,
-        definition.origins,
-    )
-
-
-def _promoted(copy: Definition, wanted: Definition) -> Definition:
-    """Return what a copy is once it was promoted: it records what its source did, or nothing."""
-    source = copy.origins[-1]
-    topic, cluster = (source.topic, source.cluster) if wanted.topic or wanted.cluster else ("", "")
-    return structs.replace(copy, mirror="", topic=topic, cluster=cluster)
-
-
-def _one_definition(orders: dict[bytes, tuple[Order, SignedOrder]]) -> Definition:
-    definitions = [order.definition for order, _ in orders.values()]
-    if any(definition != definitions[0] for definition in definitions):
-        raise Refuse("order", "the orders of one call define one stream")
-    return definitions[0]
 
 
 def _order_of_list(stream: Stream) -> str:

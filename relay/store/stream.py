@@ -15,8 +15,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from msgspec import Struct
-
 from iris.core.guard import Guard
 from iris.wire import frames, streams
 from iris.wire.codec import END
@@ -39,6 +37,7 @@ from iris.wire.streams import (
     Stage,
 )
 from relay.store.answers import taken_item, told_items, told_outcome
+from relay.store.authority import NO_CHARTER, Charter
 from relay.store.consuming import Consuming
 from relay.store.cursor import Dead
 from relay.store.database import room_to_open
@@ -60,14 +59,6 @@ FULL: Final = "the disk took nothing"
 COMPACT_US: Final = 10_000_000
 FRESH_US: Final = 600_000_000
 """Senders that were silent for twice as long make room in the table of sequences."""
-
-
-class Kept(Struct, frozen=True):
-    """What a log's definition holds."""
-
-    orders: list[SignedOrder] = []
-    parent: bytes = b""
-    """Of dead letters: the stream's uuid."""
 
 
 class _Pending:
@@ -92,13 +83,12 @@ class Stream:
         path: str,
         uuid: bytes,
         log: Log | None,
-        orders: dict[bytes, tuple[Order, SignedOrder]],
+        charter: Charter = NO_CHARTER,
     ) -> None:
         self.path = path
         self.uuid = uuid
         self.log = log
-        self.orders = orders
-        """By key id."""
+        self.charter = charter
         self.failed = ""
         self.lost = 0
         """Messages told in gap records."""
@@ -142,14 +132,15 @@ class Stream:
 
     # -- what it is ------------------------------------------------------------------------------------------
 
+    @property
+    def orders(self) -> dict[bytes, tuple[Order, SignedOrder]]:
+        """Its orders by key id."""
+        return self.charter.orders
+
     def redefine(self) -> None:
-        """Take up what the latest order says."""
-        if not self.orders:
-            return
-        latest = max(
-            (order for order, _ in self.orders.values()), key=lambda order: order.issued_us
-        )
-        self.define(latest.definition)
+        """Take up what the order in force says."""
+        if self.orders:
+            self.define(self.charter.definition)
 
     def define(self, definition: Definition) -> None:
         """Take up a definition."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -488,12 +489,12 @@ async def test_a_stream_takes_no_more_keys_than_its_relay_does(setting: Any) -> 
     cluster, client, other = setting
     made = await client.streams.create("orders", topic="orders")
     store = cluster.store.store
-    definition = Definition("orders", topic="orders")
+    definition, now_us = Definition("orders", topic="orders"), time.time_ns() // 1000
     keys = [ClusterKey(bytes([number]) * 32) for number in range(1, 65)]
     orders = []
     for key in keys:
-        order = encode(Order("keep", bytes(16), key.key_id, store.key.public_key, 1, definition))
-        orders.append(SignedOrder(order, key.public_key, key.sign_order(order)))
+        order = Order("keep", bytes(16), key.key_id, store.key.public_key, now_us, definition)
+        orders.append(SignedOrder(encode(order), key.public_key, key.sign_order(encode(order))))
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
     other._attachment.session.calling.send(

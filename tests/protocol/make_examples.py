@@ -93,6 +93,18 @@ ORDER: Final = streams.encode(
     )
 )  # fmt: skip
 
+NEW_KEY: Final = ClusterKey(bytes(range(1, 33)))
+NEXT_ORDER: Final = streams.encode(
+    streams.Order(
+        streams.KEEP, STREAM_UUID, NEW_KEY.key_id, STORE_KEY.public_key, SENT_US,
+        streams.Definition(STREAM, "orders.>", max_bytes=1 << 30, compact=True), revision=1,
+    )
+)  # fmt: skip
+SIGNED: Final = streams.SignedOrder(
+    NEXT_ORDER, NEW_KEY.public_key, NEW_KEY.sign_order(NEXT_ORDER),
+    KEY.public_key, KEY.countersign_order(NEXT_ORDER),
+)  # fmt: skip
+
 CONTROLS: Final[dict[str, Control]] = {
     "hello": frames.Hello(1, 1, "billing", 4711),
     "welcome": frames.Welcome(1, 1, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
@@ -327,6 +339,9 @@ def derived() -> dict[str, dict[str, Any]]:
             "member_ephemeral_secret": MEMBER_EPHEMERAL.hex(),
         },
         "order": readable(msgspec.msgpack.decode(ORDER)),
+        "countersigned": {
+            "key_secret": bytes(range(1, 33)).hex(), **readable(msgspec.structs.asdict(SIGNED)),
+        },
         "stream": {
             "store_secret": bytes(range(0x20, 0x40)).hex(), "store_public_key": STORE_KEY.public_key.hex(),
             "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),

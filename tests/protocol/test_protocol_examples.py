@@ -25,18 +25,20 @@ from iris.core.aliases import MAX_ALIASES
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.tunnel import prologue
 from iris.crypto import channel, noise, sframe
-from iris.crypto.keys import verify_proof
+from iris.crypto.keys import ClusterKey, verify_proof
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Opener, Sealer
 from iris.errors import OpenError
 from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
+from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay import compression, ports, sessions
 from relay.compression import expanded, frames_in
 from relay.config import lan
 from relay.core import calls, control
 from relay.store import channels
+from relay.store.authority import Authority
 
 TEXT: Final = DOCUMENT.read_text()
 BLOCKS: Final = {(match[1], match[2]): match[3] for match in BLOCK.finditer(TEXT)}
@@ -106,6 +108,20 @@ def test_the_limits_of_compression_are_those_of_the_code() -> None:
     assert f"at most {compression.MAX_RATIO} times as many" in section
     assert f"one frame for each {compression.FRAME_BYTES} bytes" in section
     assert f"more than {compression.LONG_BYTES >> 10} KiB" in section
+
+
+def test_a_store_takes_the_countersigned_order_after_the_first() -> None:
+    first = decode_control(memoryview(HEX["grant"]), 0, len(HEX["grant"]))
+    assert isinstance(first, frames.Grant)
+    created = SignedOrder(first.order, first.public_key, first.signature)
+    said = {key: bytes.fromhex(text) for key, text in JSON["countersigned"].items()}
+    key = ClusterKey(said.pop("key_secret"))
+    order = decode_order(created.order)
+    authority = Authority(order.store)
+    charter = authority.create(authority.read([created], order.uuid), order.issued_us)
+    changed = authority.change(charter, [SignedOrder(**said)], order.uuid, order.issued_us)
+    assert set(changed.orders) == {KEY.key_id, key.key_id}
+    assert f"at most {ORDER_FRESH_US // 1_000_000} s before or after" in TEXT
 
 
 def _table(title: str) -> dict[str, list[str]]:

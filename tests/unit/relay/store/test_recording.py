@@ -28,7 +28,7 @@ def bundle(first: int, count: int = 1) -> Bundle:
 @pytest.fixture
 def stream(tmp_path: Path) -> Stream:
     path = str(tmp_path / "log")
-    return Stream(path, UUID, Log.create(path, uuid=UUID, definition=b"", created_us=1), {})
+    return Stream(path, UUID, Log.create(path, uuid=UUID, definition=b"", created_us=1))
 
 
 def recorded(stream: Stream) -> list[Any]:

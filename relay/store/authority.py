@@ -1,0 +1,242 @@
+"""Who may keep, change and end a stream: what the orders of a call have to show. It decides; the keeper writes and serves.
+
+    create    every order signed by the key that it names, without a revision, fresh
+    change    every order of the revision after the one in force, fresh, and signed by a key that the stream has, or countersigned by one
+    end       likewise, by keys that the stream has
+    start     the signatures, and how each key came to the stream; no clock, so that an order holds for as long as it is kept
+
+A revision rises by one: no order can be made that no later one replaces, and of two changes at once one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct, structs
+
+from iris.crypto.keys import public_id, verify_countersignature, verify_order
+from iris.errors import ConfigError, DecodeError, InvalidName, OpenError
+from iris.wire.streams import (
+    END,
+    KEEP,
+    ORDER_FRESH_US,
+    Definition,
+    Order,
+    SignedOrder,
+    check_definition,
+    decode_order,
+    in_force,
+)
+from relay.store.errors import Refuse
+
+_Signed = dict[bytes, tuple[Order, SignedOrder]]
+
+
+class Kept(Struct, frozen=True):
+    """What a log's definition holds."""
+
+    orders: list[SignedOrder] = []
+    parent: bytes = b""
+    """Of dead letters: the stream's uuid."""
+    roots: list[bytes] = []
+    """Ids of the keys that it was created under. None: written before there were revisions, when nothing else was kept of a key."""
+    admitted: list[SignedOrder] = []
+    """The countersigned orders by which its other keys came."""
+
+
+class Charter(Struct, frozen=True):
+    """What a stream is kept by."""
+
+    orders: _Signed = {}
+    """By key id."""
+    roots: tuple[bytes, ...] = ()
+    admitted: dict[bytes, SignedOrder] = {}
+
+    @property
+    def order(self) -> Order | None:
+        """The one in force; None without any."""
+        return in_force(order for order, _ in self.orders.values())
+
+    @property
+    def definition(self) -> Definition:
+        """What the order in force says."""
+        order = self.order
+        return Definition("?") if order is None else order.definition
+
+    @property
+    def kept(self) -> Kept:
+        """Return what is written of it."""
+        signed = [one for _, one in self.orders.values()]
+        return Kept(signed, b"", list(self.roots), list(self.admitted.values()))
+
+
+NO_CHARTER = Charter()
+
+
+class Authority:
+    """Judges orders for the store of this public key. Every method raises Refuse if one of them does not do."""
+
+    def __init__(self, store: bytes) -> None:
+        self._store = store
+
+    def create(self, orders: _Signed, now_us: int) -> Charter:
+        """Return what a new stream is kept by; the orders were read, and define one stream (`one_definition`)."""
+        for order, _ in orders.values():
+            if order.revision:
+                raise Refuse("order", f"a stream is created at revision 0, not {order.revision}")
+            _check_fresh(order, now_us)
+        return Charter(orders, tuple(orders))
+
+    def change(
+        self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
+    ) -> Charter:
+        """Return what a stream is kept by from now on; the same `charter` if the orders are in force already: the call is a retry."""
+        orders = self.read(signed, uuid)
+        definition = one_definition(orders)
+        if all(_is_kept(charter, key_id, one) for key_id, (_, one) in orders.items()):
+            return charter
+        admitted = dict(charter.admitted)
+        for key_id, (order, one) in orders.items():
+            _check_revised(order)
+            if key_id not in charter.orders:
+                _check_countersigned(key_id, one, charter.orders)
+                admitted[key_id] = one
+            _check_step(charter, order)
+            _check_fresh(order, now_us)
+        _check_kept_as_is(charter, definition)
+        return Charter({**charter.orders, **orders}, charter.roots, admitted)
+
+    def end(
+        self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
+    ) -> None:
+        """Return if the orders end a stream."""
+        for key_id, (order, _) in self.read(signed, uuid, action=END).items():
+            _check_revised(order)
+            if key_id not in charter.orders:
+                raise Refuse("order", f"the stream has no key {key_id.hex()[:8]}")
+            _check_step(charter, order)
+            _check_fresh(order, now_us)
+
+    def load(self, kept: Kept, uuid: bytes) -> Charter:
+        """Return what was written of a stream's charter."""
+        orders = self.read(kept.orders, uuid)
+        if not kept.roots:
+            return Charter(orders, tuple(orders))
+        found = self.read(kept.admitted, uuid)
+        admitted: dict[bytes, SignedOrder] = {}
+        keys = dict.fromkeys(kept.roots)
+        while new := {k: one for k, (_, one) in found.items() if public_id(one.by) in keys}:
+            for key_id, one in new.items():
+                del found[key_id]
+                _check_countersigned(key_id, one, keys)
+                admitted[key_id] = one
+            keys.update(dict.fromkeys(new))
+        for key_id in orders:
+            if key_id not in keys:
+                detail = f"no key of the stream countersigned key {key_id.hex()[:8]}"
+                raise Refuse("order", detail)
+        return Charter(orders, tuple(kept.roots), admitted)
+
+    def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
+        """Return orders by key id: each is signed, for this store, for this log, and for this purpose."""
+        orders: _Signed = {}
+        for one in signed:
+            try:
+                key_id = verify_order(one.public_key, one.signature, one.order)
+                order = decode_order(one.order)
+                check_definition(order.definition)
+            except (OpenError, DecodeError, ConfigError, InvalidName) as err:
+                raise Refuse("order", str(err)) from err
+            if order.store != self._store:
+                raise Refuse("order", "the order is for another store")
+            if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
+                raise Refuse("order", "the order is for another key, log or purpose")
+            orders[key_id] = (order, one)
+        return orders
+
+
+def one_definition(orders: _Signed) -> Definition:
+    """Return what all orders of a call define; raises Refuse if they differ."""
+    definitions = [order.definition for order, _ in orders.values()]
+    if any(definition != definitions[0] for definition in definitions):
+        raise Refuse("order", "the orders of one call define one stream")
+    return definitions[0]
+
+
+def is_promotion(old: Definition, new: Definition) -> bool:
+    """Whether a copy becomes a stream of its own."""
+    return bool(old.mirror) and not new.mirror
+
+
+def _is_kept(charter: Charter, key_id: bytes, one: SignedOrder) -> bool:
+    there = charter.orders.get(key_id)
+    return there is not None and there[1].order == one.order
+
+
+def _check_revised(order: Order) -> None:
+    if not order.revision:
+        raise Refuse("order", "the order has no revision: upgrade the client")
+
+
+def _check_step(charter: Charter, order: Order) -> None:
+    there = charter.order
+    due = there.revision + 1 if there is not None else 0
+    if order.revision != due:
+        detail = f"the order has revision {order.revision}, and {due} is next: the stream was changed meanwhile"
+        raise Refuse("revision", detail)
+
+
+def _check_fresh(order: Order, now_us: int) -> None:
+    ahead_us = order.issued_us - now_us
+    if abs(ahead_us) > ORDER_FRESH_US:
+        apart = f"{abs(ahead_us) / 1e6:,.0f} s {'after' if ahead_us > 0 else 'before'}"
+        raise Refuse(
+            "order",
+            f"the order was issued {apart} the time of the store's clock, and {ORDER_FRESH_US // 1_000_000} s are allowed: "
+            "set the clocks of both hosts",
+        )
+
+
+def _check_countersigned(
+    key_id: bytes, one: SignedOrder, keys: dict[bytes, object] | _Signed
+) -> None:
+    """Raise Refuse unless one of `keys` countersigned the order."""
+    if not one.by:
+        detail = f"key {key_id.hex()[:8]} is new to the stream, and no key that the stream has countersigned its order"
+        raise Refuse("order", detail)
+    try:
+        by = verify_countersignature(one.by, one.countersignature, one.order)
+    except OpenError as err:
+        raise Refuse("order", str(err)) from err
+    if by not in keys:
+        detail = f"key {key_id.hex()[:8]} is new to the stream, and so is the key that countersigned its order"
+        raise Refuse("order", detail)
+
+
+def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
+    """Raise Refuse if a change is one of what does not change."""
+    there = charter.order
+    old = there.definition if there is not None else definition
+    wanted = _promoted(old, definition) if is_promotion(old, definition) else old
+    if _fixed(definition) != _fixed(wanted):
+        raise Refuse(
+            "invalid", "what a stream is called and records does not change; create another"
+        )
+
+
+def _fixed(definition: Definition) -> tuple[object, ...]:
+    """Return what of a definition does not change."""
+    return (
+        definition.name,
+        definition.topic,
+        definition.cluster,
+        definition.mirror,
+        definition.origins,
+    )
+
+
+def _promoted(copy: Definition, wanted: Definition) -> Definition:
+    """Return what a copy is once it was promoted: it records what its source did, or nothing."""
+    source = copy.origins[-1]
+    topic, cluster = (source.topic, source.cluster) if wanted.topic or wanted.cluster else ("", "")
+    return structs.replace(copy, mirror="", topic=topic, cluster=cluster)
