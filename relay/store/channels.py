@@ -31,9 +31,9 @@ from relay.store.errors import ChannelRefused
 if TYPE_CHECKING:
     from relay.store.session import Question
 
-MAX_CHANNELS: Final = 32_768
-"""Of one store, about 1 KB each ..."""
-MAX_OF_KEY: Final = 8192
+MAX_CHANNELS: Final = 16_384
+"""Of one store, 2 KB each, 5 KB when long bodies came one way ..."""
+MAX_OF_KEY: Final = 4096
 """... and of one key, which make room among themselves."""
 MAX_SPENT: Final = 16_384
 DOOR_US: Final = 30_000_000

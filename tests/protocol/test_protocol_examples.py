@@ -522,8 +522,8 @@ def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
         ),
         ("the last 2^17 counters", sframe.WINDOW_COUNTERS == 1 << 17),
         (
-            "of one key and in all | 8,192 and 32,768;",
-            (channels.MAX_OF_KEY, channels.MAX_CHANNELS) == (8192, 32_768),
+            "of one key and in all | 4,096 and 16,384;",
+            (channels.MAX_OF_KEY, channels.MAX_CHANNELS) == (4096, 16_384),
         ),
         ("no older than 30 seconds", channels.DOOR_US == 30_000_000),
         ("below the window of 16,384", channel.WINDOW_CALLS == 16_384),
