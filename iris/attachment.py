@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
@@ -69,6 +70,8 @@ class Attachment:
         self._entropy = entropy
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
+        self._pumps: WeakSet[Pump[Session]] = WeakSet()
+        """Of every session that may still send: the one in use, those being left or set up."""
         self._up = asyncio.Event()
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -206,6 +209,7 @@ class Attachment:
             compress=config.compress,
         )  # fmt: skip
         pump = Pump(self, session, self._buffer, config.write_high_bytes)
+        self._pumps.add(pump)
         if hold:
             session.hold_casts()
         welcomed = session.on_welcome = self._loop.create_future()
@@ -338,10 +342,10 @@ class Attachment:
     def poison(self) -> None:
         """In the child of a fork: counters, nonces and socket are the parent's."""
         self.state = "the parent process's: connect anew after a fork"
-        if self.session is not None:
-            self.session.out.poison()
-            for end in self.session.tunneling.ends.values():
-                end.poison()
+        for pump in list(
+            self._pumps
+        ):  # one that is being left goes on sealing, and one that is set up may begin to
+            pump.poison()
         self.session = self.out = self.pump = None
         self.blocked = True
 

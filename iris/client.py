@@ -255,7 +255,7 @@ class Client:
         `idempotent`, which lets it run again elsewhere when a member is lost.
 
         Raises:
-            RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError or ConnectionLost; each says `may_have_run`.
+            RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost; each says `may_have_run`.
             DecodeError: the reply does not fit `type`.
         """
         timeout_ms = _milliseconds(timeout)
@@ -507,7 +507,7 @@ class Client:
         """Open a tunnel that the caller closes.
 
         Raises:
-            RequestError: NoMembers, Overloaded, RequestTimeout or ConnectionLost; no handler has run.
+            RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost; no handler has run.
         """
         until_s = _deadline(timeout)
         pump, session = await self._ready(cluster, timeout)

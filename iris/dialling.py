@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pwd
 import re
@@ -17,14 +18,18 @@ from typing import Final
 from iris import paths
 from iris.config import ClientConfig
 from iris.errors import ConfigError, KeyringError, RelayUnavailable
-from iris.keyfiles import config_directory
+from iris.keyfiles import config_directory, distrust
 from iris.remote import load_access
+
+log = logging.getLogger(__name__)
 
 REMOTE: Final = "tls://"
 ACCESS_VARIABLE: Final = "IRIS_ACCESS"
 ACCESS_FILE: Final = "access.pem"
 _HOST_AND_PORT: Final = re.compile(r"[^/]+:[0-9]{1,5}")
 _CREDENTIALS: Final = struct.Struct("3i")
+_skipped: Final[dict[Path, str]] = {}
+"""What was logged: socket -> why it was skipped."""
 
 
 async def reach(
@@ -46,7 +51,8 @@ async def reach(
         access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
         await dial_remote(parse_remote(str(relay)), access_file, factory)
         return
-    connection = await dial(Path(relay) if relay else find_relay(environ), config.relay_user)
+    path = Path(relay) if relay else find_relay(environ, config.relay_user)
+    connection = await dial(path, config.relay_user)
     try:
         await asyncio.get_running_loop().create_unix_connection(factory, sock=connection)
     except BaseException:
@@ -61,10 +67,36 @@ def _check_path(relay: str) -> None:
         raise ConfigError(f"relay: {relay!r} is no path; a relay on another host is tls://{relay}")
 
 
-def find_relay(environ: Mapping[str, str]) -> Path:
-    """Return the socket to try: $IRIS_RELAY, else the user's own relay if it is there, else the host's."""
+def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
+    """Return the socket to try: the user's own relay if it is there, else the host's.
+
+    One that somebody else may have put there is skipped and logged: it must not hide the next. $IRIS_RELAY is not
+    looked at here: who names a relay wants that one.
+
+    Raises:
+        RelayUnavailable: nothing is there, or nothing that was not skipped; says what was, and why.
+    """
     candidates = paths.candidate_sockets(environ, os.geteuid())
-    return next((path for path in candidates if os.path.exists(path)), candidates[0])
+    skipped = []
+    for path in candidates:
+        try:
+            if not path.exists():
+                continue
+            why = distrust(path.parent, _trusted(relay_user))
+        except OSError as err:
+            why = f"{path}: {err.strerror}"
+        if not why:
+            return path
+        skipped.append(f"skipped {path}: {why}")
+        if _skipped.get(path) != why:  # clients try again and again
+            _skipped[path] = why
+            log.warning(
+                "relay.socket_skipped", extra={"fields": {"socket": str(path), "reason": why}}
+            )
+    if skipped:
+        names = " or ".join(map(str, candidates))
+        raise RelayUnavailable(f"no relay at {names}; {'; '.join(skipped)}")
+    return candidates[0]
 
 
 def parse_remote(text: str) -> tuple[str, int]:
@@ -125,7 +157,7 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
         _, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid not in (os.geteuid(), 0) and uid != _uid_of(relay_user):
+        if uid != 0 and uid not in _trusted(relay_user):
             raise RelayUnavailable(
                 f"the relay at {path} runs as uid {uid}: neither us, root nor {relay_user!r}"
             )
@@ -141,8 +173,9 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
     return connection
 
 
-def _uid_of(user: str) -> int | None:
+def _trusted(relay_user: str) -> tuple[int, ...]:
+    """Return the users, besides root, whose relay we go to."""
     try:
-        return pwd.getpwnam(user).pw_uid
+        return os.geteuid(), pwd.getpwnam(relay_user).pw_uid
     except KeyError:
-        return None
+        return (os.geteuid(),)

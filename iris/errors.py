@@ -17,7 +17,8 @@
     │   ├── Overloaded         everybody who serves it is full; it has not run
     │   ├── RequestTimeout     no reply in time (also a TimeoutError); it may have run
     │   ├── ConnectionLost     the member, its relay or ours went away on the way
-    │   └── RemoteError        the handler raised, or the body did not decode; the text is the member's
+    │   ├── RelayError         it was refused on the way; the text is a relay's, which nobody sealed
+    │   └── RemoteError        the handler raised, or the body did not decode; the text is the member's, and sealed
     ├── StreamError            a durable stream did not do what was asked
     │   ├── NoStream           no store holds it under our keys
     │   ├── StreamExists       it is there and defined otherwise; names the holder
@@ -32,7 +33,10 @@
         └── PeerProtocolError  they erred; ends their connection, never shown to another peer
 
 Siblings differ by what the caller should do: fix a call (`Closed`, `InvalidName`), wait or retry (`NoMembers`,
-`Overloaded`), reconnect (`ConnectionLost`, automatic), read the message (`RemoteError`).
+`Overloaded`), reconnect (`ConnectionLost`, automatic), read the message (`RemoteError`, `RelayError`).
+
+Only RemoteError is the word of somebody who holds the key. The others are what relays or this process say, and
+`may_have_run=False` in them is worth as much as the relays on the way.
 """
 
 from __future__ import annotations
@@ -121,11 +125,23 @@ class ConnectionLost(RequestError):
         self.may_have_run = may_have_run
 
 
-class RemoteError(RequestError):
-    """The member answered with an error; `detail` is its text.
+class RelayError(RequestError):
+    """A relay says that the message was refused; `detail` is the relay's text, which no key holder sealed.
 
-    `may_have_run` is False when the member refused the message before its handler saw it
-    (a body that does not decode, a stale message).
+    The member cannot open it, it was seen before or is too old, the member did not run it, or a site's policy bars it.
+    `may_have_run` is True where an honest relay cannot know better.
+    """
+
+    def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
+        super().__init__(cluster, detail)
+        self.may_have_run = may_have_run
+
+
+class RemoteError(RequestError):
+    """The member answered with an error; `detail` is its text, sealed with the key.
+
+    `may_have_run` is False when that member refused the message before its handler saw it
+    (a body that does not decode, clocks that are too far apart).
     """
 
     def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:

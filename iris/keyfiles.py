@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -218,6 +218,27 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError:
         pass  # raised below: the error holds the whole content, so it is no cause to chain
     raise KeyringError(f"{path}: not UTF-8")
+
+
+def distrust(directory: Path, owners: Collection[int]) -> str:
+    """Return why somebody else than root and `owners` (uids) could put a file of their own into `directory`, or nothing.
+
+    Raises:
+        OSError: it cannot be looked at: there is none, for example.
+    """
+    # lstat: in a shared /tmp a link could lead anywhere. Where its parent is a link, the owner of that one made it so.
+    found, around = directory.lstat(), directory.parent.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{directory} is not a directory"
+    for place, status in ((directory, found), (directory.parent, around)):
+        if status.st_uid != 0 and status.st_uid not in owners:
+            return f"{place} belongs to uid {status.st_uid}"
+        # In a sticky directory, as /tmp, a name is its owner's.
+        shared = place != directory and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
+            mode = stat.S_IMODE(status.st_mode)
+            return f"others may write to {place} (mode {mode:04o}): chmod go-w {place}"
+    return ""
 
 
 def _judge(path: Path, status: os.stat_result) -> None:

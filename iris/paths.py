@@ -43,7 +43,7 @@ def candidate_sockets(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
     """Return the sockets that a client of user `uid` tries, in order, without repeats.
 
     IRIS_RELAY alone where it is set: who names a relay does not want another. Else the user's own
-    relay, then the host's.
+    relay, then the host's. Who uses one judges its directory first, as `iris.dialling` does.
     """
     own = default_socket(environ, uid)
     system = SYSTEM_DIRECTORY / _SOCKET_NAME

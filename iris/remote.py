@@ -13,6 +13,7 @@ the first read. After it, either side calls `check_alpn` and `peer_relay_id`.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import ssl
@@ -141,6 +142,22 @@ def check_alpn(tls: ssl.SSLObject | ssl.SSLSocket, expected: str) -> None:
         raise PeerProtocolError(
             f"the peer does not speak {expected} here (links and sessions have ports of their own)"
         )
+
+
+def certificate_hash(certificate: bytes) -> bytes:
+    """Return what names a connection by the relay's certificate (DER): its SHA-256, 32 bytes.
+
+    `tls-server-end-point` of RFC 5929; Ed25519 prescribes no hash, so it is SHA-256 always. A relay makes
+    its leaf at each start, so nobody else holds the private key of one, whatever name they put into their own.
+    """
+    return hashlib.sha256(certificate).digest()
+
+
+def peer_channel(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
+    """Return what names the connection to the relay at the other end, as `certificate_hash`."""
+    certificate = tls.getpeercert(binary_form=True)
+    assert certificate is not None, "CERT_REQUIRED"
+    return certificate_hash(certificate)
 
 
 def peer_relay_id(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from iris.core.asks import NEVER_US
 from iris.errors import IrisError, PeerProtocolError
-from iris.remote import SESSION_ALPN, check_alpn, peer_relay_id
+from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
     FRAME_OVERHEAD,
     MAX_REPORT_BYTES,
@@ -86,9 +86,10 @@ class Conversation(Protocol):
     def flush(self) -> None: ...
     def expire(self, mono_us: int) -> None: ...
     def heard(self) -> None: ...
-    def over_tls(self, relay_id: bytes) -> None: ...
+    def over_tls(self, relay_id: bytes, channel: bytes) -> None: ...
     def release_casts(self) -> None: ...
     def end(self, reason: str, *, routed: bool = False) -> None: ...
+    def poison(self) -> None: ...
 
 
 S = TypeVar("S", bound=Conversation)
@@ -138,7 +139,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         if tls is not None:
             try:
                 check_alpn(tls, SESSION_ALPN)
-                self.session.over_tls(peer_relay_id(tls))
+                self.session.over_tls(peer_relay_id(tls), peer_channel(tls))
             except PeerProtocolError as err:
                 self.abort(str(err))
                 return
@@ -246,6 +247,11 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self.reason = self.reason or reason
             self._transport.abort()
             self._finish(self.reason or "closed")
+
+    def poison(self) -> None:
+        """In the child of a fork: nothing is sealed or written here any more; the connection is the parent's."""
+        self.connected = False
+        self.session.poison()
 
     def _finish(self, reason: str) -> None:
         if not self.connected:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from iris.errors import ConfigError
+from iris.errors import ConfigError, PeerProtocolError
 from relay.accepting import Acceptor
 from relay.addresses import listen_at
 from relay.config import parse_listen
@@ -105,7 +105,7 @@ class RemoteListener:
     async def _attach(self, connection: socket.socket, host: str) -> None:
         try:
             await self._loop.connect_accepted_socket(
-                self._hub.remote_port,
+                partial(self._hub.remote_port, self._channel_of),
                 connection,
                 ssl=self._context,
                 ssl_handshake_timeout=HANDSHAKE_S,
@@ -113,6 +113,12 @@ class RemoteListener:
         except (OSError, ssl.SSLError) as err:
             connection.close()
             self._refused(host, refusal(err))
+
+    def _channel_of(self, context: ssl.SSLContext) -> bytes:
+        for credentials in self._credentials:
+            if credentials.admitting is context:
+                return credentials.channel
+        raise PeerProtocolError("the network key was removed")
 
     def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._half_open.pop(task, None)

@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Callable
 from functools import partial
 
 from iris.errors import PeerProtocolError
@@ -34,6 +35,8 @@ ACCEPTS = 64
 SWEEP_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
+ChannelOf = Callable[[ssl.SSLContext], bytes]
+"""Names a connection by the context that it was admitted under; raises PeerProtocolError if that is served no more."""
 
 
 class SessionHub:
@@ -108,9 +111,9 @@ class SessionHub:
         """Return the protocol object of a new connection."""
         return SessionPort(self)
 
-    def remote_port(self) -> SessionPort:
+    def remote_port(self, channel_of: ChannelOf) -> SessionPort:
         """As `port`, for a session of another host whose TLS handshake is done."""
-        return SessionPort(self, remote=True)
+        return SessionPort(self, channel_of=channel_of)
 
     async def sweep(self) -> None:
         """Cut connections that never greet, or begin a frame and do not end it. Runs until cancelled."""
@@ -149,10 +152,13 @@ class SessionHub:
 class SessionPort(ConnectionPort):
     """One session's connection, both ways. Implements `relay.core.ports.Port`."""
 
-    def __init__(self, hub: SessionHub, *, accepted: bool = False, remote: bool = False) -> None:
+    def __init__(
+        self, hub: SessionHub, *, accepted: bool = False, channel_of: ChannelOf | None = None
+    ) -> None:
         super().__init__(hub.driver, hub.config)
         self._hub = hub
-        self._remote = remote
+        self._channel_of = channel_of
+        """Of a session of another host."""
         self.context: ssl.SSLContext | None = None
         """Under which a session of another host was admitted."""
         self._reader = FrameReader(self._frame, hub.driver.buffer, FIRST_LIMIT_BYTES)
@@ -168,19 +174,22 @@ class SessionPort(ConnectionPort):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._writer = Writer(self._transport)
-        ours = not self._remote and _is_ours(transport.get_extra_info("socket"))
-        self.session = self._router.session_up(self, remote=self._remote, ours=ours)
+        channel_of = self._channel_of
+        remote = channel_of is not None
+        ours = not remote and _is_ours(transport.get_extra_info("socket"))
+        self.session = self._router.session_up(self, remote=remote, ours=ours)
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching
         self.attaching = False
-        if self._remote:
-            self._admit(transport.get_extra_info("ssl_object"))
+        if channel_of is not None:
+            self._admit(transport.get_extra_info("ssl_object"), channel_of)
 
-    def _admit(self, tls: ssl.SSLObject) -> None:
+    def _admit(self, tls: ssl.SSLObject, channel_of: ChannelOf) -> None:
         self.context = tls.context
         try:
             check_alpn(tls, SESSION_ALPN)
             access_id = peer_access_id(tls)
+            self.session.channel = channel_of(tls.context)
         except PeerProtocolError as err:
             self._protocol_error(err)
             return

@@ -44,6 +44,7 @@ from iris.errors import PeerProtocolError
 from iris.remote import (
     SESSION_ALPN,
     bare_context,
+    certificate_hash,
     check_alpn,
     make_access,
     mutual_context,
@@ -99,7 +100,15 @@ class Credentials:
     `admitting` are what `link_server_context` and `session_server_context` pick from.
     """
 
-    __slots__ = ("accepting", "admitting", "dialling", "fingerprint", "relay_id", "server_name")
+    __slots__ = (
+        "accepting",
+        "admitting",
+        "channel",
+        "dialling",
+        "fingerprint",
+        "relay_id",
+        "server_name",
+    )
 
     def __init__(
         self,
@@ -116,6 +125,8 @@ class Credentials:
         leaf = relay_leaf(network_key, relay_id, entropy(SECRET_BYTES))
         network, access = network_authority(network_key), access_authority(network_key)
         self.relay_id: Final = relay_id
+        self.channel: Final = certificate_hash(leaf.certificate.public_bytes(Encoding.DER))
+        """What proofs of keys in sessions over TLS are bound to: `certificate_hash` of the leaf."""
         self.fingerprint: Final = network_key.fingerprint
         self.server_name: Final = network_key.fingerprint.hex()
         self.dialling: Final = mutual_context(

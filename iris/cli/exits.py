@@ -20,6 +20,7 @@ from iris.errors import (
     NoMembers,
     NoStream,
     Overloaded,
+    RelayError,
     RemoteError,
     RequestTimeout,
     StreamError,
@@ -43,6 +44,7 @@ class Exit(IntEnum):
 
 _BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
     (RemoteError, Exit.ANSWER),
+    (RelayError, Exit.ANSWER),
     (DecodeError, Exit.ANSWER),
     (NoMembers, Exit.NO_MEMBERS),
     (Overloaded, Exit.OVERLOADED),

@@ -140,7 +140,10 @@ def ping(
 
 async def _report(relay: str | None, timeout: float) -> dict[str, Any]:
     async with iris.connect(relay) as client:
-        return await client.status(timeout=timeout)
+        report = await client.status(timeout=timeout)
+    if "limited" in report:
+        raise iris.IrisError(f"the relay names no other sites to us: {report['limited']}")
+    return report
 
 
 def _sites(report: dict[str, Any]) -> list[dict[str, Any]]:

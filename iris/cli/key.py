@@ -291,7 +291,13 @@ async def _check_everybody_holds(
         async with iris.connect(relay, keyring=keyring) as client:
             clusters = [name]
             if name == DEFAULT:
-                known = (await client.status())["clusters"]
+                report = await client.status()
+                if "clusters" not in report:
+                    raise KeyringError(
+                        f"cannot tell who holds the new key: the relay does not name all clusters to us ({report['limited']}). If every "
+                        "member does, use --force"
+                    )
+                known = report["clusters"]
                 clusters = [cluster for cluster in known if cluster not in keyring.entries()]
             behind = [
                 f"{cluster}: {member.member} ({member.label})"

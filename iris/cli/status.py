@@ -56,6 +56,9 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     )
     if "socket" in report:
         console.print(f"socket {report['socket']}", markup=False)
+    if "limited" in report:
+        counts = ", ".join(f"{count} {name}" for name, count in report["counts"].items())
+        console.print(f"{counts}; {report['limited']}", markup=False)
     sessions = Table(box=None, pad_edge=False, title="sessions", title_justify="left")
     sessions.add_column("PROGRAM", no_wrap=True)
     columns = ("pid", "members", "subscriptions", "running", "waiting", "tunnels", "held")
@@ -66,7 +69,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     clusters = Table(box=None, pad_edge=False, title="clusters", title_justify="left")
     for name in ("NAME", "KEY", "MEMBERS"):
         clusters.add_column(name, no_wrap=True)
-    for name, by_key in report["clusters"].items():
+    for name, by_key in report.get("clusters", {}).items():
         for key, count in by_key.items():
             clusters.add_row(output.cell(name), key + "…", str(count))
     accounts = report["accounts"]

@@ -17,12 +17,14 @@ from iris.errors import (
     OpenError,
     Overloaded,
     PeerProtocolError,
+    RelayError,
     RemoteError,
+    RequestError,
     RequestTimeout,
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
-from iris.wire.frames import Cause, Kind
+from iris.wire.frames import STALE, Cause, Kind
 from iris.wire.names import split_site
 
 if TYPE_CHECKING:
@@ -201,7 +203,7 @@ class Asks:
             pending.waiter.set_exception(error)
 
     def failed(self, fail: frames.Fail) -> None:
-        """The relay answered itself: there is no other answer. Stale messages, and idempotent ones, go out once more."""
+        """The relay answered itself: there is no other answer. Only what is idempotent goes out once more, whatever it says."""
         pending = self._pending.get(fail.hop)
         if pending is None:
             push = self._pushes.pop(fail.hop, None)
@@ -213,14 +215,11 @@ class Asks:
                 )
             return
         again = (
-            pending.attempts < ATTEMPTS
+            pending.idempotent
+            and pending.attempts < ATTEMPTS
             and pending.deadline_us > self._session.mono_us
-            and pending.survey is None
         )
-        if again and (
-            (fail.cause == Cause.REFUSED and fail.detail == "stale")
-            or (fail.cause == Cause.LOST and pending.idempotent)
-        ):
+        if again and (fail.cause == Cause.LOST or is_stale(fail)):
             # Sealed anew: a counter is never used for two sends.
             del self._pending[fail.hop]
             pending.attempts += 1
@@ -279,7 +278,12 @@ class Asks:
             self._session.owner.lost(Lost("push", name, b"", None, reason))
 
 
-def error_of(name: str, fail: frames.Fail) -> IrisError:
+def is_stale(fail: frames.Fail) -> bool:
+    """Whether a message came too late to tell it from a replay. So it may have run, whatever else the relay says."""
+    return fail.cause == Cause.REFUSED and fail.detail == STALE
+
+
+def error_of(name: str, fail: frames.Fail) -> RequestError:
     """Return what a relay's own answer means for the caller."""
     if fail.cause == Cause.NO_MEMBERS:
         return NoMembers(name, fail.detail or "nobody serves it")
@@ -293,4 +297,5 @@ def error_of(name: str, fail: frames.Fail) -> IrisError:
         return ConnectionLost(
             name, fail.detail or "the member went away", may_have_run=fail.may_have_run
         )
-    return RemoteError(name, fail.detail or "refused", may_have_run=fail.may_have_run)
+    ran = fail.may_have_run or is_stale(fail)
+    return RelayError(name, fail.detail or "refused", may_have_run=ran)

@@ -94,6 +94,7 @@ class Outbound:
         relay_id: bytes,
         session_id: bytes,
         challenge: bytes,
+        channel: bytes = b"",
         entropy: Callable[[int], bytes],
         on_full: Callable[[], None],
         full_bytes: int = 256 << 10,
@@ -107,6 +108,7 @@ class Outbound:
         self._relay_id = relay_id
         self._session_id = session_id
         self._challenge = challenge
+        self._channel = channel
         self._entropy = entropy
         self._on_full = on_full
         self._full_bytes = full_bytes
@@ -141,8 +143,8 @@ class Outbound:
         if key.key_id not in self._proven:
             self._proven.add(key.key_id)
             signature = key.sign_proof(
-                relay_id=self._relay_id, session_id=self._session_id, challenge=self._challenge
-            )
+                relay_id=self._relay_id, session_id=self._session_id, challenge=self._challenge, channel=self._channel
+            )  # fmt: skip
             self.control(Prove(id=0, public_key=key.public_key, signature=signature))
 
     def flow(self, kind: int, name: str, key: ClusterKey) -> OutFlow:

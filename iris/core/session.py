@@ -43,6 +43,7 @@ from iris.wire.codec import (
     decode_control,
 )  # fmt: skip
 from iris.wire.frames import (
+    BOUND_PROOF_MINOR,
     FLAG_REFUSED,
     MAX_CREDIT,
     PROTOCOL_MINOR,
@@ -90,7 +91,8 @@ class Session:
         self.registered: set[object] = set()
         """What our owner registered through this session, by whatever it tells registrations apart."""
         self.on_welcome: Waiter | None = None
-        self._certified = b""
+        self._certified = self._channel = b""
+        """Over TLS: the relay id of the certificate, and what names the connection."""
         self._pulse: Pulse | None = None
         """Of a relay on another host."""
         self.clock_us = 0
@@ -188,9 +190,9 @@ class Session:
                 self.out.control(pulse.beat(mono_us))
             self.deadline_us = min(self.deadline_us, pulse.deadline_us)
 
-    def over_tls(self, relay_id: bytes) -> None:
-        """The relay is on another host, and its certificate names it so; said before the greeting."""
-        self._certified = relay_id
+    def over_tls(self, relay_id: bytes, channel: bytes) -> None:
+        """The relay is on another host, its certificate names it so, and `channel` names the connection; said before the greeting."""
+        self._certified, self._channel = relay_id, channel
 
     def heard(self) -> None:
         """Something came from the relay."""
@@ -235,6 +237,13 @@ class Session:
         for _, waiter, _ in acks.values():
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
+
+    def poison(self) -> None:
+        """In the child of a fork: counters and nonces are the parent's."""
+        if self.started:
+            self.out.poison()
+        for end in self.tunneling.ends.values():
+            end.poison()
 
     def next_hop(self) -> int:
         """Return a hop id of ours that was not used."""
@@ -512,19 +521,26 @@ class Session:
             raise PeerProtocolError(
                 f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
             )
+        if self._certified:
+            if welcome.relay_id != self._certified or not welcome.mono_us:
+                raise PeerProtocolError("WELCOME over TLS without the time, or of another relay")
+            if welcome.minor < BOUND_PROOF_MINOR:
+                # Its proofs could be passed on, and whoever is in the middle can say that it is old.
+                raise PeerProtocolError(
+                    "the relay is too old for a session over TLS: it takes proofs of keys that another relay "
+                    "could use; upgrade the relay"
+                )
         self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
         self.minor = welcome.minor
         self.message_limit = min(self.message_limit, welcome.message_limit)
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
-            entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
+            channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
             compress=self._compress,
         )  # fmt: skip
         self.out.now_us = self.now_us
         self.state = "up"
         if self._certified:
-            if welcome.relay_id != self._certified or not welcome.mono_us:
-                raise PeerProtocolError("WELCOME over TLS without the time, or of another relay")
             self._pulse = Pulse(welcome.mono_us, self.mono_us)
             self.clock_us = self._pulse.clock_us
             self.deadline_us = min(self.deadline_us, self._pulse.deadline_us)

@@ -37,8 +37,10 @@ SIGNATURE_BYTES: Final = 64
 RELAY_ID_BYTES: Final = 16
 SESSION_ID_BYTES: Final = 8
 CHALLENGE_BYTES: Final = 32
+CHANNEL_BYTES: Final = 32
 
 _PROOF: Final = b"iris-proof-1"
+_BOUND_PROOF: Final = b"iris-proof-2"
 _STORE_PROOF: Final = b"iris-store-proof-1"
 _ORDER: Final = b"iris-stream-order-1"
 _CALLER: Final = b"iris-stream-caller-1"
@@ -119,16 +121,19 @@ class ClusterKey(_Secret):
     def _public_id(self) -> bytes:
         return self.key_id
 
-    def sign_proof(self, *, relay_id: bytes, session_id: bytes, challenge: bytes) -> bytes:
+    def sign_proof(
+        self, *, relay_id: bytes, session_id: bytes, challenge: bytes, channel: bytes = b""
+    ) -> bytes:
         """Return the 64-byte signature that proves to one relay, in one session, that we hold this key.
 
         Args:
             relay_id: 16 bytes; session_id: 8 bytes; challenge: the relay's 32 random bytes.
+            channel: over TLS, the 32 bytes that name the connection (`iris.remote.certificate_hash`); else empty.
 
         Raises:
             LocalProtocolError: an argument has another length.
         """
-        return self._signer.sign(_proof(relay_id, session_id, challenge, self.key_id))
+        return self._signer.sign(_proof(relay_id, session_id, challenge, self.key_id, channel))
 
     def sign_order(self, order: bytes) -> bytes:
         """Return the 64-byte signature by which a store may keep a stream of this key's, or has to end it."""
@@ -242,20 +247,20 @@ def public_id(public_key: bytes) -> bytes:
 
 
 def verify_proof(
-    public_key: bytes, signature: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes
-) -> bytes:
-    """Return the key id (16 bytes) that `signature` proves for this relay, session and challenge.
+    public_key: bytes, signature: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes, channel: bytes = b"",
+) -> bytes:  # fmt: skip
+    """Return the key id (16 bytes) that `signature` proves for this relay, session, challenge and channel.
 
     Anybody may invent a key pair, and so prove a key id; nobody can do so for the id of a cluster's
     key without that key, since the id is a hash of the public key.
 
     Raises:
-        OpenError: the signature is not this key's over this relay id, session id and challenge, or
+        OpenError: the signature is not this key's over this relay id, session id, challenge and channel, or
             `public_key` (32 bytes) or `signature` (64 bytes) is malformed.
-        LocalProtocolError: relay id, session id or challenge have another length than ours have.
+        LocalProtocolError: relay id, session id, challenge or channel have another length than ours have.
     """
     key_id = public_id(public_key)
-    message = _proof(relay_id, session_id, challenge, key_id)
+    message = _proof(relay_id, session_id, challenge, key_id, channel)
     _verify(public_key, signature, message, "the proof of the key id does not hold")
     return key_id
 
@@ -324,14 +329,21 @@ def _digest(data: bytes) -> bytes:
     return digest.finalize()[:KEY_ID_BYTES]
 
 
-def _proof(relay_id: bytes, session_id: bytes, challenge: bytes, key_id: bytes) -> bytes:
+def _proof(
+    relay_id: bytes, session_id: bytes, challenge: bytes, key_id: bytes, channel: bytes = b""
+) -> bytes:
     # Fixed lengths are what makes the plain concatenation unambiguous.
     lengths = (len(relay_id), len(session_id), len(challenge))
     if lengths != (RELAY_ID_BYTES, SESSION_ID_BYTES, CHALLENGE_BYTES):
         raise LocalProtocolError(
             f"relay id, session id and challenge are 16, 8 and 32 bytes, not {lengths}"
         )
-    return _PROOF + relay_id + session_id + challenge + key_id
+    message = relay_id + session_id + challenge + key_id
+    if not channel:
+        return _PROOF + message
+    if len(channel) != CHANNEL_BYTES:
+        raise LocalProtocolError(f"a channel is {CHANNEL_BYTES} bytes, not {len(channel)}")
+    return _BOUND_PROOF + message + channel
 
 
 def _derive(secret: bytes, info: bytes) -> bytes:

@@ -15,6 +15,8 @@ PROTOCOL_VERSION: Final = 1
 """Major version: both sides must agree on it. It is the first byte of all sealed metadata."""
 PROTOCOL_MINOR: Final = 1
 """Minor version: unknown map keys are ignored, so different minors work together."""
+BOUND_PROOF_MINOR: Final = 1
+"""From this minor version on, a proof over TLS is bound to the relay's certificate."""
 
 
 class Kind(IntEnum):
@@ -104,6 +106,10 @@ FLAG_REFUSED: Final = 0x02
 """A member sends the frame back, unopened or not accepted; the reason is in the upper four bits."""
 
 
+STALE: Final = "stale"
+"""What FAIL says of a message below its receiver's replay window: it may have run, and may go out again if idempotent."""
+
+
 class Refusal(IntEnum):
     """Why a member sent a message back; upper four bits of the flags."""
 
@@ -114,7 +120,7 @@ class Refusal(IntEnum):
     EXPIRED = 3
     """The deadline had passed before the handler started."""
     STALE = 4
-    """The counter is below the replay window: it has not run here; seal anew."""
+    """The counter is below the replay window: nobody can tell whether it ran."""
     REPLAYED = 5
     """The counter was accepted before: it may have run."""
     UNREADABLE = 6

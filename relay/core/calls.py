@@ -26,6 +26,7 @@ from iris.wire.frames import (
     FLAG_REFUSED,
     HERE,
     REFUSED_ALIAS,
+    STALE,
     Cause,
     Credit,
     Fail,
@@ -501,7 +502,7 @@ class Calls:
             handed.origin.control(Fail(handed.hop, Cause.EXPIRED, detail))
         else:
             self._accounts.refused += 1
-            ran = reason == Refusal.REPLAYED
+            ran = reason in (Refusal.REPLAYED, Refusal.STALE)
             detail = _DETAILS.get(reason, "the member cannot open it")
             handed.origin.control(Fail(handed.hop, Cause.REFUSED, detail, ran))
 
@@ -598,6 +599,6 @@ _LOST: Final[dict[int, str]] = {
 _ANSWERS: Final[dict[int, bool]] = {Kind.REQUEST: False, Kind.SURVEY: False, Kind.STREAM: True}
 """What is answered, and whether by STREAM_REPLY."""
 _DETAILS: Final[dict[int, str]] = {
-    Refusal.STALE: "stale",
+    Refusal.STALE: STALE,
     Refusal.REPLAYED: "the member has seen this message before",
 }

@@ -10,8 +10,9 @@ from iris.core.pulse import Pulse
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import decode_control, encode_control
+from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control, encode_control
 from iris.wire.frames import (
+    BOUND_PROOF_MINOR,
     NO_KEY,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 MAX_WATCHES: Final = 1024
 MAX_INFOS: Final = 4096
 """Members named in one frame."""
+NOT_OURS: Final = "names are shown to the relay's own user and to root, on its host only"
+TOO_LONG: Final = "there is more than a report may hold"
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
 
@@ -42,8 +45,9 @@ class SessionControl:
         self._router = router
         self._calls = calls
         self._next_serial = 1
-        self._document = ""
-        self._document_us = 0
+        self._documents: dict[bool, str] = {}
+        """What was reported to sessions of our own user, and to others, at `_documents_us`."""
+        self._documents_us = -1
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
             frames.Grant: self._on_grant,
@@ -117,10 +121,11 @@ class SessionControl:
         session.proofs += 1
         if session.proofs > self._router.limits.keys:
             raise PeerProtocolError(f"more than {self._router.limits.keys} keys")
+        channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""
         try:
             key_id = verify_proof(
                 prove.public_key, prove.signature,
-                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge,
+                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge, channel=channel,
             )  # fmt: skip
         except OpenError as err:
             raise PeerProtocolError("the proof of a key does not hold") from err
@@ -278,12 +283,17 @@ class SessionControl:
             self._router.interest.unwatch(watch)
 
     def _on_status(self, session: Session, status: frames.Status) -> None:
-        if self._document_us != self._router.now_us or not self._document:  # many may ask at once
-            self._document, self._document_us = (
-                json.dumps(self._router.status()),
-                self._router.now_us,
-            )
-        session.control(frames.Report(status.id, self._document))
+        ours = session.ours
+        if self._documents_us != self._router.now_us:
+            self._documents.clear()
+            self._documents_us = self._router.now_us
+        document = self._documents.get(ours)
+        if document is None:  # many may ask at once
+            document = json.dumps(self._router.status() if ours else self._router.numbers(NOT_OURS))
+            if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:  # ASCII: as many bytes
+                document = json.dumps(self._router.numbers(TOO_LONG))
+            self._documents[ours] = document
+        session.control(frames.Report(status.id, document))
 
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Everything before it is routed: the frames of one session are taken in order.

@@ -237,6 +237,11 @@ class Interest:
         counts = self._names.get(name, {})
         return {key_id[:4].hex(): n for key_id, n in sorted(counts.items()) if key_id not in known}
 
+    @property
+    def names(self) -> int:
+        """Clusters with members here."""
+        return len(self._names)
+
     def cluster_counts(self) -> dict[str, dict[str, int]]:
         """Return name -> key id (first 4 bytes in hex) -> members."""
         return {

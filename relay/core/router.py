@@ -337,6 +337,27 @@ class Router:
             **self.status_extra(),
         }
 
+    def numbers(self, limited: str) -> dict[str, object]:
+        """Return what of the snapshot names nobody; `limited` says why it is no more.
+
+        There is no "clusters": who needs their names to check something must not take none for an answer.
+        """
+        return {
+            "relay": self.relay_id.hex(),
+            "site": self.site,
+            "draining": self.draining,
+            "limited": limited,
+            "sessions": [],
+            "links": [],
+            "counts": {
+                "sessions": len(self.sessions),
+                "clusters": self.interest.names,
+                "links": len(self.mesh.links),
+                "sites": len(self.abroad.ways),
+            },
+            "accounts": self.accounts.report(self.held_messages),
+        }
+
 
 def _table(
     casts: Casts, calls: Calls, call: Callable[..., None], control: Callable[..., None]

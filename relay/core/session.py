@@ -370,7 +370,7 @@ class Session(Neighbor):
     """A process of this host, or over TLS (`remote`) of another."""
 
     __slots__ = (
-        "challenge", "granted", "groups", "members", "ours", "pid", "places", "proofs", "proven", "remote", "session_id", "subscriptions", "watches",
+        "challenge", "channel", "granted", "groups", "members", "ours", "pid", "places", "proofs", "proven", "remote", "session_id", "subscriptions", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -382,6 +382,8 @@ class Session(Neighbor):
         """A process of the relay's own user or of root: it may be a store."""
         self.session_id = number.to_bytes(8, "little")
         self.challenge = challenge
+        self.channel = b""
+        """Over TLS: what names the connection, which proofs are bound to."""
         self.pid = 0
         self.proven: set[bytes] = set()
         self.proofs = 0

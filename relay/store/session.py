@@ -179,7 +179,7 @@ class StoreSession:
     silent = False
     """A relay on this host is never given up for silence."""
 
-    def over_tls(self, relay_id: bytes) -> None:
+    def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         """A store and its relay share a host."""
         raise PeerProtocolError("a store attaches to the relay of its own host")
 
@@ -217,6 +217,9 @@ class StoreSession:
         for waiter in acks.values():
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
+
+    def poison(self) -> None:
+        """It seals nothing."""
 
     # -- sending ---------------------------------------------------------------------------------------------
 

@@ -323,17 +323,93 @@ async def test_a_forged_failure_is_an_error_and_says_so(tmp_path: Path) -> None:
         assert len(liar.peers) == 1
 
 
-async def test_a_relay_that_always_says_stale_is_not_asked_for_ever(tmp_path: Path) -> None:
+def failing(cause: Cause, detail: str) -> Any:
+    """Return a script that lets the member have every message and tells the sender that it has not run."""
+
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, bytes):
-            peer.send(frames.Fail(hop_of(body), Cause.REFUSED, "stale"))
+            peer.send(frames.Fail(hop_of(body), cause, detail, False))
+        else:
+            acknowledging(peer, body)
+
+    return script
+
+
+@pytest.mark.parametrize("cause", [*Cause, 99])
+@pytest.mark.parametrize("detail", ["stale", "because"])
+async def test_nothing_that_a_relay_says_seals_a_request_twice_that_may_run_once(
+    cause: Cause, detail: str, tmp_path: Path
+) -> None:
+    """ "Pay 100" is sent once, whatever the relay says of it."""
+    async with Liar(tmp_path, failing(cause, detail)) as liar, liar.client() as client:
+        with pytest.raises(iris.RequestError, match=detail) as failed:
+            await client.request("db", b"pay 100", timeout=5)
+        assert not isinstance(failed.value, iris.RemoteError)
+        await client.push("db", b"pay 100")
+        survey = client.survey("db", b"pay 100", timeout=5)
+        with pytest.raises(iris.RequestError, match=detail):
+            assert [answer async for answer in survey] == []
+        await client.flush()
+        sent = [liar.last.count(kind) for kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY)]
+        assert sent == [1, 1, 1]
+        assert not isinstance(client.losses[0].error, iris.RemoteError)
+        if (cause, detail) == (Cause.REFUSED, "stale"):
+            assert failed.value.may_have_run
+            assert client.losses[0].error is not None
+            assert client.losses[0].error.may_have_run
+
+
+async def test_a_relay_that_always_says_stale_is_not_asked_for_ever(tmp_path: Path) -> None:
+    async with Liar(tmp_path, failing(Cause.REFUSED, "stale")) as liar, liar.client() as client:
+        with pytest.raises(iris.RelayError, match="stale") as failed:
+            await client.request("db", b"", timeout=5, idempotent=True)
+        assert failed.value.may_have_run
+        assert liar.last.count(Kind.REQUEST) == 3
+
+
+async def test_a_relay_that_hangs_up_after_each_message_gets_each_once(tmp_path: Path) -> None:
+    """What was on its way when the connection ended is not sent again, unless it is idempotent."""
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, bytes):
+            peer.hang_up()
         else:
             acknowledging(peer, body)
 
     async with Liar(tmp_path, script) as liar, liar.client() as client:
-        with pytest.raises(iris.RemoteError, match="stale"):
-            await client.request("db", b"", timeout=5)
-        assert liar.last.count(Kind.REQUEST) == 3
+        calls: list[Any] = [
+            lambda: client.request("db", b"pay 100", timeout=5),
+            lambda: client.open_tunnel("db", timeout=5),
+        ]
+        for call in calls:
+            with pytest.raises(iris.ConnectionLost):
+                await call()
+            await client.flush()
+        await client.push("db", b"pay 100")
+        await client.publish("a.b", b"pay 100")
+        await client.broadcast("db", b"pay 100")
+        await eventually(lambda: len(liar.peers) >= 4)
+        await client.flush()
+        kinds = (Kind.REQUEST, Kind.PUSH, Kind.BROADCAST, Kind.PUBLISH, Kind.TUNNEL_OPEN)
+        sent = [sum(peer.count(kind) for peer in liar.peers) for kind in kinds]
+        assert max(sent) == 1
+
+
+async def test_what_a_relay_says_is_never_taken_for_what_a_member_said(tmp_path: Path) -> None:
+    """RemoteError is what a key holder sealed; the text of a relay has a class of its own."""
+    script = failing(Cause.REFUSED, "ValueError: the account is empty")
+    async with Liar(tmp_path, script) as liar, liar.client() as client:
+        for idempotent in (False, True):
+            with pytest.raises(iris.RelayError, match="account is empty") as failed:
+                await client.request("db", b"", timeout=5, idempotent=idempotent)
+            assert not isinstance(failed.value, iris.RemoteError)
+        with pytest.raises(iris.RelayError):
+            await client.open_tunnel("db", timeout=5)
+        forged: list[str] = []
+        client.on_loss = lambda lost: forged.append(type(lost.error).__name__)
+        await client.push("db", b"")
+        await client.flush()
+        assert forged == ["RelayError"]
 
 
 async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Path) -> None:

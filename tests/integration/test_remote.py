@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -234,3 +237,60 @@ async def test_a_host_and_port_without_tls_is_named_as_wrong(
     client = iris.connect(keyring=iris.Keyring.single(iris.ClusterKey(bytes(32))))
     with pytest.raises(ConfigError, match=r"another host is tls://relay\.example:7431"):
         await client.open()
+
+
+async def test_a_remote_process_sees_numbers_and_no_names_in_the_status(
+    relay: Relay, access: Path
+) -> None:
+    """An access file admits; what others on the host do is theirs."""
+    config = ClientConfig(relay=relay.config.socket_path, label="payroll")
+    service = iris.Service("salaries")
+    service.on_request(lambda payload: payload)
+    async with (
+        iris.connect(config=config, keyring=KEYS) as here, far(relay, access) as there,
+        here.serve(service), here.subscribe("secret.topic"),
+    ):  # fmt: skip
+        full = await here.status(timeout=20)
+        told = await there.status(timeout=20)
+    assert "payroll" in str(full)
+    assert "salaries" in str(full)
+    shown = str(told)
+    for name in ("payroll", "salaries", "secret", str(os.getpid()), str(relay.config.socket_path)):
+        assert name not in shown
+    assert told["sessions"] == told["links"] == []
+    assert told["counts"] == {"sessions": 2, "clusters": 1, "links": 0, "sites": 0}
+    assert told["accounts"]["held"] == 0
+    assert "relay's own user" in told["limited"]
+
+
+async def test_who_may_not_see_all_clusters_promotes_no_default_key(
+    relay: Relay, access: Path
+) -> None:
+    """The check that every member holds the new key needs the names of all clusters: without them it has to fail."""
+    host, port = place(relay)
+    environ = {
+        "PATH": os.environ["PATH"], "IRIS_CONFIG": str(access.parent / "config"),
+        "IRIS_RELAY": f"tls://{host}:{port}", "IRIS_ACCESS": str(access),
+    }  # fmt: skip
+
+    async def run(*arguments: str) -> tuple[int, str]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "iris.cli", *arguments,
+            env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        return process.returncode or 0, output.decode()
+
+    assert (await run("key", "new"))[0] == 0
+    assert (await run("key", "add", "default"))[0] == 0
+    code, said = await run("key", "promote", "default")
+    assert code != 0, said
+    assert "cannot tell who holds the new key" in said
+    assert "--force" in said
+    code, said = await run("status")
+    assert code == 0, said
+    assert "relay's own user" in said
+    assert "1 sessions" in said
+    code, said = await run("federation", "list")
+    assert code != 0, said
+    assert "relay's own user" in said

@@ -18,13 +18,23 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from iris.core.bundle import Headers, encode_bundle
 from iris.core.tunnel import prologue
+from iris.crypto.certificates import relay_leaf
 from iris.crypto.channel import Channel, Offer, accept_offer
-from iris.crypto.keys import ClusterKey, StoreKey, public_id, verify_order, verify_store_proof
+from iris.crypto.keys import (
+    ClusterKey,
+    NetworkKey,
+    StoreKey,
+    public_id,
+    verify_order,
+    verify_store_proof,
+)
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Sealer, derive_key_and_salt
+from iris.remote import certificate_hash
 from iris.streams.calls import Known
 from iris.streams.records import RecordOpener
 from iris.wire import frames, streams
@@ -59,6 +69,8 @@ MEMBER_ID: Final = f"{RELAY_ID.hex()}.7"
 CLUSTER: Final = "databases"
 TOPIC: Final = "flights.JFK.AA"
 APPENDER: Final = bytes(range(0x40, 0x50))
+CERTIFICATE: Final = relay_leaf(NetworkKey(SECRET), RELAY_ID, bytes(32)).certificate
+CHANNEL: Final = certificate_hash(CERTIFICATE.public_bytes(Encoding.DER))
 STORE_KEY: Final = StoreKey(bytes(range(0x20, 0x40)))
 STORE_SENDER: Final = bytes(range(0x30, 0x40))
 STREAM: Final = "orders"
@@ -92,6 +104,10 @@ CONTROLS: Final[dict[str, Control]] = {
     "ack": frames.Ack(2, "", 7),
     "prove": frames.Prove(
         0, KEY.public_key, KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE)
+    ),
+    "prove-bound": frames.Prove(
+        0, KEY.public_key,
+        KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE, channel=CHANNEL),
     ),
     "grant": frames.Grant(
         1, ORDER, KEY.public_key, KEY.sign_order(ORDER),
@@ -295,6 +311,9 @@ def derived() -> dict[str, dict[str, Any]]:
             "key": key.hex(), "salt": salt.hex(),
         }  # fmt: skip
     return {
+        "channel": {
+            "certificate": CERTIFICATE.public_bytes(Encoding.DER).hex(), "channel": CHANNEL.hex(),
+        },
         "key": {
             "secret": SECRET.hex(), "sealing_root": KEY.sealing_root.hex(),
             "public_key": KEY.public_key.hex(), "tunnel_psk": KEY.tunnel_psk.hex(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from protocol.kit import KEY, LIMIT, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
@@ -10,6 +12,7 @@ from iris.errors import (
     ConnectionLost,
     NoMembers,
     Overloaded,
+    RelayError,
     RemoteError,
     RequestTimeout,
 )
@@ -223,7 +226,7 @@ def test_pushes_that_a_member_gives_back_unstarted_are_told_with_the_reason(net:
     net.run()
     late, stopped = (loss.error for loss in caller.losses)
     assert isinstance(late, RequestTimeout)
-    assert isinstance(stopped, RemoteError)
+    assert isinstance(stopped, RelayError)
     assert not late.may_have_run
     assert not stopped.may_have_run
     assert [(loss.kind, loss.name, loss.count) for loss in caller.losses] == [("push", "db", 1)] * 2
@@ -561,3 +564,34 @@ def test_a_relay_that_drains_tells_members_and_newcomers(net: Network) -> None:
     net.tamper = watch
     net.host("new")
     assert seen == [frames.Drain(0)]
+
+
+def test_a_process_of_another_user_of_this_host_sees_numbers_and_no_names(net: Network) -> None:
+    own, other = net.host("payroll"), net.host("other")
+    own.serve("salaries")
+    other.peer.ours = False
+    told = []
+    for host in (own, other):
+        report = Result()
+        host.session.ask(frames.Status, report)
+        net.run()
+        told.append(json.loads(report.message.document))
+    full, limited = told
+    assert full["sessions"][0]["label"] == "payroll"
+    assert "salaries" in full["clusters"]
+    assert limited["counts"]["sessions"] == 2
+    assert "payroll" not in str(limited)
+    assert "salaries" not in str(limited)
+    assert "clusters" not in limited
+
+
+def test_a_status_that_is_too_long_for_a_frame_is_answered_with_numbers(
+    net: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = net.host("own")
+    monkeypatch.setattr(net.router, "status_extra", lambda: {"long": "x" * (16 << 20)})
+    report = Result()
+    host.session.ask(frames.Status, report)
+    net.run()
+    assert json.loads(report.message.document)["counts"]["sessions"] == 1
+    assert not host.ended_because

@@ -7,7 +7,7 @@ from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, co
 
 from iris.core.parties import Delivery
 from iris.crypto.sframe import WINDOW_COUNTERS
-from iris.errors import ConnectionLost, LocalProtocolError, RemoteError
+from iris.errors import ConnectionLost, LocalProtocolError, RelayError, RemoteError
 from iris.wire import frames
 from iris.wire.codec import (
     ALIAS_AT,
@@ -100,7 +100,10 @@ def test_a_message_refused_before_it_ran_may_come_again(net: Network) -> None:
     member.session.out.chunks.clear()
 
 
-def test_a_counter_below_the_window_is_stale_and_the_caller_seals_anew(net: Network) -> None:
+@pytest.mark.parametrize("idempotent", [False, True])
+def test_a_counter_below_the_window_is_stale_and_only_what_may_run_twice_is_sealed_anew(
+    net: Network, idempotent: bool
+) -> None:
     caller, member = net.host(), net.host()
     service = member.serve("db", echo)
     held: list[bytes] = []
@@ -112,7 +115,7 @@ def test_a_counter_below_the_window_is_stale_and_the_caller_seals_anew(net: Netw
         return [frame]
 
     net.tamper = hold
-    answer = caller.request("db", b"late")
+    answer = caller.request("db", b"late", idempotent=idempotent)
     net.run()
     caller.session.out._sealers[KEY.key_id, ""][0]._counter += WINDOW_COUNTERS
     caller.request("db", b"early")
@@ -120,9 +123,14 @@ def test_a_counter_below_the_window_is_stale_and_the_caller_seals_anew(net: Netw
     net.tamper = lambda host, frame: [frame]
     member.hear(held[0])
     net.run()
-    assert [d.message.payload for d in service.deliveries] == [b"early", b"late"]
+    runs = [b"early", b"late"] if idempotent else [b"early"]
+    assert [d.message.payload for d in service.deliveries] == runs
     assert member.session.dropped["stale"] == 1
-    assert answer.value == b"late"
+    if idempotent:
+        assert answer.value == b"late"
+    else:
+        assert isinstance(answer.error, RelayError)
+        assert answer.error.may_have_run
 
 
 def test_publications_and_broadcasts_late_or_repeated_are_dropped(net: Network) -> None:
@@ -327,7 +335,7 @@ def test_a_message_spliced_to_another_address_does_not_open(net: Network, kind: 
     if kind == Kind.PUBLISH:
         assert [gap.count for gap in inbox.gaps] == [1]
     else:
-        assert isinstance(answers[0].error, RemoteError)
+        assert isinstance(answers[0].error, RelayError)
         assert not answers[0].error.may_have_run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -170,6 +171,20 @@ def test_the_example_of_a_proof_holds() -> None:
     public.verify(bytes.fromhex(said["signature"]), message + key_id)
     with pytest.raises(InvalidSignature):
         public.verify(bytes.fromhex(said["signature"]), message)
+
+
+def test_the_example_of_a_proof_over_tls_holds_for_its_certificate_alone() -> None:
+    said, welcome, connection = JSON["prove-bound"], JSON["welcome"], JSON["channel"]
+    channel = hashlib.sha256(bytes.fromhex(connection["certificate"])).digest()
+    assert channel.hex() == connection["channel"]
+    ids = {name: bytes.fromhex(welcome[name]) for name in ("relay_id", "session_id", "challenge")}
+    public_key, signature = (bytes.fromhex(said[name]) for name in ("public_key", "signature"))
+    key_id = verify_proof(public_key, signature, **ids, channel=channel)
+    message = b"iris-proof-2" + b"".join(ids.values()) + key_id + channel
+    Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    for other in (b"", bytes(32)):
+        with pytest.raises(OpenError):
+            verify_proof(public_key, signature, **ids, channel=other)
 
 
 # -- keys and seals --------------------------------------------------------------------------------------------

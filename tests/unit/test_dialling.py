@@ -1,0 +1,209 @@
+"""Which socket a process goes to, and who may listen there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pwd
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from iris import paths
+from iris.config import ClientConfig
+from iris.dialling import reach
+from iris.errors import RelayUnavailable
+
+NOBODY = 65534
+
+
+class Relay:
+    """A socket that somebody listens at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.setblocking(False)
+        self.listener.bind(os.fspath(path))
+        self.listener.listen()
+
+    @property
+    def met(self) -> bool:
+        """Whether a client has come."""
+        try:
+            connection, _ = self.listener.accept()
+        except BlockingIOError:
+            return False
+        connection.close()
+        return True
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    """$XDG_RUNTIME_DIR of the user."""
+    directory = tmp_path / "user"
+    directory.mkdir(0o700)
+    return directory
+
+
+@pytest.fixture
+def own(runtime: Path) -> Iterator[Relay]:
+    relay = Relay(runtime / "iris" / "relay.sock")
+    yield relay
+    relay.listener.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", tmp_path / "host")
+    relay = Relay(tmp_path / "host" / "relay.sock")
+    yield relay
+    relay.listener.close()
+
+
+async def go(environ: dict[str, str], relay: Path | None = None, relay_user: str = "iris") -> None:
+    """Attach a protocol that says nothing."""
+    made: list[asyncio.BaseTransport] = []
+
+    class Silent(asyncio.BufferedProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+        def get_buffer(self, sizehint: int) -> bytearray:
+            return bytearray(1)
+
+    await reach(ClientConfig(relay=relay, relay_user=relay_user), environ, Silent)
+    made[0].close()
+
+
+def here(runtime: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(runtime)}
+
+
+@contextmanager
+def listening_as_another(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel says of a listener who it was when it began to listen."""
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+        try:
+            relay.listener.listen()
+        finally:
+            os.seteuid(0)
+        yield
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: NOBODY)
+            yield
+
+
+async def test_the_user_s_own_relay_comes_before_the_host_s(
+    runtime: Path, own: Relay, host: Relay
+) -> None:
+    await go(here(runtime))
+    assert own.met
+    assert not host.met
+
+
+async def test_a_socket_that_others_may_replace_does_not_hide_the_host_s(
+    runtime: Path, own: Relay, host: Relay, caplog: pytest.LogCaptureFixture
+) -> None:
+    own.path.parent.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        await go(here(runtime))
+        await go(here(runtime))
+    assert host.met
+    assert not own.met
+    (said,) = [record for record in caplog.records if record.message == "relay.socket_skipped"]
+    assert "others may write to" in str(vars(said)["fields"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+async def test_a_socket_in_another_user_s_directory_does_not_hide_the_host_s(
+    runtime: Path, own: Relay, host: Relay
+) -> None:
+    os.chown(own.path.parent, NOBODY, NOBODY)
+    await go(here(runtime))
+    assert host.met
+    assert not own.met
+
+
+async def test_a_link_in_place_of_the_directory_does_not_hide_the_host_s(
+    tmp_path: Path, runtime: Path, host: Relay
+) -> None:
+    elsewhere = Relay(tmp_path / "elsewhere" / "relay.sock")
+    (runtime / "iris").symlink_to(tmp_path / "elsewhere")
+    await go(here(runtime))
+    assert host.met
+    assert not elsewhere.met
+    elsewhere.listener.close()
+
+
+@pytest.mark.parametrize(("mode", "trusted"), [(0o777, False), (0o775, False), (0o1777, True)])
+async def test_a_directory_that_others_may_rename_does_not_hide_the_host_s(
+    runtime: Path, own: Relay, host: Relay, mode: int, trusted: bool
+) -> None:
+    """In a sticky directory, as /tmp, only the owner of a name may."""
+    os.chmod(runtime, mode)
+    await go(here(runtime))
+    assert (own.met, host.met) == (trusted, not trusted)
+
+
+async def test_when_nothing_is_left_to_try_the_error_says_what_was_skipped_and_why(
+    tmp_path: Path, runtime: Path, own: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", tmp_path / "none")
+    own.path.parent.chmod(0o770)
+    with pytest.raises(RelayUnavailable) as failed:
+        await go(here(runtime))
+    assert str(tmp_path / "none" / "relay.sock") in str(failed.value)
+    assert str(own.path) in str(failed.value)
+    assert "others may write to" in str(failed.value)
+    assert not own.met
+
+
+@pytest.mark.parametrize("how", ["environment", "configuration"])
+async def test_a_relay_named_by_the_user_is_the_only_one(
+    tmp_path: Path, runtime: Path, own: Relay, host: Relay, how: str
+) -> None:
+    named = tmp_path / "named.sock"
+    environ = here(runtime)
+    if how == "environment":
+        environ["IRIS_RELAY"] = str(named)
+    with pytest.raises(RelayUnavailable, match=r"named\.sock"):
+        await go(environ, named if how == "configuration" else None)
+    assert not own.met
+    assert not host.met
+
+
+async def test_a_relay_named_by_the_user_may_lie_anywhere(
+    tmp_path: Path, own: Relay, host: Relay
+) -> None:
+    own.path.parent.chmod(0o777)
+    await go({"IRIS_RELAY": str(own.path)})
+    assert own.met
+    assert not host.met
+
+
+async def test_a_relay_of_another_user_is_refused(
+    runtime: Path, own: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        listening_as_another(own, monkeypatch),
+        pytest.raises(RelayUnavailable, match="neither us, root nor 'iris'"),
+    ):
+        await go({}, own.path)
+
+
+async def test_a_relay_of_the_configured_user_is_accepted(
+    runtime: Path, own: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener_uid = NOBODY if os.geteuid() == 0 else os.geteuid()
+    user = pwd.getpwuid(listener_uid).pw_name
+    with listening_as_another(own, monkeypatch):
+        await go({}, own.path, user)
+    assert own.met
