@@ -48,8 +48,6 @@ class Channels:
     def __init__(
         self, key: StoreKey, entropy: Callable[[int], bytes], *, most: int = MAX_CHANNELS, most_of_key: int = MAX_OF_KEY
     ) -> None:  # fmt: skip
-        self.refused = 0
-        """Calls under a channel that is not open, or that its holder did not make, or made before."""
         self._key = key
         self._address = public_id(key.public_key).hex()
         self._entropy = entropy
@@ -113,12 +111,10 @@ class Channels:
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
         if channel is None or self._place(channel) != (question.name, question.key_id):
-            self.refused += 1
             raise ChannelRefused("no such channel is open here: open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:
-            self.refused += 1
             raise ChannelRefused(str(err)) from err
         self._of_key[channel.key_id].move_to_end(number)
         question.channel, question.counter = channel, counter
