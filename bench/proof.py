@@ -12,9 +12,10 @@
     python bench/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
     python bench/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
     python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
+    python bench/proof.py mutations all         # N of our checks taken out, one at a time: the tests have to notice (N or all)
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in the place of the former one. All but sim, scale and federation in real processes with a relay, keys and sockets of their own.
+and count, in the place of the former one. All but sim, scale, federation and mutations in real processes with a relay, keys and sockets of their own.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ AREAS = (
     "spark",
     "federation",
     "sites",
+    "mutations",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241
@@ -106,25 +108,35 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("area", choices=AREAS)
-    parser.add_argument("count", type=int, metavar="N")
+    parser.add_argument("count", type=_count, metavar="N")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--record", type=Path, default=RECORD, metavar="FILE")
     args = parser.parse_args()
-    if args.count < 1:
+    if args.count is not None and args.count < 1:
         parser.error("N is at least 1")
+    area = importlib.import_module(f"proofs.{args.area}")
+    most: int | None = getattr(area, "MOST", None)
+    if args.count is None and most is None:
+        parser.error(f"{args.area} has no end: N is a number")
+    count = min(args.count or most, most or args.count)
     # As Ctrl-C: the processes end, and their directory goes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begin_s = time.monotonic()
     try:
-        proof = importlib.import_module(f"proofs.{args.area}").run(args.count, args.seed)
+        proof = area.run(count, args.seed)
     except BenchError as err:
-        sys.exit(f"{args.area} {args.count}: {err}")
-    text = section(args.area, args.count, args.seed, proof)
+        sys.exit(f"{args.area} {count}: {err}")
+    text = section(args.area, count, args.seed, proof)
     record(args.record, text)
     print(text)
     print(f"took {time.monotonic() - begin_s:.1f} s; written to {args.record}", file=sys.stderr)
     if proof.broken:
-        sys.exit(f"{args.area} {args.count}: did not hold: {'; '.join(proof.broken)}")
+        sys.exit(f"{args.area} {count}: did not hold: {'; '.join(proof.broken)}")
+
+
+def _count(text: str) -> int | None:
+    """Return a count; None for all that there are."""
+    return None if text == "all" else int(text)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,9 @@ class Client:
         self._attachment = Attachment(
             self, self.config, self._connector or self._default_connector(), self._entropy
         )
+        self._registry.share_out(self._attachment.guard)
+        if self._streams is not None:
+            self._registry.on_keys = self._streams.keys_changed
         _clients.add(self)
         try:
             await self._attachment.open()
@@ -194,17 +197,13 @@ class Client:
     async def reload_keys(self, keyring: Keyring | None = None) -> None:
         """Take up a changed keyring (`keyring`, else the file's) by moving to a new session; nothing accepted is lost.
 
+        It returns when what was under way in the old session has ended, `config.drain_timeout_s` later at most. From then on the
+        keys that are gone open, serve and send nothing here.
+
         Raises RelayUnavailable or KeyringError; the client then goes on as before.
         """
         attachment = self._attached()
-        before, session = self._registry.keyring, attachment.session
-        self._registry.learn(keyring or load_keys(os.environ))
-        try:
-            await attachment.replace()
-        except BaseException:
-            if attachment.session is session:  # else it was cancelled with the new one in use
-                self._registry.learn(before)
-            raise
+        await self._registry.reload(keyring or load_keys(os.environ), attachment)
 
     def _default_connector(self) -> Connector:
         if self._embedded:
@@ -232,6 +231,8 @@ class Client:
         """Durable streams: create, append, read, consume."""
         if self._streams is None:
             self._streams = Streams(self)
+            if self._attachment is not None:
+                self._registry.on_keys = self._streams.keys_changed
         return self._streams
 
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:

@@ -190,20 +190,27 @@ def save_keyring(path: Path, keyring: Keyring) -> None:
 
 
 def load(path: Path, parse: Callable[[str], _T]) -> _T:
-    text = _read(path)
+    """Return what `parse` makes of a secret file; raises KeyringError as `load_keyring`."""
+    text = read_secret(path)
     try:
         return parse(text)
     except KeyringError as error:
         raise KeyringError(f"{path}: {error}") from None  # the cause says the same without the path
 
 
-def _read(path: Path) -> str:
-    """Return the text of a secret file, after judging the very file that was opened."""
+def read_secret(path: Path, *, group_reads: bool = False) -> str:
+    """Return the text of a secret file, after judging the very file that was opened.
+
+    `group_reads`: its group may, too, as those of Debian's ssl-cert.
+
+    Raises:
+        KeyringError: as `load_keyring`, but for what is malformed.
+    """
     try:
         # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _judge(path, os.fstat(descriptor))
+            _judge(path, os.fstat(descriptor), 0o037 if group_reads else 0o077)
             with open(descriptor, "rb", closefd=False) as file:
                 # The size of the moment is no bound: the file may grow while it is read.
                 content = file.read(MAX_FILE_BYTES + 1)
@@ -220,17 +227,21 @@ def _read(path: Path) -> str:
     raise KeyringError(f"{path}: not UTF-8")
 
 
-def distrust(directory: Path, owners: Collection[int]) -> str:
+def distrust(directory: Path, owners: Collection[int], *, around: bool = True) -> str:
     """Return why somebody else than root and `owners` (uids) could put a file of their own into `directory`, or nothing.
+
+    `around`: or another directory in its place.
 
     Raises:
         OSError: it cannot be looked at: there is none, for example.
     """
     # lstat: in a shared /tmp a link could lead anywhere. Where its parent is a link, the owner of that one made it so.
-    found, around = directory.lstat(), directory.parent.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    places = [(directory, directory.lstat())]
+    if not stat.S_ISDIR(places[0][1].st_mode):
         return f"{directory} is not a directory"
-    for place, status in ((directory, found), (directory.parent, around)):
+    if around:
+        places.append((directory.parent, directory.parent.stat()))
+    for place, status in places:
         if status.st_uid != 0 and status.st_uid not in owners:
             return f"{place} belongs to uid {status.st_uid}"
         # In a sticky directory, as /tmp, a name is its owner's.
@@ -241,12 +252,12 @@ def distrust(directory: Path, owners: Collection[int]) -> str:
     return ""
 
 
-def _judge(path: Path, status: os.stat_result) -> None:
+def _judge(path: Path, status: os.stat_result, closed: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise KeyringError(f"{path}: not a plain file")
     if status.st_uid not in (0, os.geteuid()):
         raise KeyringError(f"{path}: owned by uid {status.st_uid}, not by us or root")
-    if status.st_mode & 0o077:
+    if status.st_mode & closed:
         mode = stat.S_IMODE(status.st_mode)
         raise KeyringError(f"{path}: open to others (mode {mode:04o}): chmod 600 {path}")
 

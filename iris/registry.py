@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from iris.attachment import Attachment
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.parties import Lost, Sink
@@ -42,19 +43,66 @@ class Registry:
         """The latest registration of each place: what `ready` waits for."""
         self._keys: dict[bytes, ClusterKey] = {}
         self._rings: list[Keyring] = []
-        """The keyring in use, and those before it."""
+        """The keyring in use, and while a session drains the one before it."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
-        self.learn(keyring)
+        self.on_keys: Callable[[], None] = _nothing
+        """Called when the keys have changed."""
+        self._reloading = asyncio.Lock()
+        self._learn(keyring)
 
     # -- keys ------------------------------------------------------------------------------------------------
 
-    def learn(self, keyring: Keyring) -> None:
-        """Use `keyring` from now on. Keys once known go on opening what is still under way under them."""
+    async def reload(self, keyring: Keyring, attachment: Attachment) -> None:
+        """Move to `keyring` with a new session. While the old one drains the keys of both are known, then no others.
+
+        Raises as `Attachment.replace`; the keyring is then the one before.
+        """
+        async with self._reloading:
+            before, session = self.keyring, attachment.session
+            self._learn(keyring)
+            self.share_out(attachment.guard)
+            try:
+                await attachment.replace()
+            except BaseException:
+                if attachment.session is session:  # else it was cancelled with the new one in use
+                    self._learn(before)
+                raise
+            finally:
+                self._forget_keys(attachment.session)
+                self.share_out(attachment.guard)
+
+    def _learn(self, keyring: Keyring) -> None:
+        """Use `keyring` from now on. Keys known before go on opening what is still under way under them."""
+        self._rings = [keyring, *self._rings]
+        self._use(keyring)
+
+    def _use(self, keyring: Keyring) -> None:
         self.keyring = keyring
-        self._rings = [keyring, *(ring for ring in self._rings if ring != keyring)][:4]
         self._cluster_keys.clear()
-        for keys in keyring.entries().values():
-            self._keys.update({key.key_id: key for key in keys})
+        self._keys = {
+            key.key_id: key
+            for ring in self._rings
+            for keys in ring.entries().values()
+            for key in keys
+        }
+        for watcher in self.watchers:
+            watcher.use(self.cluster_keys)
+        self.on_keys()
+
+    def _forget_keys(self, session: Session | None) -> None:
+        """What is not in the keyring in use opens nothing any more, whoever goes on sending under it."""
+        self._rings = [self.keyring]
+        self._use(self.keyring)
+        for binding in self.services:
+            kept = self.keyring.for_cluster(binding.service.name)
+            binding.key_ids.intersection_update(key.key_id for key in kept)
+        if session is not None:
+            session.subscriptions_version += 1
+            session.forget_keys()
+
+    def share_out(self, guard: Guard) -> None:
+        """Have the tables of `guard` shared out among our keys."""
+        guard.keys = len(self._keys)
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
         """Return the key of an id, if we hold it."""
@@ -318,6 +366,10 @@ class AckWaiter:
         """It never will."""
         if not self._future.done():
             self._future.set_exception(exception)
+
+
+def _nothing() -> None:
+    """Nobody asked to hear of it."""
 
 
 def _answer() -> asyncio.Future[None]:

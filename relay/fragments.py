@@ -338,8 +338,6 @@ class Assembly:
         if kind < FIRST_DATA_KIND or kind in TUNNEL_KINDS:
             if flags & FLAG_MORE and kind < FIRST_DATA_KIND:
                 raise PeerProtocolError("control frames are not cut")
-            if flags & FLAG_MORE:
-                raise PeerProtocolError("tunnel records are not cut")
             if kind == Kind.DECLARE and self._parts:
                 declared = decode_control(buf, start, end)
                 if isinstance(declared, Declare) and declared.alias in self._parts:

@@ -182,6 +182,10 @@ def retire(name: Name, key: KeyId = "") -> None:
             keyfiles.save_keyring(path, changed)
         for old in gone:
             _say(f"{name}: {old.key_id.hex()} is retired")
+        _say(
+            "next: let every process reload its keys (SIGHUP); it forgets these when what it has under way has ended. "
+            "`iris status` on each host shows under KEYS who still uses one"
+        )
         return Exit.OK
 
     run(work)

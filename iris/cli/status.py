@@ -64,8 +64,12 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     columns = ("pid", "members", "subscriptions", "running", "waiting", "tunnels", "held")
     for name in columns:
         sessions.add_column(name.upper(), justify="right")
+    sessions.add_column("KEYS")
     for session in report["sessions"]:
-        sessions.add_row(output.cell(session["label"]), *(str(session[name]) for name in columns))
+        keys = " ".join(session.get("keys", ()))
+        sessions.add_row(
+            output.cell(session["label"]), *(str(session[name]) for name in columns), keys
+        )
     clusters = Table(box=None, pad_edge=False, title="clusters", title_justify="left")
     for name in ("NAME", "KEY", "MEMBERS"):
         clusters.add_column(name, no_wrap=True)

@@ -195,6 +195,13 @@ class Asks:
             if waiter is not None and not waiter.done():
                 waiter.set_result(message)
 
+    def not_ours(self, hop: int) -> None:
+        """What answers this came under a key that we do not have; of a survey others may still answer."""
+        pending = self._pending.get(hop)
+        if pending is not None and pending.survey is None:
+            detail = "the reply came under another key than the request"
+            self._resolve(hop, pending, error=ConnectionLost(pending.name, detail))
+
     def _resolve(self, hop: int, pending: Pending, *, error: IrisError) -> None:
         del self._pending[hop]
         if pending.survey is not None:

@@ -2,7 +2,8 @@
 
 Publish and broadcast are guarded by their sequence (per sender and address); requests, pushes and surveys by a replay
 window of counters (per sender and key). Both tables are bounded: idle entries past the freshness limit make room, and
-a table that is full of fresh ones refuses new senders, counted in `refused_senders`.
+a table that is full of fresh ones refuses new senders, counted in `refused_senders`. Half of each table is shared out
+equally among the keys of this process, so that who holds one key cannot fill it for the others.
 """
 
 from __future__ import annotations
@@ -15,9 +16,45 @@ from iris.wire.frames import Kind
 
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144
+SWEEP_US: Final = 1_000_000
 _K = TypeVar("_K")
 Place = tuple[int, int, str, bytes, bytes]
 """kind, number of the service here (0 for subscriptions), name, key id, sender id."""
+
+
+class Shares:
+    """How much of a table each key id uses. Half of the table is shared out equally; the rest is for whoever comes first.
+
+    Nothing fresh is ever taken from its user: what a replay window forgets could be repeated.
+    """
+
+    __slots__ = ("_limit", "_used")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used: dict[bytes, int] = {}
+
+    def has_room(self, key_id: bytes, keys: int) -> bool:
+        """Whether one more is for `key_id`, of the `keys` that this process holds."""
+        used = self._used
+        keys = max(keys, len(used) + (key_id not in used))
+        share = max(1, self._limit // (2 * keys))
+        if used.get(key_id, 0) < share:
+            return True
+        beyond = sum(count - share for count in used.values() if count > share)
+        return beyond < self._limit - keys * share
+
+    def take(self, key_id: bytes) -> None:
+        """One more is used."""
+        self._used[key_id] = self._used.get(key_id, 0) + 1
+
+    def give_back(self, key_id: bytes) -> None:
+        """One less is used."""
+        left = self._used[key_id] - 1
+        if left:
+            self._used[key_id] = left
+        else:
+            del self._used[key_id]
 
 
 class Sequence:
@@ -54,10 +91,12 @@ class Guard:
         max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         self.freshness_us = freshness_us
+        self.keys = 1
+        """How many keys this process holds: among so many the tables are shared out."""
         self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
         self._sequences: dict[Place, Sequence] = {}
-        self._max_senders = max_senders
-        self._max_sequences = max_sequences
+        self._sender_shares = Shares(max_senders)
+        self._sequence_shares = Shares(max_sequences)
         self.refused_senders = 0
         self._full_until_us: dict[int, int] = {}
         """By table: nothing becomes idle before then."""
@@ -65,31 +104,29 @@ class Guard:
     def sender(
         self, key_id: bytes, sender_id: bytes, now_us: int, receiver: int = 0
     ) -> Sender | None:
-        """Return the entry of a sender of whom something just opened; None when the table is full of fresh ones.
+        """Return the entry of a sender of whom something just opened; None when its key's share is full of fresh ones.
 
         `receiver` is the number of the service here for surveys, which reach every member of a process once; else 0.
         """
         place = (key_id, sender_id, receiver)
         entry = self._senders.get(place)
         if entry is None:
-            if len(self._senders) >= self._max_senders and not self._make_room(
-                self._senders, now_us
-            ):
-                self.refused_senders += 1
+            shares = self._sender_shares
+            if not self._room(self._senders, shares, key_id, now_us, lambda place: place[0]):
                 return None
+            shares.take(key_id)
             entry = self._senders[place] = Sender()
             entry.used_us = now_us
         return entry
 
     def sequence(self, place: Place, now_us: int) -> Sequence | None:
-        """Return the sequence of a sender for an address; None when the table is full of fresh ones."""
+        """Return the sequence of a sender for an address; None when its key's share is full of fresh ones."""
         entry = self._sequences.get(place)
         if entry is None:
-            if len(self._sequences) >= self._max_sequences and not self._make_room(
-                self._sequences, now_us
-            ):
-                self.refused_senders += 1
+            shares = self._sequence_shares
+            if not self._room(self._sequences, shares, place[3], now_us, lambda place: place[3]):
                 return None
+            shares.take(place[3])
             entry = self._sequences[place] = Sequence()
             entry.used_us = now_us
         return entry
@@ -100,18 +137,27 @@ class Guard:
             if kind == Kind.PUBLISH and entry.known and is_new(name):
                 entry.known = False
 
-    def _make_room(self, table: dict[_K, Sender] | dict[_K, Sequence], now_us: int) -> bool:
-        """Drop entries idle past the freshness limit: whatever they would refuse is refused as too old anyway.
+    def _room(
+        self, table: dict[_K, Sender] | dict[_K, Sequence], shares: Shares, key_id: bytes, now_us: int,
+        key_of: Callable[[_K], bytes],
+    ) -> bool:  # fmt: skip
+        """Whether a new entry has room, after entries idle past the freshness limit are gone.
 
-        A full table is looked through again only when its oldest entry may have become idle: strangers come by the thousand.
+        Whatever those would refuse is refused as too old anyway. A full table is looked through again only when its oldest entry may
+        have become idle, and once a second at most: strangers come by the thousand.
         """
-        if now_us < self._full_until_us.get(id(table), 0):
-            return False
-        oldest = now_us - 2 * self.freshness_us
-        idle = [place for place, entry in table.items() if entry.used_us < oldest]
-        for place in idle:
-            del table[place]
-        if not idle:
+        if shares.has_room(key_id, self.keys):
+            return True
+        if now_us >= self._full_until_us.get(id(table), 0):
+            oldest = now_us - 2 * self.freshness_us
+            for place in [place for place, entry in table.items() if entry.used_us < oldest]:
+                del table[place]
+                shares.give_back(key_of(place))
             first = min((entry.used_us for entry in table.values()), default=now_us)
-            self._full_until_us[id(table)] = first + 2 * self.freshness_us + 1
-        return bool(idle)
+            self._full_until_us[id(table)] = max(
+                first + 2 * self.freshness_us + 1, now_us + SWEEP_US
+            )
+            if shares.has_room(key_id, self.keys):
+                return True
+        self.refused_senders += 1
+        return False

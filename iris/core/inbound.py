@@ -16,6 +16,10 @@ from iris.wire.frames import DECLARED_KINDS, Declare, Kind
 MAX_OPENERS: Final = 16_384
 
 
+class NotOurs(Exception):
+    """A frame of an alias that was declared under a key that we do not have: it is dropped, and the session goes on."""
+
+
 class InFlow:
     """One declared alias: who sends what to which address, and who here wants it."""
 
@@ -47,26 +51,32 @@ class Inbound:
         self._find_key = find_key
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
+        self._strange: dict[int, Declare] = {}
+        """Aliases under keys that we did not have then."""
         self.replies: set[int] = set()
         """Aliases of stores' answers."""
 
     def declare(self, declared: Declare) -> None:
         """Take a declaration; the alias replaces what it stood for.
 
+        A key that is none of ours is no fault of the relay: it may be somebody else's word that it passes on, or of before a key went.
+
         Raises:
-            PeerProtocolError: the kind cannot be declared, or the key id is not one of ours.
+            PeerProtocolError: the kind cannot be declared.
         """
         if declared.kind not in DECLARED_KINDS:
             raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
+        self._strange.pop(declared.alias, None)
         if declared.kind == Kind.STREAM_REPLY:  # in clear: whose it is, its hop id says
             self._place(declared.alias, None)
             self.replies.add(declared.alias)
             return
         key = self._find_key(declared.key_id)
         if key is None:
-            raise PeerProtocolError(
-                f"alias under key {declared.key_id.hex()[:8]}, which we did not prove"
-            )
+            self.replies.discard(declared.alias)
+            self._place(declared.alias, None)
+            self._strange[declared.alias] = declared
+            return
         opener = None
         if declared.kind != Kind.TUNNEL_OPEN:
             place = (key.key_id, declared.sender_id)
@@ -78,6 +88,14 @@ class Inbound:
         self.replies.discard(declared.alias)
         self._place(declared.alias, InFlow(declared, key, opener))
 
+    def forget_keys(self) -> None:
+        """Drop what was declared under a key that is not ours any more; an honest relay sends nothing under it."""
+        find_key = self._find_key
+        self._openers = {p: o for p, o in self._openers.items() if find_key(p[0]) is not None}
+        for alias, flow in enumerate(self._flows):
+            if flow is not None and find_key(flow.key.key_id) is None:
+                self._flows[alias] = None
+
     def _place(self, alias: int, flow: InFlow | None) -> None:
         flows = self._flows
         if alias >= len(flows):
@@ -85,11 +103,22 @@ class Inbound:
         flows[alias] = flow
 
     def flow(self, alias: int, kind: int) -> InFlow:
-        """Return the flow of an alias; raises PeerProtocolError if it was not declared for this kind."""
+        """Return the flow of an alias.
+
+        Raises:
+            PeerProtocolError: it was not declared for this kind.
+            NotOurs: it was declared under a key that we do not have.
+        """
         try:
             flow = self._flows[alias]
         except IndexError:
             flow = None
         if flow is None or flow.kind != kind:
+            declared = self._strange.get(alias)
+            if declared is not None and declared.kind == kind:
+                self.declare(declared)  # the key may have come meanwhile
+                if alias in self._strange:
+                    raise NotOurs
+                return self.flow(alias, kind)
             raise PeerProtocolError(f"alias {alias} was not declared for {Kind(kind).name}")
         return flow

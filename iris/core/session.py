@@ -16,7 +16,7 @@ from iris.core.calling import Calling
 from iris.core.compression import held_bytes
 from iris.core.guard import Guard
 from iris.core.guard import Sequence as Expected
-from iris.core.inbound import Inbound, InFlow
+from iris.core.inbound import Inbound, InFlow, NotOurs
 from iris.core.message import Message
 from iris.core.outbound import Outbound
 from iris.core.parties import Delivery, Lost, Owner, Waiter
@@ -38,6 +38,7 @@ from iris.wire.codec import (
     CALL,
     END_AT,
     FLAGS_AT,
+    HOP,
     KIND_AT,
     answer_suffix,
     decode_control,
@@ -54,6 +55,7 @@ from iris.wire.frames import (
 )
 
 MAX_HELD_BYTES: Final = 16 << 20
+NOT_OURS: Final = "under a key that is not ours"
 _CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
 
 
@@ -106,7 +108,7 @@ class Session:
         """Aliases of the relay's that were declared for stores' answers."""
         self.flow = self._inbound.flow
         """The flow of an alias of the relay's, declared for a kind."""
-        self._guard = guard
+        self.guard = guard
         self._hops = 0
         self._next_id = 1
         self._held: list[bytes] = []
@@ -156,14 +158,17 @@ class Session:
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
         """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
-        self._table[buf[start + KIND_AT]](buf, start, end)
+        try:
+            self._table[buf[start + KIND_AT]](buf, start, end)
+        except NotOurs:
+            self._not_ours(buf, start, end)
 
     def turn(self, now_us: int, mono_us: int) -> None:
         """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
         self.now_us = now_us
         self.mono_us = mono_us
-        self._oldest_us = now_us - self._guard.freshness_us
-        self._newest_us = now_us + self._guard.freshness_us
+        self._oldest_us = now_us - self.guard.freshness_us
+        self._newest_us = now_us + self.guard.freshness_us
         if self.state == "up":
             self.out.now_us = now_us
 
@@ -244,6 +249,10 @@ class Session:
             self.out.poison()
         for end in self.tunneling.ends.values():
             end.poison()
+
+    def forget_keys(self) -> None:
+        """Our owner's keys have changed: aliases under one that it does not have any more stand for nothing."""
+        self._inbound.forget_keys()
 
     def next_hop(self) -> int:
         """Return a hop id of ours that was not used."""
@@ -387,7 +396,7 @@ class Session:
             binding = self.owner.binding(flow) if flow.member else None
             receiver = binding.number if binding is not None else 0
             place = (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
-            flow.expected = self._guard.sequence(place, self.now_us)
+            flow.expected = self.guard.sequence(place, self.now_us)
         return flow.expected
 
     def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
@@ -462,7 +471,7 @@ class Session:
                 )
             return
         receiver = binding.number if kind == Kind.SURVEY else 0
-        sender = self._guard.sender(flow.key.key_id, flow.sender_id, self.now_us, receiver)
+        sender = self.guard.sender(flow.key.key_id, flow.sender_id, self.now_us, receiver)
         if sender is None:
             self.refuse(buf, start, end, Refusal.FULL)
             return
@@ -485,6 +494,20 @@ class Session:
         self.drop(f"refused: {reason.name.lower()}")
         self.out.sent_messages += 1
         self.out.raw(bytes(frame))
+
+    def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
+        """A frame came under a key that we do not have: nobody here can open it, and nothing else suffers."""
+        _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
+        if kind in _CASTS:
+            count = BUNDLE.unpack_from(buf, start)[3]
+            self.received_messages += count
+            self.drop(NOT_OURS, count)
+            return
+        self.drop(NOT_OURS)
+        if kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER):
+            self.asks.not_ours(hop)
+        else:
+            self.refuse(buf, start, end, Refusal.UNREADABLE)
 
     # -- what comes in: tunnels ------------------------------------------------------------------------------
 

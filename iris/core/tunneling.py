@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from iris.core.asks import NEVER_US, error_of
 from iris.core.bundle import Headers
+from iris.core.guard import Shares
 from iris.core.inbound import InFlow
 from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
@@ -25,14 +26,16 @@ HALF_OPEN_US: Final = 5_000_000
 class Tunneling:
     """Every tunnel end of one session by hop id; those to us that are half open expire."""
 
-    __slots__ = ("_dirty", "_growth", "_half_open", "_session", "ends")
+    __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends")
 
     def __init__(self, session: Session) -> None:
         self.ends: dict[int, TunnelEnd] = {}
         self._session = session
         self._dirty: list[TunnelEnd] = []
         self._growth = Growth()
-        self._half_open: dict[int, int] = {}
+        self._half_open: dict[int, tuple[int, bytes]] = {}
+        """hop id -> until when, and under which key."""
+        self._shares = Shares(MAX_HALF_OPEN)
 
     def open(
         self, name: str, key: ClusterKey, headers: Headers | None, timeout_ms: int
@@ -93,7 +96,8 @@ class Tunneling:
         refusal = (
             Refusal.LEAVING if binding is None else binding.admit(Kind.TUNNEL_OPEN, end - start)
         )
-        if refusal is None and len(self._half_open) >= MAX_HALF_OPEN:
+        key_id = flow.key.key_id
+        if refusal is None and not self._shares.has_room(key_id, self._session.guard.keys):
             refusal = Refusal.FULL
         if refusal is None and deadline_us and deadline_us < self._session.mono_us:
             refusal = Refusal.EXPIRED
@@ -109,7 +113,8 @@ class Tunneling:
             return
         self.ends[hop] = tunnel
         until = self._session.mono_us + HALF_OPEN_US
-        self._half_open[hop] = until
+        self._half_open[hop] = (until, key_id)
+        self._shares.take(key_id)
         self._session.deadline_us = min(self._session.deadline_us, until)
         tunnel.wake = lambda: self._opened(hop, tunnel, flow)
         self._emit(HOP.pack(22 + len(answer), Kind.TUNNEL_ACCEPT, 0, 0, hop, 0) + answer)
@@ -118,7 +123,7 @@ class Tunneling:
         """The first record of a tunnel to us was read, or failed."""
         if tunnel.headers is None and not tunnel.broken:
             return
-        self._half_open.pop(hop, None)
+        self._settle(hop)
         tunnel.wake = lambda: None
         binding = self._session.owner.binding(flow)
         if tunnel.broken:
@@ -127,6 +132,12 @@ class Tunneling:
             self._break(hop, "the service has left")
         else:
             binding.tunnel(tunnel)
+
+    def _settle(self, hop: int) -> None:
+        """It is half open no more."""
+        half = self._half_open.pop(hop, None)
+        if half is not None:
+            self._shares.give_back(half[1])
 
     def drop(self, end: TunnelEnd) -> None:
         """Give up a tunnel that was not opened in time."""
@@ -183,9 +194,9 @@ class Tunneling:
     def expire(self, mono_us: int) -> int:
         """Break what is half open for too long; return the next deadline."""
         soonest = NEVER_US
-        for hop, until in list(self._half_open.items()):
+        for hop, (until, _) in list(self._half_open.items()):
             if until <= mono_us:
-                del self._half_open[hop]
+                self._settle(hop)
                 self._break(hop, "the other side did not finish the handshake")
             elif until < soonest:
                 soonest = until

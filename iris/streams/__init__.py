@@ -147,6 +147,7 @@ class Streams:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._stores = Stores(client)
+        self.keys_changed = self._stores.keys_changed
         self._producers: dict[tuple[str, str], Producer] = {}
 
     # -- which there are -------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import asyncio
 import random
 import re
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -100,11 +101,20 @@ class Holder(msgspec.Struct, frozen=True):
     member: str
 
 
+class KeyUser(Protocol):
+    """Keeps what it made of keys; a `RecordOpener`."""
+
+    def forget_keys(self) -> None:
+        """Ask for every key again."""
+
+
 class Stores:
     """Finds streams and asks their stores, for one client."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
+        """Who opens records with keys of ours."""
         self._places: dict[tuple[str, str], Place] = {}
         self._seen: set[tuple[str, str]] = set()
         """Streams that were there once: they may come back."""
@@ -307,6 +317,12 @@ class Stores:
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""
         self._places.pop((name, uuid), None)
+
+    def keys_changed(self) -> None:
+        """The keyring has changed: look for every stream again, and open nothing with keys that are gone."""
+        self._places.clear()
+        for opener in self.openers:
+            opener.forget_keys()
 
     def created(self, name: str) -> None:
         """It is there now, also if our relay has not heard of it yet."""

@@ -53,7 +53,8 @@ class Consumer:
         self._patience = patience
         self._on_gap = on_gap
         self._worker = os.urandom(16)
-        self._opener = RecordOpener(stores.client.keyring.by_id)
+        self._opener = RecordOpener(stores.client.find_key)
+        stores.openers.add(self._opener)
         self._ready: deque[StreamMessage] = deque()
         self._held: set[int] = set()
         """Offsets of what we were handed and have not settled."""

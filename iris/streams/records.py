@@ -71,6 +71,10 @@ class RecordOpener:
         self.known: Known | None = None
         """The stream: what neither it nor what it is a copy of records is not of it, whatever its store says."""
 
+    def forget_keys(self) -> None:
+        """Ask for every key again."""
+        self._openers.clear()
+
     def open(self, record: Record, deliveries: int = 1) -> list[StreamMessage] | StreamGap:
         """Return the messages of a record, or why there are none."""
         sent_us, _, count, _ = END.unpack(record.end)

@@ -33,8 +33,10 @@ END: Final = struct.Struct("<qIIQ")
 """sent, timeout, count, first."""
 HOP: Final = struct.Struct("<IBBIQq")
 """length, kind, flags, alias, hop id, deadline."""
-CAST: Final = struct.Struct("<4xBxI28xI")
-"""What a relay reads of a bundle: kind, alias, count."""
+CAST: Final = struct.Struct("<4xHI28xI")
+"""What a relay reads of a bundle: kind (and flags in the upper byte, which are 0), alias, count."""
+ANSWER: Final = struct.Struct("<4xHIQ")
+"""What a relay reads of an answer: kind (and flags likewise), alias, hop id."""
 CALL: Final = struct.Struct("<4xBBIQqq4xI8x")
 """What a member reads of a request, push or survey: kind, flags, alias, hop id, deadline, sent, count."""
 BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
     ALIAS_AT,
+    ANSWER,
     BODY_AT,
     DEADLINE,
     DEADLINE_AT,
@@ -35,6 +36,7 @@ from iris.wire.frames import (
     Refusal,
 )
 from relay.core.balance import pick
+from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest, Load
 from relay.core.mesh import NEVER_US, Mesh
 from relay.core.ports import Accounts
@@ -106,9 +108,12 @@ class Calls:
             raise PeerProtocolError("a data frame is cut short")
         _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         self._now_us = now_us
-        if flags & FLAG_REFUSED:
-            self._refused(neighbor, buf, start, end, flags >> 4, hop)
-            return
+        if flags:
+            if flags & FLAG_REFUSED:
+                reason = refusal_of(neighbor, flags)
+                self._refused(neighbor, buf, start, end, reason, hop)
+                return
+            clear_flags(neighbor, buf, start)
         try:
             route = neighbor.routes[alias]
         except IndexError:
@@ -358,19 +363,28 @@ class Calls:
         """A reply, fault or answer came from a member's session or over a link; it is the credit, too."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
-        _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
+        kind, alias, hop = ANSWER.unpack_from(buf, start)
         try:
             route = neighbor.routes[alias]
         except IndexError:
             route = None
         if route is None or route.kind != kind:
-            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+            route = route_of(neighbor, route, alias, buf, start)
         accounts = self._accounts
-        accounts.in_ += 1
         handed = neighbor.handed.get(hop)
-        if handed is None or _ANSWERS.get(handed.load.kind) != (kind == Kind.STREAM_REPLY):
+        if handed is None:
+            accounts.in_ += 1
             accounts.drop("late answer", 1)
             return
+        asked = handed.route
+        if (
+            route.name != asked.name
+            or route.key_id != asked.key_id
+            or asked.kind not in _ANSWERS[route.kind]
+        ):
+            self._misanswered(neighbor, route, handed, hop)
+            return
+        accounts.in_ += 1
         survey = handed.survey
         if survey is None:
             del neighbor.handed[hop]
@@ -396,6 +410,27 @@ class Calls:
         if survey is not None and handed.load.member is not None:
             del neighbor.handed[hop]  # over a link, more may come until its DONE
             self.surveys.less(handed, ())
+
+    def _misanswered(self, neighbor: Neighbor, route: Route, handed: Handed, hop: int) -> None:
+        """An answer is not of the kind, name or key of its question: whoever asked must not get it under an alias of ours.
+
+        That is a session's own offence. A relay may only have passed it on: the call ends, and the connection stays.
+        """
+        asked = handed.route
+        if not neighbor.hop_class:
+            raise PeerProtocolError(
+                f"{Kind(route.kind).name} of {route.name} under key {route.key_id[:4].hex()}… answers a "
+                f"{kind_name(asked.kind)} of {asked.name} under key {asked.key_id[:4].hex()}…"
+            )
+        self._accounts.in_ += 1
+        self._accounts.drop("misdirected answer", 1)
+        if asked.kind not in (Kind.REQUEST, Kind.STREAM):
+            return  # a survey ends with DONE, a push with its credit, a tunnel with its end
+        del neighbor.handed[hop]
+        self._ended(handed)
+        if not handed.origin.closed:
+            detail = "what came back is the answer of another address, or to another question"
+            handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
         """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
@@ -596,8 +631,13 @@ _LOST: Final[dict[int, str]] = {
     HopClass.MESH: "the link to the member's relay",
     HopClass.TO_WAN: "the connection to the member's site",
 }
-_ANSWERS: Final[dict[int, bool]] = {Kind.REQUEST: False, Kind.SURVEY: False, Kind.STREAM: True}
-"""What is answered, and whether by STREAM_REPLY."""
+_ANSWERS: Final[dict[int, tuple[int, ...]]] = {
+    Kind.REPLY: (Kind.REQUEST,),
+    Kind.FAULT: (Kind.REQUEST, Kind.SURVEY),
+    Kind.ANSWER: (Kind.SURVEY,),
+    Kind.STREAM_REPLY: (Kind.STREAM,),
+}
+"""What each answers."""
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: STALE,
     Refusal.REPLAYED: "the member has seen this message before",

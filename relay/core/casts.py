@@ -14,6 +14,7 @@ import msgspec
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, END_AT
 from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
+from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.ports import Accounts
 from relay.core.session import Neighbor, Route, Target
@@ -47,7 +48,7 @@ class Casts:
         except IndexError:
             route = None
         if route is None or route.kind != kind:
-            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+            route = route_of(neighbor, route, alias, buf, start)
         interest = self._interest
         if route.version != interest.version:
             self._resolve(route)

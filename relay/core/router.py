@@ -326,6 +326,7 @@ class Router:
                     "waiting": session.pending,
                     "tunnels": len(session.tunnels),
                     "held": session.port.held_messages,
+                    "keys": session.shown_keys,
                 }
                 for session in self.sessions.values()
             ],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_GAPS: Final = 65_536
 MAX_TARGETS: Final = 1024
+MAX_SHOWN_KEYS: Final = 64
 
 Granted = tuple[str, str, bytes]
 """What for ("stream", "topic" or "cluster"), name or filter, key id."""
@@ -398,6 +399,13 @@ class Session(Neighbor):
         self.groups: dict[str, int] = {}
         """Queue group -> subscriptions in it."""
         self.watches: dict[int, Watch] = {}
+
+    @property
+    def shown_keys(self) -> list[str]:
+        """What operators see of the keys that it has proven: the first 8 hex digits of each id, and how many are not shown."""
+        keys = sorted(key_id.hex()[:8] for key_id in self.proven)
+        more = len(keys) - MAX_SHOWN_KEYS
+        return keys if more <= 0 else [*keys[:MAX_SHOWN_KEYS], f"+{more}"]
 
 
 def kind_name(kind: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.frames import Cause, Kind
+from relay.core.flags import clear_flags
 from relay.core.ports import Accounts
 from relay.core.session import Handed, Neighbor, Tunnel
 
@@ -45,7 +46,9 @@ class Tunnels:
         """A tunnel frame: to the other side, under that side's hop id."""
         if end - start < TUNNEL_BODY_AT:
             raise PeerProtocolError("a tunnel frame is cut short")
-        _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
+        _, kind, flags, _, hop, _ = HOP.unpack_from(buf, start)
+        if flags:
+            clear_flags(neighbor, buf, start)
         accounts = self._accounts
         # An end may be the relay's own word, so it is no message.
         count = 0 if kind == Kind.TUNNEL_END else 1

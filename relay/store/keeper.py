@@ -224,13 +224,20 @@ class Store:
 
     def _recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
         if declared.kind == Kind.BROADCAST:
-            stream = self.presence.members.get(declared.member)
+            stream = self._sharing(declared)
             return [] if stream is None else [stream]
         return [s for s in self.streams.values() if s.records(declared.name, declared.key_id)]
 
+    def _sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
+        """Return the stream that a cluster's message is for; None if it takes nothing of that address."""
+        stream = self.presence.members.get(declared.member)
+        if stream is None or not stream.shares(declared.name, declared.key_id):
+            return None
+        return stream
+
     def pushed(self, bundle: Bundle) -> None:
         """A push came for the stream that takes a cluster's share."""
-        stream = self.presence.members.get(bundle.flow.declared.member)
+        stream = self._sharing(bundle.flow.declared)
         refusal = Refusal.LEAVING if stream is None else stream.push(bundle)
         if refusal is not None or stream is None:
             bundle.session.refuse(bundle, refusal or Refusal.LEAVING)

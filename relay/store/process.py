@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
+from iris import keyfiles
 from iris.config import ClientConfig
 from iris.crypto.keys import SECRET_BYTES, StoreKey
 from iris.dialling import dial
@@ -76,10 +77,14 @@ class StoreProcess:
         """Take the directory and open every stream in it.
 
         Raises:
-            ConfigError: another store has it, or it cannot be used.
+            ConfigError: another store has it, others may write to it, or it cannot be used.
+            KeyringError: its key is open to others or another user's.
         """
         try:
             _make_directory(self.directory)
+            # Whoever may write to it could put another key in the place of ours. `resolve`: it may be reached by a link.
+            if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False):
+                raise ConfigError(f"data: {why}")
             _make_directory(self.directory / STREAMS)
             self._lock_fd = _lock(self.directory / LOCK_FILE)
             key = _load_key(self.directory / KEY_FILE, self._entropy)
@@ -239,7 +244,7 @@ def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
     """Return the key of a data directory, made at first use. Raises KeyringError, LogWriteFailed."""
     if not path.exists():
         write_beside(str(path), StoreKey(entropy(SECRET_BYTES)).reveal().encode() + b"\n")
-    return StoreKey.parse(path.read_text().strip())
+    return keyfiles.load(path, lambda text: StoreKey.parse(text.strip()))
 
 
 def _make_directory(path: Path) -> None:

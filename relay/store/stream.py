@@ -183,6 +183,10 @@ class Stream:
         wanted = self.definition.topic
         return bool(wanted) and matches(wanted, topic) and key_id in self.live_ids
 
+    def shares(self, cluster: str, key_id: bytes) -> bool:
+        """Whether what is pushed and broadcast to `cluster` under this key belongs here, whatever a relay says."""
+        return cluster == self.definition.cluster and key_id in self.live_ids
+
     def described(self, store: bytes, label: str) -> Described:
         """Return what users see of it."""
         log = self.log

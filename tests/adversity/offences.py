@@ -10,7 +10,7 @@ from adversity.kit import KEY, OTHER_KEY, Wire, control_frame, data_frame
 
 from iris.wire import frames
 from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, FRAME_OVERHEAD, HOP, RELAY_HOP, encode_control
-from iris.wire.frames import FLAG_REFUSED, Kind, Refusal
+from iris.wire.frames import FLAG_MORE, FLAG_REFUSED, Kind, Refusal
 
 Offence = Callable[[Wire], Awaitable[None]]
 OFFENCES: Final[dict[str, tuple[Offence, str]]] = {}
@@ -313,6 +313,56 @@ async def a_bundle_of_four_billion_messages(wire: Wire) -> None:
 async def a_bundle_of_no_messages(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.PUBLISH, "a"), wire.sealed(Kind.PUBLISH, "a", count=0))
+
+
+@offence("^flags 0x01 in a PUBLISH frame$")
+async def a_publication_that_goes_on(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(
+        wire.declare(0, Kind.PUBLISH, "a"), wire.sealed(Kind.PUBLISH, "a", flags=FLAG_MORE)
+    )
+
+
+@offence("^flags 0x02 in a refused frame$")
+async def a_refusal_without_a_reason(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(data_frame(Kind.REQUEST, flags=FLAG_REFUSED, hop=RELAY_HOP + 1))
+
+
+@offence("^flags 0x12 in a REPLY frame$")
+async def a_reply_that_is_given_back(wire: Wire) -> None:
+    await wire.prove()
+    await wire.send(wire.declare(0, Kind.REPLY, "a"))
+    await wire.send(data_frame(Kind.REPLY, flags=FLAG_REFUSED | Refusal.FULL << 4))
+
+
+@offence("^FAULT of other under key e8d1ab2c… answers a request of offended under key e8d1ab2c…$")
+async def an_answer_of_another_cluster(wire: Wire) -> None:
+    await answer_under(wire, Kind.FAULT, "other", Kind.REQUEST)
+
+
+@offence("^ANSWER of offended under key e8d1ab2c… answers a request of offended")
+async def an_answer_to_a_survey_for_a_request(wire: Wire) -> None:
+    await answer_under(wire, Kind.ANSWER, CLUSTER, Kind.REQUEST)
+
+
+@offence("^REPLY of offended under key e8d1ab2c… answers a push of offended")
+async def a_reply_to_a_push(wire: Wire) -> None:
+    await answer_under(wire, Kind.REPLY, CLUSTER, Kind.PUSH)
+
+
+@offence("^STREAM_REPLY of offended under key e8d1ab2c… answers a survey of offended")
+async def a_stores_answer_to_a_survey(wire: Wire) -> None:
+    await answer_under(wire, Kind.STREAM_REPLY, CLUSTER, Kind.SURVEY)
+
+
+async def answer_under(wire: Wire, kind: int, name: str, asked: int) -> None:
+    """Ask oneself, and answer with a frame of `kind` of the cluster `name`."""
+    await wire.prove()
+    await wire.join(CLUSTER, asked)
+    await wire.send(wire.declare(0, asked, CLUSTER), wire.sealed(asked, CLUSTER, hop=6))
+    hop = HOP.unpack_from(await wire.data(asked))[4]
+    await wire.send(wire.declare(1, kind, name), data_frame(kind, bytes(40), alias=1, hop=hop))
 
 
 @offence("^tunnel 5 is open already$")

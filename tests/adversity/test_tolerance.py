@@ -236,7 +236,7 @@ async def test_a_request_sent_back_damaged_fails_for_its_sender_alone(relay: Pat
                 await others.check()
 
 
-@pytest.mark.parametrize("reason", range(16))
+@pytest.mark.parametrize("reason", list(Refusal))
 async def test_every_reason_of_a_refusal_ends_the_request_with_a_known_cause(
     reason: int, relay: Path
 ) -> None:

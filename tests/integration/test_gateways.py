@@ -16,6 +16,7 @@ from typing import Any, Self, cast
 
 import pytest
 import zstandard
+from adversity import foul
 from adversity.kit import PATIENCE_S, eventually
 from support.connection import Connection
 
@@ -299,6 +300,59 @@ async def test_a_request_crosses_from_site_to_site(world: World) -> None:
         await eventually(lambda: eu.router.status()["sites"][0]["clusters"])  # type: ignore[index]  # JSON
         payload = os.urandom(300_000)
         assert await caller.request("echo", payload, timeout=PATIENCE_S) == payload
+
+
+@pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.REQUEST, Kind.TUNNEL_DATA])
+async def test_a_session_does_not_part_two_sites_with_flags(kind: int, world: World) -> None:
+    eu = await world.start("eu", world.peer("us"))
+    us = await world.start("us", world.peer("eu", eu))
+    await eventually(lambda: joined((eu, us)))
+    up = port(eu, us), port(us, eu)
+    async with (
+        foul.vault(eu.config.socket_path, us.config.socket_path) as vault,
+        foul.wanting(us.config.socket_path),
+    ):
+        await eventually(lambda: eu.router.status()["sites"][0]["topics"])  # type: ignore[index]  # JSON
+        assert "flags 0x01" in await foul.say_more(eu.config.socket_path, kind)
+        await vault.check()
+        assert (port(eu, us), port(us, eu)) == up
+    assert hub(eu).protocol_errors == hub(us).protocol_errors == 0
+    assert eu.router.accounts.balance() == us.router.accounts.balance() == 0
+
+
+async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world: World) -> None:
+    """A member there, whose own relay ends it; and a whole site that lies, whose word is dropped."""
+    eu = await world.start("eu", world.peer("us"))
+    us = await world.start("us", world.peer("eu", eu))
+    await eventually(lambda: joined((eu, us)))
+    up = port(eu, us)
+    async with foul.vault(eu.config.socket_path, us.config.socket_path) as vault:
+        async with foul.liar(us.config.socket_path) as told:
+            await vault.ask_a_liar()
+            assert "REPLY of echo under key" in await told
+        wan = us.router.wans[eu.router.relay_id]
+        assert "misdirected answer" not in eu.router.accounts.dropped
+        strange = frames.Declare(
+            900, Kind.REPLY, "echo", foul.STRANGE_KEY.key_id, RELAY, True, [], 0, 2, "eu"
+        )
+        async with foul.silent(us.config.socket_path) as asked:
+            lying = asyncio.create_task(vault.ask_a_liar())
+            await asked.data(Kind.REQUEST)
+            wan.control(strange)
+            ((hop, _),) = (
+                (h.hop, h)
+                for s in us.router.sessions.values()
+                for h in s.handed.values()
+                if h.route.name == "echo"
+            )
+            wan.port.control(foul.data_frame(Kind.REPLY, bytes(40), alias=900, hop=hop))
+            wan.port.flush()
+            await lying
+        assert eu.router.accounts.dropped["misdirected answer"] == 1
+        await vault.check()
+        assert port(eu, us) is up
+    assert hub(eu).protocol_errors == hub(us).protocol_errors == 0
+    assert eu.router.accounts.balance() == us.router.accounts.balance() == 0
 
 
 # -- losing and finding again --------------------------------------------------------------------------------------

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adversity import foul
 from adversity.kit import PATIENCE_S, Daemon, client, eventually, wait_until
 
 import iris
 from iris import keyfiles
 from iris.crypto.keyring import dump_network_keys
 from iris.crypto.keys import ClusterKey, NetworkKey
+from iris.wire.frames import Kind
 from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import DRAIN_QUIET_POLLS, Relay
@@ -559,3 +561,41 @@ def test_a_development_relay_has_no_links(tmp_path: Path) -> None:
                 assert "links_listening" not in await one.status()
 
         asyncio.run(use())
+
+
+# -- what sessions of one relay do to the others' ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.REQUEST, Kind.TUNNEL_DATA])
+async def test_a_session_does_not_cut_a_link_with_flags(kind: int, site: Site) -> None:
+    one = await site.start()
+    two = await site.start(one)
+    await eventually(lambda: linked(one, two))
+    up = link(one, two), link(two, one)
+    async with (
+        foul.vault(one.config.socket_path, two.config.socket_path) as vault,
+        foul.wanting(two.config.socket_path),
+    ):
+        there = one.router.links[two.router.relay_id]
+        await eventually(lambda: any(topic == foul.PLACE for topic, _, _ in there.topics))
+        assert "flags 0x01" in await foul.say_more(one.config.socket_path, kind)
+        await vault.check()
+        assert (link(one, two), link(two, one)) == up
+    assert hub(one).protocol_errors == hub(two).protocol_errors == 0
+    assert one.router.accounts.balance() == two.router.accounts.balance() == 0
+
+
+async def test_an_answer_under_another_key_ends_the_answerer_at_its_own_relay(site: Site) -> None:
+    one = await site.start()
+    two = await site.start(one)
+    await eventually(lambda: linked(one, two))
+    up = link(one, two), link(two, one)
+    for path in (one.config.socket_path, two.config.socket_path):
+        async with (
+            foul.vault(one.config.socket_path, two.config.socket_path) as vault,
+            foul.liar(path) as told,
+        ):
+            await vault.ask_a_liar()
+            assert "REPLY of echo under key" in await told
+    assert (link(one, two), link(two, one)) == up
+    assert one.router.accounts.balance() == two.router.accounts.balance() == 0

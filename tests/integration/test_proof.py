@@ -16,7 +16,14 @@ import pytest
 import iris
 
 PROOF = Path(__file__).resolve().parents[2] / "bench" / "proof.py"
-COUNTS = {"tunnels": 200, "connections": 40, "order": 4000, "rotation": 200, "idle": 1}
+COUNTS = {
+    "tunnels": 200,
+    "connections": 40,
+    "order": 4000,
+    "rotation": 200,
+    "idle": 1,
+    "mutations": 1,
+}
 
 
 @pytest.fixture
@@ -108,3 +115,18 @@ def test_an_unknown_area_is_a_usage_error(tmp_path: Path) -> None:
     done = prove("everything", 1, tmp_path / "proof.md", tmp_path)
     assert done.returncode == 2
     assert "invalid choice" in done.stderr
+
+
+@pytest.mark.timeout(150)
+def test_a_sabotage_that_no_test_notices_breaks_the_promise(
+    bench: Callable[[str], ModuleType],
+) -> None:
+    mutations = bench("proofs.mutations")
+    tests = ("tests/unit/crypto/test_replay_window.py",)
+    place = ("iris/crypto/sframe.py", "Sealer.poison", "self._encrypt = _refuse_poisoned", "pass")
+    unnoticed = mutations.Sabotage("elsewhere", *place, tests, "two processes use one counter")
+    proof = mutations.run(1, 7, [unnoticed])
+    assert proof.broken == ["elsewhere is noticed"]
+    assert proof.figures["sabotages"] == "1, 0 noticed"
+    with pytest.raises(bench("harness").BenchError, match="is there 0 times"):
+        mutations.run(1, 7, [unnoticed._replace(find="self._encrypt = None")])

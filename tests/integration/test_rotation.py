@@ -155,6 +155,75 @@ async def test_a_retired_key_opens_and_serves_nothing_any_more() -> None:
                 assert got.messages == []
 
 
+async def test_what_goes_on_under_a_retired_key_ends_with_the_drain_time() -> None:
+    both = iris.Keyring.single(NEW).add("default", OLD)
+    service, started, ended = iris.Service("db"), asyncio.Event(), asyncio.Event()
+
+    @service.on_request
+    async def never(payload: bytes) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    @service.on_tunnel
+    async def wait(tunnel: iris.Tunnel) -> None:
+        try:
+            async for _ in tunnel:
+                pass
+        finally:
+            ended.set()
+
+    async with (
+        LocalCluster() as cluster,
+        named(cluster, "member", keyring=both, drain_timeout_s=0.05) as member,
+        member.serve(service),
+        cluster.client(keyring=iris.Keyring.single(OLD)) as late,
+    ):
+        asking = asyncio.create_task(late.request("db", b"x", timeout=10))
+        tunnel = await late.open_tunnel("db", timeout=5)
+        await started.wait()
+        await member.reload_keys(both.retire("default"))
+        with pytest.raises(iris.ConnectionLost):
+            await asking
+        with pytest.raises(iris.TunnelBroken):
+            await tunnel.recv()
+        await ended.wait()
+
+
+async def test_status_says_which_keys_each_session_uses() -> None:
+    both = iris.Keyring.single(NEW).add("default", OLD)
+    old, new = OLD.key_id.hex()[:8], NEW.key_id.hex()[:8]
+    async with LocalCluster() as cluster, named(cluster, "member", keyring=both) as member:
+
+        async def keys() -> list[str]:
+            sessions = (await member.status())["sessions"]
+            return next(s["keys"] for s in sessions if s["label"] == "member")
+
+        assert await keys() == []
+        async with member.serve(echo_service("db")):
+            assert await keys() == sorted((old, new))
+            await member.reload_keys(both.retire("default"))
+            assert await keys() == [new]
+
+
+async def test_a_watch_follows_the_keys_that_are_in_use() -> None:
+    both = iris.Keyring.single(OLD).add("default", NEW)
+    async with (
+        LocalCluster() as cluster,
+        cluster.client(keyring=iris.Keyring.single(OLD)) as watcher,
+        cluster.client(keyring=iris.Keyring.single(NEW)) as member,
+        member.serve(echo_service("db")),
+    ):
+        changes = aiter(watcher.watch_members("db"))
+        assert len(await anext(changes)) == 0
+        await watcher.reload_keys(both.promote("default").retire("default"))
+        while len(await anext(changes)) != 1:
+            pass
+        assert [s["keys"] for s in (await watcher.status())["sessions"]] == [
+            [NEW.key_id.hex()[:8]]
+        ] * 2
+        await changes.aclose()
+
+
 async def test_reloading_without_a_relay_fails_within_the_connect_timeout() -> None:
     async with LocalCluster() as cluster, named(cluster, "a", connect_timeout_s=0.2) as client:
         await cluster.stop_relay()

@@ -27,6 +27,8 @@ from iris.errors import (
 )
 from iris.streams import StreamGap
 from iris.testing import LocalCluster
+from iris.wire.codec import END, HOP
+from iris.wire.frames import Declare, Kind
 from iris.wire.streams import (
     Append,
     Create,
@@ -197,6 +199,28 @@ async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadca
     assert sorted(recorded + pushed) == sorted(b"p%d" % number for number in range(200))
     assert heard == [b"b%d" % number for number in range(200)]
     assert [p for p in payloads if p[:1] == b"b"] == heard
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.BROADCAST])
+async def test_a_stream_of_a_cluster_takes_nothing_of_another_whatever_the_relay_says(
+    setting: Any, kind: int
+) -> None:
+    cluster, client, _ = setting
+    await client.streams.create("billing", cluster="billing")
+    relay = cluster.relay
+    key = client.keyring.for_cluster("billing")[0].key_id
+    (load,) = relay.router.interest.loads("billing", key, kind)
+    session = load.neighbor
+    for alias, (name, key_id) in enumerate((("other", key), ("billing", b"?" * 16))):
+        declared = Declare(60_000 + alias, kind, name, key_id, bytes(16), True, [], load.serial)
+        frame = HOP.pack(86, kind, 0, 60_000 + alias, 1 << 63, 0) + END.pack(0, 0, 1, 0) + bytes(40)
+        session.control(declared)
+        session.port.control(frame)
+    relay.driver.settle()
+    await client.push("billing", b"its own")
+    await client.flush()
+    await cluster.settle()
+    assert [(m.offset, m.payload) for m in await whole(client, "billing")] == [(0, b"its own")]
 
 
 async def test_headers_and_objects_come_back_as_they_were_published(setting: Any) -> None:
@@ -685,6 +709,34 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
             assert [gap.cause for gap in reader.gaps] == [
                 f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in our keyring"
             ]
+
+
+async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile(
+    tmp_path: Path,
+) -> None:
+    old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
+    single = Keyring.single(old)
+    both = single.add("default", new)
+    async with (
+        LocalCluster(data=tmp_path) as cluster,
+        cluster.client(keyring=both) as writer,
+        cluster.client(keyring=single) as client,
+    ):
+        await writer.streams.create("orders")
+        await writer.streams.append("orders", b"before")
+        async with client.streams.read("orders") as reader:
+            arriving = aiter(reader)
+            assert (await anext(arriving)).payload == b"before"
+            await client.reload_keys(both.promote("default").retire("default"))
+            await writer.streams.append("orders", b"under the old")
+            await writer.reload_keys(both.promote("default"))
+            await writer.streams.append("orders", b"under the new")
+            assert (await anext(arriving)).payload == b"under the new"
+            assert [gap.cause for gap in reader.gaps] == [
+                f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in our keyring"
+            ]
+        proven = [s["keys"] for s in (await client.status())["sessions"]]
+        assert [new.key_id.hex()[:8]] in proven
 
 
 async def test_streams_of_one_topic_under_different_keys_all_record_it_after_a_restart(

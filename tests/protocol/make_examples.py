@@ -70,7 +70,7 @@ CLUSTER: Final = "databases"
 TOPIC: Final = "flights.JFK.AA"
 APPENDER: Final = bytes(range(0x40, 0x50))
 CERTIFICATE: Final = relay_leaf(NetworkKey(SECRET), RELAY_ID, bytes(32)).certificate
-CHANNEL: Final = certificate_hash(CERTIFICATE.public_bytes(Encoding.DER))
+TLS_CHANNEL: Final = certificate_hash(CERTIFICATE.public_bytes(Encoding.DER))
 STORE_KEY: Final = StoreKey(bytes(range(0x20, 0x40)))
 STORE_SENDER: Final = bytes(range(0x30, 0x40))
 STREAM: Final = "orders"
@@ -107,7 +107,7 @@ CONTROLS: Final[dict[str, Control]] = {
     ),
     "prove-bound": frames.Prove(
         0, KEY.public_key,
-        KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE, channel=CHANNEL),
+        KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE, channel=TLS_CHANNEL),
     ),
     "grant": frames.Grant(
         1, ORDER, KEY.public_key, KEY.sign_order(ORDER),
@@ -311,8 +311,8 @@ def derived() -> dict[str, dict[str, Any]]:
             "key": key.hex(), "salt": salt.hex(),
         }  # fmt: skip
     return {
-        "channel": {
-            "certificate": CERTIFICATE.public_bytes(Encoding.DER).hex(), "channel": CHANNEL.hex(),
+        "tls-channel": {
+            "certificate": CERTIFICATE.public_bytes(Encoding.DER).hex(), "channel": TLS_CHANNEL.hex(),
         },
         "key": {
             "secret": SECRET.hex(), "sealing_root": KEY.sealing_root.hex(),

@@ -144,6 +144,7 @@ def test_a_deadline_that_passed_before_the_relay_is_not_handed_on(net: Network) 
     net.run()
     assert service.deliveries == []
     assert isinstance(answer.error, RequestTimeout)
+    assert member.session.received_messages == 0
     assert net.router.accounts.expired == 1
 
 

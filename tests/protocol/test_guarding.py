@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
+from iris.core.bundle import encode_bundle
+from iris.core.guard import Guard
 from iris.core.parties import Delivery
+from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import WINDOW_COUNTERS
-from iris.errors import ConnectionLost, LocalProtocolError, RelayError, RemoteError
+from iris.errors import (
+    ConnectionLost,
+    LocalProtocolError,
+    Overloaded,
+    RelayError,
+    RemoteError,
+    RequestTimeout,
+)
 from iris.wire import frames
 from iris.wire.codec import (
     ALIAS_AT,
@@ -188,6 +198,74 @@ def test_bundles_in_another_order_are_a_gap_and_never_out_of_order(net: Network)
     assert [gap.count for gap in inbox.gaps] == [1]
 
 
+# -- shares of the tables ----------------------------------------------------------------------------------------
+
+
+def sharing(net: Network, **bounds: int) -> Host:
+    """A process that holds both keys and serves both, with small tables."""
+    guard = Guard(FRESHNESS_US, **bounds)
+    guard.keys = 2
+    return net.host("both", keys=(KEY, OTHER_KEY), guard=guard)
+
+
+@pytest.mark.parametrize("flooding", [KEY, OTHER_KEY])
+def test_who_holds_one_key_does_not_fill_the_replay_windows_of_another(
+    net: Network, flooding: ClusterKey
+) -> None:
+    other = OTHER_KEY if flooding is KEY else KEY
+    member = sharing(net, max_senders=16)
+    member.serve("theirs", echo, keys=(flooding,))
+    mine = member.serve("mine", echo, keys=(other,))
+    answers = [net.host(keys=(flooding,)).request("theirs") for _ in range(40)]
+    net.run()
+    refused = [answer for answer in answers if answer.error is not None]
+    assert len(answers) - len(refused) == 12  # its share of 4, and the 8 that are for anybody
+    assert all(isinstance(answer.error, Overloaded) for answer in refused)
+    assert member.guard.refused_senders == 28
+    honest = [net.host(keys=(other,)).request("mine", b"x") for _ in range(4)]
+    net.run()
+    assert [answer.value for answer in honest] == [b"x"] * 4
+    assert len(mine.deliveries) == 4
+
+
+@pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.BROADCAST])
+def test_who_holds_one_key_does_not_fill_the_sequences_of_another(net: Network, kind: Kind) -> None:
+    receiver = sharing(net, max_sequences=16)
+    mine, theirs = receiver.serve("mine"), receiver.serve("theirs", keys=(OTHER_KEY,))
+    inbox = receiver.subscribe("mine")
+    receiver.subscribe("theirs", key=OTHER_KEY)
+    for _ in range(40):
+        net.host(keys=(OTHER_KEY,)).publish("theirs", b"flood", kind=kind)
+    net.run()
+    cause = "too many senders to keep apart"
+    assert [lost.cause for lost in receiver.losses] == [cause] * 28
+    assert len(theirs.casts) == (12 if kind == Kind.BROADCAST else 0)
+    for n in range(4):
+        net.host().publish("mine", b"%d" % n, kind=kind)
+    net.run()
+    got = [m.payload for m in mine.casts] if kind == Kind.BROADCAST else inbox.payloads
+    assert got == [b"0", b"1", b"2", b"3"]
+    assert len(receiver.losses) == 28
+
+
+def test_what_one_key_used_is_for_others_again_when_it_is_too_old(net: Network) -> None:
+    member = sharing(net, max_senders=4)
+    member.serve("theirs", echo, keys=(OTHER_KEY,))
+    for _ in range(3):
+        net.host(keys=(OTHER_KEY,)).request("theirs")
+    net.run()
+    fourth = net.host(keys=(OTHER_KEY,)).request("theirs")
+    net.run()
+    assert isinstance(fourth.error, Overloaded)
+    net.pass_time(2 * FRESHNESS_US / 1e6 + 2)
+    fifth = net.host(keys=(OTHER_KEY,)).request("theirs", b"x")
+    net.run()
+    assert fifth.value == b"x"
+    mine = [member.guard.sender(KEY.key_id, bytes(15) + bytes((n,)), net.now_us) for n in range(4)]
+    assert [entry is not None for entry in mine] == [True, True, True, False]
+    assert member.guard.refused_senders == 2
+
+
 # -- freshness ---------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +436,41 @@ def test_a_changed_byte_of_what_is_authenticated_is_noticed(net: Network, at: in
     net.run()
     assert inbox.payloads == []
     assert len(inbox.gaps) == 1
+
+
+def test_a_bundle_that_does_not_hold_as_many_messages_as_it_says_is_lost_as_a_whole(
+    net: Network,
+) -> None:
+    """The count is sealed too: only a member can lie about it, and then the relays' accounts are wrong, not the receiver's."""
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    out = sender.session.out
+    for count in (1, 3):
+        body = encode_bundle([b"x", b"y"], None, False)
+        out._seal(out.flow(Kind.PUBLISH, "a", KEY), body, 0, 0, 0, count, 0, b"")
+    net.run()
+    assert inbox.payloads == []
+    assert [(gap.count, gap.cause) for gap in inbox.gaps] == [
+        (1, "2 messages in a bundle of 1"),
+        (3, "2 messages in a bundle of 3"),
+    ]
+
+
+def test_a_request_that_a_relay_hands_over_after_its_deadline_does_not_run(net: Network) -> None:
+    caller, member = net.host(), net.host()
+    service = member.serve("db", echo)
+
+    def hold(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) == Kind.REQUEST:
+            member.session.mono_us += 1_000_001
+        return [frame]
+
+    net.tamper = hold
+    answer = caller.request("db", b"x", timeout_ms=1000)
+    net.run()
+    assert service.deliveries == []
+    assert isinstance(answer.error, RequestTimeout)
+    assert not answer.error.may_have_run
 
 
 def test_hop_fields_are_the_relays_and_change_nothing_that_is_sealed(net: Network) -> None:

@@ -174,7 +174,7 @@ def test_the_example_of_a_proof_holds() -> None:
 
 
 def test_the_example_of_a_proof_over_tls_holds_for_its_certificate_alone() -> None:
-    said, welcome, connection = JSON["prove-bound"], JSON["welcome"], JSON["channel"]
+    said, welcome, connection = JSON["prove-bound"], JSON["welcome"], JSON["tls-channel"]
     channel = hashlib.sha256(bytes.fromhex(connection["certificate"])).digest()
     assert channel.hex() == connection["channel"]
     ids = {name: bytes.fromhex(welcome[name]) for name in ("relay_id", "session_id", "challenge")}

@@ -656,6 +656,28 @@ def test_an_error_of_the_other_gateway_ends_the_connection_with_its_words(net: S
     assert not net.router.abroad.ways
 
 
+def test_what_another_site_says_of_a_call_cannot_move_a_cursor_here() -> None:
+    net = Sites("ams", "ber")
+    ours, _ = net.connect(0, 1)
+    alice = net.host("alice")
+    net.host("bob", relay=1).serve("db")
+    net.settle()
+    answer, survey = alice.request("db"), alice.survey("db")
+    net.run()
+    asked, surveyed = sorted(ours.link.handed)
+    ours.hear(
+        frames.Fail(asked, frames.Cause.REFUSED, "no\x1b[2J"),
+        frames.Roster(surveyed, ["bob\x1b[2J"]),
+        frames.Done(surveyed, ["bob\x1b[2J"]),
+    )
+    net.run()
+    assert answer.error is not None
+    assert survey.end is not None
+    shown = [str(answer.error), *survey.roster_ids, *survey.end[0]]
+    assert len(shown) >= 3
+    assert not any("\x1b" in text for text in shown)
+
+
 def test_a_gateway_that_is_about_to_stop_takes_back_what_it_told(net: Sites) -> None:
     net.connect(0, 2)
     net.connect(1, 2)
@@ -714,6 +736,20 @@ def test_a_bundle_crosses_once_although_one_copy_lags_behind(net: Sites) -> None
     net.settle()
     assert len(crossed) == 1
     assert (plain.payloads, group.payloads) == ([b"one"], [b"one"])
+
+
+def test_a_loss_in_what_a_site_does_not_import_is_told_to_nobody(net: Sites) -> None:
+    end, _ = net.connect(0, 2)
+    net.router.abroad.policy = Policy([], ["news"])
+    alice = net.host("alice")
+    news, other = alice.subscribe("news"), alice.subscribe("other")
+    for name in ("news", "other"):
+        assert not end.hear(
+            frames.Gap(Kind.PUBLISH, name, KEY_ID, SENDER, 0, 1, "lost", site="ams")
+        )
+    net.settle()
+    assert [lost.count for lost in news.gaps] == [None]
+    assert other.gaps == []
 
 
 def test_a_group_that_is_gone_here_and_there_is_in_another_site_breaks_nothing(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from protocol.kit import Host, Network, kind_of
+from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, control_of, kind_of
 
+from iris.core.guard import Guard
 from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_GROWN, MAX_WINDOW, TunnelEnd
 from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
-from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, tunnel_frame
+from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, encode_control, tunnel_frame
 from iris.wire.frames import Cause, Kind, Refusal
 
 
@@ -39,6 +41,24 @@ def drain(end: TunnelEnd) -> list[bytes]:
             messages.append(parts)
             parts = b""
     return messages
+
+
+def test_an_opening_that_a_relay_hands_to_another_cluster_opens_nothing(net: Network) -> None:
+    opener, member = net.host(), net.host()
+    meant, other = member.serve("guest"), member.serve("admin")
+
+    def splice(host: Host, frame: bytes) -> list[bytes]:
+        if kind_of(frame) != Kind.DECLARE or (body := control_of(frame)).name != "guest":
+            return [frame]
+        elsewhere = msgspec.structs.replace(body, name="admin", member=other.member)
+        return [encode_control(elsewhere)]
+
+    net.tamper = splice
+    left = opener.open_tunnel("guest", {"as": "guest"})
+    net.run()
+    assert left.broken
+    assert meant.tunnels == other.tunnels == []
+    assert member.session.dropped["unreadable"] == 1
 
 
 def close(net: Network, *ends: TunnelEnd) -> None:
@@ -287,6 +307,33 @@ def test_half_open_tunnels_are_bounded(net: Network) -> None:
     net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
     assert not member.session.tunneling.ends
     assert all(end.broken for end in ends)
+
+
+def test_who_holds_one_key_does_not_fill_the_half_open_tunnels_of_another(net: Network) -> None:
+    guard = Guard(FRESHNESS_US)
+    guard.keys = 2
+    thief, caller = net.host(keys=(OTHER_KEY,)), net.host()
+    member = net.host(keys=(KEY, OTHER_KEY), guard=guard)
+    member.serve("theirs", concurrency=1 << 20, keys=(OTHER_KEY,))
+    service = member.serve("mine")
+    net.tamper = lambda host, frame: (
+        [] if host is thief and kind_of(frame) == Kind.TUNNEL_ACCEPT else [frame]
+    )
+    ends = [thief.open_tunnel("theirs") for _ in range(MAX_HALF_OPEN + 5)]
+    net.run()
+    refused = [end for end in ends if end.error is not None]
+    assert len(ends) - len(refused) == 3 * MAX_HALF_OPEN // 4
+    mine = caller.open_tunnel("mine")
+    net.run()
+    assert mine.open
+    assert len(service.tunnels) == 1
+    net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
+    net.tamper = lambda host, frame: [frame]
+    again = thief.open_tunnel("theirs")
+    net.run()
+    assert again.open
+    again.close()
+    close(net, mine)
 
 
 def test_the_second_handshake_message_cannot_be_sent_twice(net: Network) -> None:

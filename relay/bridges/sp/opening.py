@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import pynng
 
-from iris import ConfigError
+from iris import ConfigError, KeyringError
+from iris.keyfiles import read_secret
 from relay.bridges.sp.config import SocketConfig
 
 RECONNECT_MIN_MS: Final = 100
@@ -49,12 +50,25 @@ def start(socket: Any, config: SocketConfig) -> str:
         if path is not None and path.exists() and not path.is_socket():
             # nng would take it for what a killed process left, and remove it.
             raise ConfigError(f"{config.label}: listen: {path} is there, and is not a socket")
-        listener = socket.listen(config.listen)
-        if path is not None:
-            path.chmod(config.ipc_mode)
+        listener = _listen(socket, config)
     except (OSError, pynng.NNGException) as err:
         raise ConfigError(f"{config.label}: {field}: {config.address}: {err}") from err
     return _bound(listener, config)
+
+
+def _listen(socket: Any, config: SocketConfig) -> Any:
+    """As `socket.listen`, which takes no options of a listener: nng gives an ipc socket its mode before it listens."""
+    lib = pynng.lib
+    found = pynng.ffi.new("nng_listener *")
+    pynng.check_err(lib.nng_listener_create(found, socket.socket, str(config.listen).encode()))
+    listener = pynng.Listener(found, socket)
+    socket._listeners[listener.id] = listener
+    if config.scheme == "ipc":
+        pynng.check_err(
+            lib.nng_listener_set_int(listener.listener, b"ipc:permissions", config.ipc_mode)
+        )
+    pynng.check_err(lib.nng_listener_start(listener.listener, 0))
+    return listener
 
 
 def _options(config: SocketConfig) -> dict[str, Any]:
@@ -107,7 +121,11 @@ def _tls(config: SocketConfig) -> Any:
         if name is None:
             return None
         try:
+            if field == "tls_key":
+                return read_secret(Path(name), group_reads=True)
             return Path(name).read_text(encoding="ascii")
+        except KeyringError as err:
+            raise ConfigError(f"{config.label}: {field}: {err}") from err
         except (OSError, ValueError) as err:
             raise ConfigError(f"{config.label}: {field}: {name}: {err}") from err
 

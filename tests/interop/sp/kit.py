@@ -255,6 +255,7 @@ def make_certificate(root: Path, file: str) -> None:
     (root / f"{file}.key").write_bytes(
         key.private_bytes(pem, serialization.PrivateFormat.TraditionalOpenSSL, plain)
     )
+    (root / f"{file}.key").chmod(0o600)
 
 
 def a_world() -> Iterator[World]:

@@ -16,7 +16,7 @@ from relay.store import retention, segments
 from relay.store.errors import CursorsFull, LogBusy, LogDamaged, LogExists, LogMissing
 from relay.store.log import Conflict, Log, Outcome, Stored
 from relay.store.producers import Duplicate, Fenced, OutOfOrder
-from relay.store.records import Entry, Gap, Hole, Item, Reason, Record, Stamp
+from relay.store.records import KEY, Entry, Gap, Hole, Item, Reason, Record, Stamp
 from relay.store.segments import Limits
 
 UUID = b"\x07" * 16
@@ -530,6 +530,14 @@ def test_a_cursor_too_many_is_refused_and_the_others_go_on(
     with pytest.raises(ValueError, match="too long"):
         log.put_cursor("one", bytes((1 << 20) + 1))
     assert log.get_cursor("one") == b"more"
+
+
+def test_a_record_that_is_missing_between_others_is_damage_and_never_skipped(log: Log) -> None:
+    log.append([entry(b"one"), entry(b"two"), entry(b"three")], 1)
+    log._database._records.delete(KEY.pack(1))
+    with pytest.raises(LogDamaged, match="entries are missing"):
+        log.read(1, MANY, now_us=9)
+    assert log.read(0, MANY, now_us=9).next == 1
 
 
 def test_a_mark_of_another_log_is_damage(path: str, tmp_path: Path) -> None:
