@@ -207,15 +207,14 @@ class Calling:
 
     def _again(self, called: Called, line: Line) -> None:
         """Send a call once more, through a new channel, if it changes nothing; else its caller decides."""
-        key = self.find_key(line.place[1])
-        if not called.body or key is None:
+        if not called.body:
             detail = "its store does not know our channel any more"
             called.waiter.set_exception(ConnectionLost(called.name, detail))
             return
         called.again, called.counter = True, -1
         called.hop = self._session.next_hop()
         self._pending[called.hop] = called
-        self._route(called, line.place, key)
+        self._route(called, line.place, line.holder)
 
     def forget(self, called: Called) -> None:
         """The caller no longer waits; an answer that comes is dropped and counted."""

@@ -110,7 +110,17 @@ class _Then:
 class Line:
     """A channel to one log, or to a store itself, from the first knock on. `held` are calls that wait for it to open."""
 
-    __slots__ = ("_host", "_key", "_offer", "_shown", "address", "channel", "held", "own", "place")
+    __slots__ = (
+        "_host",
+        "_offer",
+        "_shown",
+        "address",
+        "channel",
+        "held",
+        "holder",
+        "own",
+        "place",
+    )
 
     def __init__(self, host: Host, name: str, key: ClusterKey, shown: str, *, own: bool) -> None:
         self.place: Place = (name, key.key_id, own)
@@ -120,14 +130,15 @@ class Line:
         self.channel: Channel | None = None
         self.held: list[Any] = []
         self._host = host
-        self._key = key
+        self.holder = key
+        """The key that we show to hold; the keyring may have retired it while a call was prepared."""
         self._shown = shown
         self._offer = Offer(key, host.entropy)
 
     @property
     def key(self) -> ClusterKey | None:
         """What its frames are addressed under: None for NO_KEY."""
-        return None if self.own else self._key
+        return None if self.own else self.holder
 
     def knock(self) -> None:
         """Begin."""
@@ -153,7 +164,7 @@ class Line:
             ours = heard.uuid != NO_LOG and any(
                 name == bare or is_called(order, name)
                 for order in own_orders(
-                    heard.orders, self._host.find_key, uuid=heard.uuid, store=heard.store
+                    heard.orders, self._find_key, uuid=heard.uuid, store=heard.store
                 )
             )
             self.address = f"{site}:{bare}" if site else bare
@@ -161,8 +172,11 @@ class Line:
             self._fail(Refused("order", "no key of ours signed what its store says of it"))
             return
         share, signature = self._offer.sign(heard.store, heard.uuid, heard.nonce)
-        call = Open(self._offer.nonce, heard.nonce, self._key.public_key, share, signature)
+        call = Open(self._offer.nonce, heard.nonce, self.holder.public_key, share, signature)
         self._ask(call, self._opened)
+
+    def _find_key(self, key_id: bytes) -> ClusterKey | None:
+        return self.holder if key_id == self.holder.key_id else self._host.find_key(key_id)
 
     def _opened(self, heard: object) -> None:
         if not isinstance(heard, Opened):

@@ -20,14 +20,15 @@ under a key of its own: a keyed hash that is never told, below the HMAC, so what
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
+from hmac import compare_digest
 from struct import Struct
 from typing import Final
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from iris.crypto.keys import (
@@ -55,25 +56,25 @@ Buffer = bytes | bytearray | memoryview
 class Codes:
     """What one direction of a channel is authenticated with."""
 
-    __slots__ = ("_hash", "_key", "_long")
+    __slots__ = ("_fresh", "_hash", "_long")
 
     def __init__(self, keys: bytes) -> None:
         """`keys` are 64 bytes: of the HMAC, and of the hash of long bodies."""
-        self._key = keys[:32]
+        self._fresh = HMAC(keys[:32], hashes.SHA256()).copy
+        """Returns the HMAC with its key in it and nothing else: a third of the time that a new one takes."""
         self._hash = keys[32:]
         self._long: AESGCM | None = None
 
     def code(self, head: Buffer, counter: int, end: Buffer, body: Buffer) -> bytes:
         """Return the 32 bytes that authenticate a body in a frame with these end fields."""
-        code = hmac.new(self._key, head, "sha256")
-        code.update(end)
-        code.update(len(body).to_bytes(4, "little"))
+        size = len(body).to_bytes(4, "little")
         if len(body) > LONG_BYTES:
             if self._long is None:
                 self._long = AESGCM(self._hash)
             body = self._long.encrypt(counter.to_bytes(12), b"", body)
-        code.update(body)
-        return code.digest()
+        code = self._fresh()
+        code.update(b"".join((head, end, size, body)))
+        return code.finalize()
 
 
 class Channel:
@@ -109,7 +110,7 @@ class Channel:
         mark, number, counter = _HEAD.unpack_from(data)
         body = data[SEALED_BYTES:]
         wanted = self._receive.code(data[:_MAC_AT], counter, end, body)
-        if (mark, number) != (MARK, self.number) or not hmac.compare_digest(
+        if (mark, number) != (MARK, self.number) or not compare_digest(
             wanted, data[_MAC_AT:SEALED_BYTES]
         ):
             raise OpenError("it was not authenticated by the other side of this channel")

@@ -268,7 +268,11 @@ class Stores:
             AmbiguousStream: two do.
         """
         place = self._places.get((name, uuid))
-        if place is None or place.until_s < time.monotonic():
+        if (
+            place is None
+            or place.until_s < time.monotonic()
+            or self.client.keyring.by_id(place.key.key_id) is None  # it was retired since
+        ):
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
             holders = []

@@ -31,9 +31,9 @@ from relay.store.errors import ChannelRefused
 if TYPE_CHECKING:
     from relay.store.session import Question
 
-MAX_CHANNELS: Final = 32_768
-"""Of one store, about 1 KB each ..."""
-MAX_OF_KEY: Final = 8192
+MAX_CHANNELS: Final = 16_384
+"""Of one store, 2 KB each, 5 KB when long bodies came one way ..."""
+MAX_OF_KEY: Final = 4096
 """... and of one key, which make room among themselves."""
 MAX_SPENT: Final = 16_384
 DOOR_US: Final = 30_000_000
@@ -48,8 +48,6 @@ class Channels:
     def __init__(
         self, key: StoreKey, entropy: Callable[[int], bytes], *, most: int = MAX_CHANNELS, most_of_key: int = MAX_OF_KEY
     ) -> None:  # fmt: skip
-        self.refused = 0
-        """Calls under a channel that is not open, or that its holder did not make, or made before."""
         self._key = key
         self._address = public_id(key.public_key).hex()
         self._entropy = entropy
@@ -113,12 +111,10 @@ class Channels:
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
         if channel is None or self._place(channel) != (question.name, question.key_id):
-            self.refused += 1
             raise ChannelRefused("no such channel is open here: open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:
-            self.refused += 1
             raise ChannelRefused(str(err)) from err
         self._of_key[channel.key_id].move_to_end(number)
         question.channel, question.counter = channel, counter

@@ -90,6 +90,8 @@ class Store:
         self._urge = urge
         self._quiet = Quiet()
         self.channels = Channels(key, entropy)
+        self.refused = 0
+        """Calls that no holder of the key is known to have made."""
         self._calls: dict[type, Callable[[Question, Any], None]] = {
             streams.FindStore: self._on_find_store,
             streams.Knock: self._on_knock,
@@ -253,15 +255,21 @@ class Store:
 
     def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
         """An authenticated body came: return the call in it. Raises ChannelRefused."""
-        return self.channels.unseal(question, end, body)
+        try:
+            return self.channels.unseal(question, end, body)
+        except ChannelRefused as err:
+            self._unproven(question, str(err))
+            raise
 
     def asked(self, question: Question) -> None:
         """A call came."""
         try:
             if question.channel is None and not isinstance(question.call, UNSEALED):
+                self._unproven(question, "it was not authenticated")
                 raise Refuse("invalid", UPGRADE)
             self._calls[type(question.call)](question, question.call)
         except ChannelRefused as err:
+            self._unproven(question, str(err))
             question.refuse("channel", str(err))
         except (Refuse, StagingRefused) as err:
             question.refuse(err.code, str(err))
@@ -278,6 +286,12 @@ class Store:
         except Exception as err:  # a fault of ours costs this call, and nobody else theirs
             log.exception("store.fault", extra={"fields": {"call": type(question.call).__name__}})
             question.refuse("failed", f"internal error: {type(err).__name__}")
+
+    def _unproven(self, question: Question, reason: str) -> None:
+        """Count and tell a call that no holder of the key is known to have made."""
+        self.refused += 1
+        fields = {"address": question.name, "key_id": question.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
+        self._quiet.warning(log, "store.call_refused", reason, self.now_us / 1e6, fields)
 
     def _touch(self, stream: Stream) -> None:
         if not self._dirty:

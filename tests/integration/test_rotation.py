@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.kit import Collector, echo_service, named, until
@@ -244,3 +246,43 @@ async def test_watches_and_members_go_on_after_a_reload() -> None:
             while len(await anext(changes)) != 0:
                 pass
             await changes.aclose()
+
+
+async def test_a_stream_is_written_and_read_under_each_key_and_no_channel_of_a_retired_one_is_left(
+    tmp_path: Path,
+) -> None:
+    keyring = iris.Keyring.single(OLD)
+    async with (
+        LocalCluster(data=tmp_path) as cluster,
+        named(cluster, "c", keyring=keyring) as client,
+    ):
+        streams = client.streams
+        await streams.create("orders")
+        written = [await streams.append("orders", b"0")]
+
+        def shown() -> set[bytes]:
+            """Return the ids of the keys that open channels of this session show."""
+            attachment: Any = client._attachment
+            return {place[1] for place in attachment.session.calling._lines}
+
+        assert shown() == {OLD.key_id}
+        for stage in (
+            keyring := keyring.add("default", NEW),
+            keyring := keyring.promote("default"),
+            keyring.retire("default"),
+        ):
+            await client.reload_keys(stage)
+            assert not shown()  # a channel ends with its session
+            await streams.share_keys()
+            written.append(await streams.append("orders", b"%d" % len(written)))
+            written.append(await streams.append("orders", b"", expect=len(written)))
+            assert len(await streams.list()) == 1
+        assert written == list(range(7))
+        assert shown() == {NEW.key_id}
+        async with streams.consumer("orders", "all") as work:
+            found = await work.batch()
+        # What only the retired key opens is told as such, not left out.
+        readable = {m.offset for m in found if m.payload}
+        assert 5 in readable
+        assert readable.isdisjoint({0, 1})
+        assert OLD.key_id.hex() in (await streams.describe("orders")).key_ids

@@ -85,7 +85,7 @@ CALLER_SHARE: Final = bytes(range(65, 97))
 STORE_SHARE: Final = bytes(range(97, 129))
 KNOCK_NONCE: Final = bytes(range(0x10, 0x30))
 DOOR_NONCE: Final = bytes(range(0xD0, 0xF0))
-CHANNEL: Final = 4_294_967_303
+STREAM_CHANNEL: Final = 4_294_967_303
 ORDER: Final = streams.encode(
     streams.Order(
         streams.KEEP, STREAM_UUID, KEY.key_id, STORE_KEY.public_key, SENT_US,
@@ -347,8 +347,8 @@ def derived() -> dict[str, dict[str, Any]]:
             "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
             "dead_uuid": streams.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
         },
-        "channel": Opening(STREAM_UUID).keys(),
-        "channel-long": long_code(),
+        "stream-channel": Opening(STREAM_UUID).keys(),
+        "stream-long": long_code(),
     }  # fmt: skip
 
 
@@ -364,17 +364,17 @@ class Opening:
         self.door = streams.Door(STORE_KEY.public_key, uuid, DOOR_NONCE, [signed])
         self.open = streams.Open(KNOCK_NONCE, DOOR_NONCE, KEY.public_key, share, signature)
         self.store, answer, signed_back = accept_offer(
-            STORE_KEY, uuid, CHANNEL, nonce=KNOCK_NONCE, door=DOOR_NONCE, public_key=KEY.public_key, share=share,
+            STORE_KEY, uuid, STREAM_CHANNEL, nonce=KNOCK_NONCE, door=DOOR_NONCE, public_key=KEY.public_key, share=share,
             signature=signature, secret=STORE_SHARE,
         )  # fmt: skip
-        self.opened = streams.Opened(CHANNEL, answer, signed_back)
-        self.caller = offer.opened(CHANNEL, answer, signed_back)
+        self.opened = streams.Opened(STREAM_CHANNEL, answer, signed_back)
+        self.caller = offer.opened(STREAM_CHANNEL, answer, signed_back)
 
     def keys(self) -> dict[str, str]:
         """Return the secrets of the opening and the keys of the channel, from the primitives rather than from `Channel`."""
         said = b"".join(
             (STORE_KEY.public_key, STREAM_UUID, KEY.key_id, KNOCK_NONCE, DOOR_NONCE, self.open.share, self.opened.share)
-        ) + CHANNEL.to_bytes(8, "little")  # fmt: skip
+        ) + STREAM_CHANNEL.to_bytes(8, "little")  # fmt: skip
         secret = X25519PrivateKey.from_private_bytes(CALLER_SHARE).exchange(
             X25519PublicKey.from_public_bytes(self.opened.share)
         )
@@ -392,7 +392,7 @@ def long_code() -> dict[str, Any]:
     """Return the code of a long body, from the primitives."""
     keys = Opening(STREAM_UUID).keys()
     body, end, counter = b"\x80" * 1500, END.pack(SENT_US, 0, 1, 0), 5
-    head = b"\xc1" + CHANNEL.to_bytes(8, "little") + counter.to_bytes(8, "little")
+    head = b"\xc1" + STREAM_CHANNEL.to_bytes(8, "little") + counter.to_bytes(8, "little")
     tag = AESGCM(bytes.fromhex(keys["call_hash_key"])).encrypt(counter.to_bytes(12), b"", body)
     said = head + end + len(body).to_bytes(4, "little") + tag
     code = hmac.digest(bytes.fromhex(keys["call_code_key"]), said, "sha256")
@@ -452,7 +452,12 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         end = END.pack(SENT_US, timeout, 1, 0)
         sealed = channel.seal(counter, end, call) if channel is not None else b""
         if channel is not None:
-            said = {"channel": CHANNEL, "call_counter": counter, "code": sealed[17:].hex(), **said}
+            said = {
+                "channel": STREAM_CHANNEL,
+                "call_counter": counter,
+                "code": sealed[17:].hex(),
+                **said,
+            }
         shown = {
             "frame": kind.name, "flags": 0, "alias": alias, "hop": hop, "deadline": deadline,
             "sent": SENT_US, "timeout": timeout, "count": 1, "first": 0,

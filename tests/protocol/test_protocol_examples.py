@@ -439,7 +439,7 @@ def test_a_channel_is_opened_as_written() -> None:
     knock, door, opening, opened = (
         JSON[f"stream-{name}"]["body"] for name in ("knock", "door", "open", "opened")
     )
-    said, store = JSON["channel"], bytes.fromhex(JSON["stream"]["store_public_key"])
+    said, store = JSON["stream-channel"], bytes.fromhex(JSON["stream"]["store_public_key"])
     signed = b"".join(
         bytes.fromhex(part)
         for part in (door["store"], door["uuid"], KEY.key_id.hex(), knock["nonce"], door["nonce"], opening["share"])
@@ -481,7 +481,7 @@ def test_the_code_of_a_call_is_as_written(name: str) -> None:
     assert len(body) <= 1024
     which = "answer_code_key" if said["frame"] == "STREAM_REPLY" else "call_code_key"
     covered = data[50:67] + data[26:50] + len(body).to_bytes(4, "little") + body
-    code = _hmac(bytes.fromhex(JSON["channel"][which]), covered, hashes.SHA256())
+    code = _hmac(bytes.fromhex(JSON["stream-channel"][which]), covered, hashes.SHA256())
     assert code.hex() == said["code"]
 
 
@@ -553,8 +553,8 @@ def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
         ),
         ("the last 2^17 counters", sframe.WINDOW_COUNTERS == 1 << 17),
         (
-            "of one key and in all | 8,192 and 32,768;",
-            (channels.MAX_OF_KEY, channels.MAX_CHANNELS) == (8192, 32_768),
+            "of one key and in all | 4,096 and 16,384;",
+            (channels.MAX_OF_KEY, channels.MAX_CHANNELS) == (4096, 16_384),
         ),
         ("no older than 30 seconds", channels.DOOR_US == 30_000_000),
         ("below the window of 16,384", channel.WINDOW_CALLS == 16_384),
