@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, kind_of
+from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, control_of, kind_of
 from protocol.test_sites import Sites
 
 from iris.errors import ConnectionLost
@@ -267,3 +267,51 @@ def test_a_record_that_an_older_relay_passed_on_breaks_its_tunnel_alone(minor: i
     net.run()
     assert [end.next_chunk() for end in service.tunnels] == [None, (3, b"y")]
     assert net.routers[1].accounts.balance() == 0
+
+
+# -- words about others' senders -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over_a_link", [False, True])
+@pytest.mark.parametrize("group", ["", "g"])
+def test_a_loss_that_a_relay_makes_up_hides_no_message(over_a_link: bool, group: str) -> None:
+    """It names a sender of another relay, and a sequence that never comes."""
+    net = Network(relays=2)
+    _, there = net.link(0, 1)
+    alice, bob = net.host("alice", relay=1), net.host("bob", relay=1)
+    inbox = bob.subscribe("news", group=group)
+    said: list[frames.Declare] = []
+
+    def listen(host: Host, data: bytes) -> list[bytes]:
+        said.extend([control_of(data)] if kind_of(data) == Kind.DECLARE else [])
+        return [data]
+
+    net.tamper = listen
+    alice.publish("news", b"0")
+    net.run()
+    gap = encode_control(
+        frames.Gap(
+            Kind.PUBLISH,
+            "news",
+            OURS,
+            said[0].sender_id,
+            1 << 62,
+            5,
+            "made up",
+            not group,
+            [group] if group else [],
+        )  # fmt: skip
+    )
+    if over_a_link:
+        there._frame(memoryview(bytearray(gap)), 0, len(gap))
+    else:
+        bob.hear(gap)
+    net.run()
+    assert inbox.gaps
+    told = len(inbox.gaps)
+    for number in range(1, 4):
+        alice.publish("news", b"%d" % number)
+    net.run()
+    assert inbox.payloads == [b"0", b"1", b"2", b"3"]
+    assert len(inbox.gaps) == told
+    assert not bob.session.dropped.get("late or repeated")
