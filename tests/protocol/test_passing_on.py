@@ -289,19 +289,9 @@ def test_a_loss_that_a_relay_makes_up_hides_no_message(over_a_link: bool, group:
     net.tamper = listen
     alice.publish("news", b"0")
     net.run()
-    gap = encode_control(
-        frames.Gap(
-            Kind.PUBLISH,
-            "news",
-            OURS,
-            said[0].sender_id,
-            1 << 62,
-            5,
-            "made up",
-            not group,
-            [group] if group else [],
-        )  # fmt: skip
-    )
+    address = (Kind.PUBLISH, "news", OURS, said[0].sender_id)
+    delivery = (not group, [group] if group else [])
+    gap = encode_control(frames.Gap(*address, 1 << 62, 5, "made up", *delivery))
     if over_a_link:
         there._frame(memoryview(bytearray(gap)), 0, len(gap))
     else:
