@@ -60,14 +60,32 @@ class Shares:
 class Sequence:
     """What is expected next from one sender for one address."""
 
-    __slots__ = ("known", "next", "used_us")
+    __slots__ = ("known", "next", "told", "used_us")
 
     def __init__(self) -> None:
         self.next = 0
-        """Anything below is late or repeated."""
+        """Anything below is late or repeated: only what opened moves it."""
+        self.told = 0
+        """Losses below were told by a relay's word. What comes all the same is taken, and shows that the word was wrong."""
         self.known = False
         """We have followed this sender without a pause, so a jump is a gap."""
         self.used_us = 0
+
+    def missing(self, first: int) -> int:
+        """Return how many are lost, and not told yet, before the message `first`, which has come."""
+        if first < self.told:
+            self.told = 0
+        return first - max(self.next, self.told)
+
+    def lost(self, first: int, count: int) -> tuple[int, int]:
+        """A relay says that it dropped `count` from `first` on; return how many are missing before, and how many of these are new."""
+        told = max(self.next, self.told)
+        end = first + count
+        if end < told:
+            return 0, 0
+        before = max(0, first - told) if self.known else 0
+        self.told, self.known = end, True
+        return before, end - max(first, told)
 
 
 class Sender:

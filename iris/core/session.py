@@ -372,8 +372,8 @@ class Session:
             if first < expected.next:
                 self.drop("late or repeated", count)
                 return flow, []
-            if expected.known and flow.plain:
-                self._lose(flow, first - expected.next, "missing on the way")
+            if expected.known and flow.plain and (missing := expected.missing(first)):
+                self._lose(flow, missing, "missing on the way")
         expected.next = first + count
         expected.known = True
         expected.used_us = self.now_us
@@ -613,19 +613,16 @@ class Session:
         if gap.count == UNKNOWN_COUNT:
             # The next message says how many; if none comes, this is all that is known.
             self._lose(flow, None, gap.cause)
-        elif expected is not None and not flow.plain:
+        elif not flow.plain:
             # Members of a group see only their share, so the relay's word is all there is.
-            expected.next = max(expected.next, gap.first + gap.count)
             self._lose(flow, gap.count, gap.cause)
-        elif expected is not None and gap.first + gap.count >= expected.next:
+        elif expected is not None:
             # A count of 0 says where a run of losses starts whose length is not known yet.
-            if expected.known and gap.first > expected.next:
-                self._lose(flow, gap.first - expected.next, "missing on the way")
-            missing = gap.first + gap.count - max(gap.first, expected.next)
-            expected.next = gap.first + gap.count
-            expected.known = True
-            if missing:
-                self._lose(flow, missing, gap.cause)
+            before, here = expected.lost(gap.first, gap.count)
+            if before:
+                self._lose(flow, before, "missing on the way")
+            if here:
+                self._lose(flow, here, gap.cause)
 
 
 _ANSWERS: Final[dict[type, type]] = {frames.Status: frames.Report, frames.Ping: frames.Pong}

@@ -458,12 +458,11 @@ class Calls:
         return ran
 
     def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
-        """Members behind a link, or in another site, finished these pushes."""
-        for hop in credit.hops:
-            handed = link.handed.get(hop)
-            if handed is None or handed.load.kind != Kind.PUSH:
-                raise PeerProtocolError("credit for what is no push that was handed over")
-        self._credit(link, Kind.PUSH, credit.hops)
+        """Members behind a link, or in another site, finished these pushes; of some we may have given up waiting."""
+        hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.handed]
+        if any(link.handed[hop].load.kind != Kind.PUSH for hop in hops):
+            raise PeerProtocolError("credit for what is no push that was handed over")
+        self._credit(link, Kind.PUSH, hops)
 
     def _credit(self, neighbor: Neighbor, kind: int, hops: Sequence[int]) -> None:
         told: dict[int, list[int]] = {}

@@ -230,15 +230,20 @@ class Casts:
         """Sessions of this relay, and other relays of this site, hear of a loss."""
         self._tell_here(gap)
         if gap.kind == Kind.BROADCAST:
-            loads = self._interest.peer_loads(gap.name, gap.key_id, Kind.BROADCAST)
-            links = [load.neighbor for load in loads]
-        else:
-            plain, groups = self._interest.subscribers(gap.name, gap.key_id)
-            wanted = plain if gap.plain else []
-            takers = (*wanted, *(taker for group in gap.groups for taker in groups.get(group, ())))
-            links = [t.neighbor for t in takers if t.hop_class == HopClass.MESH]
-        for link in dict.fromkeys(links):
-            link.control(gap)
+            for load in self._interest.peer_loads(gap.name, gap.key_id, Kind.BROADCAST):
+                load.neighbor.control(msgspec.structs.replace(gap, groups=[]))
+            return
+        plain, groups = self._interest.subscribers(gap.name, gap.key_id)
+        links = [t.neighbor for t in plain if gap.plain and t.hop_class == HopClass.MESH]
+        # Each is told of groups of its own, which always fit: the names that came may not.
+        theirs: dict[Neighbor, list[str]] = {link: [] for link in links}
+        for group in dict.fromkeys(gap.groups):
+            for taker in dict.fromkeys(groups.get(group, ())):
+                if taker.hop_class == HopClass.MESH:
+                    theirs.setdefault(taker.neighbor, []).append(group)
+        for link, named in theirs.items():
+            wanted = gap.plain and link in links
+            link.control(msgspec.structs.replace(gap, plain=wanted, groups=named))
 
     def _tell_here(self, gap: Gap) -> None:
         """Sessions of this relay hear of a loss."""

@@ -6,11 +6,11 @@ DONE when no more can come. What a relay behind a link owes is kept under one ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from iris.errors import PeerProtocolError
-from iris.wire.codec import ALIAS_AT, REWRITE
+from iris.wire.codec import ALIAS_AT, MAX_REPORT_BYTES, REWRITE
 from iris.wire.frames import Done, Roster
 from relay.core.interest import Interest, Load
 from relay.core.ports import Accounts
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_ROSTER: Final = 1 << 18
 """Members that one relay or site may say it handed a survey to; their ids take about 30 MB."""
+_LONGEST_NAME: Final = 64 * 4 + 3
+"""Bytes that a member's id takes in a frame, at most."""
 MAX_NAMED: Final = 4096
 """Missing members of another site that are counted one by one."""
 
@@ -107,7 +109,8 @@ class Surveys:
                 raise PeerProtocolError(f"a survey of more than {MAX_ROSTER} members")
             handed.roster += roster.members
             if not handed.survey.origin.closed:
-                handed.survey.origin.control(Roster(handed.survey.hop, roster.members))
+                for part in _parts(roster.members):
+                    handed.survey.origin.control(Roster(handed.survey.hop, part))
 
     def done(self, link: Neighbor, done: Done) -> None:
         """No more answers come over a link, or from another site."""
@@ -121,12 +124,13 @@ class Surveys:
         survey = handed.survey
         assert survey is not None
         self._ended(handed)
-        survey.lost += lost
+        survey.lost += lost[: max(0, MAX_ROSTER - len(survey.lost))]
         survey.open -= 1
         if survey.open == 0:
             survey.ended()
             if not survey.origin.closed:
-                survey.origin.control(Done(survey.hop, survey.lost))
+                # What does not fit are the names of who never answered: the surveyor has them from the roster.
+                survey.origin.control(Done(survey.hop, next(_parts(survey.lost))))
 
     def owing(self, handed: Handed) -> list[str]:
         """Return the ids of who may not have answered: behind a link, only the surveyor can tell who of all did."""
@@ -151,3 +155,20 @@ class Surveys:
             for entry in named.values()
             if route.kind in entry.kinds and route.key_id in entry.key_ids
         ]
+
+
+def _parts(names: list[str]) -> Iterator[list[str]]:
+    """Cut a list that others made into such as fit a frame: one may be as long as a frame was, and ours has another hop id."""
+    room = MAX_REPORT_BYTES - 64
+    if len(names) * _LONGEST_NAME <= room:
+        yield names
+        return
+    part: list[str] = []
+    size = 0
+    for name in names:
+        size += len(name.encode(errors="replace")) + 3
+        if size > room:
+            yield part
+            part, size = [], len(name.encode(errors="replace")) + 3
+        part.append(name)
+    yield part

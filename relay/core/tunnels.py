@@ -7,6 +7,7 @@ broken on both ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
@@ -14,6 +15,9 @@ from iris.wire.frames import Cause, Kind
 from relay.core.flags import clear_flags
 from relay.core.ports import Accounts
 from relay.core.session import Handed, Neighbor, Tunnel
+
+MAX_RECORD_FRAME: Final = TUNNEL_BODY_AT + 65_535
+"""Longest frame of a tunnel: relays hand these on whole, whatever limit of a message the next one has."""
 
 
 class Tunnels:
@@ -44,8 +48,9 @@ class Tunnels:
 
     def frame(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """A tunnel frame: to the other side, under that side's hop id."""
-        if end - start < TUNNEL_BODY_AT:
-            raise PeerProtocolError("a tunnel frame is cut short")
+        if not TUNNEL_BODY_AT <= end - start <= MAX_RECORD_FRAME:
+            self._misfit(neighbor, buf, start, end)
+            return
         _, kind, flags, _, hop, _ = HOP.unpack_from(buf, start)
         if flags:
             clear_flags(neighbor, buf, start)
@@ -82,6 +87,19 @@ class Tunnels:
         self._break(fullest, "tunnel share full")
         if fullest is not tunnel:
             self._break(tunnel, "tunnel share full")  # its frame is lost, and a tunnel never skips
+
+    def _misfit(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        """A frame is too short or long: an offence, or what an older relay only passed on, and then its tunnel is broken."""
+        size = end - start
+        if size < TUNNEL_BODY_AT:
+            raise PeerProtocolError("a tunnel frame is cut short")
+        if not neighbor.hop_class or neighbor.minor:
+            raise PeerProtocolError(f"a tunnel record of {size - TUNNEL_BODY_AT} bytes")
+        self._accounts.in_ += 1
+        self._accounts.drop("tunnel record too long", 1)
+        tunnel = neighbor.tunnels.get(HOP.unpack_from(buf, start)[4])
+        if tunnel is not None:
+            self._break(tunnel, "tunnel record too long")
 
     def neighbor_down(self, neighbor: Neighbor) -> None:
         """Whoever shares a tunnel with it hears now."""

@@ -205,8 +205,8 @@ class Stream:
         if expected is not None:
             if bundle.first < expected.next:
                 return
-            if expected.known and bundle.first > expected.next:
-                self.note(bundle.first - expected.next, "missing on the way")
+            if expected.known and (missing := expected.missing(bundle.first)):
+                self.note(missing, "missing on the way")
             expected.next = bundle.first + bundle.count
             expected.known = True
             expected.used_us = now_us
@@ -219,14 +219,14 @@ class Stream:
             return
         place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
         expected = self._guard.sequence(place, now_us)
-        end = gap.first + gap.count
-        if expected is None or end < expected.next:
+        if expected is None:
             return
-        if expected.known and gap.first > expected.next:
-            self.note(gap.first - expected.next, "missing on the way")
-        if missing := end - max(gap.first, expected.next):
-            self.note(missing, gap.cause)
-        expected.next, expected.known, expected.used_us = end, True, now_us
+        before, here = expected.lost(gap.first, gap.count)
+        if before:
+            self.note(before, "missing on the way")
+        if here:
+            self.note(here, gap.cause)
+        expected.used_us = now_us
 
     def note(self, count: int | None, cause: str) -> None:
         """Have a gap record written in its place; neighbours of one cause are one record."""

@@ -1,0 +1,307 @@
+"""What a relay is told by another relay or site and what it passes on: nobody but who lied may suffer from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, control_of, kind_of
+from protocol.test_sites import Sites
+
+from iris.errors import ConnectionLost
+from iris.wire import codec, frames
+from iris.wire.codec import END, HOP, TUNNEL_BODY_AT, encode_control, tunnel_frame
+from iris.wire.frames import HopClass, Kind
+from relay.core import calls as calls_module
+from relay.core import surveys as surveys_module
+from relay.core.router import Limits
+from relay.core.tunnels import MAX_RECORD_FRAME
+
+SENDER = b"\x55" * 16
+OURS, STRANGE = KEY.key_id, OTHER_KEY.key_id
+MISFITS = [
+    (Kind.REQUEST, Kind.REPLY, "db", STRANGE),
+    (Kind.REQUEST, Kind.REPLY, "other", OURS),
+    (Kind.REQUEST, Kind.FAULT, "db", STRANGE),
+    (Kind.REQUEST, Kind.ANSWER, "db", OURS),
+    (Kind.REQUEST, Kind.STREAM_REPLY, "db", OURS),
+    (Kind.SURVEY, Kind.ANSWER, "db", STRANGE),
+    (Kind.SURVEY, Kind.REPLY, "db", OURS),
+    (Kind.SURVEY, Kind.FAULT, "other", OURS),
+    (Kind.PUSH, Kind.REPLY, "db", OURS),
+    (Kind.TUNNEL_OPEN, Kind.FAULT, "db", OURS),
+]
+
+
+def ask(host: Host, kind: int) -> Any:
+    """Send a message of a kind to `db`."""
+    if kind == Kind.REQUEST:
+        return host.request("db")
+    if kind == Kind.SURVEY:
+        return host.survey("db")
+    return host.push("db") if kind == Kind.PUSH else host.open_tunnel("db")
+
+
+def answer(end: LinkEnd, kind: int, name: str, key_id: bytes, hop_class: int, site: str = "") -> None:  # fmt: skip
+    """Let the other side of a connection answer all that it was handed."""
+    declared = frames.Declare(900, kind, name, key_id, SENDER, True, [], 0, hop_class, site)
+    hops = list(end.link.handed)
+    for data in (encode_control(declared), *(misfit(kind, hop) for hop in hops)):
+        view = memoryview(bytearray(data))
+        end._frame(view, 0, len(view))
+
+
+def misfit(kind: int, hop: int) -> bytes:
+    return HOP.pack(86, kind, 0, 900, hop, 0) + END.pack(0, 0, 1, 0) + bytes(40)
+
+
+@pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
+@pytest.mark.parametrize(("asked", "kind", "name", "key_id"), MISFITS)
+def test_an_answer_over_a_link_that_is_of_another_address_or_kind_is_dropped(
+    asked: int, kind: int, name: str, key_id: bytes, minor: int
+) -> None:
+    net = Network(relays=2)
+    here, there = net.link(0, 1)
+    here.link.minor = minor
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    service = bob.serve("db", lambda delivery: None)
+    waiting = ask(alice, asked)
+    net.run()
+    answer(here, kind, name, key_id, HopClass.MESH)
+    net.run()
+    assert not here.why
+    assert not there.why
+    assert not alice.ended_because
+    assert alice.session.state == "up"
+    assert net.router.accounts.dropped == {"misdirected answer": 1}
+    assert net.router.accounts.balance() == 0
+    if asked == Kind.REQUEST:
+        assert isinstance(waiting.error, ConnectionLost)
+        assert waiting.error.may_have_run
+        service.deliveries[0].reply(b"late", None, False)
+        net.run()
+        net.check()
+    elif asked == Kind.SURVEY:
+        assert waiting.end is None
+        service.deliveries[0].reply(b"here", None, False)
+        net.run()
+        assert waiting.payloads == [b"here"]
+        net.check()
+    elif asked == Kind.PUSH:
+        service.deliveries[0].finish()
+        bob.session.flush()
+        net.run()
+        net.check()
+
+
+@pytest.mark.parametrize(("asked", "kind", "name", "key_id"), MISFITS[:-2])
+def test_an_answer_of_a_site_that_is_of_another_address_or_kind_stops_at_the_gateway(
+    asked: int, kind: int, name: str, key_id: bytes
+) -> None:
+    net = Sites("ams", "ams", "ber")
+    link = net.ends[:2]
+    ours, theirs = net.connect(0, 2)
+    alice, bob = net.host("alice", relay=1), net.host("bob", relay=2)
+    bob.serve("db", lambda delivery: None)
+    net.settle()
+    waiting = ask(alice, asked)
+    net.settle()
+    answer(ours, kind, name, key_id, HopClass.TO_WAN, "ams")
+    net.settle()
+    assert alice.session.state == "up"
+    assert not any(end.why for end in (*link, ours, theirs))
+    assert net.routers[0].accounts.dropped == {"misdirected answer": 1}
+    assert not net.routers[1].accounts.dropped
+    if asked == Kind.REQUEST:
+        assert isinstance(waiting.error, ConnectionLost)
+        assert waiting.error.may_have_run
+    bob.lose()
+    net.settle()
+    net.check()
+
+
+def test_credit_of_what_was_given_up_costs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that ends nothing: the caller's relay forgets what is late, and the gateway may hear the end of it still."""
+    monkeypatch.setattr(calls_module, "LATE_US", 0)
+    net = Sites("ams", "ams", "ber")
+    for router in net.routers:
+        router._calls._limits = Limits(pending=1)
+    link = net.ends[:2]
+    wans = net.connect(0, 2)
+    alice, bob = net.host("alice", relay=1), net.host("bob", relay=2)
+    service = bob.serve("db", lambda delivery: None)
+    net.settle()
+    alice.push("db", b"first")
+    net.settle()
+    net.pass_time(5)
+    alice.push("db", b"second")
+    net.settle()
+    service.deliveries[0].finish()
+    bob.session.flush()
+    net.settle()
+    assert not any(end.why for end in (*link, *wans))
+
+
+def test_credit_for_what_is_no_push_is_the_offence_of_who_gives_it() -> None:
+    net = Network(relays=2)
+    here, _ = net.link(0, 1)
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    bob.serve("db", lambda delivery: None)
+    alice.request("db")
+    net.run()
+    (hop,) = here.link.handed
+    credit = encode_control(frames.Credit(0, Kind.PUSH, [hop]))
+    here._frame(memoryview(bytearray(credit)), 0, len(credit))
+    assert "credit for what is no push" in here.why
+
+
+# -- lists and losses of another site ------------------------------------------------------------------------------
+
+
+LONG = [f"{number:064}" for number in range(60)]
+
+
+@pytest.mark.parametrize("relay", [0, 1])
+def test_sites_that_name_more_than_a_frame_holds_end_no_link_and_no_session(
+    relay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Sites("ams", "ams", "ber", "cph")
+    link = net.ends[:2]
+    wans = [net.connect(0, 2)[0], net.connect(0, 3)[0]]
+    hosts = [net.host("bob", relay=2), net.host("carol", relay=3)]
+    for host in hosts:
+        host.serve("db", lambda delivery: None)
+    net.settle()
+    alice = net.host("alice", relay=relay)
+    answers = alice.survey("db")
+    net.settle()
+    for module in (codec, surveys_module):
+        monkeypatch.setattr(module, "MAX_REPORT_BYTES", 4_100)
+    for wan in wans:
+        (hop,) = wan.link.handed
+        wan.hear(frames.Roster(hop, LONG), frames.Done(hop, LONG))
+        assert not wan.why
+    net.settle()
+    assert not any(end.why for end in link)
+    assert alice.session.state == "up"
+    assert answers.end is not None
+    assert answers.end[0]
+    assert set(answers.roster_ids) >= set(LONG)
+
+
+def test_a_loss_that_names_many_groups_ends_no_link() -> None:
+    """As long as a frame may be, and longer with what it left out."""
+    net = Sites("ams", "ams", "ber")
+    link = net.ends[:2]
+    ours, _ = net.connect(0, 2)
+    bob = net.host("bob", relay=1)
+    plain, grouped = bob.subscribe("news"), bob.subscribe("news", group="g")
+    net.settle()
+    fields: dict[str, Any] = {
+        "kind": Kind.PUBLISH, "name": "news", "key_id": OURS, "sender_id": SENDER, "first": 0, "count": 1, "cause": "",
+        "groups": ["g"], "site": "ams",
+    }  # fmt: skip
+    while True:
+        body = codec._ENCODE(fields)
+        room = codec.MAX_CONTROL_BYTES - len(body)
+        if room < 300:
+            fields["cause"] = "c" * (room - (1 if room < 257 else 2))
+            body = codec._ENCODE(fields)
+            break
+        fields["groups"].append(f"{len(fields['groups']):0255}")
+    assert len(body) == codec.MAX_CONTROL_BYTES
+    assert ours.hear_frame((2 + len(body)).to_bytes(4, "little") + bytes((Kind.GAP, 0)) + body) == ""  # fmt: skip
+    net.settle()
+    assert not any(end.why for end in link)
+    assert [gap.count for gap in plain.gaps] == [None]
+    assert [gap.count for gap in grouped.gaps] == [None]
+
+
+# -- records of tunnels --------------------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_too_long_ends_the_session_that_sent_it() -> None:
+    """The next relay would refuse the frame, and with it the link."""
+    net = Network(relays=2)
+    here, there = net.link(0, 1)
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    bob.serve("db")
+    near = alice.open_tunnel("db")
+    net.run()
+    longest = MAX_RECORD_FRAME - TUNNEL_BODY_AT
+    alice.say(tunnel_frame(Kind.TUNNEL_DATA, near.hop, bytes(longest)))
+    assert not alice.ended_because
+    alice.say(tunnel_frame(Kind.TUNNEL_DATA, near.hop, bytes(longest + 1)))
+    assert alice.ended_because == f"a tunnel record of {longest + 1} bytes"
+    assert not here.why
+    assert not there.why
+
+
+@pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
+def test_a_record_that_an_older_relay_passed_on_breaks_its_tunnel_alone(minor: int) -> None:
+    net = Network(relays=2)
+    here, there = net.link(0, 1)
+    there.link.minor = minor
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    service = bob.serve("db")
+    near, other = alice.open_tunnel("db"), alice.open_tunnel("db")
+    net.run()
+    long = MAX_RECORD_FRAME - TUNNEL_BODY_AT + 1
+
+    def lengthen(data: bytes) -> list[bytes]:
+        if kind_of(data) != Kind.TUNNEL_DATA:
+            return [data]
+        return [tunnel_frame(Kind.TUNNEL_DATA, HOP.unpack_from(data)[4], bytes(long))]
+
+    here.tamper = lengthen
+    near.write(memoryview(b"x"), 0)
+    net.run()
+    if minor:
+        assert there.why == f"a tunnel record of {long} bytes"
+        return
+    here.tamper = lambda data: (data,)
+    assert not there.why
+    assert near.broken
+    assert net.routers[1].accounts.dropped == {"tunnel record too long": 1}
+    other.write(memoryview(b"y"), 0)
+    net.run()
+    assert [end.next_chunk() for end in service.tunnels] == [None, (3, b"y")]
+    assert net.routers[1].accounts.balance() == 0
+
+
+# -- words about others' senders -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over_a_link", [False, True])
+@pytest.mark.parametrize("group", ["", "g"])
+def test_a_loss_that_a_relay_makes_up_hides_no_message(over_a_link: bool, group: str) -> None:
+    """It names a sender of another relay, and a sequence that never comes."""
+    net = Network(relays=2)
+    _, there = net.link(0, 1)
+    alice, bob = net.host("alice", relay=1), net.host("bob", relay=1)
+    inbox = bob.subscribe("news", group=group)
+    said: list[frames.Declare] = []
+
+    def listen(host: Host, data: bytes) -> list[bytes]:
+        said.extend([control_of(data)] if kind_of(data) == Kind.DECLARE else [])
+        return [data]
+
+    net.tamper = listen
+    alice.publish("news", b"0")
+    net.run()
+    address = (Kind.PUBLISH, "news", OURS, said[0].sender_id)
+    delivery = (not group, [group] if group else [])
+    gap = encode_control(frames.Gap(*address, 1 << 62, 5, "made up", *delivery))
+    if over_a_link:
+        there._frame(memoryview(bytearray(gap)), 0, len(gap))
+    else:
+        bob.hear(gap)
+    net.run()
+    assert inbox.gaps
+    told = len(inbox.gaps)
+    for number in range(1, 4):
+        alice.publish("news", b"%d" % number)
+    net.run()
+    assert inbox.payloads == [b"0", b"1", b"2", b"3"]
+    assert len(inbox.gaps) == told
+    assert not bob.session.dropped.get("late or repeated")
