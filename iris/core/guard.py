@@ -66,7 +66,7 @@ class Sequence:
         self.next = 0
         """Anything below is late or repeated."""
         self.known = False
-        """We have followed this sender without a pause, so a jump is a gap."""
+        """What comes without a queue group we have followed without a pause, so a jump is a gap."""
         self.used_us = 0
 
 
