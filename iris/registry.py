@@ -272,7 +272,7 @@ class Registry:
         places += [place for place in self._wild if matches(place[0], flow.name)]
         for place in places:
             group, subscriptions = place[1], self._subscriptions.get(place, ())
-            if group in flow.groups if group else flow.plain:
+            if subscriptions and (group in flow.groups if group else flow.plain):
                 (grouped.setdefault(group, []) if group else found).extend(subscriptions)
         # Chosen by sender, so that each sender's order is kept.
         found += [each[flow.sender_id[0] % len(each)] for each in grouped.values()]

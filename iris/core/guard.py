@@ -68,7 +68,7 @@ class Sequence:
         self.told = 0
         """Losses below were told by a relay's word. What comes all the same is taken, and shows that the word was wrong."""
         self.known = False
-        """We have followed this sender without a pause, so a jump is a gap."""
+        """What comes without a queue group we have followed without a pause, so a jump is a gap."""
         self.used_us = 0
 
     def missing(self, first: int) -> int:

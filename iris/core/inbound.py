@@ -32,7 +32,8 @@ class InFlow:
         self.name = declared.name
         self.key = key
         self.sender_id = declared.sender_id
-        self.plain = declared.plain
+        self.plain = declared.plain or declared.kind != Kind.PUBLISH
+        """It is for subscriptions without a group, or for a service: nothing of it may be missing."""
         self.groups = frozenset(declared.groups)
         self.member = declared.member
         self.opener = opener
@@ -42,6 +43,11 @@ class InFlow:
         self.sinks: Sequence[Any] = ()
         self.version = -1
         """Version of the subscriptions for which `sinks` was found."""
+
+    def as_plain(self) -> InFlow:
+        """Return the same sender and topic as it is for subscriptions without a group."""
+        declared = Declare(0, self.kind, self.name, self.key.key_id, self.sender_id)
+        return InFlow(declared, self.key, None)
 
 
 class Inbound:

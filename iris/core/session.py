@@ -374,8 +374,11 @@ class Session:
                 return flow, []
             if expected.known and flow.plain and (missing := expected.missing(first)):
                 self._lose(flow, missing, "missing on the way")
+        if flow.plain:
+            expected.known = True
+        elif expected.known:
+            self._pass_by(flow, expected, expected.missing(first) + count)
         expected.next = first + count
-        expected.known = True
         expected.used_us = self.now_us
         name, source = flow.name, flow.sender_id
         if count == 1:
@@ -390,14 +393,30 @@ class Session:
     def _expected(self, flow: InFlow) -> Expected | None:
         """Return the flow's sequence entry, made at the first message that opened; None when the table is full.
 
-        A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice.
+        A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice. What is for no member of ours
+        has an entry for this once: the sequence of one that joins later is its own.
         """
         if flow.expected is None:
-            binding = self.owner.binding(flow) if flow.member else None
-            receiver = binding.number if binding is not None else 0
+            receiver = 0
+            if flow.kind == Kind.BROADCAST:
+                binding = self.owner.binding(flow)
+                if binding is None:
+                    return Expected()
+                receiver = binding.number
             place = (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
             flow.expected = self.guard.sequence(place, self.now_us)
         return flow.expected
+
+    def _pass_by(self, flow: InFlow, expected: Expected, count: int) -> None:
+        """Messages come for members of groups alone, though this sender's came to subscriptions without a group before.
+
+        An honest relay does that only when those have ended; else it keeps the messages from them, and they are told.
+        """
+        plain = flow.as_plain()
+        if self.owner.sinks(plain):
+            self._lose(plain, count, "delivered to queue groups alone")
+        else:
+            expected.known = False
 
     def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
         """Tell whoever wanted the messages of a flow that some are lost."""

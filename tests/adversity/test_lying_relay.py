@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from adversity.kit import KEY, OTHER_KEY, data_frame, eventually
 from adversity.liar import SENDER, WELCOME, Liar, Peer, acknowledging, hop_of, silent
@@ -609,6 +610,161 @@ async def test_one_tunnel_opened_twice_at_a_member_ends_the_session(tmp_path: Pa
 def test_what_a_relay_gets_wrong_is_never_blamed_on_the_user() -> None:
     assert issubclass(PeerProtocolError, iris.IrisError)
     assert "PeerProtocolError" not in iris.__all__
+
+
+# -- losses that a relay hides ---------------------------------------------------------------------------------
+
+
+class Heard:
+    """What a subscription or service took, and what it was told is missing."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.gaps: list[int | None] = []
+
+    def take(self, message: iris.Message) -> None:
+        self.payloads.append(message.payload)
+
+    def gap(self, lost: iris.Lost) -> None:
+        self.gaps.append(lost.count)
+
+
+@pytest.mark.parametrize("member_here", [False, True])
+async def test_a_message_that_a_relay_gives_to_a_group_alone_is_told_to_who_wants_all(
+    member_here: bool, tmp_path: Path
+) -> None:
+    """It opens, so nothing is forged; it reaches nobody who asked for it, so it is lost, also when nothing follows."""
+    every, shared = Heard(), Heard()
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        liar.client() as client,
+        client.subscribe("a.>", every.take, on_gap=every.gap),
+    ):
+        peer = liar.last
+        group = "x"
+        if member_here:
+            await client.subscribe("a.b", shared.take, on_gap=shared.gap, group=group).ready()
+        declared = peer.declare(0, Kind.PUBLISH, "a.b")
+        peer.send(declared, peer.sealed(Kind.PUBLISH, "a.b", b"0", first=0))
+        aside = msgspec.structs.replace(declared, alias=1, plain=False, groups=[group])
+        peer.send(aside, peer.sealed(Kind.PUBLISH, "a.b", b"1", alias=1, first=1))
+        await client.flush()
+        assert every.gaps == [1]
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"4", alias=1, first=4))
+        await client.flush()
+        assert every.gaps == [1, 3]
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"5", first=5))
+        await client.flush()
+        assert (every.payloads, every.gaps) == ([b"0", b"5"], [1, 3])
+        assert (shared.payloads, shared.gaps) == ([b"1", b"4"] if member_here else [], [])
+        hidden = frames.Gap(Kind.PUBLISH, "a.b", KEY.key_id, SENDER, 6, 2, "hidden", False, [group])
+        peer.send(hidden, peer.sealed(Kind.PUBLISH, "a.b", b"8", first=8))
+        await client.flush()
+        assert (every.payloads, every.gaps) == ([b"0", b"5", b"8"], [1, 3, 2])
+
+
+async def test_a_subscription_that_ended_is_told_nothing_of_what_goes_to_its_group(
+    tmp_path: Path,
+) -> None:
+    """A frame that was on its way when it ended is no lie: a group's share follows what was for all."""
+    every, shared = Heard(), Heard()
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        liar.client() as client,
+        client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"),
+    ):
+        peer = liar.last
+        both = peer.declare(0, Kind.PUBLISH, "a.b")
+        both = msgspec.structs.replace(both, groups=["x"])
+        share = msgspec.structs.replace(both, alias=1, plain=False)
+        peer.send(both, share)
+        first = 0
+        for _ in range(2):
+            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first))
+            async with client.subscribe("a.b", every.take, on_gap=every.gap):
+                # The publisher's relay has not heard of it yet.
+                peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first + 2))
+                peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"all", first=first + 4))
+                await client.flush()
+            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"all", first=first + 5))
+            peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first + 7))
+            await client.flush()
+            first += 10
+        assert every.payloads == [b"all"] * 2
+        assert shared.payloads == [b"share", b"share", b"all", b"all", b"share"] * 2
+        assert (every.gaps, shared.gaps, list(client.losses)) == ([], [], [])
+
+
+async def test_a_publication_that_is_said_to_be_for_a_member_comes_once(tmp_path: Path) -> None:
+    heard = Heard()
+    service = iris.Service("db")
+    service.on_broadcast(heard.take)
+    async with (
+        Liar(tmp_path, acknowledging) as liar,
+        liar.client() as client,
+        client.serve(service),
+        client.subscribe("db", heard.take),
+    ):
+        peer = liar.last
+        true = peer.sealed(Kind.PUBLISH, "db", b"once", first=0)
+        for member in (0, 7, 0, 7):
+            peer.send(peer.declare(0, Kind.PUBLISH, "db", member=member), true)
+        await client.flush()
+        assert heard.payloads == [b"once"]
+
+
+async def test_what_comes_for_a_group_whose_last_member_has_left_ends_nothing(
+    tmp_path: Path,
+) -> None:
+    """Honest: it was on its way. Or a lie: nobody here was ever in that group."""
+    shared = Heard()
+    async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
+        async with client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"):
+            peer = liar.last
+            said = msgspec.structs.replace(
+                peer.declare(0, Kind.PUBLISH, "a.b"), plain=False, groups=["x", "y"]
+            )
+            peer.send(said, peer.sealed(Kind.PUBLISH, "a.b", b"0", first=0))
+            await client.flush()
+        peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"1", first=1))
+        await client.flush()
+        assert len(liar.peers) == 1
+        assert (shared.payloads, shared.gaps) == ([b"0"], [])
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_a_broadcast_to_nobody_hides_none_and_makes_none_run_twice(
+    plain: bool, tmp_path: Path
+) -> None:
+    """A relay that names a member before it joined, or says that a broadcast is for a queue group."""
+    heard = Heard()
+    service = iris.Service("db")
+    service.on_broadcast(heard.take)
+    service.on_gap(heard.gap)
+
+    def script(peer: Peer, body: Control | bytes) -> None:
+        if isinstance(body, frames.Join):
+            early = peer.declare(0, Kind.BROADCAST, "db", member=7)
+            early = msgspec.structs.replace(early, plain=plain)
+            peer.send(early, peer.sealed(Kind.BROADCAST, "db", b"0", first=0))
+        acknowledging(peer, body)
+
+    async with (
+        Liar(tmp_path, script) as liar,
+        liar.client() as client,
+        client.serve(service),
+    ):
+        peer = liar.last
+        true = peer.sealed(Kind.BROADCAST, "db", b"1", first=1)
+        peer.send(true, peer.declare(1, Kind.BROADCAST, "db", member=7))
+        peer.send(true[:6] + (1).to_bytes(4, "little") + true[10:])
+        await client.flush()
+        assert (heard.payloads, heard.gaps) == ([b"1"], [])
+        peer.send(peer.declare(3, Kind.BROADCAST, "db", member=9))
+        peer.send(peer.sealed(Kind.BROADCAST, "db", b"2", alias=3, first=2))
+        peer.send(peer.sealed(Kind.BROADCAST, "db", b"3", first=3))
+        await client.flush()
+        assert (heard.payloads, heard.gaps) == ([b"1", b"3"], [1])
 
 
 # -- keys that were retired ------------------------------------------------------------------------------------
