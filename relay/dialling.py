@@ -4,6 +4,10 @@ A target is dialled while its relay is not linked: at once when it is sighted, a
 later and later. A target whose relay is known by its id (from an advert, or from a peer) is tried at each of its addresses until
 that relay is linked; who else answers at one of them, as at an address that several hosts have, is an error of that address. A
 seed stands for whoever answers. Of two relays that see each other, the one with the higher id gives the other a moment to dial first.
+
+Adverts are anybody's on the LAN. Who was never linked, and whom an advert alone names, is a **stranger**: all strangers together, and
+those of one host, are dialled so often and no more, changes of what they say do not hurry us, and they push out nobody else. An advert's goodbye
+ends the dialling of a stranger; a relay that was linked is dialled for `GOODBYE_S` more, by when it was heard again if it is there.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from relay.addresses import show
+from relay.logs import Quiet
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +38,18 @@ PEER_FAILURES: Final = 40
 LATELY_S: Final = 30.0
 LATELY_BACKOFF_MAX_S: Final = 1.0
 """For so long after it was linked a relay is dialled at least so often: its members are remembered for three seconds only."""
+STRANGER_BACKOFF_MAX_S: Final = 30.0
+STRANGERS_PER_S: Final = 100.0
+STRANGERS_BURST: Final = 256.0
+"""Addresses of strangers that are dialled, all together."""
+HOST_PER_S: Final = 5.0
+HOST_BURST: Final = 32.0
+"""The same of one host."""
+MAX_HOSTS: Final = 1024
+NEWS_S: Final = 10.0
+"""A stranger that says something new is dialled at once no more often than this."""
+GOODBYE_S: Final = 120.0
+"""Twice the time between two questions of discovery."""
 STABLE_S: Final = 10.0
 """A link that lived so long starts the backoff anew."""
 WAIT_FOR_OTHER_S: Final = 1.0
@@ -41,6 +58,8 @@ SELF_S: Final = 60.0
 
 Address = tuple[str, int]
 
+ADVERT: Final = "mdns"
+"""The source of what anybody may have said."""
 UP: Final = "up"
 LINKED: Final = "linked already"
 OURSELVES: Final = "ourselves"
@@ -74,6 +93,17 @@ class Target:
     told_by_peer: bool = False
     network: bytes = b""
     """The one that it was linked under last."""
+    told: tuple[tuple[str, int], ...] = ()
+    """The addresses that were said last."""
+    good: tuple[str, int] | None = None
+    """Where it was reached last, if its id was known before."""
+    known: bool = False
+    """Its relay was linked."""
+    parted: bool = False
+    """An advert said goodbye in its name."""
+    parted_s: float = -math.inf
+    news_s: float = -math.inf
+    """When it was dialled at once for what it said."""
     lost_s: float = -math.inf
     """When its link was lost last."""
     failures: int = 0
@@ -82,6 +112,31 @@ class Target:
     queued: bool = False
     gone: bool = False
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def stranger(self) -> bool:
+        """An advert alone names it."""
+        return self.source == ADVERT and not self.known
+
+
+class Allowance:
+    """So many at once, and so many a second."""
+
+    __slots__ = ("_burst", "_left", "_per_s", "_then_s")
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s = per_s
+        self._burst = self._left = burst
+        self._then_s = -math.inf
+
+    def take(self, now_s: float) -> bool:
+        """Take one, if there is one."""
+        self._left = min(self._burst, self._left + (now_s - self._then_s) * self._per_s)
+        self._then_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +169,13 @@ class Dialler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready: deque[Target] = deque()
         self._stopped = False
+        self._strangers = Allowance(STRANGERS_PER_S, STRANGERS_BURST)
+        self._hosts: dict[str, Allowance] = {}
+        self._quiet = Quiet()
         self.evicted = 0
         self.ignored = 0
+        self.held_back = 0
+        """Addresses of strangers that were not dialled, because too many were."""
         self.dials = 0
 
     def sighted(self, seen: Seen) -> None:
@@ -129,7 +189,9 @@ class Dialler:
             target = self._targets.get(key)
             if target is not None and seen.relay_id is None:
                 target.addresses = tuple(a for a in target.addresses if a not in seen.addresses)
-            if target is not None and (seen.relay_id is not None or not target.addresses):
+            if target is not None and target.known and seen.source == ADVERT:
+                target.parted, target.parted_s = True, time.monotonic()
+            elif target is not None and (seen.relay_id is not None or not target.addresses):
                 self._forget(target)
         elif seen.relay_id != self._own_id and seen.addresses:
             self._add(key, seen.addresses, seen.networks, seen.source, seen.relay_id, False)
@@ -143,6 +205,7 @@ class Dialler:
         """A link ended: dial its relay again, at once if we did so before, and else if the other one does not."""
         for target in list(self._targets.values()):
             if target.relay_id == relay_id and not target.dialling:
+                target.known = True
                 target.lost_s = time.monotonic()
                 if lived_s >= STABLE_S:
                     target.failures = 0
@@ -156,6 +219,7 @@ class Dialler:
         """A link came up, whoever dialled: what else stands for the same relay is not needed."""
         same = [t for t in self._targets.values() if t.relay_id == relay_id]
         for target in same:
+            target.known, target.news_s = True, -math.inf
             if target.told_by_peer and len(same) > 1 and not target.dialling:
                 self._forget(target)
                 same = [t for t in same if t is not target]
@@ -177,12 +241,17 @@ class Dialler:
 
     def status(self) -> dict[str, object]:
         """Return what is dialled and how that goes, for people: at most 64 targets."""
-        shown = [t for t in self._targets.values() if not (t.relay_id and self._linked(t.relay_id))]
+        shown = [
+            t
+            for t in self._targets.values()
+            if not t.parted and not (t.relay_id and self._linked(t.relay_id))
+        ]
         return {
             "targets": len(self._targets),
             "dials": self.dials,
             "evicted": self.evicted,
             "ignored": self.ignored,
+            "held_back": self.held_back,
             "unlinked": [
                 {
                     "source": target.source,
@@ -209,29 +278,43 @@ class Dialler:
             return
         target = self._targets.get(key)
         if target is not None:
-            news = target.addresses != addresses or target.networks != networks
+            news = target.told != addresses or target.networks != networks
+            target.told = addresses
             target.addresses, target.networks, target.source = addresses, networks, source
             target.told_by_peer = told_by_peer
+            target.parted = False
+            now_s = time.monotonic()
+            if target.known and target.good and target.good not in addresses:
+                # Where it was is the last to be tried: the advert may be somebody else's.
+                target.addresses = (*addresses, target.good)
+            if news and source == ADVERT and now_s - target.news_s < NEWS_S:
+                return  # it is dialled when it is due
             if news:
+                target.news_s = now_s
                 target.failures = 0
                 self._schedule(target, 0)
             return
-        if len(self._targets) >= MAX_TARGETS and not self._make_room(told_by_peer):
+        made = Target(key, addresses, networks, source, relay_id, told_by_peer)
+        made.told = addresses
+        made.known = relay_id is not None and self._linked(relay_id)
+        if len(self._targets) >= MAX_TARGETS and not self._make_room(made):
             self.ignored += 1
             return
-        target = self._targets[key] = Target(
-            key, addresses, networks, source, relay_id, told_by_peer
-        )
+        target = self._targets[key] = made
+        target.news_s = time.monotonic()
         waits = relay_id is not None and relay_id < self._own_id
         self._schedule(target, WAIT_FOR_OTHER_S if waits else 0)
 
-    def _make_room(self, for_peer: bool) -> bool:
-        """Forget a target that is not linked: the oldest that a peer told; else, if this is no peer's, the oldest of others.
+    def _make_room(self, made: Target) -> bool:
+        """Forget a target that is not linked: for a stranger the oldest of those; else the oldest that a peer told, then of others.
 
-        For a peer one that was linked and has not failed since stays.
+        What a peer tells pushes out none but that, and none that was linked and has not failed since.
         """
-        for told in (True,) if for_peer else (True, False):
+        for_peer = made.told_by_peer
+        for told in (True,) if for_peer else (False,) if made.stranger else (True, False):
             for target in self._targets.values():
+                if made.stranger and not target.stranger:
+                    continue
                 linked = target.relay_id is not None and self._linked(target.relay_id)
                 if target.told_by_peer == told and not linked and not target.dialling:
                     if for_peer and not target.failures and target.lost_s > -math.inf:
@@ -256,6 +339,8 @@ class Dialler:
 
     def _backoff_s(self, target: Target) -> float:
         longest_s = PEER_BACKOFF_MAX_S if target.told_by_peer else BACKOFF_MAX_S
+        if target.stranger:
+            longest_s = STRANGER_BACKOFF_MAX_S
         if time.monotonic() - target.lost_s < LATELY_S:
             longest_s = LATELY_BACKOFF_MAX_S
         wait_s = min(longest_s, BACKOFF_MIN_S * 2.0 ** min(target.failures, 12))
@@ -307,7 +392,11 @@ class Dialler:
         target.error = "" if linked else outcome.what
         if not linked and not target.failures and not target.told_by_peer:
             fields = {"source": target.source, "error": target.error}
-            log.warning("%s.not_reached", self._kind, extra={"fields": fields})
+            if target.stranger:  # of which there may be any number
+                event = f"{self._kind}.not_reached"
+                self._quiet.warning(log, event, ADVERT, time.monotonic(), fields)
+            else:
+                log.warning("%s.not_reached", self._kind, extra={"fields": fields})
         if outcome.what == OURSELVES:
             self._schedule(target, SELF_S)
         elif linked:
@@ -315,12 +404,24 @@ class Dialler:
                 self.up(outcome.relay_id)
         else:
             # It failed, or was up for less than a turn of the loop.
-            if target.told_by_peer and target.failures >= PEER_FAILURES:
+            away_s = time.monotonic() - max(target.lost_s, target.parted_s)
+            if (target.told_by_peer and target.failures >= PEER_FAILURES) or (
+                target.parted and away_s > GOODBYE_S
+            ):
                 self._forget(target)
                 return
             delay_s = self._backoff_s(target)
             target.failures += 1
             self._schedule(target, max(0.0, delay_s - (time.monotonic() - began_s)))
+
+    def _may_dial(self, address: Address) -> bool:
+        """Whether one more address of a stranger may be dialled now, of its host and of all."""
+        host, now_s = address[0], time.monotonic()
+        allowance = self._hosts.pop(host, None) or Allowance(HOST_PER_S, HOST_BURST)
+        if len(self._hosts) >= MAX_HOSTS:
+            del self._hosts[next(iter(self._hosts))]  # the one that was dialled longest ago
+        self._hosts[host] = allowance
+        return allowance.take(now_s) and self._strangers.take(now_s)
 
     async def _try_all(self, target: Target) -> Outcome:
         """Dial a target's addresses in turn until its relay is linked; of a seed, until anybody is."""
@@ -329,6 +430,10 @@ class Dialler:
         for number, address in enumerate(target.addresses):
             if wanted is not None and self._linked(wanted):
                 return Outcome(LINKED, wanted)  # it has dialled us meanwhile
+            if target.stranger and not self._may_dial(address):
+                self.held_back += 1
+                outcome = Outcome("too many relays are announced at once: it is tried later")
+                continue
             found = await self._dial(target, address)
             answered = found.what in (UP, LINKED)
             if wanted is None:
@@ -339,11 +444,14 @@ class Dialler:
                 if found.what != OURSELVES or not number:
                     outcome = found
             elif answered and found.relay_id == wanted:
+                target.good = address
                 return found
             elif answered or found.what == OURSELVES:
                 who = "ourselves" if found.what == OURSELVES else "another relay"
                 outcome = Outcome(f"{show(*address)}: {who}")
-                if target.told_by_peer:  # it is gone, and its address another's: no hurry
+                if (
+                    target.told_by_peer or target.parted
+                ):  # it is gone, and its address another's: no hurry
                     target.lost_s = -math.inf
                     target.failures = max(target.failures, 6)
             else:

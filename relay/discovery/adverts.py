@@ -25,6 +25,8 @@ MAX_NETWORKS: Final = 32
 MAX_SITE_BYTES: Final = 63
 MAX_ADDRESSES: Final = 32
 """Addresses of one advert that are announced, or looked at."""
+MAX_DIALLED: Final = 8
+"""Addresses of one advert that are dialled."""
 
 _MAX_TXT_BYTES: Final = 4096
 _NETWORKS_PER_ENTRY: Final = 7
@@ -157,9 +159,10 @@ def announced(ours: Iterable[Address]) -> tuple[str, ...]:
 def best_first(
     advertised: Iterable[str], port: int, ours: frozenset[Address]
 ) -> tuple[tuple[str, int], ...]:
-    """Return an advert's addresses with its port, in the order in which to dial them from this host.
+    """Return which of an advert's addresses to dial from this host, with its port, in that order; at most `MAX_DIALLED`.
 
-    First those in a subnet of ours, then link-local ones, then what only a router could reach. An
+    First those in a subnet of ours, then link-local ones. What only a router could reach is left out: adverts go
+    no further than a link, and anybody there makes them, so they must not have us dial the rest of the world. An
     address that we have too is the last choice (container bridges have the same one everywhere), unless
     we have them all: then the relay is on this host. A link-local IPv6 address needs the scope of the
     interface on which it was heard ("%2"); without, and if it is no address to connect to, it is left
@@ -169,7 +172,7 @@ def best_first(
     subnets = [
         ipaddress.ip_network((address.ip, address.prefix), strict=False)
         for address in ours
-        if address.up and not address.parsed.is_link_local
+        if address.up and not (address.parsed.version == 6 and address.parsed.is_link_local)
     ]
     names = {str(address.index): address.interface for address in ours}
     kept: dict[str, tuple[bool, int, int, bytes]] = {}
@@ -184,8 +187,8 @@ def best_first(
             bare = f"{ip}%{names.get(scope, scope)}"
             distance = 1
         elif any(ip in subnet for subnet in subnets if subnet.version == ip.version):
-            distance = 0
+            distance = int(ip.is_link_local)
         else:
-            distance = 2
+            continue
         kept[bare] = (ip in own, distance, ip.version, ip.packed)
-    return tuple((text, port) for text in sorted(kept, key=kept.__getitem__))
+    return tuple((text, port) for text in sorted(kept, key=kept.__getitem__)[:MAX_DIALLED])

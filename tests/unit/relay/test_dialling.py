@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
 from relay.dialling import (
     BACKOFF_MAX_S,
+    HOST_BURST,
+    HOST_PER_S,
     LINKED,
     MAX_DIALS,
     OURSELVES,
     SELF_S,
+    STRANGER_BACKOFF_MAX_S,
+    STRANGERS_BURST,
+    STRANGERS_PER_S,
     UP,
     Address,
     Dialler,
@@ -208,3 +214,182 @@ async def test_a_peer_does_not_make_us_forget_a_relay_whose_link_was_lost_just_n
     net.hear(Y, DEAD)
     assert net.keys == [X]
     assert net.dialler.ignored == 1
+
+
+# -- adverts: anybody on the LAN makes them ------------------------------------------------------------------------
+
+
+def advert(net: Net, relay_id: bytes, *addresses: Address, gone: bool = False) -> None:
+    net.dialler.sighted(Sighting(addresses, relay_id, (), "mdns", gone))
+
+
+async def linked(net: Net, relay_id: bytes, *addresses: Address) -> Target:
+    """A relay that was announced, and is linked."""
+    net.at[addresses[0]] = Outcome(UP, relay_id)
+    advert(net, relay_id, *addresses)
+    target = net.target(relay_id)
+    await until(lambda: relay_id in net.up and not target.dialling)
+    return target
+
+
+async def test_a_goodbye_does_not_make_us_forget_a_relay_that_is_linked(net: Net) -> None:
+    """Anybody can say it: when the link is lost later, its relay is dialled as ever."""
+    await linked(net, X, GOOD)
+    net.tried.clear()
+    advert(net, X, GOOD, gone=True)
+    assert net.keys == [X]
+    net.up.discard(X)
+    net.dialler.lost(X, 100.0, True)
+    await until(lambda: X in net.up)
+    assert net.tried == [GOOD]
+
+
+async def test_a_goodbye_does_not_end_the_redialling_of_a_relay_whose_link_was_lost(
+    net: Net,
+) -> None:
+    target = await linked(net, X, GOOD)
+    net.at[GOOD] = Outcome("no answer")
+    net.up.discard(X)
+    net.dialler.lost(X, 100.0, True)
+    advert(net, X, GOOD, gone=True)
+    await until(lambda: target.failures >= 2)
+    assert net.keys == [X]
+    assert wait_s(target) <= 1.0, "as often as without the goodbye"
+    net.at[GOOD] = Outcome(UP, X)
+    await until(lambda: X in net.up)
+
+
+async def test_a_relay_that_said_goodbye_is_given_up_when_it_stays_away(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = await linked(net, X, GOOD)
+    net.at[GOOD] = Outcome("no answer")
+    net.up.discard(X)
+    advert(net, X, GOOD, gone=True)
+    monkeypatch.setattr("relay.dialling.GOODBYE_S", 0.2)
+    net.dialler.lost(X, 100.0, True)
+    shown = net.dialler.status()["unlinked"]
+    assert shown == [], "nobody is missed who took leave"
+    await until(lambda: not net.keys)
+    assert target.gone
+    advert(net, X, GOOD)
+    net.at[GOOD] = Outcome(UP, X)
+    await until(lambda: X in net.up)
+
+
+async def test_a_relay_that_is_heard_again_did_not_take_leave(net: Net) -> None:
+    target = await linked(net, X, GOOD)
+    advert(net, X, GOOD, gone=True)
+    advert(net, X, GOOD)
+    assert not target.parted
+    assert wait_or_none(target) is None
+
+
+def wait_or_none(target: Target) -> float | None:
+    return None if target.timer is None else wait_s(target)
+
+
+async def test_a_relay_that_was_never_linked_is_forgotten_at_its_goodbye(net: Net) -> None:
+    advert(net, X, DEAD)
+    advert(net, X, DEAD, gone=True)
+    assert net.keys == []
+
+
+async def test_changing_adverts_do_not_have_a_stranger_dialled_again_and_again(net: Net) -> None:
+    """Each change would be dialled at once, as that of a relay which moved is."""
+    for number in range(200):
+        advert(net, X, ("10.0.0.5", 1000 + number))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    target = net.target(X)
+    await until(lambda: target.failures > 1)
+    assert len(net.tried) <= 8
+
+
+async def test_a_known_relay_that_moves_is_dialled_at_once(net: Net) -> None:
+    target = await linked(net, X, GOOD)
+    net.at[GOOD] = Outcome("no answer")
+    net.up.discard(X)
+    net.dialler.lost(X, 100.0, True)
+    await until(lambda: target.failures)
+    net.at[DEAD] = Outcome(UP, X)
+    advert(net, X, DEAD)
+    assert target.failures == 0
+    await until(lambda: X in net.up)
+
+
+async def test_one_host_is_not_flooded_with_dials_whatever_is_announced(net: Net) -> None:
+    began_s = time.monotonic()
+    for number in range(300):
+        advert(net, number.to_bytes(16, "little"), ("10.0.0.5", 1 + number))
+    advert(net, X, GOOD)
+    net.at[GOOD] = Outcome(UP, X)
+    await until(lambda: X in net.up)
+    tried = [host for host, _ in net.tried]
+    assert tried.count("10.0.0.5") <= HOST_BURST + HOST_PER_S * (time.monotonic() - began_s) + 1
+    assert net.dialler.status()["held_back"]
+
+
+async def test_all_adverts_together_have_so_many_addresses_dialled_and_no_more(net: Net) -> None:
+    began_s = time.monotonic()
+    for number in range(1000):
+        advert(net, number.to_bytes(16, "little"), (f"10.0.{number >> 8}.{number & 255}", 7430))
+    await until(lambda: net.dialler.dials >= 1000)
+    passed_s = time.monotonic() - began_s
+    assert len(net.tried) <= STRANGERS_BURST + STRANGERS_PER_S * passed_s + 1
+    # Seeds, and relays that were linked before, are none of them.
+    net.at[GOOD] = Outcome(UP, Y)
+    net.see(GOOD)
+    await until(lambda: Y in net.up)
+
+
+async def test_a_stranger_that_never_answers_is_dialled_ever_more_seldom(net: Net) -> None:
+    advert(net, X, DEAD)
+    target = net.target(X)
+    await until(lambda: target.timer and target.failures)
+    target.failures = 20
+    assert BACKOFF_MAX_S < net.dialler._backoff_s(target) <= STRANGER_BACKOFF_MAX_S
+    seed = net.see(DEAD)
+    seed.failures = 20
+    assert net.dialler._backoff_s(seed) <= BACKOFF_MAX_S
+
+
+async def test_adverts_push_out_neither_seeds_nor_relays_that_were_linked_nor_what_peers_told(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.dialling.MAX_TARGETS", 4)
+    await linked(net, X, GOOD)
+    net.up.discard(X)
+    net.dialler.lost(X, 100.0, True)
+    net.held.clear()
+    net.see(DEAD, source="join")
+    net.hear(Y, SHARED)
+    for number in range(8):
+        advert(net, bytes([7, number]) * 8, DEAD)
+    assert {X, ("join",), Y} <= {*net.keys}
+    assert len(net.keys) == 4
+
+
+async def test_an_advert_with_other_addresses_does_not_hide_where_a_relay_was(net: Net) -> None:
+    """Anybody may announce a relay that we know, at addresses where it is not."""
+    target = await linked(net, X, GOOD)
+    advert(net, X, DEAD)
+    net.up.discard(X)
+    net.tried.clear()
+    net.dialler.lost(X, 100.0, True)
+    await until(lambda: X in net.up and not target.dialling)
+    assert net.tried == [DEAD, GOOD]
+
+
+async def test_changing_adverts_do_not_have_a_known_relay_dialled_again_and_again(net: Net) -> None:
+    target = await linked(net, X, GOOD)
+    net.at[GOOD] = Outcome("no answer")
+    net.up.discard(X)
+    net.dialler.lost(X, 100.0, True)
+    net.tried.clear()
+    for number in range(200):
+        advert(net, X, ("10.0.0.5", 1000 + number))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await until(lambda: target.failures > 1)
+    assert len(net.tried) <= 16

@@ -18,6 +18,7 @@ from iris.wire.frames import PROTOCOL_VERSION
 from relay.discovery import DEFAULT_PORT, Sighting
 from relay.discovery.adverts import (
     MAX_ADDRESSES,
+    MAX_DIALLED,
     MAX_NETWORKS,
     MAX_SITE_BYTES,
     Advert,
@@ -181,15 +182,34 @@ def test_a_host_with_many_addresses_announces_its_routable_ones() -> None:
 
 def test_the_nearest_address_is_dialled_first() -> None:
     ours = frozenset({LO, ETH, ETH6, DOCKER, DEAD})
-    advertised = ["203.0.113.9", "172.17.0.1", "fe80::9%2", "10.9.0.7", "10.0.0.9", "172.17.0.3"]
+    advertised = ["172.17.0.1", "fe80::9%2", "10.0.0.9", "172.17.0.3"]
     assert best_first(advertised, 7, ours) == (
         ("10.0.0.9", 7),
         ("172.17.0.3", 7),
         ("fe80::9%eth0", 7),
-        ("10.9.0.7", 7),
-        ("203.0.113.9", 7),
         ("172.17.0.1", 7),
     )
+
+
+@pytest.mark.parametrize("ip", ["203.0.113.9", "10.9.0.7", "10.0.1.9", "127.0.0.1", "169.254.1.2", "2001:db8:1::9"])  # fmt: skip
+def test_what_is_on_no_subnet_of_ours_is_not_dialled_because_an_advert_says_so(ip: str) -> None:
+    """Adverts go no further than a link. 10.9.0.7 would be on one, were its interface up; loopback is nobody else's."""
+    ours = frozenset({ETH, ETH6, WIFI, DEAD, Address("eth0", 2, "2001:db8::5", 64)})
+    assert best_first([ip], 7, ours) == ()
+    assert best_first([ip, "192.168.1.9"], 7, ours) == (("192.168.1.9", 7),)
+
+
+def test_relays_without_a_router_or_an_interface_meet_all_the_same() -> None:
+    link_local = Address("eth0", 2, "169.254.7.1", 16)
+    assert best_first(["169.254.1.2"], 7, frozenset({link_local})) == (("169.254.1.2", 7),)
+    assert best_first(["127.0.0.1"], 7, frozenset({LO})) == (("127.0.0.1", 7),)
+
+
+def test_an_advert_has_a_few_of_its_addresses_dialled_the_best_ones() -> None:
+    advertised = ["10.0.0.5", *(f"10.0.0.{n}" for n in range(40, 60))]
+    found = best_first(advertised, 7, frozenset({ETH}))
+    assert len(found) == MAX_DIALLED
+    assert ("10.0.0.5", 7) not in found
 
 
 def test_what_cannot_be_dialled_is_left_out() -> None:
@@ -202,8 +222,9 @@ def test_a_scope_that_we_have_no_name_for_stays_a_number() -> None:
 
 
 def test_an_advert_of_very_many_addresses_is_cut() -> None:
-    advertised = [f"10.1.{n}.1" for n in range(200)]
-    assert len(best_first(advertised, 7, frozenset({ETH}))) == MAX_ADDRESSES
+    advertised = [*(f"10.1.{n}.1" for n in range(MAX_ADDRESSES)), "10.0.0.9"]
+    assert best_first(advertised, 7, frozenset({ETH})) == ()
+    assert best_first(advertised[1:], 7, frozenset({ETH})) == (("10.0.0.9", 7),)
 
 
 # Interfaces
