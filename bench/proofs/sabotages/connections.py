@@ -248,7 +248,7 @@ SABOTAGES = (
         "SessionControl._on_declare",
         "declared.hop_class != HopClass.LOCAL",
         "False",
-        RULES,
+        ("tests/protocol/test_mesh.py",),
         "a session passes for a link",
     ),
     Sabotage(
@@ -257,7 +257,7 @@ SABOTAGES = (
         "SessionControl._on_join",
         "len(session.members) >= self._router.limits.joins",
         "False",
-        RULES,
+        UNPROVEN,
         "a session fills the relay with members",
     ),
     Sabotage(
@@ -275,7 +275,7 @@ SABOTAGES = (
         "SessionControl._on_subscribe",
         "session.places + places > self._router.limits.subscriptions",
         "False",
-        RULES,
+        UNPROVEN,
         "a session fills the relay with filters",
     ),
     Sabotage(
@@ -284,7 +284,7 @@ SABOTAGES = (
         "Router.declare",
         "declared.alias >= self.limits.aliases",
         "False",
-        RULES,
+        UNPROVEN,
         "a session fills the relay with aliases",
     ),
     Sabotage(

@@ -51,7 +51,7 @@ SABOTAGES = (
         "Casts.cast",
         "route is None or route.kind != kind",
         "route is None",
-        RULES,
+        ("tests/protocol/test_fairness.py",),
         "a frame of one kind goes where those of another were declared for",
     ),
     Sabotage(
@@ -240,7 +240,7 @@ SABOTAGES = (
         "_check_member",
         "not entry.kinds.keys() <= SERVED_KINDS",
         "False",
-        LINKS,
+        MESH,
         "a relay tells of members of no kind",
     ),
     Sabotage(

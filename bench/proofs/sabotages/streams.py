@@ -87,7 +87,7 @@ SABOTAGES = (
         "Chain.finish",
         "self.database.write(draft.batch, draft.next, sync=True)",
         "self.database.write(draft.batch, draft.next, sync=False)",
-        DAMAGE,
+        LOG,
         "an append is acknowledged before it is on disk",
     ),
     Sabotage(
@@ -285,7 +285,9 @@ SABOTAGES = (
         "RecordOpener.open_plain",
         "self.known is None or not _belongs(record, self.known)",
         "False",
-        REVIEWED,
+        (
+            "tests/integration/test_streams.py::test_a_record_that_the_stream_never_recorded_is_not_shown",
+        ),
         "a store shows the messages of one stream in another",
     ),
     Sabotage(
