@@ -5,7 +5,8 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 CALLS = ("tests/protocol/test_store_calls.py",)
-LYING = ("tests/protocol/test_guarding.py", "tests/protocol/test_conversation.py")
+LYING = ("tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py")
+CHANNEL = ("tests/unit/crypto/test_channel.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -68,7 +69,7 @@ SABOTAGES = (
         "_keys",
         "return keys[:64], keys[64:]",
         "return keys[:64], keys[:64]",
-        CALLS,
+        CHANNEL,
         "a relay gives a caller its own call for an answer",
     ),
     Sabotage(
