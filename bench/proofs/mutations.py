@@ -38,7 +38,7 @@ HANGS_S = 180.0
 LEFT_OUT = (".*", "__pycache__", "results", "build", "dist", "*.egg-info")
 _SET_CHILD_SUBREAPER = 36
 _PASSED = re.compile(r"(\d+) passed")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", re.M)
 
 
 class Outcome(NamedTuple):

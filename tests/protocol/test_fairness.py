@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from protocol.kit import Network
+from protocol.kit import KEY, Network, Result
 
 from iris.core.parties import Delivery
+from iris.wire import frames
+from iris.wire.codec import END, HOP, encode_control
+from iris.wire.frames import Kind
 from relay.core.router import Limits
 
 
@@ -49,6 +52,53 @@ def test_a_key_is_checked_only_so_often_however_often_it_is_proven() -> None:
         host.session.out.prove(host.key)
     net.run()
     assert "more than 3 keys" in host.ended_because
+
+
+def test_a_session_has_so_many_members_and_the_next_is_refused() -> None:
+    net = Network(limits=Limits(joins=2))
+    host = net.host()
+    for name in ("a", "b"):
+        host.serve(name)
+    ack = Result()
+    kinds = {int(Kind.REQUEST): frames.Serving(1, 1)}
+    host.session.ask(lambda number: frames.Join(number, "c", [KEY.key_id], kinds), ack)
+    net.run()
+    assert ack.message.error == "this session already has 2 members"
+    assert len(host.peer.members) == 2
+
+
+def test_a_session_has_so_many_tokens_of_filters_and_what_is_beyond_is_refused() -> None:
+    net = Network(limits=Limits(subscriptions=4))
+    host = net.host()
+    host.subscribe("a.b.c")
+    ack = Result()
+    host.session.ask(lambda number: frames.Subscribe(number, "d.e", [KEY.key_id]), ack)
+    net.run()
+    assert ack.message.error == "the subscriptions of this session are over 4 tokens"
+    host.subscribe("d")
+    assert len(host.peer.subscriptions) == 2
+
+
+def test_an_alias_beyond_those_that_a_relay_keeps_ends_the_session() -> None:
+    net = Network(limits=Limits(aliases=16))
+    host = net.host()
+    host.session.out.prove(KEY)
+    host.speak()
+    for alias in (15, 16):
+        host.say(encode_control(frames.Declare(alias, Kind.PUBLISH, "a", KEY.key_id, bytes(16))))
+        assert host.peer.closed == (alias == 16)
+    assert host.ended_because == "alias 16 is over the limit of 16"
+
+
+def test_an_alias_is_for_frames_of_the_kind_that_it_was_declared_for(net: Network) -> None:
+    host, other = net.host(), net.host()
+    service = other.serve("a")
+    host.session.out.prove(KEY)
+    host.speak()
+    host.say(encode_control(frames.Declare(0, Kind.PUBLISH, "a", KEY.key_id, bytes(16))))
+    host.say(HOP.pack(46 + 64, Kind.BROADCAST, 0, 0, 0, 0) + END.pack(0, 0, 1, 0) + bytes(64))
+    assert host.ended_because == "alias 0 was not declared for this kind of frame"
+    assert service.casts == []
 
 
 def test_a_session_that_left_is_not_remembered_with_its_tables(net: Network) -> None:

@@ -103,6 +103,19 @@ def test_an_order_lets_its_store_serve_the_stream_its_dead_letters_and_subscribe
     assert store.ask(frames.Subscribe(1, "orders.>", [KEY.key_id])) == ""
 
 
+def test_an_order_that_its_key_did_not_sign_is_refused_and_grants_nothing() -> None:
+    store = party()
+    data = streams.encode(order())
+    welcome = store.welcome
+    session = {"relay_id": welcome.relay_id, "session_id": welcome.session_id, "challenge": welcome.challenge}  # fmt: skip
+    proof = STORE.sign_proof(data, **session)
+    for signature in (OTHER.sign_order(data), KEY.sign_order(data + b" "), KEY.sign_proof(**session)):  # fmt: skip
+        told = store.ask(frames.Grant(7, data, KEY.public_key, signature, proof))
+        assert told == "the signature of the order does not hold"
+    assert not store.session.granted
+    assert "not proven" in store.ask(frames.Join(1, "orders", [KEY.key_id], STREAM))
+
+
 def test_an_order_of_a_cluster_lets_its_store_take_pushes_and_broadcasts_and_nothing_else() -> None:
     store = party()
     assert store.grant(order(definition=Definition("bills", cluster="billing"))) == ""

@@ -14,6 +14,8 @@ GATEWAYS = ("tests/integration/test_gateways.py",)
 UNPROVEN = ("tests/protocol/test_guarding.py", "tests/protocol/test_fairness.py")
 RULES = ("tests/adversity/test_bad_input.py", "tests/adversity/test_tolerance.py")
 GRANTS = ("tests/protocol/test_grants.py",)
+DIALLING = ("tests/unit/test_dialling.py",)
+BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.py")
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
 
 SABOTAGES = (
@@ -248,7 +250,7 @@ SABOTAGES = (
         "SessionControl._on_declare",
         "declared.hop_class != HopClass.LOCAL",
         "False",
-        RULES,
+        ("tests/protocol/test_mesh.py",),
         "a session passes for a link",
     ),
     Sabotage(
@@ -257,7 +259,7 @@ SABOTAGES = (
         "SessionControl._on_join",
         "len(session.members) >= self._router.limits.joins",
         "False",
-        RULES,
+        UNPROVEN,
         "a session fills the relay with members",
     ),
     Sabotage(
@@ -275,7 +277,7 @@ SABOTAGES = (
         "SessionControl._on_subscribe",
         "session.places + places > self._router.limits.subscriptions",
         "False",
-        RULES,
+        UNPROVEN,
         "a session fills the relay with filters",
     ),
     Sabotage(
@@ -284,7 +286,7 @@ SABOTAGES = (
         "Router.declare",
         "declared.alias >= self.limits.aliases",
         "False",
-        RULES,
+        UNPROVEN,
         "a session fills the relay with aliases",
     ),
     Sabotage(
@@ -331,5 +333,86 @@ SABOTAGES = (
         "False",
         FRAMES,
         "a control frame has any length",
+    ),
+    Sabotage(
+        "dial-user",
+        "iris/dialling.py",
+        "dial",
+        "uid != 0 and uid not in _trusted(relay_user)",
+        "False",
+        DIALLING,
+        "a process goes to a relay of anybody's",
+    ),
+    Sabotage(
+        "dial-skipped",
+        "iris/dialling.py",
+        "find_relay",
+        "if not why:",
+        "if True:",
+        DIALLING,
+        "a socket in /tmp that anybody made hides the host's relay",
+    ),
+    Sabotage(
+        "dial-directory-owner",
+        "iris/keyfiles.py",
+        "distrust",
+        "status.st_uid != 0 and status.st_uid not in owners",
+        "False",
+        DIALLING,
+        "a directory of somebody else's passes for ours",
+    ),
+    Sabotage(
+        "dial-directory-mode",
+        "iris/keyfiles.py",
+        "distrust",
+        "status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared",
+        "False",
+        DIALLING,
+        "others may put a socket into the relay's directory",
+    ),
+    Sabotage(
+        "welcome-certificate",
+        "iris/core/session.py",
+        "Session._on_welcome",
+        "welcome.relay_id != self._certified or not welcome.mono_us",
+        "False",
+        BOUND,
+        "a relay in the middle passes another one's WELCOME on",
+    ),
+    Sabotage(
+        "welcome-old",
+        "iris/core/session.py",
+        "Session._on_welcome",
+        "welcome.minor < BOUND_PROOF_MINOR",
+        "False",
+        BOUND,
+        "a relay in the middle says that it is old, and has a proof that another takes",
+    ),
+    Sabotage(
+        "proof-channel",
+        "relay/core/control.py",
+        "SessionControl._on_prove",
+        'channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""',
+        'channel = b""',
+        BOUND,
+        "a proof over TLS holds at another relay",
+    ),
+    Sabotage(
+        "status-names",
+        "relay/core/control.py",
+        "SessionControl._on_status",
+        "ours = session.ours",
+        "ours = True",
+        BOUND,
+        "the holder of an access file sees who runs what on the relay's host",
+    ),
+    Sabotage(
+        "fork-tunnels",
+        "iris/core/session.py",
+        "Session.poison",
+        "end.poison()",
+        "pass",
+        ("tests/integration/test_fork.py",),
+        "in the child of a fork a tunnel's nonces come again",
     ),
 )

@@ -14,6 +14,11 @@ GUARDING = ("tests/protocol/test_guarding.py", "tests/unit/core/test_guard.py")
 LYING = ("tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py")
 TUNNELS = ("tests/protocol/test_tunnels.py",)
 RECORDS = ("tests/integration/test_reviewed.py", "tests/integration/test_streams.py")
+STRANGE = ("tests/protocol/test_strange_keys.py",)
+RETIRED = (
+    "tests/adversity/test_lying_relay.py::test_after_a_reload_nothing_is_taken_under_a_retired_key",
+    "tests/integration/test_rotation.py",
+)
 
 SABOTAGES = (
     Sabotage(
@@ -209,7 +214,7 @@ SABOTAGES = (
         "key-file-mode",
         "iris/keyfiles.py",
         "_judge",
-        "status.st_mode & 0o077",
+        "status.st_mode & closed",
         "False",
         KEYFILES,
         "a key file that others can read is used",
@@ -361,16 +366,16 @@ SABOTAGES = (
     Sabotage(
         "guard-full",
         "iris/core/guard.py",
-        "Guard.sender",
-        "len(self._senders) >= self._max_senders",
-        "False",
+        "Shares.has_room",
+        "beyond < self._limit - keys * share",
+        "True",
         GUARDING,
         "made-up senders fill our memory",
     ),
     Sabotage(
         "guard-fresh",
         "iris/core/guard.py",
-        "Guard._make_room",
+        "Guard._room",
         "entry.used_us < oldest",
         "True",
         GUARDING,
@@ -380,9 +385,65 @@ SABOTAGES = (
         "half-open",
         "iris/core/tunneling.py",
         "Tunneling.opening",
-        "len(self._half_open) >= MAX_HALF_OPEN",
+        "not self._shares.has_room(key_id, self._session.guard.keys)",
         "False",
         (*TUNNELS, *GUARDING),
         "tunnels that are never finished fill our memory",
+    ),
+    Sabotage(
+        "guard-share",
+        "iris/core/guard.py",
+        "Shares.has_room",
+        "used.get(key_id, 0) < share",
+        "False",
+        GUARDING,
+        "who holds one key fills the tables for every other",
+    ),
+    Sabotage(
+        "strange-key",
+        "iris/core/session.py",
+        "Session.frame",
+        "self._not_ours(buf, start, end)",
+        "raise",
+        STRANGE,
+        "a frame under a key that is not ours ends the session",
+    ),
+    Sabotage(
+        "strange-counted",
+        "iris/core/session.py",
+        "Session._not_ours",
+        "self.drop(NOT_OURS, count)",
+        "pass",
+        STRANGE,
+        "what comes under a key that is not ours is not counted",
+    ),
+    Sabotage(
+        "retired-ring",
+        "iris/registry.py",
+        "Registry._forget_keys",
+        "self._rings = [self.keyring]",
+        "pass",
+        RETIRED,
+        "a retired key opens messages for ever",
+    ),
+    Sabotage(
+        "retired-flow",
+        "iris/core/inbound.py",
+        "Inbound.forget_keys",
+        "self._flows[alias] = None",
+        "pass",
+        RETIRED,
+        "what was declared under a retired key goes on",
+    ),
+    Sabotage(
+        "retired-records",
+        "iris/streams/records.py",
+        "RecordOpener.forget_keys",
+        "self._openers.clear()",
+        "pass",
+        (
+            "tests/integration/test_streams.py::test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile",
+        ),
+        "a reader goes on with a retired key",
     ),
 )

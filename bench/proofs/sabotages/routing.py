@@ -16,6 +16,8 @@ RULES = ("tests/adversity/test_bad_input.py", "tests/adversity/test_tolerance.py
 GUARDING = ("tests/protocol/test_guarding.py",)
 LINKS = ("tests/adversity/test_links.py",)
 SESSION_PORT = ("tests/unit/relay/test_session_port.py",)
+FLAGS = ("tests/protocol/test_flags.py",)
+ANSWERS = ("tests/protocol/test_strange_keys.py", "tests/adversity/test_bad_input.py")
 
 SABOTAGES = (
     Sabotage(
@@ -51,7 +53,7 @@ SABOTAGES = (
         "Casts.cast",
         "route is None or route.kind != kind",
         "route is None",
-        RULES,
+        ("tests/protocol/test_fairness.py",),
         "a frame of one kind goes where those of another were declared for",
     ),
     Sabotage(
@@ -240,7 +242,7 @@ SABOTAGES = (
         "_check_member",
         "not entry.kinds.keys() <= SERVED_KINDS",
         "False",
-        LINKS,
+        MESH,
         "a relay tells of members of no kind",
     ),
     Sabotage(
@@ -305,5 +307,86 @@ SABOTAGES = (
         "False",
         FLOODS,
         "connections that never greet stay",
+    ),
+    Sabotage(
+        "flags-session",
+        "relay/core/flags.py",
+        "clear_flags",
+        "not neighbor.hop_class or neighbor.minor",
+        "False",
+        FLAGS,
+        "a session says in a frame what is its relay's to say, and cuts a link",
+    ),
+    Sabotage(
+        "flags-refusal",
+        "relay/core/flags.py",
+        "refusal_of",
+        "flags == FLAG_REFUSED | reason << 4 and reason in _REASONS",
+        "True",
+        FLAGS,
+        "a refusal carries a flag that the next relay takes for its own",
+    ),
+    Sabotage(
+        "flags-cast",
+        "relay/core/flags.py",
+        "route_of",
+        "clear_flags(neighbor, buf, start)",
+        "pass",
+        FLAGS,
+        "a publication with flags goes on as it came",
+    ),
+    Sabotage(
+        "flags-call",
+        "relay/core/calls.py",
+        "Calls.called",
+        "clear_flags(neighbor, buf, start)",
+        "pass",
+        FLAGS,
+        "a call with flags goes on as it came",
+    ),
+    Sabotage(
+        "flags-tunnel",
+        "relay/core/tunnels.py",
+        "Tunnels.frame",
+        "clear_flags(neighbor, buf, start)",
+        "pass",
+        FLAGS,
+        "a tunnel's record with flags goes on as it came",
+    ),
+    Sabotage(
+        "answer-name",
+        "relay/core/calls.py",
+        "Calls.answered",
+        "route.name != asked.name",
+        "False",
+        ANSWERS,
+        "an answer comes under an alias of another cluster",
+    ),
+    Sabotage(
+        "answer-key",
+        "relay/core/calls.py",
+        "Calls.answered",
+        "route.key_id != asked.key_id",
+        "False",
+        ANSWERS,
+        "whoever answers a request ends the caller's session",
+    ),
+    Sabotage(
+        "answer-kind",
+        "relay/core/calls.py",
+        "Calls.answered",
+        "asked.kind not in _ANSWERS[route.kind]",
+        "False",
+        ANSWERS,
+        "a request is answered by what answers surveys",
+    ),
+    Sabotage(
+        "answer-offence",
+        "relay/core/calls.py",
+        "Calls._misanswered",
+        "not neighbor.hop_class",
+        "False",
+        ANSWERS,
+        "a session that answers for others stays",
     ),
 )

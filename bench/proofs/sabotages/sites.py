@@ -7,6 +7,7 @@ from proofs.sabotages.sabotage import Sabotage
 POLICY = ("tests/unit/relay/test_policy.py",)
 SITES = ("tests/protocol/test_sites.py", "tests/sim/test_federation.py")
 IRIS1 = ("tests/interop/iris1/test_faults.py",)
+SP = ("tests/unit/relay/test_sp_opening.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -188,5 +189,23 @@ SABOTAGES = (
         "False",
         IRIS1,
         "clients of a bridge without a bound",
+    ),
+    Sabotage(
+        "bridge-ipc-mode",
+        "relay/bridges/sp/opening.py",
+        "_listen",
+        'config.scheme == "ipc"',
+        "False",
+        SP,
+        "a bridge's socket is open to others until its mode is set",
+    ),
+    Sabotage(
+        "bridge-tls-key",
+        "relay/bridges/sp/opening.py",
+        "_tls",
+        'field == "tls_key"',
+        "False",
+        SP,
+        "a bridge uses a key that others can read",
     ),
 )

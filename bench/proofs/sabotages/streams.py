@@ -16,6 +16,7 @@ GROUPS = ("tests/integration/test_consumers.py",)
 MIRROR = ("tests/integration/test_mirror.py",)
 READER = ("tests/unit/core/test_stream_reader.py",)
 RECORDING = ("tests/unit/relay/store/test_recording.py",)
+FILES = ("tests/unit/relay/store/test_store_files.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -87,7 +88,7 @@ SABOTAGES = (
         "Chain.finish",
         "self.database.write(draft.batch, draft.next, sync=True)",
         "self.database.write(draft.batch, draft.next, sync=False)",
-        DAMAGE,
+        LOG,
         "an append is acknowledged before it is on disk",
     ),
     Sabotage(
@@ -285,7 +286,9 @@ SABOTAGES = (
         "RecordOpener.open_plain",
         "self.known is None or not _belongs(record, self.known)",
         "False",
-        REVIEWED,
+        (
+            "tests/integration/test_streams.py::test_a_record_that_the_stream_never_recorded_is_not_shown",
+        ),
         "a store shows the messages of one stream in another",
     ),
     Sabotage(
@@ -386,5 +389,25 @@ SABOTAGES = (
         "False",
         STREAMS,
         "a stream records another topic than it was made for",
+    ),
+    Sabotage(
+        "record-cluster",
+        "relay/store/keeper.py",
+        "Store._sharing",
+        "not stream.shares(declared.name, declared.key_id)",
+        "False",
+        (
+            "tests/integration/test_streams.py::test_a_stream_of_a_cluster_takes_nothing_of_another_whatever_the_relay_says",
+        ),
+        "a relay has a stream record what was sent to another cluster",
+    ),
+    Sabotage(
+        "store-key-mode",
+        "relay/store/process.py",
+        "_load_key",
+        "keyfiles.load(path, lambda text: StoreKey.parse(text.strip()))",
+        "StoreKey.parse(path.read_text().strip())",
+        FILES,
+        "a store's key that others can read is used",
     ),
 )

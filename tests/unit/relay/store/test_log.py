@@ -13,6 +13,7 @@ from iris.wire.codec import END
 from relay.store import log as log_module
 from relay.store import producers as producers_module
 from relay.store import retention, segments
+from relay.store.database import MARK_NAME
 from relay.store.errors import CursorsFull, LogBusy, LogDamaged, LogExists, LogMissing
 from relay.store.log import Conflict, Log, Outcome, Stored
 from relay.store.producers import Duplicate, Fenced, OutOfOrder
@@ -538,6 +539,16 @@ def test_a_record_that_is_missing_between_others_is_damage_and_never_skipped(log
     with pytest.raises(LogDamaged, match="entries are missing"):
         log.read(1, MANY, now_us=9)
     assert log.read(0, MANY, now_us=9).next == 1
+
+
+def test_every_append_is_marked_as_synced_before_it_is_acknowledged(path: str, log: Log) -> None:
+    """The mark is beside the database, and behind its sync: a disk that forgets is found out."""
+    mark = Path(path, MARK_NAME)
+    marks = [mark.read_bytes()]
+    for number in range(3):
+        log.append([entry(b"%d" % number)], 1)
+        marks.append(mark.read_bytes())
+    assert len(set(marks)) == 4
 
 
 def test_a_mark_of_another_log_is_damage(path: str, tmp_path: Path) -> None:
