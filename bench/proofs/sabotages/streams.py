@@ -355,15 +355,6 @@ SABOTAGES = (
         "what lies elsewhere in its source is copied to the end of a copy",
     ),
     Sabotage(
-        "order-uuid",
-        "relay/store/keeper.py",
-        "Store._checked",
-        "(order.key_id, order.uuid, order.action) != (key_id, uuid, action)",
-        "(order.key_id, order.action) != (key_id, action)",
-        STREAMS,
-        "an order for one log changes another",
-    ),
-    Sabotage(
         "create-deleted",
         "relay/store/keeper.py",
         "Store._on_create",
@@ -380,15 +371,6 @@ SABOTAGES = (
         "next((s for (name, _), s in self._places.items() if name == question.name), None)",
         STREAMS,
         "a stream is read and written under any key",
-    ),
-    Sabotage(
-        "define-fixed",
-        "relay/store/keeper.py",
-        "Store._on_change",
-        "_fixed(definition) != (_fixed(_promoted(old, definition)) if promoted else _fixed(old))",
-        "False",
-        STREAMS,
-        "a stream records another topic than it was made for",
     ),
     Sabotage(
         "record-cluster",
