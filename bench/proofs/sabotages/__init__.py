@@ -18,4 +18,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *sites.SABOTAGES,
     *streams.SABOTAGES,
     *channels.SABOTAGES,
+    *channels.SABOTAGES,
 )
