@@ -297,8 +297,12 @@ def test_who_holds_no_key_learns_no_name_of_a_stream(relay: Relay) -> None:
     answer = relay.ask(Caller(OTHER), streams.ListStreams(), key=OTHER, name=store, own=True)
     assert isinstance(answer, Refused)
     assert answer.code == "no-stream"
-    listed = relay.ask(Caller(KEY), streams.ListStreams(), name=store, own=True)
-    assert [found.uuid for found in listed.streams] == [UUID]
+    # Each key's holder sees what is there under that key.
+    theirs = b"o" * 16
+    relay.ask(Caller(), streams.Create([order(OTHER, uuid=theirs, name="other")]), key=None, name=store)  # fmt: skip
+    for key, uuid in ((KEY, UUID), (OTHER, theirs)):
+        listed = relay.ask(Caller(key), streams.ListStreams(), key=key, name=store, own=True)
+        assert [found.uuid for found in listed.streams] == [uuid]
 
 
 def test_a_channel_to_a_store_lists_and_does_nothing_else(relay: Relay) -> None:
