@@ -717,7 +717,7 @@ async def test_a_relay_that_denies_a_delivered_append_has_it_stored_once(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent in another epoch the store cannot tell from new, so a relay's "it has not run" is not enough for that."""
-    second = asyncio.Event()
+    delivered, second = asyncio.Event(), asyncio.Event()
     appends = 0
     async with LocalCluster(data=tmp_path) as cluster, cluster.client() as client:
         await client.streams.create("orders")
@@ -730,6 +730,7 @@ async def test_a_relay_that_denies_a_delivered_append_has_it_stored_once(
                 appends += 1
                 if appends == 1:
                     await ask(address, key, call, *rest, **more)
+                    delivered.set()
                     await second.wait()
                     error = getattr(iris, said)("orders", "so says the relay")
                     error.may_have_run = False
@@ -745,8 +746,7 @@ async def test_a_relay_that_denies_a_delivered_append_has_it_stored_once(
 
         monkeypatch.setattr(stores, "ask", lying)
         first = asyncio.create_task(client.streams.append("orders", b"pay 100"))
-        while not appends:
-            await asyncio.sleep(0)
+        await delivered.wait()
         with pytest.raises(iris.StreamError, match="refused by the store"):
             await client.streams.append("orders", b"refused")
         with pytest.raises(iris.StreamUnavailable) as unsure:
