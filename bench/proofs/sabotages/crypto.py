@@ -427,15 +427,6 @@ SABOTAGES = (
         "a retired key opens messages for ever",
     ),
     Sabotage(
-        "retired-flow",
-        "iris/core/inbound.py",
-        "Inbound.forget_keys",
-        "self._flows[alias] = None",
-        "pass",
-        RETIRED,
-        "what was declared under a retired key goes on",
-    ),
-    Sabotage(
         "retired-records",
         "iris/streams/records.py",
         "RecordOpener.forget_keys",
