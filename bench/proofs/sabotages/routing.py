@@ -249,7 +249,7 @@ SABOTAGES = (
         "groups-limit",
         "relay/core/mesh.py",
         "Mesh.group_error",
-        "group not in here and len(here) >= MAX_GROUPS_HERE",
+        "len(here) >= MAX_GROUPS_HERE",
         "False",
         MESH,
         "queue groups outgrow the frame that has to name them",
