@@ -12,7 +12,9 @@ REMOTE = ("tests/integration/test_remote.py",)
 LINKS = ("tests/adversity/test_links.py",)
 GATEWAYS = ("tests/integration/test_gateways.py",)
 UNPROVEN = ("tests/protocol/test_guarding.py", "tests/protocol/test_fairness.py")
-RULES = ("tests/adversity/test_bad_input.py", "tests/adversity/test_tolerance.py")
+RULES = (
+    "tests/adversity/test_tolerance.py::test_a_control_frame_that_cannot_be_done_is_refused_by_its_ack",
+)
 GRANTS = ("tests/protocol/test_grants.py",)
 DIALLING = ("tests/unit/test_dialling.py",)
 BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.py")
