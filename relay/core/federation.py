@@ -596,6 +596,7 @@ class Federation:
                     "clusters": max(len(way.clusters) for way in ways.values()),
                     "topics": max(len(way.topics) for way in ways.values()),
                     "untaken": sum(way.untaken for way in ways.values()),
+                    "over_share": sum(way.neighbor.over_share for way in ways.values() if way.own),
                     "untold": theirs.untold if (theirs := self._theirs.get(site)) else 0,
                 }
                 for site, ways in sorted(self.ways.items())
