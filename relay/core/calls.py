@@ -273,9 +273,18 @@ class Calls:
 
         A side that ends nothing must not fill our tables, and one session must not take all the places that the other side has for us.
         """
-        neighbor, limit = target.neighbor, self._limits.pending
-        if len(neighbor.handed) < limit and hold(target, handed, limit):
-            return True
+        neighbor, limit, share = target.neighbor, self._limits.pending, target.share
+        if len(neighbor.handed) < limit:
+            # As `hold` does where there is room for anybody, without its calls.
+            if share is not None and share.held < limit >> 1:
+                whole = share.whole
+                if whole.held < limit - (limit >> 2):
+                    share.held += 1
+                    whole.held += 1
+                    handed.share = share
+                    return True
+            if hold(target, handed, limit):
+                return True
         if self._now_us < neighbor.swept_us:
             return False
         neighbor.swept_us = self._now_us + 1_000_000
@@ -693,7 +702,11 @@ class Calls:
         share = handed.share
         if share is not None:
             handed.share = None
-            share.less()
+            share.held -= 1
+            whole = share.whole
+            whole.held -= 1
+            if not whole.sessions:
+                whole.forget_if_done()
         if handed.survey is None:
             handed.ended()
 
