@@ -297,8 +297,6 @@ class Calls:
     def _forget(self, neighbor: Neighbor, hop: int, handed: Handed) -> None:
         """What a link or WAN connection was handed counts as ended there, whatever it says later."""
         del neighbor.handed[hop]
-        if handed.load.kind == Kind.PUSH:
-            neighbor.forgotten += 1
         self._release(handed, hop)
 
     # -- calls without a deadline ----------------------------------------------------------------------------

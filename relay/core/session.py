@@ -314,7 +314,7 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "clock_us", "closed", "forgotten", "gaps", "greeted", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
+        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
         "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
@@ -352,8 +352,6 @@ class Neighbor:
         """... and by their users."""
         self.over_share = 0
         """Calls that it was not handed: who sent them had its share."""
-        self.forgotten = 0
-        """Pushes that were counted as ended before it said so: credit for as many comes too late, and is no fault."""
         self.untaken = 0
         """What it told that was more than is kept."""
         self.gaps: dict[Delivery, list[int]] = {}
