@@ -115,7 +115,7 @@ def is_over(neighbor: Neighbor, origin: Neighbor, limit: int) -> bool:
 
 def _is_over(share: Share, origin: Neighbor, limit: int) -> bool:
     return share.whole.held >= all_but_a_quarter(limit) or (
-        share.held >= limit // 2 and not origin.hop_class
+        share.held >= max(1, limit // 2) and not origin.hop_class
     )
 
 
