@@ -39,6 +39,7 @@ _MIN_MESSAGE_BYTES = 64 << 10  # a bundle has to fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
 _MAX_ALIASES = 65_536
 _MAX_ADDRESSES = 64
+_MAX_TOLD = 1 << 20  # so many of one relay the others keep
 _MAX_NETWORKS = 32  # as many as an advert has room for
 _MIN_TIMEOUT_S = 0.001
 _MAX_TIMEOUT_S = 86_400.0
@@ -81,13 +82,21 @@ class RelayConfig:
     relays do not throttle tunnels, their ends do."""
 
     max_sessions: int = 4096
-    """Sessions at once; the next is turned away. Bounds descriptors and receive buffers."""
+    """Sessions at once; the next is turned away. Bounds descriptors and receive buffers. Of this, and of the next two, the sessions
+    of one user (or with one access file) may have all but the last quarter, which is kept for others."""
+
+    max_members: int = 262_144
+    """Members of all sessions together, each counted as its key ids, up to 1,048,576; the next is refused. One session may have a quarter."""
+
+    max_subscriptions: int = 262_144
+    """Subscriptions of all sessions together, counted as those of a session, up to 1,048,576; the next is refused."""
 
     max_aliases: int = _MAX_ALIASES
     """Aliases per direction of a session or link, up to 65,536."""
 
     max_pending_per_session: int = 65_536
-    """Requests and surveys of one session that wait for answers; the next is refused."""
+    """Requests and surveys of one session, or over one link, that wait for answers; the next is refused. Of the calls over a link one session
+    may have half, and one user three quarters: keep it the same at all relays."""
 
     max_subscriptions_per_session: int = 65_536
     """Filters of one session, each counted as its tokens times its key ids: nodes of the topic tree."""
@@ -190,6 +199,8 @@ class RelayConfig:
             "max_joins_per_session",
         ):
             self._check_range(name, 1, math.inf)
+        for name in ("max_members", "max_subscriptions"):
+            self._check_range(name, 1, _MAX_TOLD)
         for name in ("hello_timeout_s", "frame_timeout_s"):
             self._check_range(name, _MIN_TIMEOUT_S, _MAX_TIMEOUT_S)
         self._check_range("drain_timeout_s", 0, _MAX_TIMEOUT_S)

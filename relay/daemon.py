@@ -65,6 +65,8 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
         keys=config.max_keys_per_session,
         pending=config.max_pending_per_session,
         subscriptions=config.max_subscriptions_per_session,
+        all_members=config.max_members,
+        all_subscriptions=config.max_subscriptions,
     )
     return Router(
         entropy(16),
@@ -105,9 +107,10 @@ class Relay:
         self._sighted: set[object] = set()
         self._store: StoreSupervisor | None = None
         if config.data is not None:
-            self._store = StoreSupervisor(
+            self._store = store = StoreSupervisor(
                 config.data.absolute(), config.socket_path, config.log_level
             )
+            self.hub.store_pid = lambda: store.pid
         self._socket: socketfile.SocketFile | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._found: asyncio.TimerHandle | None = None
@@ -330,6 +333,7 @@ class Relay:
             "uptime_s": round(up_s, 3),
             "protocol_errors": self.hub.protocol_errors,
             "turned_away": self.hub.turned_away,
+            "users": self.hub.users.status(),
         }
         if self._store is not None:
             status["store"] = self._store.status()

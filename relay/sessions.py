@@ -22,6 +22,7 @@ from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
 from iris.wire.frames import Error
 from relay.accepting import Acceptor
 from relay.config import RelayConfig
+from relay.core.quotas import RELAYS_STORE, Table
 from relay.core.session import Session
 from relay.logs import Quiet
 from relay.ports import ConnectionPort, Driver
@@ -52,6 +53,10 @@ class SessionHub:
         self.turned_away = 0
         self.attaching = 0
         """Connections accepted whose ports are not made yet."""
+        self.users = Table(config.max_sessions)
+        """Who has how many of the sessions; a connection over TLS counts from when it is known whose it is."""
+        self.store_pid: Callable[[], int | None] = lambda: None
+        """Of the store that this relay runs."""
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
         self._loop: asyncio.AbstractEventLoop
         self._accepting: set[asyncio.Task[None]] = set()
@@ -66,11 +71,15 @@ class SessionHub:
         self._acceptor.stop()
 
     def _accepted(self, connection: socket.socket, address: object) -> None:
-        if not self.has_place():
+        peer = Peer(connection)
+        if peer.pid == self.store_pid():
+            peer.user = RELAYS_STORE
+        if peer.user != RELAYS_STORE and not self.has_place(peer.user):
             connection.close()
             return
         self.attaching += 1
-        port = SessionPort(self, accepted=True)
+        self.users.take(peer.user)
+        port = SessionPort(self, peer, accepted=True)
         task = self._loop.create_task(self._attach(connection, port), name="iris-accept")
         self._accepting.add(task)
         task.add_done_callback(partial(self._attached, connection, port))
@@ -80,14 +89,14 @@ class SessionHub:
             log, "sessions.no_descriptors", "", time.monotonic(), {"error": str(err)}
         )
 
-    def has_place(self) -> bool:
-        """Whether one more session may come; if not, it is counted and said."""
+    def has_place(self, user: str = "") -> bool:
+        """Whether one more session may come, of a user if it is known whose it is; if not, it is counted and said."""
         limit = self.config.max_sessions
-        if len(self.ports) + self.attaching < limit:
+        if len(self.ports) + self.attaching < limit and (not user or self.users.has_room(user)):
             return True
         self.turned_away += 1
-        fields = {"max_sessions": limit}
-        self.quiet.warning(log, "sessions.full", "", time.monotonic(), fields)
+        fields = {"max_sessions": limit, "user": user, "of_this_user": self.users.held.get(user, 0)}
+        self.quiet.warning(log, "sessions.full", user, time.monotonic(), fields)
         return False
 
     async def _attach(self, connection: socket.socket, port: SessionPort) -> None:
@@ -103,17 +112,22 @@ class SessionHub:
         self, connection: socket.socket, port: SessionPort, task: asyncio.Task[None]
     ) -> None:
         self._accepting.discard(task)
-        self.attaching -= port.attaching
+        if port.attaching:  # it never came to be
+            self.attaching -= 1
+            port.attaching = False
+            self.users.give(port.user)
         if task.cancelled():
             connection.close()
 
     def port(self) -> SessionPort:
-        """Return the protocol object of a new connection."""
-        return SessionPort(self)
+        """Return the protocol object of a new connection within this process."""
+        peer = Peer(None)
+        self.users.take(peer.user)
+        return SessionPort(self, peer)
 
     def remote_port(self, channel_of: ChannelOf) -> SessionPort:
         """As `port`, for a session of another host whose TLS handshake is done."""
-        return SessionPort(self, channel_of=channel_of)
+        return SessionPort(self, Peer(None), channel_of=channel_of)
 
     async def sweep(self) -> None:
         """Cut connections that never greet, or begin a frame and do not end it. Runs until cancelled."""
@@ -149,13 +163,33 @@ class SessionHub:
         await asyncio.sleep(0)
 
 
+class Peer:
+    """Who is at the other end of a socket of this host, as the kernel says; without a socket it is this process."""
+
+    __slots__ = ("ours", "pid", "user")
+
+    def __init__(self, connection: socket.socket | None) -> None:
+        self.pid, uid = os.getpid(), os.geteuid()
+        if connection is not None:
+            credentials = connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+            )
+            self.pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        self.ours = uid in (0, os.geteuid())
+        """Of root, or of the user that this process runs as."""
+        self.user = f"uid {uid}"
+
+
 class SessionPort(ConnectionPort):
     """One session's connection, both ways. Implements `relay.core.ports.Port`."""
 
     def __init__(
-        self, hub: SessionHub, *, accepted: bool = False, channel_of: ChannelOf | None = None
-    ) -> None:
+        self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None
+    ) -> None:  # fmt: skip
+        """Of `peer`, which is not known yet if the session is of another host."""
         super().__init__(hub.driver, hub.config)
+        self._ours = peer.ours and channel_of is None
+        self.user = peer.user if channel_of is None else ""
         self._hub = hub
         self._channel_of = channel_of
         """Of a session of another host."""
@@ -176,8 +210,7 @@ class SessionPort(ConnectionPort):
         self._writer = Writer(self._transport)
         channel_of = self._channel_of
         remote = channel_of is not None
-        ours = not remote and _is_ours(transport.get_extra_info("socket"))
-        self.session = self._router.session_up(self, remote=remote, ours=ours)
+        self.session = self._router.session_up(self, remote=remote, ours=self._ours, user=self.user)
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching
         self.attaching = False
@@ -193,6 +226,13 @@ class SessionPort(ConnectionPort):
         except PeerProtocolError as err:
             self._protocol_error(err)
             return
+        user = f"access file {access_id.hex()}"
+        if not self._hub.users.has_room(user):
+            self._hub.turned_away += 1
+            self._protocol_error(PeerProtocolError(self._hub.users.full(user, "sessions")))
+            return
+        self._hub.users.take(user)
+        self.user = self.session.user = user
         fields = {"session": self.session.number, "access": access_id.hex()}
         log.info("session.admitted", extra={"fields": fields})
 
@@ -238,6 +278,9 @@ class SessionPort(ConnectionPort):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         self._hub.ports.discard(self)
+        if self.user:
+            self._hub.users.give(self.user)
+            self.user = ""
         self._driver.turn()
         self._router.session_down(self.session)
         self._driver.settle()
@@ -315,12 +358,3 @@ class SessionPort(ConnectionPort):
             self.control(encode_control(Error(str(err)[:1024])))
             self.finish()
             self._router.session_down(self.session)
-
-
-def _is_ours(connection: socket.socket | None) -> bool:
-    """Whether root or the user that this process runs as is at the other end; without a socket it is this process."""
-    if connection is None:
-        return True
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return uid in (0, os.geteuid())

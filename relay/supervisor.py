@@ -90,12 +90,16 @@ class StoreSupervisor:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the store that runs, if one does."""
+        return self._process.pid if self._process is not None else None
+
     def status(self) -> dict[str, object]:
         """Return what `iris status` shows of it."""
-        pid = self._process.pid if self._process is not None else None
         return {
             "data": str(self._data),
-            "pid": pid,
+            "pid": self.pid,
             "starts": self._starts,
             "last_exit": self._last_exit,
         }

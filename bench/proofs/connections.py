@@ -101,7 +101,8 @@ def run(count: int, seed: int) -> Proof:
     proof = Proof()
     allow_descriptors(count + 256)
     with Run(deadline_s(count)) as roles:
-        relay = IrisRelay(roles, settings(roles, max_sessions=count + SPARE))
+        # A quarter is kept for other users.
+        relay = IrisRelay(roles, settings(roles, max_sessions=-(-4 * (count + SPARE) // 3)))
         served = start(roles, "connections.member", relay.env, {})
         clients = [
             start(roles, "connections.sessions", relay.env, {"sessions": share})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import iris
@@ -99,6 +100,8 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if nowhere:
         said = f"\nsites not linked: {', '.join(nowhere)}; `iris federation list` says why"
         console.print(said, markup=False)
+    for said in _over(report):
+        console.print(f"\n{printable(said)}", markup=False)
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
         ("as sessions", report.get("sessions_refused", {})),
@@ -113,6 +116,26 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )
+
+
+def _over(report: dict[str, Any]) -> Iterator[str]:
+    """Say what was more than its share or bound, if anything was: see §13 of docs/protocol.md."""
+    tables = {**report.get("quotas", {}), "sessions": report.get("users", {})}
+    for name, table in tables.items():
+        if table.get("refused"):
+            what = name.replace("_", " ")
+            yield f"{table['refused']} times {what} were refused: {table['held']} of {table['limit']} are taken, or a user's share is"
+    for link in report.get("links", ()):
+        if link.get("untaken") or link.get("over_share"):
+            yield f"link to {link['label']}: {link.get('untaken', 0)} entries were too many, {link.get('over_share', 0)} calls were over their sender's share"
+    if report.get("sites_untold"):
+        yield f"{report['sites_untold']} addresses and topics of this site are not told to other sites: there are too many"
+    for site in report.get("sites", ()):
+        if site.get("untaken") or site.get("untold") or site.get("over_share"):
+            yield (
+                f"site {site['site']}: {site.get('untaken', 0)} entries were too many, {site.get('untold', 0)} are not told to other relays, "
+                f"{site.get('over_share', 0)} calls were over their sender's share"
+            )
 
 
 def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:

@@ -16,6 +16,8 @@ from iris.wire.frames import Kind
 
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144
+MAX_ANNOUNCED: Final = 4096
+"""Senders that are known by a relay's word alone."""
 SWEEP_US: Final = 1_000_000
 _K = TypeVar("_K")
 Place = tuple[int, int, str, bytes, bytes]
@@ -113,6 +115,8 @@ class Guard:
         """How many keys this process holds: among so many the tables are shared out."""
         self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
         self._sequences: dict[Place, Sequence] = {}
+        self._announced: dict[Place, Sequence] = {}
+        """Of senders of whom a relay said that something was lost, and nothing opened yet."""
         self._sender_shares = Shares(max_senders)
         self._sequence_shares = Shares(max_sequences)
         self.refused_senders = 0
@@ -145,12 +149,26 @@ class Guard:
             if not self._room(self._sequences, shares, place[3], now_us, lambda place: place[3]):
                 return None
             shares.take(place[3])
-            entry = self._sequences[place] = Sequence()
+            entry = self._announced.pop(place, None) or Sequence()
+            self._sequences[place] = entry
             entry.used_us = now_us
+        return entry
+
+    def announced(self, place: Place) -> Sequence:
+        """Return the sequence of a sender of whom a relay says that something was lost.
+
+        If nothing of that sender has opened, it is kept apart, the latest few: a relay's word takes no room that senders need.
+        """
+        entry = self._sequences.get(place) or self._announced.get(place)
+        if entry is None:
+            if len(self._announced) >= MAX_ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            entry = self._announced[place] = Sequence()
         return entry
 
     def resume_topics(self, is_new: Callable[[str], bool]) -> None:
         """Topics that nobody here followed until now: what was missed of them is no gap, and still never repeated."""
+        self._announced.clear()
         for (kind, _, name, _, _), entry in self._sequences.items():
             if kind == Kind.PUBLISH and entry.known and is_new(name):
                 entry.known = False

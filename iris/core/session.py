@@ -14,7 +14,7 @@ from iris.core.asks import NEVER_US, Asks
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.calling import Calling
 from iris.core.compression import held_bytes
-from iris.core.guard import Guard
+from iris.core.guard import Guard, Place
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow, NotOurs
 from iris.core.message import Message
@@ -397,15 +397,21 @@ class Session:
         has an entry for this once: the sequence of one that joins later is its own.
         """
         if flow.expected is None:
-            receiver = 0
-            if flow.kind == Kind.BROADCAST:
-                binding = self.owner.binding(flow)
-                if binding is None:
-                    return Expected()
-                receiver = binding.number
-            place = (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
+            place = self._place(flow)
+            if place is None:
+                return Expected()
             flow.expected = self.guard.sequence(place, self.now_us)
         return flow.expected
+
+    def _place(self, flow: InFlow) -> Place | None:
+        """Return by what the guard knows a flow; None of a broadcast for no member of ours."""
+        receiver = 0
+        if flow.kind == Kind.BROADCAST:
+            binding = self.owner.binding(flow)
+            if binding is None:
+                return None
+            receiver = binding.number
+        return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
 
     def _pass_by(self, flow: InFlow, expected: Expected, count: int) -> None:
         """Messages come for members of groups alone, though this sender's came to subscriptions without a group before.
@@ -628,15 +634,16 @@ class Session:
             0, gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, gap.groups, gap.member
         )
         flow = InFlow(declared, key, None)
-        expected = self._expected(flow)
         if gap.count == UNKNOWN_COUNT:
             # The next message says how many; if none comes, this is all that is known.
             self._lose(flow, None, gap.cause)
         elif not flow.plain:
             # Members of a group see only their share, so the relay's word is all there is.
             self._lose(flow, gap.count, gap.cause)
-        elif expected is not None:
+        else:
             # A count of 0 says where a run of losses starts whose length is not known yet.
+            place = self._place(flow)
+            expected = self.guard.announced(place) if place is not None else Expected()
             before, here = expected.lost(gap.first, gap.count)
             if before:
                 self._lose(flow, before, "missing on the way")

@@ -32,6 +32,7 @@ from iris.streams.calls import Known, RevisionTaken, Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.messages import encode_message, make_extras
 from iris.streams.mirroring import Mirror
+from iris.streams.ordering import orders_to_change, orders_to_create, orders_to_end
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.staging import (
@@ -48,9 +49,6 @@ from iris.wire.streams import (
     CONFLICT,
     DEAD,
     DUPLICATE,
-    END,
-    KEEP,
-    ORDER_FRESH_US,
     STORED,
     Append,
     Appended,
@@ -67,11 +65,8 @@ from iris.wire.streams import (
     Listed,
     ListStreams,
     NewRecord,
-    Order,
     Settled,
-    SignedOrder,
     check_definition,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +77,6 @@ _ConsumerInfos = list[ConsumerInfo]
 _Keys = list[ClusterKey]
 _Infos = list["StreamInfo"]
 _Offsets = list[int]
-_Orders = list[SignedOrder]
 _Found = list[Described]
 _Knowns = list[Known]
 _Places = list[tuple[asyncio.Future[int], int]]
@@ -187,7 +181,7 @@ class Streams:
         name = definition.name
         until_s = time.monotonic() + timeout
         store = await self._stores.store(timeout=_left(until_s))
-        orders = self._orders(definition, (os.urandom(16), store.key))
+        orders = orders_to_create(definition, self._keys(definition), os.urandom(16), store.key)
         address = public_id(store.key).hex()
 
         async def once(left_s: float) -> Described:
@@ -282,7 +276,8 @@ class Streams:
             if definition is None:
                 return _info(found)
             log = found.order.uuid.hex()
-            orders = self._orders(definition, found)
+            keys = self._keys(definition)
+            orders = orders_to_change(definition, keys, found, self._client.keyring)
             try:
                 changed = await self._stores.ask_stream(
                     name, log, Change(orders), Described, timeout=_left(until_s), writes=True
@@ -311,7 +306,7 @@ class Streams:
         log = found.order.uuid.hex()
         with contextlib.suppress(NoStream):  # an answer was lost: it is gone
             for _ in range(CHANGE_TRIES):
-                orders = self._orders(found.order.definition, found, action=END)
+                orders = orders_to_end(found, self._client.keyring)
                 try:
                     await self._stores.ask_stream(
                         name, log, Delete(orders), Settled, timeout=_left(until_s), writes=True
@@ -571,33 +566,6 @@ class Streams:
             keys += keyring.for_cluster(origin.cluster) if origin.cluster else ()
         return list({key.key_id: key for key in keys}.values())
 
-    def _orders(
-        self, definition: Definition, of: Known | tuple[bytes, bytes], *, action: str = KEEP
-    ) -> _Orders:
-        """Return a definition signed by every key of ours for it; `of` what is known of the stream, or a new uuid and a store's key.
-
-        A stream's own key countersigns for each that is new to it. It is ended under its own keys alone.
-        """
-        keys = {key.key_id: key for key in self._keys(definition)}
-        issued_us = time.time_ns() // 1000
-        if not isinstance(of, Known):
-            return [_signed(key, Order(action, of[0], key.key_id, of[1], issued_us, definition)) for key in keys.values()]  # fmt: skip
-        before = of.order
-        ahead_us = before.issued_us - issued_us
-        if ahead_us < ORDER_FRESH_US // 2:  # stores from before there were revisions go by it
-            issued_us = max(issued_us, before.issued_us + 1)
-        has: dict[bytes, ClusterKey] = {}
-        for signed in of.described.orders:
-            if key := self._client.keyring.by_id(public_id(signed.public_key)):
-                has[key.key_id] = key
-        orders = []
-        for key_id, key in has.items() if action == END else {**keys, **has}.items():
-            order = Order(
-                action, before.uuid, key_id, before.store, issued_us, definition, revision=of.revision + 1
-            )  # fmt: skip
-            orders.append(_signed(key, order, None if key_id in has else has[before.key_id]))
-        return orders
-
     def _producer(self, name: str, uuid: str) -> Producer:
         producer = self._producers.get((name, uuid))
         if producer is None:
@@ -671,15 +639,6 @@ def _info(known: Known) -> StreamInfo:
         [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
     )  # fmt: skip
-
-
-def _signed(key: ClusterKey, order: Order, by: ClusterKey | None = None) -> SignedOrder:
-    """Return an order signed by its key, and countersigned by another, if that is given."""
-    said = encode(order)
-    signature = key.sign_order(said)
-    if by is None:
-        return SignedOrder(said, key.public_key, signature)
-    return SignedOrder(said, key.public_key, signature, by.public_key, by.countersign_order(said))
 
 
 def _check_living(name: str, found: Known) -> None:

@@ -330,12 +330,12 @@ class Producer:
                 writes=True,
             )
         except StreamError as err:
-            if err.passing:
-                self._away(batch, lost=False)
+            if err.passing:  # as the store says, or a relay that knows of none
+                self._away(batch, lost=isinstance(err.__cause__, RequestError))
             else:
                 self._refused(batch, err)
-        except RequestError as err:
-            self._away(batch, lost=err.may_have_run)
+        except RequestError:  # whatever it says of having run: nobody with the key said so
+            self._away(batch, lost=True)
         except asyncio.CancelledError:
             raise
         except Exception as err:  # what cannot be sent ends here, and holds up nothing behind it

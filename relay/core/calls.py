@@ -40,7 +40,8 @@ from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest, Load
 from relay.core.mesh import NEVER_US, Mesh
 from relay.core.ports import Accounts
-from relay.core.session import Handed, Neighbor, Route, Session, kind_name
+from relay.core.quotas import Quotas, hold, is_over
+from relay.core.session import Handed, Neighbor, Route, Session, Target, kind_name
 from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
 
@@ -53,8 +54,12 @@ LATE_US: Final = 10_000_000
 """What is so much later than its deadline is not waited for, where room is short."""
 MAX_ATTEMPTS: Final = 4
 """The first member, and up to three others after refusals; then as many in other sites."""
+LIFE_US: Final = 3_600_000_000
+"""A call without a deadline is waited for no longer."""
+MAX_HANDED: Final = 262_144
+"""What a session of this relay may have been handed and not finished: its byte limits are its own word."""
 PARKED_BYTES: Final = 16 << 20
-"""Most that waits for a relay to come back."""
+"""Most that waits for a relay to come back; of one session half as much."""
 _NUMBERS: Final = (1 << 62) - 1
 PARKED_US: Final = 50_000
 """How often what waits is looked at when nothing changes."""
@@ -79,9 +84,11 @@ class Calls:
     """The router's half that expects answers."""
 
     def __init__(
-        self, relay_id: bytes, accounts: Accounts, interest: Interest, mesh: Mesh, limits: Limits, neighbors: dict[int, Neighbor]
+        self, relay_id: bytes, accounts: Accounts, interest: Interest, mesh: Mesh, limits: Limits, quotas: Quotas,
+        neighbors: dict[int, Neighbor],
     ) -> None:  # fmt: skip
         self._accounts = accounts
+        self._quotas = quotas
         self._interest = interest
         self._limits = limits
         self._neighbors = neighbors
@@ -90,13 +97,16 @@ class Calls:
         self._last_hop = 0
         self._now_us = 0
         self.parked: deque[Parked] = deque()
-        self._parked_bytes = 0
         self._parked_tunnels: set[tuple[int, int]] = set()
         """Number of the opener and its hop id."""
         self._parked_version = 0
         self._unpark_us = NEVER_US
+        self._outlived_us = NEVER_US
+        """When the first of the calls without a deadline is waited for no more."""
         self.tunnels = Tunnels(accounts, self._ended, self._give_up)
-        self.surveys = Surveys(relay_id, accounts, interest, self._next_hop, self._ended)
+        self.surveys = Surveys(
+            relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
+        )
 
     # -- out to members --------------------------------------------------------------------------------------
 
@@ -157,11 +167,16 @@ class Calls:
     def _dispatch(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
+        until_us = 0
+        if not deadline_us:
+            until_us = self._now_us + LIFE_US
+            self._outlived_us = min(self._outlived_us, until_us)
         if route.kind == Kind.SURVEY:
-            self.surveys.start(origin, route, hop, deadline_us, buf, start, end)
+            self.surveys.start(origin, route, hop, deadline_us, until_us, buf, start, end)
             return
         handed = Handed(origin, hop, route, end - start)
         handed.deadline_us = deadline_us
+        handed.until_us = until_us
         if self._hand(handed, buf, start, end):
             origin.pending += 1
         else:
@@ -225,15 +240,21 @@ class Calls:
         neighbor = load.neighbor
         if not neighbor.port.has_room(handed.size):
             return False
-        if load.way is not None and not self._may_hold_more(neighbor):
+        route = handed.route
+        target = route.target(load.way or neighbor, load.serial)
+        if load.member is not None:
+            if len(neighbor.handed) >= MAX_HANDED:
+                return False
+        elif not self._may_hold_more(target, handed):
             return False
         self._last_hop = last = (self._last_hop + 1) & _NUMBERS
         hop = last | neighbor.own_hop
-        route = handed.route
-        target = route.target(load.way or neighbor, load.serial)
         number = target.number(self._interest.next_tick())
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
         if not neighbor.port.forward(buf, start, end, 1):
+            if handed.share is not None:
+                handed.share.less()
+                handed.share = None
             return False
         handed.load = load
         load.taken(handed.size, self._now_us)
@@ -247,18 +268,66 @@ class Calls:
             self.tunnels.opening(handed, neighbor, hop)
         return True
 
-    def _may_hold_more(self, neighbor: Neighbor) -> bool:
-        """Whether another site, or the gateway to it, may be handed one more: a site that ends nothing must not fill our tables."""
-        if len(neighbor.handed) < self._limits.pending:
-            return True
-        if self._now_us >= neighbor.swept_us:
-            neighbor.swept_us = self._now_us + 1_000_000
+    def _may_hold_more(self, target: Target, handed: Handed) -> bool:
+        """Whether a link or WAN connection may be handed one more, of that sender: then it counts in its share.
+
+        A side that ends nothing must not fill our tables, and one session must not take all the places that the other side has for us.
+        """
+        neighbor, limit, share = target.neighbor, self._limits.pending, target.share
+        if len(neighbor.handed) < limit:
+            # As `hold` does where there is room for anybody, without its calls.
+            if share is not None and share.held < limit >> 1:
+                whole = share.whole
+                if whole.held < limit - (limit >> 2):
+                    share.held += 1
+                    whole.held += 1
+                    handed.share = share
+                    return True
+            if hold(target, handed, limit):
+                return True
+        if self._now_us < neighbor.swept_us:
+            return False
+        neighbor.swept_us = self._now_us + 1_000_000
+        for hop, other in list(neighbor.handed.items()):
+            late = other.deadline_us and other.deadline_us + LATE_US < self._now_us
+            if late and other.survey is None and other.load.kind != Kind.TUNNEL_OPEN:
+                self._forget(neighbor, hop, other)
+        return len(neighbor.handed) < limit and hold(target, handed, limit)
+
+    def _forget(self, neighbor: Neighbor, hop: int, handed: Handed) -> None:
+        """What a link or WAN connection was handed counts as ended there, whatever it says later."""
+        del neighbor.handed[hop]
+        self._release(handed, hop)
+
+    # -- calls without a deadline ----------------------------------------------------------------------------
+
+    def _end_outlived(self) -> None:
+        """Whoever waits for a call without a deadline since `LIFE_US` hears that it is lost; tunnels live as long as their ends want.
+
+        What a member of this relay was handed stays in its account until it says more.
+        """
+        now_us = self._now_us
+        soonest = NEVER_US
+        for neighbor in list(self._neighbors.values()):
             for hop, handed in list(neighbor.handed.items()):
-                late = handed.deadline_us and handed.deadline_us + LATE_US < self._now_us
-                if late and handed.survey is None and handed.load.kind != Kind.TUNNEL_OPEN:
+                until_us = handed.until_us
+                if not until_us or handed.load.kind == Kind.TUNNEL_OPEN:
+                    continue
+                if until_us > now_us:
+                    soonest = min(soonest, until_us)
+                    continue
+                handed.until_us = 0
+                if handed.survey is not None:
                     del neighbor.handed[hop]
-                    self._release(handed, hop)
-        return len(neighbor.handed) < self._limits.pending
+                    self.surveys.less(handed, self.surveys.owing(handed))
+                    continue
+                if neighbor.hop_class:
+                    self._forget(neighbor, hop, handed)
+                handed.ended()
+                if not handed.origin.closed:
+                    detail = f"it had no deadline, and no answer came for {LIFE_US // 60_000_000} minutes"
+                    handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
+        self._outlived_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
     # -- waiting for a relay to come back --------------------------------------------------------------------
 
@@ -271,18 +340,27 @@ class Calls:
             handed = Handed(origin, hop, route, size)
             handed.waits = False
             self._unhanded(handed, buf, start, end)
-        elif self._parked_bytes + size > PARKED_BYTES:
+        elif error := self._parked_error(origin, size):  # type: ignore[arg-type]  # what has no hop class is a session
             self._accounts.refused += 1
-            detail = f"{self._parked_bytes} bytes wait for a relay to come back"
-            origin.control(Fail(hop, Cause.OVERLOADED, detail))
+            origin.control(Fail(hop, Cause.OVERLOADED, error))
         else:
             self.parked.append(Parked(origin, route, hop, deadline_us, bytes(buf[start:end])))
-            self._parked_bytes += size
+            self._quotas.parked.take(origin.user, size)
+            origin.parked_bytes += size  # type: ignore[attr-defined]
             if route.kind == Kind.TUNNEL_OPEN:
                 self._parked_tunnels.add((origin.number, hop))
             self._accounts.out += 1  # and held, until it is unparked
             origin.pending += 1
             self._unpark_us = min(self._unpark_us, self._now_us + PARKED_US)
+
+    def _parked_error(self, session: Session, size: int) -> str:
+        """Return why a call more of a session may not wait for a relay to come back, or an empty text."""
+        table = self._quotas.parked
+        if session.parked_bytes + size > table.limit // 2:
+            return f"{session.parked_bytes} bytes of this session wait for a relay to come back"
+        if table.has_room(session.user, size):
+            return ""
+        return table.full(session.user, "bytes that wait for a relay to come back")
 
     def _might_serve(self, route: Route) -> bool:
         place = (route.kind, route.name, route.key_id)
@@ -292,14 +370,22 @@ class Calls:
 
     @property
     def deadline_us(self) -> int:
-        """When `unpark` is due: at once after a change of the interest."""
+        """When `expire` is due: for what waits here, at once after a change of the interest."""
         if not self.parked:
-            return NEVER_US
-        return self._unpark_us if self._parked_version == self._interest.version else 0
+            return self._outlived_us
+        same = self._parked_version == self._interest.version
+        return min(self._unpark_us, self._outlived_us) if same else 0
 
-    def unpark(self, now_us: int) -> None:
-        """Try what waits once more: the interest has changed, or time has passed."""
+    def expire(self, now_us: int) -> None:
+        """Do what is due."""
         self._now_us = now_us
+        if now_us >= self._outlived_us:
+            self._end_outlived()
+        if self.parked:
+            self._unpark(now_us)
+
+    def _unpark(self, now_us: int) -> None:
+        """Try what waits once more: the interest has changed, or time has passed."""
         self._unpark_us = now_us + PARKED_US
         self._parked_version = self._interest.version
         verdicts: dict[tuple[int, str, bytes, str], tuple[bool, bool]] = {}
@@ -343,7 +429,9 @@ class Calls:
         return False
 
     def _forget_parked(self, entry: Parked) -> None:
-        self._parked_bytes -= len(entry.frame)
+        size = len(entry.frame)
+        self._quotas.parked.give(entry.origin.user, size)
+        entry.origin.parked_bytes -= size  # type: ignore[attr-defined]
         self._parked_tunnels.discard((entry.origin.number, entry.hop))
         self._accounts.out -= 1
         entry.origin.pending -= 1
@@ -403,7 +491,7 @@ class Calls:
             else:
                 accounts.drop("slow receiver", 1)
                 if survey is not None:
-                    survey.lost += self.surveys.owing(handed)
+                    survey.lose(self.surveys.owing(handed))
                 else:
                     detail = "the reply was dropped: we read too slowly"
                     origin.control(Fail(handed.hop, Cause.LOST, detail, True))
@@ -553,6 +641,11 @@ class Calls:
         self._accounts.refused += 1
         if served:
             detail = f"all are full or refused it: {', '.join(served)}"
+            far = (load.neighbor for load in (*route.peers, *route.sites))
+            if any(is_over(neighbor, handed.origin, self._limits.pending) for neighbor in far):
+                detail += (
+                    "; over a connection there, you have your share of the calls that may wait"
+                )
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
         if route.kind == Kind.STREAM:
@@ -604,6 +697,14 @@ class Calls:
         member = load.member
         if member is not None and member.left:
             member.forget_if_done()
+        share = handed.share
+        if share is not None:
+            handed.share = None
+            share.held -= 1
+            whole = share.whole
+            whole.held -= 1
+            if not whole.sessions:
+                whole.forget_if_done()
         if handed.survey is None:
             handed.ended()
 
@@ -612,6 +713,10 @@ class Calls:
     def neighbor_down(self, neighbor: Neighbor) -> None:
         """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now."""
         self.tunnels.neighbor_down(neighbor)
+        for far in (*self._mesh.links.values(), *self.abroad.wans.values()):
+            share = far.shares.pop(neighbor.number, None)
+            if share is not None:
+                share.close()
         handed_to_it, neighbor.handed = neighbor.handed, {}
         what = _LOST[neighbor.hop_class]
         for hop, handed in handed_to_it.items():

@@ -13,6 +13,7 @@ from iris.wire import frames
 from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control, encode_control
 from iris.wire.frames import (
     BOUND_PROOF_MINOR,
+    MAX_KEY_IDS,
     NO_KEY,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
@@ -155,6 +156,9 @@ class SessionControl:
         error = barred(session, join)
         if not error and len(session.members) >= self._router.limits.joins:
             error = f"this session already has {self._router.limits.joins} members"
+        key_ids = tuple(dict.fromkeys(join.key_ids))
+        if not error:
+            error = self._members_error(session, len(key_ids))
         if not error and not set(join.kinds) <= SERVED_KINDS:
             error = (
                 "a member serves requests, pushes, surveys, broadcasts, tunnels and streams only"
@@ -166,7 +170,8 @@ class SessionControl:
             return
         serial = self._next_serial
         self._next_serial += 1
-        key_ids = tuple(dict.fromkeys(join.key_ids))
+        session.keyed += len(key_ids)
+        self._router.quotas.members.take(session.user, len(key_ids))
         member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
         session.members[serial] = member
         self._router.interest.join(member)
@@ -174,6 +179,15 @@ class SessionControl:
         session.control(frames.Ack(join.id, "", serial))
         for watch in self._watchers(member):
             watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
+
+    def _members_error(self, session: Session, count: int) -> str:
+        """Return why a session may not have a member more, counted as its key ids, or an empty text."""
+        members = self._router.quotas.members
+        if session.keyed + count > max(MAX_KEY_IDS, members.limit // 4):
+            return f"the members of this session, each counted as its key ids, are over {members.limit // 4}"
+        if members.has_room(session.user, count):
+            return ""
+        return members.full(session.user, "members, each counted as its key ids")
 
     def _on_leave(self, session: Session, leave: frames.Leave) -> None:
         member = session.members.get(leave.member)
@@ -186,6 +200,8 @@ class SessionControl:
     def leave(self, member: Member) -> None:
         """A member goes, by its own word or with its session."""
         member.left = True
+        member.session.keyed -= len(member.key_ids)
+        self._router.quotas.members.give(member.session.user, len(member.key_ids))
         self._router.interest.leave(member)
         self._router.mesh.left(member, self._router.now_us)
         member.forget_if_done()
@@ -214,20 +230,26 @@ class SessionControl:
         places = _places(subscribe.filter, subscribe.key_ids)
         if not error and session.places + places > self._router.limits.subscriptions:
             error = f"the subscriptions of this session are over {self._router.limits.subscriptions} tokens"
+        table = self._router.quotas.subscriptions
+        if not error and not table.has_room(session.user, places):
+            error = table.full(session.user, "tokens of subscriptions")
         groups = session.groups
         if not error and subscribe.group:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
                 error = f"this session is already in {MAX_GROUPS} queue groups"
             else:
-                error = self._router.mesh.group_error(subscribe.group, subscribe.key_ids)
+                error = self._router.mesh.group_error(
+                    subscribe.group, subscribe.key_ids, session.user
+                )
             if not error:
                 groups[subscribe.group] = groups.get(subscribe.group, 0) + 1
         if not error:
             key_ids = session.subscriptions[place] = tuple(dict.fromkeys(subscribe.key_ids))
             session.places += places
+            table.take(session.user, places)
             self._router.interest.subscribe(session, subscribe.filter, subscribe.group, key_ids)
             self._router.mesh.wanted(
-                subscribe.filter, key_ids, subscribe.group, 1, self._router.now_us
+                subscribe.filter, key_ids, subscribe.group, session.user, 1, self._router.now_us
             )
         session.control(frames.Ack(subscribe.id, error))
 
@@ -240,10 +262,12 @@ class SessionControl:
             session.groups[unsubscribe.group] -= 1
             if not session.groups[unsubscribe.group]:
                 del session.groups[unsubscribe.group]
-        session.places -= _places(unsubscribe.filter, key_ids)
+        places = _places(unsubscribe.filter, key_ids)
+        session.places -= places
+        self._router.quotas.subscriptions.give(session.user, places)
         self._router.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
         self._router.mesh.wanted(
-            unsubscribe.filter, key_ids, unsubscribe.group, -1, self._router.now_us
+            unsubscribe.filter, key_ids, unsubscribe.group, session.user, -1, self._router.now_us
         )
         session.control(frames.Ack(unsubscribe.id))
 
@@ -262,6 +286,10 @@ class SessionControl:
         if ask.watch and not ask.streams:
             if len(session.watches) >= MAX_WATCHES or ask.id in session.watches:
                 raise PeerProtocolError(f"more than {MAX_WATCHES} watches, or one id twice")
+            table = self._router.quotas.watches
+            if not table.has_room(session.user):
+                raise PeerProtocolError(table.full(session.user, "watches"))
+            table.take(session.user)
             watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, tuple(ask.key_ids))
             self._router.interest.watch(watch)
         here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
@@ -281,6 +309,7 @@ class SessionControl:
         watch = session.watches.pop(unwatch.id, None)
         if watch is not None:
             self._router.interest.unwatch(watch)
+            self._router.quotas.watches.give(session.user)
 
     def _on_status(self, session: Session, status: frames.Status) -> None:
         ours = session.ours

@@ -11,7 +11,8 @@ and again only when that way is lost, so that they stay in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -20,7 +21,7 @@ from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import HERE, HopClass, Kind, SiteCluster, SiteEntry, SiteTopic
 from iris.wire.names import check_site
-from relay.core.interest import Address, Interest, Load, Topic
+from relay.core.interest import MAX_OTHERS, Address, Interest, Load, Topic
 from relay.core.link import MAX_COPY, Link, check_named
 from relay.core.mesh import NEVER_US, Mesh, cut
 from relay.core.policy import Policy
@@ -28,6 +29,7 @@ from relay.core.session import Route
 from relay.core.sites import (
     MAX_WANTED,
     NOBODY,
+    Room,
     Summary,
     Suspended,
     Told,
@@ -80,7 +82,9 @@ class Federation:
         self._ours: Summary | None = None
         """What other sites are told of ours; None: there was no WAN connection yet."""
         self._theirs: dict[str, Summary] = {}
-        """What the relays of our site are told of others."""
+        """What the relays of our site are told of others, ..."""
+        self._their_room = Room(MAX_COPY)
+        """... and how much that may be together."""
         self._entries: dict[str, SiteEntry] = {}
         """Sites as our relays were told."""
         self._flush_us = NEVER_US
@@ -94,7 +98,8 @@ class Federation:
         if wan.site == self.site:
             raise PeerProtocolError(f"a WAN connection to our own site, {wan.site}")
         if self._ours is None:
-            self._ours = Summary(self.site, self._cluster_here, self._topic_here)
+            room = Room(MAX_WANTED)
+            self._ours = Summary(self.site, self._cluster_here, self._topic_here, room, by_key=True)
             self._interest.changed = self._touched
             self._interest.changed_topic = self._touched_topic
             for address in self._interest.addresses():
@@ -130,10 +135,8 @@ class Federation:
             wan.waiting = ([], [])
         if wan.waiting is not None:
             clusters, topics = wan.waiting
-            clusters += change.clusters
-            topics += change.site_topics
-            if len(clusters) + len(topics) > 2 * MAX_WANTED:
-                raise PeerProtocolError("more than one site can want")
+            wan.way.untaken += _extend(clusters, change.clusters, MAX_WANTED)
+            wan.way.untaken += _extend(topics, change.site_topics, MAX_WANTED)
             if not change.more:
                 wan.waiting = None
                 self._replace(wan.way, clusters, topics, now_us)
@@ -292,6 +295,8 @@ class Federation:
                 site,
                 lambda address: clusters_behind(self._own(site), address),
                 lambda place: max((way.topics.get(place, 0) for way in self._own(site)), default=0),
+                self._their_room,
+                by_key=False,
             )
             for way in own:
                 for address in way.clusters:
@@ -319,7 +324,9 @@ class Federation:
                 entries.append(SiteEntry(site, True, cost_ms, self._rtt_us(site)))
                 self._entries[site] = entries[-1]
                 continue
-            self._theirs.pop(site, None)
+            ended = self._theirs.pop(site, None)
+            if ended is not None:
+                ended.end()
             if self._entries.pop(site, None) is not None:
                 entries.append(SiteEntry(site, False))
         for summary in self._theirs.values():
@@ -343,12 +350,9 @@ class Federation:
             self._coming[link.number] = frames.Interest(0, 0)
         coming = self._coming.get(link.number)
         if coming is not None:
-            coming.sites.extend(change.sites)
-            coming.clusters.extend(change.clusters)
-            coming.site_topics.extend(change.site_topics)
-            size = len(coming.sites) + len(coming.clusters) + len(coming.site_topics)
-            if size > 2 * MAX_COPY:
-                raise PeerProtocolError("more than other sites can want")
+            link.untaken += _extend(coming.sites, change.sites, MAX_SITES)
+            link.untaken += _extend(coming.clusters, change.clusters, MAX_COPY)
+            link.untaken += _extend(coming.site_topics, change.site_topics, MAX_COPY)
             if change.more:
                 return
             del self._coming[link.number]
@@ -356,15 +360,17 @@ class Federation:
         for entry in change.sites if coming is None else coming.sites:
             self._told_site(link, behind, entry, now_us)
         if coming is None:
-            self._told_all(behind, change.clusters, change.site_topics, now_us)
+            self._told_all(link, behind, change.clusters, change.site_topics, now_us)
             return
         told: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}
         for site in behind:
             told[site] = ([], [])
         for cluster in coming.clusters:
-            told[self._way_behind(behind, cluster.site).site][0].append(cluster)
+            if self._way_behind(link, behind, cluster.site) is not None:
+                told[cluster.site][0].append(cluster)
         for topic in coming.site_topics:
-            told[self._way_behind(behind, topic.site).site][1].append(topic)
+            if self._way_behind(link, behind, topic.site) is not None:
+                told[topic.site][1].append(topic)
         reached = {entry.site for entry in coming.sites if entry.up}
         for site, (clusters, topics) in told.items():
             if site in reached:
@@ -384,7 +390,8 @@ class Federation:
             if entry.site == self.site:
                 raise PeerProtocolError(f"a gateway of {self.site} calls it another site")
             if len(behind) >= MAX_SITES:
-                raise PeerProtocolError(f"more than {MAX_SITES} sites behind one gateway")
+                link.untaken += 1
+                return
             way = Way(entry.site, link, link.relay_id, self._next_number())
             behind[entry.site] = way
             self._add(way)
@@ -392,18 +399,25 @@ class Federation:
         self._interest.version += 1
 
     def _told_all(
-        self, behind: dict[str, Way], clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic], now_us: int
+        self, link: Link, behind: dict[str, Way], clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic], now_us: int
     ) -> None:  # fmt: skip
         for cluster in clusters:
-            self._take(self._way_behind(behind, cluster.site), (cluster,), (), now_us)
+            way = self._way_behind(link, behind, cluster.site)
+            if way is not None:
+                self._take(way, (cluster,), (), now_us)
         for topic in topics:
-            self._take(self._way_behind(behind, topic.site), (), (topic,), now_us)
+            way = self._way_behind(link, behind, topic.site)
+            if way is not None:
+                self._take(way, (), (topic,), now_us)
 
     @staticmethod
-    def _way_behind(behind: dict[str, Way], site: str) -> Way:
+    def _way_behind(link: Link, behind: dict[str, Way], site: str) -> Way | None:
+        """Return the way to a site of which a gateway speaks; None if it may be one that was too many."""
         way = behind.get(site)
         if way is None:
-            raise PeerProtocolError(f"a gateway speaks for {site!r}, which it does not reach")
+            if not link.untaken:
+                raise PeerProtocolError(f"a gateway speaks for {site!r}, which it does not reach")
+            link.untaken += 1
         return way
 
     def forget(self, link: Link, now_us: int) -> None:
@@ -502,11 +516,12 @@ class Federation:
         known = set(key_ids)
         found: dict[str, int] = {}
         for ways in self.ways.values():
-            keys = dict.fromkeys(key for way in ways.values() for key in way.names.get(name, ()))
+            every = (key for way in ways.values() for key in way.names.get(name, ()))
+            keys = dict.fromkeys(islice(every, 2 * MAX_OTHERS + len(known)))
             for key_id in keys:
                 count = clusters_behind(ways.values(), (name, key_id))[1]
-                if key_id not in known and count:
-                    short = key_id[:4].hex()
+                short = key_id[:4].hex()
+                if key_id not in known and count and (short in found or len(found) < MAX_OTHERS):
                     found[short] = found.get(short, 0) + count
         return found
 
@@ -580,9 +595,20 @@ class Federation:
                     ],
                     "clusters": max(len(way.clusters) for way in ways.values()),
                     "topics": max(len(way.topics) for way in ways.values()),
+                    "untaken": sum(way.untaken for way in ways.values()),
+                    "over_share": sum(way.neighbor.over_share for way in ways.values() if way.own),
+                    "untold": theirs.untold if (theirs := self._theirs.get(site)) else 0,
                 }
                 for site, ways in sorted(self.ways.items())
             ],
+            "sites_untold": self._ours.untold if self._ours is not None else 0,
             "sites_suspended": sorted(self._suspended),
             "sites_refused": dict(self.policy.refused),
         }
+
+
+def _extend(known: list[Any], more: Sequence[object], limit: int) -> int:
+    """Add what there is room for; return how many there was none for."""
+    room = max(0, limit - len(known))
+    known.extend(more[:room])
+    return max(0, len(more) - room)

@@ -6,6 +6,7 @@ Addresses are (name, key id) throughout. `version` rises with every change that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from iris.wire.frames import Kind, Serving
@@ -22,6 +23,10 @@ Taker: TypeAlias = "Neighbor | Way"
 """Who wants a topic: a session, a relay behind a link, or another site."""
 PACE_WEIGHT: Final = 0.125
 """Of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
+MAX_OTHERS: Final = 64
+"""Keys of one name that are told of to who asks under others: anybody makes as many as he likes."""
+MAX_SHOWN: Final = 4096
+"""Names in a report."""
 UNKNOWN_PACE_US: Final = 1000
 """Taken for one handler until the pace is known."""
 
@@ -234,8 +239,8 @@ class Interest:
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
         known = set(key_ids)
-        counts = self._names.get(name, {})
-        return {key_id[:4].hex(): n for key_id, n in sorted(counts.items()) if key_id not in known}
+        counts = islice(self._names.get(name, {}).items(), MAX_OTHERS + len(known))
+        return {key_id[:4].hex(): n for key_id, n in sorted(counts) if key_id not in known}
 
     @property
     def names(self) -> int:
@@ -243,10 +248,10 @@ class Interest:
         return len(self._names)
 
     def cluster_counts(self) -> dict[str, dict[str, int]]:
-        """Return name -> key id (first 4 bytes in hex) -> members."""
+        """Return name -> key id (first 4 bytes in hex) -> members, of the oldest `MAX_SHOWN` names."""
         return {
-            name: {k[:4].hex(): n for k, n in sorted(c.items())}
-            for name, c in sorted(self._names.items())
+            name: {k[:4].hex(): n for k, n in sorted(islice(c.items(), MAX_OTHERS))}
+            for name, c in sorted(islice(self._names.items(), MAX_SHOWN))
         }
 
     def serve(self, link: Link, address: Address) -> None:

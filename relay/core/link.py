@@ -20,7 +20,7 @@ from relay.core.session import Asked, Neighbor
 SUSPENDED_US: Final = 3_000_000
 """How long a copy outlives its link, and how long a snapshot is waited for."""
 MAX_COPY: Final = 1 << 20
-"""Members, and topics, of one relay: more is a fault of that relay."""
+"""Members (as many times as they have key ids), and topics, that are kept of one relay: what it tells beyond is counted, and dropped."""
 LINK_HOP: Final = 1 << 62
 """Set in hop ids that the relay with the higher id chose."""
 _UNBOUNDED: Final = 1 << 62
@@ -29,7 +29,9 @@ _UNBOUNDED: Final = 1 << 62
 class Copy:
     """What another relay's members and subscribers want, as it said last."""
 
-    __slots__ = ("label", "link", "members", "names", "relay", "site", "until_us", "version")
+    __slots__ = (
+        "keyed", "label", "link", "members", "names", "relay", "site", "surplus", "until_us", "version",
+    )  # fmt: skip
 
     def __init__(self, relay: str, site: str, label: str) -> None:
         self.relay = relay
@@ -43,21 +45,37 @@ class Copy:
         self.version = 0
         self.members: dict[int, MemberEntry] = {}
         self.names: dict[str, dict[int, MemberEntry]] = {}
+        self.keyed = 0
+        """Members, each as many times as it has key ids."""
+        self.surplus = 0
+        """Members that were not taken and have not left: so many may leave that are not known."""
 
-    def join(self, entry: MemberEntry) -> None:
-        """A member came."""
+    def replace(self, newer: Copy, version: int) -> None:
+        """Take what a snapshot said in the place of what was known."""
+        self.members, self.names, self.version = newer.members, newer.names, version
+        self.keyed, self.surplus = newer.keyed, newer.surplus
+
+    def join(self, entry: MemberEntry) -> bool:
+        """A member came; whether it was taken: it is one too many otherwise."""
         if entry.serial in self.members:
             raise PeerProtocolError(f"member {entry.serial} joined twice")
-        if len(self.members) >= MAX_COPY:
-            raise PeerProtocolError(f"more than {MAX_COPY} members at one relay")
+        if self.keyed + len(entry.key_ids) > MAX_COPY:
+            self.surplus += 1
+            return False
+        self.keyed += len(entry.key_ids)
         self.members[entry.serial] = entry
         self.names.setdefault(entry.name, {})[entry.serial] = entry
+        return True
 
-    def leave(self, serial: int) -> MemberEntry:
-        """A member went; return what it was."""
+    def leave(self, serial: int) -> MemberEntry | None:
+        """A member went; return what it was, None for one that was not taken."""
         entry = self.members.pop(serial, None)
         if entry is None:
-            raise PeerProtocolError(f"member {serial} left and was not there")
+            if not self.surplus:
+                raise PeerProtocolError(f"member {serial} left and was not there")
+            self.surplus -= 1
+            return None
+        self.keyed -= len(entry.key_ids)
         named = self.names[entry.name]
         del named[serial]
         if not named:
@@ -86,7 +104,7 @@ class Link(Neighbor):
     """The router's side of one link."""
 
     __slots__ = (
-        "addresses", "asked", "beats", "bye", "copy", "hello", "loads", "relay_id", "resyncing", "resyncs", "settle_us", "stale", "topics",
+        "addresses", "asked", "beats", "bye", "copy", "groups", "hello", "loads", "relay_id", "resyncing", "resyncs", "settle_us", "stale", "topics",
         "waiting", "weights",
     )  # fmt: skip
     hop_class = HopClass.MESH
@@ -118,6 +136,8 @@ class Link(Neighbor):
         """(filter, key id, group) -> sessions there."""
         self.weights: dict[tuple[bytes, str], dict[str, int]] = {}
         """(key id, group) -> filter -> sessions there."""
+        self.groups: dict[bytes, int] = {}
+        """Key id -> queue groups there."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
         self.asked: dict[tuple[int, str, bytes], Asked] = {}
         self.bye = False

@@ -30,9 +30,10 @@ from iris.wire.frames import (
 )
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
-from relay.core.interest import Interest, Member, Topic, is_listed
+from relay.core.interest import MAX_OTHERS, Interest, Member, Topic, is_listed
 from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
 from relay.core.ports import Port
+from relay.core.quotas import all_but_a_quarter
 
 if TYPE_CHECKING:
     from relay.core.federation import Federation
@@ -81,8 +82,8 @@ class Mesh:
         self._sites: dict[str, None] = {}
         """Other sites whose distance is to be told."""
         self.abroad: Federation
-        self._groups: dict[bytes, dict[str, int]] = {}
-        """Key id -> queue group -> subscriptions of this relay in it."""
+        self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
+        """Key id -> queue group -> user -> subscriptions of this relay in it, of the user first who made it."""
         self._flush_us = NEVER_US
         self._loads_us = NEVER_US
         self._peers_us = 0
@@ -139,6 +140,7 @@ class Mesh:
             self._interest.changed_topic((topic, key_id, group))
         link.addresses = {}
         link.weights = {}
+        link.groups = {}
 
     def controls(self) -> dict[type, Callable[[Link, frames.Control], None]]:
         """Return what takes which control frame of a link."""
@@ -169,13 +171,13 @@ class Mesh:
             self.gather(now_us)
 
     def wanted(
-        self, topic: str, key_ids: Iterable[bytes], group: str, by: int, now_us: int
+        self, topic: str, key_ids: Iterable[bytes], group: str, user: str, by: int, now_us: int
     ) -> None:
-        """One session more (`by` 1) or less (-1) of this relay wants a topic."""
+        """One session more (`by` 1) or less (-1) of this relay, and of a user, wants a topic."""
         for key_id in key_ids:
             place = (topic, key_id, group)
             if group:
-                self._count_group(key_id, group, by)
+                self._count_group(key_id, group, user, by)
             count = self._topics.get(place, 0) + by
             if count:
                 self._topics[place] = count
@@ -187,20 +189,28 @@ class Mesh:
             self._interest.changed_topic(place)
         self._snapshot_version = 0
 
-    def _count_group(self, key_id: bytes, group: str, by: int) -> None:
+    def _count_group(self, key_id: bytes, group: str, user: str, by: int) -> None:
         here = self._groups.setdefault(key_id, {})
-        here[group] = here.get(group, 0) + by
-        if not here[group]:
+        users = here.setdefault(group, {})
+        users[user] = users.get(user, 0) + by
+        if not users[user]:
+            del users[user]
+        if not users:
             del here[group]
             if not here:
                 del self._groups[key_id]
 
-    def group_error(self, group: str, key_ids: Iterable[bytes]) -> str:
+    def group_error(self, group: str, key_ids: Iterable[bytes], user: str) -> str:
         """Return why one queue group more is too many here, or an empty text: an alias over a link may have to name them all."""
         for key_id in key_ids:
             here = self._groups.get(key_id, {})
-            if group not in here and len(here) >= MAX_GROUPS_HERE:
+            if group in here:
+                continue
+            if len(here) >= MAX_GROUPS_HERE:
                 return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key"
+            made = sum(next(iter(users)) == user for users in here.values())
+            if made >= all_but_a_quarter(MAX_GROUPS_HERE):
+                return f"the sessions of {user} are already in {made} queue groups under this key: the rest of the relay's {MAX_GROUPS_HERE} is kept for others"
         return ""
 
     def leave(self) -> None:
@@ -312,8 +322,10 @@ class Mesh:
     def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
         """Part of a snapshot; with the last, the new copy takes the place of the old."""
         for entry in map(self._shared, change.joined):
-            waiting.join(entry)
-            self._lead(link, entry)
+            if waiting.join(entry):
+                self._lead(link, entry)
+            else:
+                link.untaken += 1
         self._topics_there(link, change.topics)
         self.abroad.told_by(link, change, link.beats.last_us)
         if change.more:
@@ -325,7 +337,7 @@ class Mesh:
         for serial, entry in waiting.members.items():
             if serial not in old.members:
                 self._tell(entry, joined=[old.info(entry)])
-        old.members, old.names, old.version = waiting.members, waiting.names, change.version
+        old.replace(waiting, change.version)
         for _, name, key_id in list(link.loads):
             if (name, key_id) not in link.addresses:
                 link.forget_loads(name, key_id)
@@ -339,20 +351,24 @@ class Mesh:
     def _apply(self, link: Link, change: frames.Interest) -> None:
         copy = link.copy
         for entry in map(self._shared, change.joined):
-            copy.join(entry)
+            if not copy.join(entry):
+                link.untaken += 1
+                continue
             self._lead(link, entry)
             self._tell(entry, joined=[copy.info(entry)])
         for serial in change.left:
-            entry = copy.leave(serial)
-            for key_id in entry.key_ids:
-                address = (entry.name, key_id)
+            gone = copy.leave(serial)
+            if gone is None:
+                continue
+            for key_id in gone.key_ids:
+                address = (gone.name, key_id)
                 link.addresses[address] -= 1
                 if not link.addresses[address]:
                     del link.addresses[address]
                     self._interest.unserve(link, address)
                     link.forget_loads(*address)
                 self._interest.changed(address)
-            self._tell(entry, left=[copy.member_id(serial)])
+            self._tell(gone, left=[copy.member_id(serial)])
         self._topics_there(link, change.topics)
         self.abroad.told_by(link, change, link.beats.last_us)
 
@@ -386,10 +402,14 @@ class Mesh:
             if entry.count:
                 if not known:
                     _check_topic(entry)
-                    if entry.group and len(link.weights) >= MAX_COPY:
-                        raise PeerProtocolError(f"more than {MAX_COPY} queue groups at one relay")
-                    if len(link.topics) >= MAX_COPY:
-                        raise PeerProtocolError(f"more than {MAX_COPY} topics at one relay")
+                    another = entry.group and group not in link.weights
+                    if len(link.topics) >= MAX_COPY or (
+                        another and link.groups.get(entry.key_id, 0) >= MAX_GROUPS_HERE
+                    ):
+                        link.untaken += 1  # its end will be that of an unknown one
+                        continue
+                    if another:
+                        link.groups[entry.key_id] = link.groups.get(entry.key_id, 0) + 1
                     self._interest.subscribe(link, entry.filter, entry.group, (entry.key_id,))
                 link.topics[place] = entry.count
                 if entry.group:
@@ -401,6 +421,9 @@ class Mesh:
                     del link.weights[group][entry.filter]
                     if not link.weights[group]:
                         del link.weights[group]
+                        link.groups[entry.key_id] -= 1
+                        if not link.groups[entry.key_id]:
+                            del link.groups[entry.key_id]
 
     def _ask_again(self, link: Link) -> None:
         """A change was lost or repeated: the snapshot makes it good."""
@@ -442,8 +465,8 @@ class Mesh:
         for copy in self.copies.values():
             for entry in copy.names.get(name, {}).values():
                 for key_id in entry.key_ids if is_listed(entry.kinds) else ():
-                    if key_id not in known:
-                        short = key_id[:4].hex()
+                    short = key_id[:4].hex()
+                    if key_id not in known and (short in found or len(found) < MAX_OTHERS):
                         found[short] = found.get(short, 0) + 1
         return found
 
@@ -584,6 +607,8 @@ class Mesh:
                     "tunnels": len(link.tunnels),
                     "held": link.port.held_messages,
                     "resyncs": link.resyncs,
+                    "untaken": link.untaken,
+                    "over_share": link.over_share,
                 }
                 for link in self.links.values()
             ],

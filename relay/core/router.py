@@ -28,16 +28,17 @@ from iris.wire.names import (
     check_topic,
     printable,
 )
-from relay.core.calls import Calls
+from relay.core.calls import PARKED_BYTES, Calls
 from relay.core.casts import Casts
 from relay.core.control import SessionControl
 from relay.core.federation import Federation
-from relay.core.interest import Interest, Member
+from relay.core.interest import MAX_SHOWN, Interest, Member
 from relay.core.link import Link
 from relay.core.mesh import NEVER_US, Mesh
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
 from relay.core.ports import Accounts, Port
+from relay.core.quotas import Quotas
 from relay.core.session import Neighbor, Route, Session
 from relay.core.sites import Wan
 
@@ -46,19 +47,24 @@ BEAT_STEP_US: Final = 100_000
 
 
 class Limits:
-    """What one session may hold at this relay."""
+    """What one session may hold at this relay, and all together: `all_members`, each counted as its key ids, `all_subscriptions`, `all_watches`."""
 
-    __slots__ = ("aliases", "joins", "keys", "pending", "subscriptions")
+    __slots__ = (
+        "aliases", "all_members", "all_subscriptions", "all_watches", "joins", "keys", "pending", "subscriptions",
+    )  # fmt: skip
 
     def __init__(
         self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
-        subscriptions: int = 65_536,
+        subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
     ) -> None:  # fmt: skip
         self.aliases = aliases
         self.joins = joins
         self.keys = keys
         self.pending = pending
         self.subscriptions = subscriptions
+        self.all_members = all_members
+        self.all_subscriptions = all_subscriptions
+        self.all_watches = all_watches
 
 
 class Router:
@@ -81,6 +87,10 @@ class Router:
         """Those on other hosts."""
         self._pulse_us = NEVER_US
         self.limits = limits or Limits()
+        self.quotas = Quotas(
+            members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
+            watches=self.limits.all_watches, parked_bytes=PARKED_BYTES,
+        )  # fmt: skip
         self.message_limit = message_limit
         self.draining = False
         self.status_extra: Callable[[], dict[str, object]] = dict
@@ -95,7 +105,13 @@ class Router:
         )
         self.wans = self.abroad.wans
         self._calls = calls = Calls(
-            relay_id, self.accounts, self.interest, self.mesh, self.limits, self.neighbors
+            relay_id,
+            self.accounts,
+            self.interest,
+            self.mesh,
+            self.limits,
+            self.quotas,
+            self.neighbors,
         )
         casts.abroad = calls.abroad = self.abroad
         self._from_sessions = SessionControl(self, calls)
@@ -105,10 +121,15 @@ class Router:
 
     # -- driving ---------------------------------------------------------------------------------------------
 
-    def session_up(self, port: Port, *, remote: bool = False, ours: bool = True) -> Session:
-        """A connection came, from another host if it is `remote`, of the relay's own user or root if it is `ours`; it has yet to say HELLO."""
+    def session_up(
+        self, port: Port, *, remote: bool = False, ours: bool = True, user: str = "this process"
+    ) -> Session:
+        """A connection came, from another host if it is `remote`, of the relay's own user or root if it is `ours`; it has yet to say HELLO.
+
+        What it holds counts in the shares of `user`.
+        """
         number = self._number()
-        session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours)
+        session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours, user)
         self.sessions[number] = self.neighbors[number] = session
         return session
 
@@ -124,9 +145,13 @@ class Router:
                 self._from_sessions.leave(member)
         for (pattern, group), key_ids in session.subscriptions.items():
             self.interest.unsubscribe(session, pattern, group, key_ids)
-            self.mesh.wanted(pattern, key_ids, group, -1, self.now_us)
+            self.mesh.wanted(pattern, key_ids, group, session.user, -1, self.now_us)
+        if session.places:
+            self.quotas.subscriptions.give(session.user, session.places)
         for watch in session.watches.values():
             self.interest.unwatch(watch)
+        if session.watches:
+            self.quotas.watches.give(session.user, len(session.watches))
         self._calls.neighbor_down(session)
 
     def hello(self, dial_us: int) -> frames.LinkHello:
@@ -230,7 +255,7 @@ class Router:
         if self.now_us >= self.abroad.deadline_us:
             self.abroad.expire(self.now_us)
         if self.now_us >= self._calls.deadline_us:
-            self._calls.unpark(self.now_us)
+            self._calls.expire(self.now_us)
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
         """Beat to a neighbor on another host from now on, and end it when it is silent."""
@@ -320,6 +345,7 @@ class Router:
                     "session": session.number,
                     "label": session.label,
                     "pid": session.pid,
+                    "user": session.user,
                     "members": len(session.members),
                     "subscriptions": len(session.subscriptions),
                     "running": len(session.handed),
@@ -331,10 +357,12 @@ class Router:
                 for session in self.sessions.values()
             ],
             "clusters": self.interest.cluster_counts(),
+            "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
             "accounts": self.accounts.report(self.held_messages),
             **self.mesh.status(self.now_us),
             **self.abroad.status(),
             "parked": len(self._calls.parked),
+            "quotas": self.quotas.status(),
             **self.status_extra(),
         }
 

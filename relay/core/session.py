@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from iris.core.aliases import Alias, AliasTable
 from iris.core.pulse import Pulse
 from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.codec import RELAY_HOP, encode_control
+from iris.wire.codec import MAX_REPORT_BYTES, RELAY_HOP, encode_control
 from iris.wire.frames import Beat, Control, Declare, Gap, HopClass, Kind
 from relay.core.interest import Load, Member, Watch
 from relay.core.ports import Held, Port
@@ -29,10 +29,58 @@ Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
 _UNDECLARED: Final = Alias(-1, 0)
 
 
+class UserShare:
+    """How many calls a link or WAN connection was handed for all sessions of one user. It forgets itself in `users` once it is of no use."""
+
+    __slots__ = ("_user", "_users", "held", "sessions")
+
+    def __init__(self, users: dict[str, UserShare], user: str) -> None:
+        self.held = 0
+        self.sessions = 0
+        """Shares of sessions that count in it. What a session left behind counts on."""
+        self._users = users
+        self._user = user
+        users[user] = self
+
+    def forget_if_done(self) -> None:
+        """Nothing is counted any more, and nobody is left who may begin to."""
+        if not self.held and not self.sessions:
+            self._users.pop(self._user, None)
+
+
+class Share:
+    """How many calls a link or WAN connection was handed for one session."""
+
+    __slots__ = ("held", "whole")
+
+    def __init__(self, whole: UserShare) -> None:
+        self.held = 0
+        self.whole = whole
+        whole.sessions += 1
+
+    def more(self) -> None:
+        """One was handed over."""
+        self.held += 1
+        self.whole.held += 1
+
+    def less(self) -> None:
+        """One ended."""
+        self.held -= 1
+        whole = self.whole
+        whole.held -= 1
+        if not whole.sessions:
+            whole.forget_if_done()
+
+    def close(self) -> None:
+        """The session is gone."""
+        self.whole.sessions -= 1
+        self.whole.forget_if_done()
+
+
 class Target:
     """One delivery set at one neighbor, and the alias that stands for it there, declared at its first message."""
 
-    __slots__ = ("alias", "delivery", "neighbor", "port", "route")
+    __slots__ = ("alias", "delivery", "neighbor", "port", "route", "share")
 
     def __init__(self, route: Route, neighbor: Neighbor, delivery: Delivery) -> None:
         self.route = route
@@ -40,6 +88,8 @@ class Target:
         self.port = neighbor.port
         self.delivery = delivery
         self.alias = _UNDECLARED
+        self.share: Share | None = None
+        """Of the route's neighbor at a link or WAN connection, once it was asked for."""
 
     def number(self, tick: int) -> int:
         """Return the alias number, declared anew if it was taken for something else."""
@@ -177,16 +227,29 @@ class Route:
 class Survey:
     """One survey on the way: who has not answered, and who was lost."""
 
-    __slots__ = ("deadline_us", "hop", "lost", "open", "origin", "waits")
+    __slots__ = (
+        "_room_bytes", "deadline_us", "hop", "lost", "open", "origin", "until_us", "waits",
+    )  # fmt: skip
 
-    def __init__(self, origin: Neighbor, hop: int, deadline_us: int) -> None:
+    def __init__(self, origin: Neighbor, hop: int, deadline_us: int, until_us: int) -> None:
         self.origin = origin
         self.hop = hop
         self.deadline_us = deadline_us
+        self.until_us = until_us
         self.open = 0
         self.lost: list[str] = []
+        self._room_bytes = MAX_REPORT_BYTES // 2
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
+
+    def lose(self, members: Sequence[str]) -> None:
+        """These never answered; as many are named as DONE has room for, whatever other sites call theirs."""
+        for member in members:
+            size = 3 + (len(member) if member.isascii() else 4 * len(member))
+            if size > self._room_bytes:
+                return
+            self._room_bytes -= size
+            self.lost.append(member)
 
     def ended(self) -> None:
         """The origin waits no more."""
@@ -199,7 +262,7 @@ class Handed:
     """A request, push, survey or tunnel opening that a member or another relay was handed and has not finished."""
 
     __slots__ = (
-        "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "size", "survey", "tried", "waits",
+        "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "share", "size", "survey", "tried", "until_us", "waits",
     )  # fmt: skip
 
     def __init__(self, origin: Neighbor, hop: int, route: Route, size: int) -> None:
@@ -216,7 +279,11 @@ class Handed:
         """Of a survey: the members that the relay behind a link handed it to, ..."""
         self.behind: Sequence[str]
         """... and what stands for those of another site, before it has named them."""
+        self.share: Share | None = None
+        """Where it counts while a link or WAN connection has it."""
         self.deadline_us = 0
+        self.until_us = 0
+        """When it is waited for no more, if it has no deadline."""
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
 
@@ -247,8 +314,8 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "minor", "number", "own_hop", "own_hop_mask", "pending", "port", "pulse", "routes",
-        "swept_us", "tunnels",
+        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
+        "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
     site = ""
@@ -277,6 +344,16 @@ class Neighbor:
         self.pending = 0
         """What it waits for."""
         self.tunnels: dict[int, Tunnel] = {}
+        self.user: str = f"connection {number}"
+        """On whose account it is what comes from here."""
+        self.shares: dict[int, Share] = {}
+        """By the number of whom it was handed calls for, ..."""
+        self.users: dict[str, UserShare] = {}
+        """... and by their users."""
+        self.over_share = 0
+        """Calls that it was not handed: who sent them had its share."""
+        self.untaken = 0
+        """What it told that was more than is kept."""
         self.gaps: dict[Delivery, list[int]] = {}
         """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
 
@@ -371,13 +448,15 @@ class Session(Neighbor):
     """A process of this host, or over TLS (`remote`) of another."""
 
     __slots__ = (
-        "challenge", "channel", "granted", "groups", "members", "ours", "pid", "places", "proofs", "proven", "remote", "session_id", "subscriptions", "watches",
+        "challenge", "channel", "granted", "groups", "keyed", "members", "ours", "parked_bytes", "pid", "places", "proofs", "proven", "remote", "session_id",
+        "subscriptions", "watches",
     )  # fmt: skip
 
     def __init__(
-        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool, ours: bool
-    ) -> None:
+        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool, ours: bool, user: str
+    ) -> None:  # fmt: skip
         super().__init__(port, number, max_aliases)
+        self.user = user
         self.remote = remote
         self.ours = ours
         """A process of the relay's own user or of root: it may be a store."""
@@ -393,6 +472,10 @@ class Session(Neighbor):
         """What a store may do without holding the key."""
         self.places = 0
         """Nodes of the topic tree that its subscriptions may take."""
+        self.keyed = 0
+        """Its members, each counted as its key ids."""
+        self.parked_bytes = 0
+        """Of its calls that wait for a relay to come back."""
         self.members: dict[int, Member] = {}
         self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
         """(filter, group) -> key ids."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Final
 
 from iris.core.pulse import Pulse
@@ -21,13 +22,18 @@ from iris.wire.names import check_cluster, check_filter, check_group
 from relay.core.interest import Address, Interest, Load, Topic
 from relay.core.link import LINK_HOP, SUSPENDED_US, check_named
 from relay.core.ports import Port
+from relay.core.quotas import Table
 from relay.core.session import Neighbor
 
 Told = tuple[dict[int, int], int]
 """Kind -> handlers at once, and members, of an address in a site."""
 NOBODY: Final[Told] = ({}, 0)
+Groups = dict[bytes, dict[str, int]]
+"""Key id -> queue group -> topics in it."""
 MAX_WANTED: Final = 1 << 18
-"""Addresses, and topics, of one site: with the longest names they take about 700 MB for each way to it."""
+"""Addresses, and topics, of one site: with the longest names they take about 700 MB for each way to it. More are not told, and not kept."""
+MAX_SITE_GROUPS: Final = 240
+"""Queue groups of one site under one key: a DECLARE on the way there may have to name them all, and is a control frame."""
 _UNBOUNDED: Final = 1 << 62
 _SMOOTH: Final = 8
 
@@ -39,7 +45,7 @@ class Way:
     """
 
     __slots__ = (
-        "clusters", "cost_ms", "loads", "names", "neighbor", "number", "relay_id", "rtt_us", "site", "topics",
+        "clusters", "cost_ms", "groups", "loads", "names", "neighbor", "number", "relay_id", "rtt_us", "site", "topics", "untaken",
     )  # fmt: skip
     hop_class = HopClass.TO_WAN
 
@@ -55,6 +61,9 @@ class Way:
         self.names: dict[str, dict[bytes, None]] = {}
         """Cluster -> the key ids that it is known under there."""
         self.topics: dict[Topic, int] = {}
+        self.groups: Groups = {}
+        self.untaken = 0
+        """What the site told that was more than is kept."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
 
     @property
@@ -90,7 +99,8 @@ class Way:
         address = (entry.name, entry.key_id)
         if entry.kinds:
             if len(self.clusters) >= MAX_WANTED and address not in self.clusters:
-                raise PeerProtocolError(f"more than {MAX_WANTED} addresses in one site")
+                self.untaken += 1  # its end will be that of an unknown one
+                return
             self.clusters[address] = (entry.kinds, entry.members)
             self.names.setdefault(entry.name, {})[entry.key_id] = None
         elif self.clusters.pop(address, None) is not None:
@@ -106,11 +116,13 @@ class Way:
         place = (entry.filter, entry.key_id, entry.group)
         if entry.count:
             if place not in self.topics:
-                if len(self.topics) >= MAX_WANTED:
-                    raise PeerProtocolError(f"more than {MAX_WANTED} topics in one site")
+                if len(self.topics) >= MAX_WANTED or not _join_group(self.groups, place):
+                    self.untaken += 1
+                    return
                 interest.subscribe(self, entry.filter, entry.group, (entry.key_id,))
             self.topics[place] = entry.count
         elif self.topics.pop(place, None) is not None:
+            _leave_group(self.groups, place)
             interest.unsubscribe(self, entry.filter, entry.group, (entry.key_id,))
 
     def empty(self, interest: Interest) -> None:
@@ -118,6 +130,7 @@ class Way:
         for topic, key_id, group in self.topics:
             interest.unsubscribe(self, topic, group, (key_id,))
         self.topics = {}
+        self.groups = {}
         self.clusters = {}
         self.names = {}
         self.loads = {}
@@ -207,16 +220,36 @@ class Suspended:
         return kind in self.clusters.get((name, key_id), NOBODY)[0]
 
 
-class Summary:
-    """What one site wants, as others are told: what may have changed is gathered, and told if it differs from what was told last."""
+class Room:
+    """How much is told of addresses, and of topics: of our own site each key has a share, of other sites each site."""
 
-    __slots__ = ("_addresses", "_cluster_of", "_places", "_topic_of", "clusters", "site", "topics")
+    __slots__ = ("clusters", "topics")
+
+    def __init__(self, limit: int) -> None:
+        self.clusters = Table(limit)
+        self.topics = Table(limit)
+
+
+class Summary:
+    """What one site wants, as others are told: what may have changed is gathered, and told if it differs from what was told last.
+
+    What there is no room for is kept back, and told when something else ends.
+    """
+
+    __slots__ = (
+        "_addresses", "_by_key", "_cluster_of", "_groups", "_kept", "_places", "_room", "_topic_of", "clusters", "site", "topics",
+    )  # fmt: skip
 
     def __init__(
-        self, site: str, cluster_of: Callable[[Address], Told], topic_of: Callable[[Topic], int]
-    ) -> None:
+        self, site: str, cluster_of: Callable[[Address], Told], topic_of: Callable[[Topic], int], room: Room, *, by_key: bool
+    ) -> None:  # fmt: skip
         """`cluster_of` and `topic_of` say what is true now."""
         self.site = site
+        self._room = room
+        self._by_key = by_key
+        self._groups: Groups = {}
+        self._kept: tuple[dict[Address, None], dict[Topic, None]] = ({}, {})
+        """Addresses and topics that are not told, the oldest first."""
         self._cluster_of = cluster_of
         self._topic_of = topic_of
         self.clusters: dict[Address, Told] = {}
@@ -234,25 +267,74 @@ class Summary:
 
     def changes(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
         """Return what differs from what was told last; from now on it counts as told."""
-        clusters, topics = [], []
-        for address in self._addresses:
-            now = self._cluster_of(address)
-            if now != self.clusters.get(address, NOBODY):
-                clusters.append(SiteCluster(self.site, *address, *now))
-                if now[0]:
-                    self.clusters[address] = now
-                else:
-                    del self.clusters[address]
-        for place in self._places:
-            count = self._topic_of(place)
-            if count != self.topics.get(place, 0):
-                topics.append(SiteTopic(self.site, *place, count))
-                if count:
-                    self.topics[place] = count
-                else:
-                    del self.topics[place]
+        clusters: list[SiteCluster] = []
+        topics: list[SiteTopic] = []
+        addresses, places = list(self._addresses), list(self._places)
         self._addresses, self._places = {}, {}
+        ended = sum([self._tell_cluster(address, clusters) for address in addresses])
+        for kept in list(islice(self._kept[0], 2 * ended)):
+            self._tell_cluster(kept, clusters)
+        ended = sum([self._tell_topic(place, topics) for place in places])
+        for waiting in list(islice(self._kept[1], 2 * ended)):
+            self._tell_topic(waiting, topics)
         return clusters, topics
+
+    def _tell_cluster(self, address: Address, told: list[SiteCluster]) -> bool:
+        """Say who serves an address now, if that is news; return whether room became free."""
+        now, before = self._cluster_of(address), self.clusters.get(address, NOBODY)
+        table, holder = self._room.clusters, self._holder(address[1])
+        kept = self._kept[0]
+        kept.pop(address, None)
+        if now == before:
+            return False
+        if not now[0]:
+            del self.clusters[address]
+            table.give(holder)
+        elif before is NOBODY:
+            if not table.has_room(holder):
+                kept[address] = None
+                return False
+            table.take(holder)
+        told.append(SiteCluster(self.site, *address, *now))
+        if now[0]:
+            self.clusters[address] = now
+        return not now[0]
+
+    def _tell_topic(self, place: Topic, told: list[SiteTopic]) -> bool:
+        """Say how many want a topic now, if that is news; return whether room became free."""
+        count, before = self._topic_of(place), self.topics.get(place, 0)
+        table, holder = self._room.topics, self._holder(place[1])
+        kept = self._kept[1]
+        kept.pop(place, None)
+        if count == before:
+            return False
+        if not count:
+            del self.topics[place]
+            _leave_group(self._groups, place)
+            table.give(holder)
+        elif not before:
+            if not table.has_room(holder) or not _join_group(self._groups, place):
+                kept[place] = None
+                return False
+            table.take(holder)
+        told.append(SiteTopic(self.site, *place, count))
+        if count:
+            self.topics[place] = count
+        return not count
+
+    def _holder(self, key_id: bytes) -> str:
+        """Return in whose share an entry counts."""
+        return key_id.hex() if self._by_key else self.site
+
+    @property
+    def untold(self) -> int:
+        """Addresses and topics that there is no room for."""
+        return len(self._kept[0]) + len(self._kept[1])
+
+    def end(self) -> None:
+        """Nothing of it is told any more, and it takes no room."""
+        for table in (self._room.clusters, self._room.topics):
+            table.drop(self.site)
 
     def whole(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
         """Return all that was told."""
@@ -260,6 +342,29 @@ class Summary:
             [SiteCluster(self.site, *address, *told) for address, told in self.clusters.items()],
             [SiteTopic(self.site, *place, count) for place, count in self.topics.items()],
         )
+
+
+def _join_group(groups: Groups, place: Topic) -> bool:
+    """Count a topic in its queue group; False: there are too many groups under its key."""
+    _, key_id, group = place
+    if group:
+        here = groups.setdefault(key_id, {})
+        if group not in here and len(here) >= MAX_SITE_GROUPS:
+            return False
+        here[group] = here.get(group, 0) + 1
+    return True
+
+
+def _leave_group(groups: Groups, place: Topic) -> None:
+    """A topic ended that `_join_group` counted."""
+    _, key_id, group = place
+    if group:
+        here = groups[key_id]
+        here[group] -= 1
+        if not here[group]:
+            del here[group]
+            if not here:
+                del groups[key_id]
 
 
 def clusters_behind(ways: Iterable[Way], address: Address) -> Told:

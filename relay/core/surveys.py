@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, MAX_REPORT_BYTES, REWRITE
 from iris.wire.frames import Done, Roster
 from relay.core.interest import Interest, Load
 from relay.core.ports import Accounts
-from relay.core.session import Handed, Neighbor, Route, Survey
+from relay.core.session import Handed, Neighbor, Route, Survey, Target
 from relay.core.sites import NOBODY
 
 if TYPE_CHECKING:
@@ -33,19 +32,20 @@ class Surveys:
 
     def __init__(
         self, relay_id: bytes, accounts: Accounts, interest: Interest, next_hop: Callable[[Neighbor], int],
-        ended: Callable[[Handed], None],
+        ended: Callable[[Handed], None], may_hold_more: Callable[[Target, Handed], bool],
     ) -> None:  # fmt: skip
         self._relay = relay_id.hex()
         self._accounts = accounts
         self._interest = interest
         self._next_hop = next_hop
         self._ended = ended
+        self._may_hold_more = may_hold_more
 
     def start(
-        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
+        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, until_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         """To every member that serves surveys and has room: a copy each, under a hop id each."""
-        survey = Survey(origin, hop, deadline_us)
+        survey = Survey(origin, hop, deadline_us, until_us)
         roster = []
         size = end - start
         self._accounts.copied += len(route.loads) + len(route.peers) + len(route.sites) - 1
@@ -58,14 +58,14 @@ class Surveys:
             member_id = f"{self._relay}.{load.serial}"
             if full:
                 self._accounts.refused += 1
-                survey.lost.append(member_id)
+                survey.lose((member_id,))
             elif self._send(survey, route, load, buf, start, end):
                 roster.append(member_id)
             else:
-                survey.lost.append(member_id)
+                survey.lose((member_id,))
         for load in (*route.peers, *route.sites):
             if not self._send(survey, route, load, buf, start, end):
-                survey.lost += self._behind(load, route)
+                survey.lose(self._behind(load, route))
         origin.control(Roster(hop, roster))
         if survey.open:
             origin.pending += 1
@@ -80,20 +80,26 @@ class Surveys:
         if not neighbor.port.has_room(size):
             self._accounts.refused += 1
             return False
-        hop = self._next_hop(neighbor)
         target = route.target(load.way or neighbor, load.serial)
+        handed = Handed(survey.origin, survey.hop, route, size)
+        if load.member is None and not self._may_hold_more(target, handed):
+            self._accounts.refused += 1
+            return False
+        hop = self._next_hop(neighbor)
         number = target.number(self._interest.next_tick())
         frame = bytearray(buf[start:end])
         REWRITE.pack_into(frame, ALIAS_AT, number, hop)
         if not neighbor.port.send(bytes(frame), 1):
             self._accounts.refused += 1
+            if handed.share is not None:
+                handed.share.less()
             return False
         self._accounts.out += 1
-        handed = Handed(survey.origin, survey.hop, route, size)
         handed.survey = survey
         handed.roster = []
         handed.behind = self._behind(load, route) if load.way is not None else ()
         handed.deadline_us = survey.deadline_us
+        handed.until_us = survey.until_us
         handed.load = load
         load.messages += 1
         load.bytes += size
@@ -105,11 +111,11 @@ class Surveys:
         """The relay behind a link says whom it handed a survey to; of another site, one relay after the other does."""
         handed = link.handed.get(roster.hop)
         if handed is not None and handed.survey is not None:
-            if len(handed.roster) + len(roster.members) > MAX_ROSTER:
-                raise PeerProtocolError(f"a survey of more than {MAX_ROSTER} members")
-            handed.roster += roster.members
-            if not handed.survey.origin.closed:
-                for part in _parts(roster.members):
+            members = roster.members[: max(0, MAX_ROSTER - len(handed.roster))]
+            link.untaken += len(roster.members) - len(members)
+            handed.roster += members
+            if members and not handed.survey.origin.closed:
+                for part in _parts(members):
                     handed.survey.origin.control(Roster(handed.survey.hop, part))
 
     def done(self, link: Neighbor, done: Done) -> None:
@@ -124,7 +130,7 @@ class Surveys:
         survey = handed.survey
         assert survey is not None
         self._ended(handed)
-        survey.lost += lost[: max(0, MAX_ROSTER - len(survey.lost))]
+        survey.lose(lost)
         survey.open -= 1
         if survey.open == 0:
             survey.ended()

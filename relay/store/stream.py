@@ -218,9 +218,7 @@ class Stream:
             self.note(None, gap.cause)
             return
         place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
-        expected = self._guard.sequence(place, now_us)
-        if expected is None:
-            return
+        expected = self._guard.announced(place)
         before, here = expected.lost(gap.first, gap.count)
         if before:
             self.note(before, "missing on the way")

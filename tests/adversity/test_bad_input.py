@@ -39,6 +39,7 @@ async def test_an_offender_hears_the_rule_and_nobody_else_notices(name: str, rel
 
 async def test_all_offenders_at_once_cost_the_others_nothing(relay: Path) -> None:
     async with neighbours(relay) as others:
+        await others.check()  # who asks has proven its key then, which status shows
         before = await others.status()
         offenders = [Wire(relay) for _ in OFFENCES]
         for wire, (offend, _) in zip(offenders, OFFENCES.values(), strict=True):

@@ -245,7 +245,8 @@ async def test_a_thousand_connections_at_once_are_all_served(tmp_path: Path) -> 
 
 
 async def test_sessions_over_the_bound_are_turned_away_and_places_come_back(tmp_path: Path) -> None:
-    with Daemon(tmp_path, settings={"IRIS_RELAY_MAX_SESSIONS": "4"}) as daemon:
+    # Of five one user may have four.
+    with Daemon(tmp_path, settings={"IRIS_RELAY_MAX_SESSIONS": "5"}) as daemon:
         async with neighbours(daemon.socket) as others:
             async with Wire(daemon.socket) as one, Wire(daemon.socket) as two:
                 await one.greet()

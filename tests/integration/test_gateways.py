@@ -17,18 +17,18 @@ from typing import Any, Self, cast
 import pytest
 import zstandard
 from adversity import foul
-from adversity.kit import PATIENCE_S, eventually
+from adversity.kit import KEY, PATIENCE_S, Wire, eventually
 from support.connection import Connection
 
 import iris
 from iris import keyfiles
 from iris.crypto.certificates import gateway_leaf, network_authority, relay_leaf, site_authority
-from iris.crypto.keys import NetworkKey, SiteKey, public_id
+from iris.crypto.keys import ClusterKey, NetworkKey, SiteKey, public_id
 from iris.errors import ConfigError, KeyringError
 from iris.remote import mutual_context
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, PREFIX, encode_control
-from iris.wire.frames import Control, Kind
+from iris.wire.frames import Control, Kind, Serving
 from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
@@ -1062,3 +1062,45 @@ async def test_a_gateway_that_stops_says_goodbye(world: World) -> None:
     await eventually(lambda: not eu.router.wans)
     assert gone is not None
     assert gone.reason == "the other relay said goodbye"
+
+
+# -- what sessions can do to them --------------------------------------------------------------------------------
+
+
+async def test_thousands_of_joins_under_keys_of_its_own_part_no_sites(world: World) -> None:
+    eu = await world.start("eu", world.peer("us"), max_members=65_536)
+    us = await world.start("us", world.peer("eu", eu))
+    await eventually(lambda: joined((eu, us)))
+    keys = [ClusterKey(os.urandom(32)) for _ in range(64)]
+    kinds = {int(Kind.REQUEST): Serving(1, 1)}
+    joins = [frames.Join(number, f"c{number}", [key.key_id for key in keys], kinds) for number in range(4097)]  # fmt: skip
+    before = port(eu, us)
+    async with Wire(eu.config.socket_path) as first, Wire(eu.config.socket_path) as second:
+        errors: list[str] = []
+        await first.greet()
+        await second.greet()
+        for wire, share in ((first, joins[:2049]), (second, joins[2049:])):
+            await wire.send(*(wire.proof(key) for key in keys))
+            for at in range(0, len(share), 256):
+                await wire.send(*share[at : at + 256])
+                errors += [(await wire.expect(frames.Ack)).error for _ in share[at : at + 256]]
+        taken = errors.count("")
+        assert taken == 512  # a quarter of what the relay's sessions have together, each
+        assert "are over 16384" in errors[-1]
+        (wan,) = us.router.wans.values()
+        await eventually(lambda: len(wan.way.clusters) == 64 * taken)
+        # Somebody else's members are told of, and called.
+        async with (
+            iris.connect(eu.config.socket_path, keyring=iris.Keyring.single(KEY)) as member,
+            iris.connect(us.config.socket_path, keyring=iris.Keyring.single(KEY)) as caller,
+        ):
+            service = iris.Service("echo")
+            service.on_request(lambda payload: payload)
+            async with member.serve(service):
+                await eventually(lambda: ("echo", KEY.key_id) in wan.way.clusters)
+                assert await caller.request("echo", b"text", timeout=PATIENCE_S) == b"text"
+    assert port(eu, us) is before
+    assert wan.way.untaken == 0
+    for relay in (eu, us):
+        assert hub(relay).protocol_errors == 0
+        assert relay.router.accounts.balance() == 0

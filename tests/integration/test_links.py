@@ -227,7 +227,7 @@ async def test_what_is_gone_is_not_dialled_and_its_link_stays(site: Site) -> Non
     broken.abort("cut by the test")
     await eventually(lambda: not hub(one).ports and not hub(two).ports)
     assert hub(one).status()["dialling"] == {
-        "targets": 0, "dials": before, "evicted": 0, "ignored": 0, "unlinked": [],
+        "targets": 0, "dials": before, "evicted": 0, "ignored": 0, "held_back": 0, "unlinked": [],
     }  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from integration.test_stream_links import created
 from msgspec import structs
 
 import iris
-from iris import streams
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import NoMembers, NoStream, StreamError
+from iris.streams import ordering
 from iris.testing import LocalCluster
 from iris.wire.streams import (
     END,
@@ -176,8 +176,8 @@ async def test_a_client_from_before_revisions_is_told_to_be_upgraded(
     setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, client, _ = setting
-    old = streams.Order
-    monkeypatch.setattr(streams, "Order", lambda *given, revision=0: old(*given))
+    old = ordering.Order
+    monkeypatch.setattr(ordering, "Order", lambda *given, revision=0: old(*given))
     await client.streams.create("orders")
     for call in (client.streams.pause("orders"), client.streams.delete("orders")):
         with pytest.raises(StreamError, match="upgrade the client"):
@@ -191,12 +191,9 @@ async def test_a_client_whose_clock_is_wrong_is_told_by_how_much(
     _, client, _ = setting
     await client.streams.create("orders")
     for ahead_s, said in ((3600, r"3,\d+ s after"), (-3600, r"3,\d+ s before")):
-        wrong = SimpleNamespace(
-            time_ns=lambda ahead_s=ahead_s: time.time_ns() + ahead_s * 10**9,
-            monotonic=time.monotonic,
-        )
+        wrong = SimpleNamespace(time_ns=lambda ahead_s=ahead_s: time.time_ns() + ahead_s * 10**9)
         with monkeypatch.context() as patched:
-            patched.setattr(streams, "time", wrong)
+            patched.setattr(ordering, "time", wrong)
             for call in (client.streams.create("wages"), client.streams.delete("orders")):
                 with pytest.raises(StreamError, match=f"{said} the time of the store's clock"):
                     await call

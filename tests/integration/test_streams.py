@@ -712,6 +712,50 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
             ]
 
 
+@pytest.mark.parametrize("said", ["NoMembers", "Overloaded", "RelayError"])
+async def test_a_relay_that_denies_a_delivered_append_has_it_stored_once(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent in another epoch the store cannot tell from new, so a relay's "it has not run" is not enough for that."""
+    delivered, second = asyncio.Event(), asyncio.Event()
+    appends = 0
+    async with LocalCluster(data=tmp_path) as cluster, cluster.client() as client:
+        await client.streams.create("orders")
+        stores = client.streams._stores
+        ask = stores.ask
+
+        async def lying(address: str, key: Any, call: Any, *rest: Any, **more: Any) -> Any:
+            nonlocal appends
+            if isinstance(call, Append):
+                appends += 1
+                if appends == 1:
+                    await ask(address, key, call, *rest, **more)
+                    delivered.set()
+                    await second.wait()
+                    error = getattr(iris, said)("orders", "so says the relay")
+                    error.may_have_run = False
+                    if said == "NoMembers":
+                        away = NoStream("orders", "no store holds it under our keys")
+                        away.passing = True
+                        raise away from error
+                    raise error
+                if appends == 2:
+                    second.set()
+                    raise iris.StreamError("orders", "refused by the store")
+            return await ask(address, key, call, *rest, **more)
+
+        monkeypatch.setattr(stores, "ask", lying)
+        first = asyncio.create_task(client.streams.append("orders", b"pay 100"))
+        await delivered.wait()
+        with pytest.raises(iris.StreamError, match="refused by the store"):
+            await client.streams.append("orders", b"refused")
+        with pytest.raises(iris.StreamUnavailable) as unsure:
+            await first
+        assert unsure.value.may_have_run
+        await client.streams.append("orders", b"after")
+        assert [m.payload for m in await whole(client, "orders")] == [b"pay 100", b"after"]
+
+
 async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile(
     tmp_path: Path,
 ) -> None:

@@ -197,8 +197,8 @@ class Host:
     """One process: a session, its owner, and its connection."""
 
     def __init__(
-        self, net: Network, label: str, keys: Sequence[ClusterKey], guard: Guard, relay: int = 0
-    ) -> None:
+        self, net: Network, label: str, keys: Sequence[ClusterKey], guard: Guard, relay: int = 0, user: str = "this process"
+    ) -> None:  # fmt: skip
         self.net = net
         self.router = net.routers[relay]
         self.label = label
@@ -211,7 +211,7 @@ class Host:
         self.ended_because = ""
         """The rule that either side says the other broke."""
         self.port = Port()
-        self.peer = self.router.session_up(self.port)
+        self.peer = self.router.session_up(self.port, user=user)
         self.clock_us = 0
         """How far this host's wall clock is ahead."""
         self.session = Session(self, guard, net.entropy, label=label, pid=7, message_limit=LIMIT)
@@ -438,10 +438,11 @@ class Network:
         return self.router.now_us
 
     def host(
-        self, label: str = "host", *, keys: Sequence[ClusterKey] = (KEY,), guard: Guard | None = None, relay: int = 0
+        self, label: str = "host", *, keys: Sequence[ClusterKey] = (KEY,), guard: Guard | None = None, relay: int = 0,
+        user: str = "this process",
     ) -> Host:  # fmt: skip
         """Return a host whose session is up."""
-        host = Host(self, label, keys, guard or Guard(FRESHNESS_US), relay)
+        host = Host(self, label, keys, guard or Guard(FRESHNESS_US), relay, user)
         self.hosts.append(host)
         self.run()
         assert host.session.state == "up"

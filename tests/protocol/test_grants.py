@@ -116,6 +116,16 @@ def test_an_order_that_its_key_did_not_sign_is_refused_and_grants_nothing() -> N
     assert "not proven" in store.ask(frames.Join(1, "orders", [KEY.key_id], STREAM))
 
 
+@pytest.mark.parametrize(("revision", "issued_us"), [(0, 1), (7, 1), (7, 1 << 62)])
+def test_a_relay_is_shown_orders_of_any_revision_and_time_for_their_own_key_alone(
+    revision: int, issued_us: int
+) -> None:
+    store = party()
+    assert store.grant(order(revision=revision, issued_us=issued_us)) == ""
+    assert store.ask(frames.Join(1, "orders", [KEY.key_id], STREAM)) == ""
+    assert "not proven" in store.ask(frames.Join(1, "orders", [OTHER.key_id], STREAM))
+
+
 def test_an_order_of_a_cluster_lets_its_store_take_pushes_and_broadcasts_and_nothing_else() -> None:
     store = party()
     assert store.grant(order(definition=Definition("bills", cluster="billing"))) == ""

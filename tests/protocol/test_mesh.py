@@ -629,7 +629,7 @@ def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
 ) -> None:
     monkeypatch.setattr(mesh_module, "MAX_GROUPS_HERE", 3)
     net = linked()
-    first, second = net.host("first"), net.host("second")
+    first, second = net.host("first", user="uid 1"), net.host("second", user="uid 2")
     for number in range(3):
         first.subscribe("jobs.*", group=f"g{number}")
     second.subscribe("jobs.*", group="g0")
@@ -647,7 +647,7 @@ def test_as_many_groups_as_a_relay_takes_fit_an_alias_over_a_link() -> None:
     names = [f"{'x' * 240}.{number}" for number in range(mesh_module.MAX_GROUPS_HERE)]
     inboxes = []
     for at in range(0, len(names), 64):
-        bob = net.host("bob", relay=1)
+        bob = net.host("bob", relay=1, user=f"uid {at}")
         inboxes += [bob.subscribe("jobs.*", group=name) for name in names[at : at + 64]]
     alice.publish("jobs.a", b"1")
     net.run()

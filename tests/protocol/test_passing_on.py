@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, control_of, kind_of
+from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, LinkEnd, Network, control_of, kind_of
 from protocol.test_sites import Sites
 
+from iris.core.guard import MAX_ANNOUNCED, Guard
 from iris.errors import ConnectionLost
 from iris.wire import codec, frames
 from iris.wire.codec import END, HOP, TUNNEL_BODY_AT, encode_control, tunnel_frame
@@ -305,3 +306,18 @@ def test_a_loss_that_a_relay_makes_up_hides_no_message(over_a_link: bool, group:
     assert inbox.payloads == [b"0", b"1", b"2", b"3"]
     assert len(inbox.gaps) == told
     assert not bob.session.dropped.get("late or repeated")
+
+
+def test_losses_of_senders_that_a_relay_makes_up_take_no_senders_place() -> None:
+    net = Network()
+    guard = Guard(FRESHNESS_US, max_sequences=4)
+    alice, bob = net.host("alice"), net.host("bob", guard=guard)
+    inbox = bob.subscribe("news")
+    for number in range(MAX_ANNOUNCED + 10):
+        gap = frames.Gap(Kind.PUBLISH, "news", OURS, number.to_bytes(16), 3, 2, "made up")
+        bob.hear(encode_control(gap))
+    alice.publish("news", b"text")
+    net.run()
+    assert inbox.payloads == [b"text"]
+    assert guard.refused_senders == 0
+    assert len(guard._announced) == MAX_ANNOUNCED

@@ -36,7 +36,8 @@ from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay import compression, ports, sessions
 from relay.compression import expanded, frames_in
 from relay.config import lan
-from relay.core import calls, control
+from relay.core import calls, control, link, sites
+from relay.core.router import Limits
 from relay.store import channels
 from relay.store.authority import Authority
 
@@ -507,7 +508,23 @@ LIMITS: Final = {
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,
     "queue groups per session, and per relay under one key": control.MAX_GROUPS,
+    "queue groups per site under one key, as other sites know them": sites.MAX_SITE_GROUPS,
     "watches per session": control.MAX_WATCHES,
+    "members of all sessions of a relay, each counted as its key ids": (
+        _CONFIG.max_members,
+        Limits().all_members,
+    ),
+    "subscriptions of all sessions of a relay, counted as those of a session": (
+        _CONFIG.max_subscriptions,
+        Limits().all_subscriptions,
+    ),
+    "watches of all sessions of a relay": Limits().all_watches,
+    "calls of all sessions of a relay that wait for another to come back": calls.PARKED_BYTES,
+    "members with their key ids, and topics, that are kept of another relay": link.MAX_COPY,
+    "addresses, and topics, that are kept of another site": sites.MAX_WANTED,
+    "calls handed over a link or WAN connection and not finished": _CONFIG.max_pending_per_session,
+    "calls handed to one session and not finished": calls.MAX_HANDED,
+    "a call without a deadline is waited for": calls.LIFE_US // 1_000_000,
     "waiting per session": (_CONFIG.max_pending_per_session, asks.MAX_PENDING),
     "members tried per message": calls.MAX_ATTEMPTS,
     "sessions per relay": _CONFIG.max_sessions,

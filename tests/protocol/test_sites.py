@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from protocol.kit import KEY, LIMIT, OTHER_KEY, LinkEnd, Network, control_of, feed, kind_of
 
@@ -31,6 +32,7 @@ from relay.core.policy import Policy
 from relay.core.router import Limits, Router
 
 SENDER = bytes(range(16))
+NOTHING: dict[type, dict[str, Any]] = {SiteCluster: {"kinds": {}}, SiteTopic: {"count": 0}}
 KEY_ID = KEY.key_id
 
 
@@ -443,16 +445,25 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         {"site_topics": [topic(name=f"t{number}") for number in range(5)]},
     ):
         end, _ = net.connect(0, 2)
-        assert "more than 4" in end.hear(interest(**entries))
-        end, _ = net.connect(0, 2)
+        way = end.link.way
+        assert not end.hear(interest(**entries))
+        assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 1)
         assert not end.hear(frames.Interest(0, 9, reset=True, more=True, **entries))
-        assert "more than one site can want" in end.hear(frames.Interest(0, 9, more=True, **entries))  # fmt: skip
-    assert not net.router.abroad.ways
-    assert net.router.interest.subscribers("t1", KEY_ID) == ([], {})
+        assert not end.hear(frames.Interest(0, 9, **entries))
+        assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 7)
+        (told,) = net.router.abroad.status()["sites"]
+        assert told["untaken"] == 7
+        # What was too much ends without offence, and makes room for nobody twice.
+        ended = [
+            msgspec.structs.replace(e, **NOTHING[type(e)]) for e in next(iter(entries.values()))
+        ]
+        assert not end.hear(frames.Interest(9, 10, **{next(iter(entries)): ended}))
+        assert (len(way.clusters) + len(way.topics), way.untaken) == (0, 7)
+        net.router.wan_down(end.link)
     Victim(net).works()
 
 
-def test_a_survey_of_too_many_ends_the_connection(
+def test_members_of_a_survey_that_are_too_many_are_not_named(
     net: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(surveys_module, "MAX_ROSTER", 4)
@@ -464,10 +475,16 @@ def test_a_survey_of_too_many_ends_the_connection(
     net.run()
     (hop,) = victim.end.link.handed
     names = [f"m{number}" for number in range(4)]
-    assert "more than 4 members" in victim.end.hear(frames.Roster(hop, names))
+    before = len(answers.roster_ids)
+    assert not victim.end.hear(frames.Roster(hop, names))
+    assert victim.end.link.untaken == before
+    assert not victim.end.hear(frames.Roster(hop, names))
+    assert victim.end.link.untaken == before + 4
+    net.settle()
+    assert len(answers.roster_ids) == 4
+    mallory.lose()
     net.settle()
     assert answers.end is not None
-    mallory.lose()
     victim.works()
 
 
@@ -532,8 +549,12 @@ def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.Mo
     end = next(end for end in net.ends if end.router is net.router)
     entries = [SiteEntry(f"s{number}") for number in range(4)]
     feed(end.reader, encode_control(interest(sites=entries)))
-    assert "more than 3 sites" in end.why
-    assert not net.router.abroad.ways
+    told = [SiteCluster(f"s{number}", "db", KEY_ID, {64: 1}, 1) for number in range(4)]
+    feed(end.reader, encode_control(frames.Interest(9, 10, clusters=told)))
+    feed(end.reader, encode_control(frames.Interest(10, 11, sites=[SiteEntry("s3", False)])))
+    assert not end.why
+    assert list(net.router.abroad.ways) == ["s0", "s1", "s2"]
+    assert end.link.untaken == 2
 
 
 def test_what_is_sent_on_to_a_site_that_is_not_reached_comes_back_or_is_counted() -> None:

@@ -305,6 +305,21 @@ def test_who_holds_no_key_learns_no_name_of_a_stream(relay: Relay) -> None:
         assert [found.uuid for found in listed.streams] == [uuid]
 
 
+def test_a_stream_is_there_under_its_own_keys_alone_and_listed_under_them(relay: Relay) -> None:
+    store = relay.store
+    theirs = order(OTHER, uuid=bytes(range(1, 17)), name="bills")
+    made = relay.ask(Caller(OTHER), streams.Create([theirs]), key=None, name=store.address)
+    assert isinstance(made, streams.Described)
+    both = Caller(KEY, OTHER)
+    for key, name in ((KEY, "bills"), (OTHER, NAME)):
+        answer = relay.ask(both, streams.Describe(), key=key, name=name)
+        assert isinstance(answer, Refused)
+        assert answer.code == "no-stream"
+    for key, name in ((KEY, NAME), (OTHER, "bills")):
+        listed = relay.ask(both, streams.ListStreams(), key=key, name=store.address, own=True)
+        assert [found.definition.name for found in listed.streams] == [name]
+
+
 def test_a_channel_to_a_store_lists_and_does_nothing_else(relay: Relay) -> None:
     caller = Caller(KEY)
     before = state(relay.store)

@@ -6,7 +6,7 @@ notice, because something else refuses the same, does not belong here.
 
 from __future__ import annotations
 
-from proofs.sabotages import channels, connections, crypto, routing, sites, streams
+from proofs.sabotages import channels, connections, crypto, orders, routing, sites, streams
 from proofs.sabotages.sabotage import Sabotage
 
 __all__ = ["SABOTAGES", "Sabotage"]
@@ -18,5 +18,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *sites.SABOTAGES,
     *streams.SABOTAGES,
     *channels.SABOTAGES,
-    *channels.SABOTAGES,
+    *orders.SABOTAGES,
 )

@@ -12,10 +12,14 @@ REMOTE = ("tests/integration/test_remote.py",)
 LINKS = ("tests/adversity/test_links.py",)
 GATEWAYS = ("tests/integration/test_gateways.py",)
 UNPROVEN = ("tests/protocol/test_guarding.py", "tests/protocol/test_fairness.py")
-RULES = ("tests/adversity/test_bad_input.py", "tests/adversity/test_tolerance.py")
+RULES = (
+    "tests/adversity/test_tolerance.py::test_a_control_frame_that_cannot_be_done_is_refused_by_its_ack",
+)
 GRANTS = ("tests/protocol/test_grants.py",)
 DIALLING = ("tests/unit/test_dialling.py",)
 BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.py")
+DIALS = ("tests/unit/relay/test_dialling.py",)
+STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
 
 SABOTAGES = (
@@ -414,5 +418,32 @@ SABOTAGES = (
         "pass",
         ("tests/integration/test_fork.py",),
         "in the child of a fork a tunnel's nonces come again",
+    ),
+    Sabotage(
+        "goodbye-known",
+        "relay/dialling.py",
+        "Dialler.sighted",
+        "target.known and seen.source == ADVERT",
+        "False",
+        DIALS,
+        "anybody on the LAN makes a relay forget another",
+    ),
+    Sabotage(
+        "stranger-bound",
+        "relay/dialling.py",
+        "Dialler._try_all",
+        "target.stranger and not self._may_dial(address)",
+        "False",
+        DIALS,
+        "anybody on the LAN has relays dial a host as often as it likes",
+    ),
+    Sabotage(
+        "store-directory",
+        "relay/store/process.py",
+        "StoreProcess.open",
+        "keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False)",
+        '""',
+        STORE_FILES,
+        "others may replace the key of a store",
     ),
 )

@@ -36,6 +36,10 @@ BY_DESIGN: Final = {
 PASSED_ON: Final = {
     "AliasTable._by_key": "of what a gateway passed on: they go with the alias that a link or WAN connection declared",
     "Route._neighbors": "the router's own, met on another way",
+    **dict.fromkeys(
+        ("Link.shares", "Link.users", "Wan.shares", "Wan.users"),
+        "of the links and WAN connections that something was passed on for: they go with these",
+    ),
 }
 """The same, in a federation."""
 

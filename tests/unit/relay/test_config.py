@@ -93,6 +93,8 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "port_queue_bytes": 70_000,
         "tunnel_share_bytes": 4,
         "max_sessions": 5,
+        "max_members": 11,
+        "max_subscriptions": 12,
         "max_aliases": 6,
         "max_pending_per_session": 7,
         "max_subscriptions_per_session": 8,

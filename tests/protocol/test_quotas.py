@@ -1,0 +1,528 @@
+"""Shares: nobody fills what others need too, and what a peer tells beyond a bound costs nobody a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, Port, feed
+from protocol.test_sites import Sites, reply
+
+from iris.crypto.keys import ClusterKey
+from iris.errors import Overloaded
+from iris.wire import frames
+from iris.wire.codec import END, HOP, decode_control, encode_control
+from iris.wire.frames import Cause, Kind, MemberEntry, Serving, TopicEntry
+from relay.core import calls as calls_module
+from relay.core import federation as federation_module
+from relay.core import link as link_module
+from relay.core import mesh as mesh_module
+from relay.core import router as router_module
+from relay.core import sites as sites_module
+from relay.core.quotas import RELAYS_STORE
+from relay.core.router import Limits, Router
+
+KEY_ID = KEY.key_id
+HOUR_S = 3600
+
+
+class Party:
+    """A session by hand, whose keys count as proven: what it asks is answered at once."""
+
+    def __init__(
+        self, router: Router, user: str = "uid 1", keys: tuple[bytes, ...] = (KEY_ID,)
+    ) -> None:
+        self.router = router
+        self.port = Port()
+        self.session = router.session_up(self.port, user=user)
+        self.say(frames.Hello(1, 0))
+        self.session.proven |= set(keys)
+        self.keys = list(keys)
+        self.number = 0
+
+    def say(self, body: frames.Control | bytes) -> None:
+        frame = bytearray(body if isinstance(body, bytes) else encode_control(body))
+        self.router.frame_in(self.session, memoryview(frame), 0, len(frame))
+
+    def heard(self, cls: type) -> list[Any]:
+        """Return the control frames of a type that came since this was asked last."""
+        bodies = [decode_control(memoryview(f), 0, len(f)) for f in self.port.out if f[4] < 0x40]
+        self.port.out.clear()
+        return [body for body in bodies if isinstance(body, cls)]
+
+    def ask(self, build: Callable[[int], frames.Control]) -> str:
+        """Return the error of the ACK."""
+        self.number += 1
+        self.say(build(self.number))
+        (ack,) = self.heard(frames.Ack)
+        assert ack.id == self.number
+        return str(ack.error)
+
+    def join(self, name: str) -> str:
+        served = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY)
+        kinds: dict[int, Serving] = {kind: Serving(8, 1 << 20) for kind in served}
+        return self.ask(lambda number: frames.Join(number, name, self.keys, kinds))
+
+    def subscribe(self, pattern: str, group: str = "") -> str:
+        return self.ask(lambda number: frames.Subscribe(number, pattern, self.keys, group))
+
+    def call(self, kind: Kind, hop: int, name: str = "db", *, deadline_us: int = 0) -> None:
+        """Send one, under an alias that is declared the first time."""
+        if not self.session.routes:
+            for alias, each in enumerate((Kind.REQUEST, Kind.PUSH, Kind.SURVEY)):
+                self.say(frames.Declare(alias, each, name, KEY_ID, bytes(16)))
+        alias = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY).index(kind)
+        body = END.pack(0, 0, 1, 0) + bytes(64)
+        self.say(HOP.pack(22 + len(body), kind, 0, alias, hop, deadline_us) + body)
+
+
+def hear(end: LinkEnd, *bodies: frames.Control) -> str:
+    """Have one end of a link take these; return which rule they broke, if one."""
+    for body in bodies:
+        feed(end.reader, encode_control(body))
+    return end.why
+
+
+def never(delivery: Any) -> None:
+    """A handler that answers nothing."""
+
+
+# -- what a relay is told ----------------------------------------------------------------------------------------
+
+
+def test_members_beyond_the_bound_end_no_link_and_nor_does_their_leaving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_COPY", 4)
+    net = Network(relays=2)
+    end, _ = net.link(0, 1)
+    link = end.link
+    base = link.copy.version
+    entries = [MemberEntry(n, "db", [KEY_ID], {Kind.REQUEST: 1}) for n in range(6)]
+    assert not hear(end, frames.Interest(base, 9, entries))
+    assert (sorted(link.copy.members), link.untaken, link.copy.version) == ([0, 1, 2, 3], 2, 9)
+    assert not hear(end, frames.Interest(9, 10, left=[5, 0, 4]))
+    assert sorted(link.copy.members) == [1, 2, 3]
+    assert not hear(end, frames.Interest(0, 11, entries, reset=True))
+    assert (len(link.copy.members), link.untaken) == (4, 4)
+    assert not hear(end, frames.Interest(11, 12, left=[4, 5]))
+    (told,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
+    assert told["untaken"] == 4
+    # As many as were not taken may leave unknown, and no more.
+    assert "was not there" in hear(end, frames.Interest(12, 13, left=[4]))
+
+
+def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "MAX_COPY", 4)
+    monkeypatch.setattr(mesh_module, "MAX_GROUPS_HERE", 2)
+    net = Network(relays=2)
+    end, _ = net.link(0, 1)
+    link = end.link
+    base = link.copy.version
+    grouped = [TopicEntry("jobs", KEY_ID, f"g{n}", 1) for n in range(3)]
+    plain = [TopicEntry(f"t{n}", KEY_ID, "", 1) for n in range(3)]
+    assert not hear(end, frames.Interest(base, 9, topics=[*grouped, *plain]))
+    assert ([place[2] or place[0] for place in link.topics], link.untaken) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
+    ended = [TopicEntry(entry.filter, KEY_ID, entry.group, 0) for entry in (*grouped, *plain)]
+    assert not hear(end, frames.Interest(9, 10, topics=ended))
+    assert not (link.topics)
+    assert not (link.weights)
+    assert not (link.groups)
+    assert not hear(end, frames.Interest(10, 11, topics=grouped[::-1]))
+    assert [place[2] for place in link.topics] == ["g2", "g1"]
+
+
+def test_sessions_with_many_filters_do_not_part_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (link_module, mesh_module):
+        monkeypatch.setattr(module, "MAX_COPY", 64)
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    for number in range(17):
+        party = Party(net.router)
+        for filter in range(4):
+            assert not party.subscribe(f"t{number}.{filter}")
+    net.run()
+    assert [end.why for end in ends] == ["", ""]
+    assert len(net.router.links) == len(net.routers[1].links) == 1
+
+
+def test_what_sessions_of_one_user_ask_for_leaves_a_quarter_to_others() -> None:
+    router = Network(limits=Limits(all_members=16, all_subscriptions=16)).router
+    first, second, other = Party(router), Party(router), Party(router, "uid 2")
+    crowd = [Party(router) for _ in range(3)]
+    for number, party in enumerate((first, second, *crowd)):
+        errors = [party.subscribe(f"t{number}.{n}") for n in range(2)]
+        taken = 4 * number + 4 <= 12
+        assert [not error for error in errors] == [taken, taken], number
+    assert "uid 1 may have 12 tokens of subscriptions of the relay's 16" in crowd[-1].subscribe("t")
+    assert [bool(other.subscribe(f"o.{n}")) for n in range(3)] == [False, False, True]
+    assert "have 16 tokens of subscriptions, and no more are taken" in other.subscribe("o")
+    keys = tuple(ClusterKey(bytes([n]) * 32).key_id for n in range(4))
+    named = [Party(router, "uid 1", keys) for _ in range(4)]
+    refused = [party.join("db") for party in named]
+    assert [not error for error in refused] == [True, True, True, False]
+    assert "members, each counted as its key ids" in refused[-1]
+    assert [not other.join("db") for _ in range(5)] == [True, True, True, True, False]
+    quotas: Any = router.status()["quotas"]
+    assert quotas["members"]["held"] == quotas["subscriptions"]["held"] == 16
+    assert quotas["members"]["refused"] == 2
+    for party in (first, second, other, *crowd, *named):
+        router.session_down(party.session)
+    assert [table["held"] for table in router.quotas.status().values()] == [0] * 4  # type: ignore[index]
+    assert not (router.quotas.members.held)
+    assert not (router.quotas.subscriptions.held)
+
+
+def test_one_session_has_no_more_than_a_quarter_of_all_members() -> None:
+    router = Network(limits=Limits(all_members=1024)).router
+    keys = tuple(ClusterKey(bytes([n]) * 32).key_id for n in range(64))
+    party = Party(router, "uid 1", keys)
+    errors = [party.join(f"c{n}") for n in range(6)]
+    assert [not error for error in errors] == [True] * 4 + [False] * 2
+    assert "are over 256" in errors[-1]
+
+
+def test_one_user_does_not_take_all_queue_groups_of_a_key() -> None:
+    router = Network().router
+    parties = [Party(router), Party(router), Party(router, "uid 2")]
+    errors = [
+        parties[number // 64].subscribe("jobs", f"g{number}")
+        for number in range(mesh_module.MAX_GROUPS_HERE)
+    ]
+    assert [not error for error in errors] == [True] * 96 + [False] * 32
+    assert "uid 1 are already in 96 queue groups" in errors[-1]
+    assert not parties[1].subscribe("jobs", "g0")
+    assert not any(parties[2].subscribe("jobs", f"o{number}") for number in range(32))
+    assert "already in 128 queue groups" in parties[2].subscribe("jobs", "another")
+
+
+def test_the_store_that_the_relay_runs_is_locked_out_by_nobody() -> None:
+    router = Network(limits=Limits(all_members=4, all_subscriptions=4)).router
+    for user in ("uid 1", "uid 2"):
+        party = Party(router, user)
+        while not party.subscribe(f"t{party.number}"):
+            pass
+        assert not party.join("db")
+    store = Party(router, RELAYS_STORE)
+    assert not any(store.subscribe(f"t{number}") for number in range(4))
+    assert not any(store.join(f"log{number}") for number in range(1))
+
+
+def test_who_makes_many_keys_costs_those_who_ask_for_a_name_nothing() -> None:
+    net = Network()
+    keys = [n.to_bytes(4, "big") + bytes(12) for n in range(1000)]
+    for at in range(0, len(keys), 50):
+        assert not Party(net.router, "uid 9", tuple(keys[at : at + 50])).join("db")
+    party = Party(net.router)
+    party.say(frames.Members(1, "db", [KEY_ID]))
+    (told,) = party.heard(frames.Membership)
+    assert len(told.others) <= 65
+    assert len(str(net.router.status()["clusters"])) < 4096
+
+
+# -- what other sites are told -----------------------------------------------------------------------------------
+
+
+def test_what_a_site_has_no_room_to_tell_is_kept_back_and_told_when_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (sites_module, federation_module):
+        monkeypatch.setattr(module, "MAX_WANTED", 8)
+    net = Sites("ams", "ber")
+    ours, theirs = net.connect(0, 1)
+    mallory = net.host("mallory", keys=(OTHER_KEY,))
+    services = [mallory.serve(f"m{number}") for number in range(9)]
+    inboxes = [mallory.subscribe(f"m{number}", key=OTHER_KEY) for number in range(9)]
+    alice = net.host("alice")
+    alice.serve("db", reply(b"pong"))
+    inbox = alice.subscribe("news")
+    net.settle()
+    assert len(inboxes) == len(services)
+    assert (ours.why, theirs.why) == ("", "")
+    way = theirs.link.way
+    assert (len(way.clusters), len(way.topics), way.untaken) == (7, 7, 0)
+    assert net.router.status()["sites_untold"] == 6
+    # A key has all but the last quarter: the other key's members are called and hear.
+    bob = net.host("bob", relay=1)
+    answer = bob.request("db", b"ping")
+    bob.publish("news", b"text")
+    net.settle()
+    assert answer.value == b"pong"
+    assert inbox.payloads == [b"text"]
+    mallory.lose()
+    net.settle()
+    assert (len(way.clusters), len(way.topics)) == (1, 1)
+    assert net.router.status()["sites_untold"] == 0
+
+
+def test_what_was_kept_back_is_told_when_something_else_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (sites_module, federation_module):
+        monkeypatch.setattr(module, "MAX_WANTED", 4)
+    net = Sites("ams", "ber")
+    _, theirs = net.connect(0, 1)
+    parties = [Party(net.router) for _ in range(5)]
+    for number, party in enumerate(parties):
+        assert not party.join(f"c{number}")
+        assert not party.subscribe(f"t{number}")
+    net.settle()
+    way = theirs.link.way
+    assert [name for name, _ in way.clusters] == ["c0", "c1", "c2"]
+    net.router.session_down(parties[0].session)
+    net.settle()
+    assert [name for name, _ in way.clusters] == ["c1", "c2", "c3"]
+    assert [place[0] for place in way.topics] == ["t1", "t2", "t3"]
+    assert net.router.status()["sites_untold"] == 2
+
+
+def test_as_many_queue_groups_of_a_site_are_told_as_an_alias_can_name() -> None:
+    net = Sites("ams", "ams", "ams", "ber")
+    net.connect(0, 3)
+    for relay in range(3):
+        for user in range(2):
+            party = Party(net.routers[relay], f"uid {user}")
+            for number in range(64):
+                assert not party.subscribe("jobs", f"{'x' * 240}.{relay}.{user}.{number}")
+    net.settle()
+    bob = net.host("bob", relay=3)
+    bob.publish("jobs", b"1")
+    net.settle()
+    assert [end.why for end in net.ends] == [""] * len(net.ends)
+    (wan,) = net.routers[3].wans.values()
+    assert len(wan.way.topics) == sites_module.MAX_SITE_GROUPS
+    assert net.router.status()["sites_untold"] == 384 - sites_module.MAX_SITE_GROUPS
+
+
+def test_sites_that_want_much_do_not_part_a_gateway_from_its_own_relays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(federation_module, "MAX_COPY", 8)
+    net = Sites("ams", "ber", "cph")
+    net.connect(0, 1)
+    net.connect(0, 2)
+    for router in net.routers[1:]:
+        party = Party(router)
+        for number in range(8):
+            assert not party.subscribe(f"t{number}")
+            assert not party.join(f"c{number}")
+    net.settle()
+    late = Router(b"z" * 16, entropy=net.entropy, message_limit=1 << 20, site="ams")
+    late.now_us = net.router.now_us
+    net.routers.append(late)
+    ends = net.link(0, 3)
+    net.settle()
+    assert [end.why for end in ends] == ["", ""]
+    told = [len(way.topics) for ways in late.abroad.ways.values() for way in ways.values()]
+    assert told == [6, 2]
+    shown: Any = net.router.status()["sites"]
+    assert [site["untold"] for site in shown] == [4, 12]
+
+
+# -- calls that wait ---------------------------------------------------------------------------------------------
+
+
+def fill(host: Host, count: int, **options: Any) -> int:
+    """Send so many requests that nobody answers; return how many were refused."""
+    answers = [host.request("db", timeout_ms=60_000, **options) for _ in range(count)]
+    host.net.run()
+    assert all(isinstance(answer.error, Overloaded) for answer in answers if answer.done())
+    return sum(answer.done() for answer in answers)
+
+
+def answer_all(service: Any) -> None:
+    for delivery in service.deliveries:
+        delivery.reply(b"", None, False)
+    service.deliveries.clear()
+
+
+@pytest.mark.parametrize("wan", [False, True])
+def test_one_session_does_not_take_all_the_places_of_a_link_or_wan(wan: bool) -> None:
+    net = Sites("ams", "ber" if wan else "ams")
+    for router in net.routers:
+        router.limits.pending = 16
+    if wan:
+        net.connect(0, 1)
+    bob = net.host("bob", relay=1)
+    service = bob.serve("db", never, concurrency=100)
+    net.settle()
+    alice, carol, dora = (net.host(name, user=name[0]) for name in ("alice", "ada", "dora"))
+    assert fill(alice, 16) == 8
+    # A second session of the same user gets what its user may have.
+    assert fill(carol, 16) == 12
+    assert fill(dora, 4) == 0
+    assert fill(dora, 1) == 1
+    (far,) = [n for n in net.router.neighbors.values() if n.hop_class]
+    assert len(far.handed) == 16
+    answer_all(service)
+    net.settle()
+    assert not far.handed
+    assert not any(share.held for share in (*far.shares.values(), *far.users.values()))
+    late = alice.request("db", timeout_ms=60_000)
+    net.run()
+    assert not late.done()
+    for host in (alice, carol, dora):
+        host.lose()
+    assert not far.shares
+    assert far.users  # what alice left behind still waits there, and counts
+    answer_all(service)
+    net.settle()
+    assert not far.users
+    net.check()
+
+
+def test_a_user_that_comes_anew_has_no_new_share() -> None:
+    net = Network(relays=2, limits=Limits(pending=16))
+    net.link(0, 1)
+    service = net.host("bob", relay=1).serve("db", never, concurrency=100)
+    for _ in range(4):
+        alice = net.host("alice", user="uid 1")
+        fill(alice, 8)
+        alice.lose()
+    (link,) = net.router.links.values()
+    assert len(link.handed) == 12
+    assert fill(net.host("dora", user="uid 2"), 4) == 0
+    answer_all(service)
+    net.run()
+    assert not link.handed
+    assert list(link.users) == ["uid 2"]
+    assert all(router.accounts.balance() == 0 for router in net.routers)
+
+
+def test_surveys_and_tunnels_count_in_the_share_too() -> None:
+    net = Network(relays=2, limits=Limits(pending=8))
+    net.link(0, 1)
+    bob = net.host("bob", relay=1)
+    service = bob.serve("db", never, concurrency=100)
+    alice, dora = net.host("alice", user="uid 1"), net.host("dora", user="uid 2")
+    for _ in range(2):
+        alice.open_tunnel("db")
+    surveys = [alice.survey("db", timeout_ms=60_000) for _ in range(3)]
+    net.run()
+    (link,) = net.router.links.values()
+    assert len(link.handed) == 4
+    assert [len(survey.roster_ids) for survey in surveys] == [1, 1, 0]
+    assert surveys[2].end is not None
+    assert fill(dora, 4) == 0
+    answer_all(service)
+    net.run()
+    alice.lose()
+    net.run()
+    assert not link.handed
+    assert all(router.accounts.balance() == 0 for router in net.routers)
+
+
+def test_a_call_without_a_deadline_is_given_up_after_an_hour() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    assert not Party(net.routers[1]).join("db")
+    near = Party(net.router)
+    assert not near.join("web")
+    net.run()
+    far_caller, near_caller = Party(net.router), Party(net.router)
+    for party, name in ((far_caller, "db"), (near_caller, "web")):
+        party.call(Kind.REQUEST, 1, name)
+        party.call(Kind.SURVEY, 2, name)
+    net.run()
+    (link,) = net.router.links.values()
+    assert (len(link.handed), far_caller.session.pending) == (2, 2)
+    net.pass_time(HOUR_S - 60)
+    assert not far_caller.heard(frames.Fail)
+    assert far_caller.session.pending == near_caller.session.pending == 2
+    net.pass_time(180)
+    for party in (far_caller, near_caller):
+        bodies = party.heard(object)
+        (fail,) = [body for body in bodies if isinstance(body, frames.Fail)]
+        (done,) = [body for body in bodies if isinstance(body, frames.Done)]
+        assert (fail.hop, fail.cause, fail.may_have_run) == (1, Cause.LOST, True)
+        assert "60 minutes" in fail.detail
+        assert (done.hop, len(done.lost)) == (2, 1)
+        assert party.session.pending == 0
+    assert not link.handed
+    assert not any(share.held for share in link.users.values())
+    assert all(router.accounts.balance() == 0 for router in net.routers)
+
+
+def test_credit_for_a_push_that_was_given_up_comes_too_late_and_is_no_fault() -> None:
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    assert not Party(net.routers[1]).join("db")
+    near = Party(net.router)
+    assert not near.join("web")
+    net.run()
+    caller, near_caller = Party(net.router), Party(net.router)
+    for hop in (1, 2):
+        caller.call(Kind.PUSH, hop)
+        near_caller.call(Kind.PUSH, hop, "web")
+    net.run()
+    (link,) = net.router.links.values()
+    hops = list(link.handed)
+    net.pass_time(HOUR_S + 180)
+    assert [fail.cause for fail in caller.heard(frames.Fail)] == [Cause.LOST] * 2
+    assert [fail.cause for fail in near_caller.heard(frames.Fail)] == [Cause.LOST] * 2
+    assert not link.handed
+    # What a member of this relay runs stays in its account until it says that it is done.
+    (member,) = near.session.members.values()
+    near.say(frames.Credit(member.serial, Kind.PUSH, list(near.session.handed)))
+    assert not near.session.handed
+    assert member.loads[Kind.PUSH].messages == 0
+    assert not hear(ends[0], frames.Credit(0, Kind.PUSH, hops))
+
+
+def test_a_site_that_credits_what_was_swept_keeps_its_connection() -> None:
+    net = Sites("ams", "ber")
+    net.router.limits.pending = 4
+    ours, _ = net.connect(0, 1)
+    net.host("bob", relay=1).serve("db", never, concurrency=100)
+    net.settle()
+    alice = net.host("alice")
+    for _ in range(2):
+        alice.push("db", timeout_ms=1000)
+    net.settle()
+    hops = list(ours.link.handed)
+    assert len(hops) == 2
+    net.pass_time(20)
+    alice.push("db", timeout_ms=1000)
+    net.settle()
+    assert not set(hops) & ours.link.handed.keys()
+    assert not ours.hear(frames.Credit(0, Kind.PUSH, hops))
+
+
+def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (calls_module, router_module):
+        monkeypatch.setattr(module, "PARKED_BYTES", 16 * 118)
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    net.host("bob", relay=1).serve("db", reply(b"pong"))
+    net.cut(ends)
+    first, second, other = Party(net.router), Party(net.router), Party(net.router, "uid 2")
+    late_us = net.router.now_us + 60_000_000
+    for party in (first, second, other):
+        for hop in range(17):
+            party.call(Kind.REQUEST, hop + 1, deadline_us=late_us)
+    refused = [len(party.heard(frames.Fail)) for party in (first, second, other)]
+    assert refused == [9, 13, 13]
+    assert net.router.accounts.refused == sum(refused)
+    net.pass_time(4)
+    assert net.router.quotas.parked.total == 0
+    assert not net.router.quotas.parked.held
+    assert net.router.accounts.balance() == 0
+
+
+def test_a_member_that_finishes_nothing_is_not_handed_more_than_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_module, "MAX_HANDED", 4)
+    net = Network()
+    bob = net.host("bob")
+    bob.serve("db", never, concurrency=1, limit_bytes=1 << 40)
+    alice = net.host("alice")
+    for _ in range(6):
+        alice.request("db", timeout_ms=100)
+        net.run()
+        net.pass_time(2)
+    assert len(bob.peer.handed) == 4
+    assert net.router.accounts.balance() == 0
