@@ -10,7 +10,6 @@ DAMAGE = ("tests/unit/relay/store/test_log_damage.py",)
 STAGING = ("tests/unit/relay/store/test_staging.py",)
 CONSUMERS = ("tests/unit/relay/store/test_consumers.py",)
 COPIES = ("tests/unit/relay/store/test_copies.py",)
-GROUPS = ("tests/integration/test_consumers.py",)
 READER = ("tests/unit/core/test_stream_reader.py",)
 RECORDING = ("tests/unit/relay/store/test_recording.py",)
 FILES = ("tests/unit/relay/store/test_store_files.py",)
@@ -260,7 +259,7 @@ SABOTAGES = (
         "Consumer._take",
         "if message.offset not in self._held",
         "if True",
-        GROUPS,
+        ("tests/unit/core/test_stream_worker.py",),
         "what was handed out once more after a lost answer is worked on twice",
     ),
     Sabotage(
