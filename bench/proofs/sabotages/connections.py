@@ -8,9 +8,7 @@ SOCKET = ("tests/unit/relay/test_socketfile.py",)
 TLS = ("tests/unit/relay/test_tls.py",)
 GATEWAY_TLS = ("tests/unit/relay/test_gateway_tls.py",)
 CERTIFICATES = ("tests/unit/crypto/test_certificates.py", *TLS)
-REMOTE = ("tests/integration/test_remote.py",)
 LINKS = ("tests/adversity/test_links.py",)
-GATEWAYS = ("tests/integration/test_gateways.py",)
 UNPROVEN = ("tests/protocol/test_guarding.py", "tests/protocol/test_fairness.py")
 RULES = (
     "tests/adversity/test_tolerance.py::test_a_control_frame_that_cannot_be_done_is_refused_by_its_ack",
@@ -182,7 +180,9 @@ SABOTAGES = (
         "GatewayPort._understood",
         "hello.site != self.site",
         "False",
-        GATEWAYS,
+        (
+            "tests/integration/test_gateways.py::test_a_hello_that_does_not_hold_is_refused_and_told",
+        ),
         "a gateway greets in another site's name",
     ),
     Sabotage(
@@ -445,5 +445,32 @@ SABOTAGES = (
         '""',
         STORE_FILES,
         "others may replace the key of a store",
+    ),
+    Sabotage(
+        "advert-hurry",
+        "relay/dialling.py",
+        "Dialler._add",
+        "now_s - target.news_s < NEWS_S",
+        "False",
+        DIALS,
+        "an advert that changes is dialled each time",
+    ),
+    Sabotage(
+        "advert-room",
+        "relay/dialling.py",
+        "Dialler._make_room",
+        "made.stranger and not target.stranger",
+        "False",
+        DIALS,
+        "adverts push out relays that were linked",
+    ),
+    Sabotage(
+        "advert-subnet",
+        "relay/discovery/adverts.py",
+        "best_first",
+        "else:\n            continue",
+        "else:\n            distance = 2",
+        ("tests/unit/relay/test_discovery.py",),
+        "an advert has us dial any host of the internet",
     ),
 )

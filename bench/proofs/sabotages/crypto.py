@@ -13,7 +13,6 @@ KEYRING = ("tests/unit/crypto/test_keyring.py",)
 GUARDING = ("tests/protocol/test_guarding.py", "tests/unit/core/test_guard.py")
 LYING = ("tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py")
 TUNNELS = ("tests/protocol/test_tunnels.py",)
-RECORDS = ("tests/integration/test_reviewed.py", "tests/integration/test_streams.py")
 STRANGE = ("tests/protocol/test_strange_keys.py",)
 RETIRED = (
     "tests/adversity/test_lying_relay.py::test_after_a_reload_nothing_is_taken_under_a_retired_key",
@@ -436,5 +435,23 @@ SABOTAGES = (
             "tests/integration/test_streams.py::test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile",
         ),
         "a reader goes on with a retired key",
+    ),
+    Sabotage(
+        "told-loss",
+        "iris/core/guard.py",
+        "Sequence.lost",
+        "self.told, self.known = end, True",
+        "self.next, self.known = end, True",
+        ("tests/protocol/test_passing_on.py",),
+        "a relay's word of a loss hides messages that come all the same",
+    ),
+    Sabotage(
+        "group-alone",
+        "iris/core/session.py",
+        "Session._pass_by",
+        'self._lose(plain, count, "delivered to queue groups alone")',
+        "pass",
+        LYING,
+        "a relay keeps publications from subscribers by naming a group",
     ),
 )

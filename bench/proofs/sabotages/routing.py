@@ -10,7 +10,9 @@ SCENARIOS = ("tests/sim/test_scenarios.py", "tests/protocol/test_conversation.py
 BALANCE = ("tests/unit/relay/test_balance.py", "tests/sim/test_scenarios.py")
 TUNNELS = ("tests/protocol/test_tunnels.py", "tests/sim/test_scenarios.py")
 FRAGMENTS = ("tests/unit/relay/test_fragments.py",)
-FLOODS = ("tests/adversity/test_silence_and_floods.py",)
+HELLO = (
+    "tests/adversity/test_silence_and_floods.py::test_a_client_that_connects_and_says_nothing_is_told_and_cut",
+)
 LINK_PORT = ("tests/unit/relay/test_link_port.py",)
 RULES = (
     "tests/adversity/test_bad_input.py::test_an_offender_hears_the_rule_and_nobody_else_notices",
@@ -307,7 +309,7 @@ SABOTAGES = (
         "SessionPort.check_deadline",
         "now_s - self._busy_since_s > limit_s and not self._reading_paused",
         "False",
-        FLOODS,
+        HELLO,
         "connections that never greet stay",
     ),
     Sabotage(
@@ -370,7 +372,9 @@ SABOTAGES = (
         "Calls.answered",
         "route.key_id != asked.key_id",
         "False",
-        ANSWERS,
+        (
+            "tests/integration/test_links.py::test_an_answer_under_another_key_ends_the_answerer_at_its_own_relay",
+        ),
         "whoever answers a request ends the caller's session",
     ),
     Sabotage(
@@ -390,5 +394,14 @@ SABOTAGES = (
         "False",
         ANSWERS,
         "a session that answers for others stays",
+    ),
+    Sabotage(
+        "tunnel-record-length",
+        "relay/core/tunnels.py",
+        "Tunnels.frame",
+        "not TUNNEL_BODY_AT <= end - start <= MAX_RECORD_FRAME",
+        "end - start < TUNNEL_BODY_AT",
+        ("tests/protocol/test_passing_on.py",),
+        "a session cuts a link with a record that is too long for it",
     ),
 )

@@ -10,10 +10,6 @@ DAMAGE = ("tests/unit/relay/store/test_log_damage.py",)
 STAGING = ("tests/unit/relay/store/test_staging.py",)
 CONSUMERS = ("tests/unit/relay/store/test_consumers.py",)
 COPIES = ("tests/unit/relay/store/test_copies.py",)
-STREAMS = ("tests/integration/test_streams.py",)
-REVIEWED = ("tests/integration/test_reviewed.py",)
-GROUPS = ("tests/integration/test_consumers.py",)
-MIRROR = ("tests/integration/test_mirror.py",)
 READER = ("tests/unit/core/test_stream_reader.py",)
 RECORDING = ("tests/unit/relay/store/test_recording.py",)
 FILES = ("tests/unit/relay/store/test_store_files.py",)
@@ -241,7 +237,9 @@ SABOTAGES = (
         "_check_ranges",
         "not last <= one.first < one.next <= end",
         "False",
-        GROUPS,
+        (
+            "tests/integration/test_consumers.py::test_a_settle_that_names_what_is_not_there_is_refused",
+        ),
         "one call keeps a store busy for ever",
     ),
     Sabotage(
@@ -250,7 +248,9 @@ SABOTAGES = (
         "Consuming._consumer",
         "consumer.settings != settings",
         "False",
-        GROUPS,
+        (
+            "tests/integration/test_consumers.py::test_a_consumer_that_is_there_with_other_settings_is_not_taken",
+        ),
         "two programs share a consumer, and each thinks it is another",
     ),
     Sabotage(
@@ -259,7 +259,7 @@ SABOTAGES = (
         "Consumer._take",
         "if message.offset not in self._held",
         "if True",
-        GROUPS,
+        ("tests/unit/core/test_stream_worker.py",),
         "what was handed out once more after a lost answer is worked on twice",
     ),
     Sabotage(
@@ -324,7 +324,9 @@ SABOTAGES = (
         "Stream.commit",
         "sink.session.credit(sink)",
         "sink.session.refuse(sink, Refusal.FULL)",
-        STREAMS,
+        (
+            "tests/integration/test_streams.py::test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadcasts",
+        ),
         "a push that was stored is handed to another member, too",
     ),
     Sabotage(
@@ -333,7 +335,7 @@ SABOTAGES = (
         "Stream._writable",
         "if self.definition.mirror:",
         "if False:",
-        MIRROR,
+        ("tests/integration/test_mirror.py::test_a_copy_takes_nothing_but_copies",),
         "somebody appends to a copy, which then is none",
     ),
     Sabotage(
@@ -342,7 +344,9 @@ SABOTAGES = (
         "Stream.copy",
         "call.uuid.hex() != mirror",
         "False",
-        MIRROR,
+        (
+            "tests/integration/test_mirror.py::test_a_copy_that_comes_again_or_of_another_log_changes_nothing",
+        ),
         "a copy takes what another log holds",
     ),
     Sabotage(
@@ -351,7 +355,9 @@ SABOTAGES = (
         "Stream.copy",
         "bool(call.items) and call.start == log.next",
         "bool(call.items)",
-        MIRROR,
+        (
+            "tests/integration/test_mirror.py::test_a_copy_that_comes_again_or_of_another_log_changes_nothing",
+        ),
         "what lies elsewhere in its source is copied to the end of a copy",
     ),
     Sabotage(
@@ -360,7 +366,9 @@ SABOTAGES = (
         "Store._on_create",
         "os.path.lexists(self.directory / (uuid.hex() + _ENDED))",
         "False",
-        STREAMS,
+        (
+            "tests/integration/test_streams.py::test_the_first_order_of_a_deleted_stream_makes_no_new_one",
+        ),
         "an empty log takes the place of one that was deleted, by its first order",
     ),
     Sabotage(
