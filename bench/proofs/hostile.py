@@ -56,7 +56,7 @@ def grown(steps: int, seed: int) -> tuple[float, str]:
     scene = Scene(seed, KINDS[2])
     peaks = []
     try:
-        for part in range(2):
+        for _ in range(2):
             for number in range(steps // 2):
                 scene.step()
                 if number % PROBE_EVERY == PROBE_EVERY - 1:

@@ -650,4 +650,4 @@ def test_senders_that_a_relay_makes_up_take_nobodys_place(net: Network) -> None:
     alice.publish("news", b"hello")
     net.run()
     assert inbox.payloads == [b"hello"]
-    assert len(bob.guard._told) <= guard_module.MAX_TOLD
+    assert len(bob.guard._announced) <= guard_module.MAX_ANNOUNCED
