@@ -625,6 +625,10 @@ class Scene:
         self._sum_up()
         self.sent += 1
         text = b"%d" % self.sent
+        if not self.tunnel.open or self.tunnel.ended:
+            raise Broken("the tunnel of two honest members ended")
+        self.tunnel.write(memoryview(text), 0)
+        self.tunnel.flush()
         call = self.alice.request("quiet", text, timeout_ms=5000)
         far = self.alice.request("far", text, timeout_ms=5000)
         survey: Answers = self.alice.survey("quiet", text, timeout_ms=5000)
@@ -640,6 +644,9 @@ class Scene:
                 raise Broken(f"a request of {what} was not answered")
         if survey.payloads != [b"pong"] or survey.end != ([], None):
             raise Broken(f"a survey: {survey.payloads} {survey.end} {survey.faults}")
+        chunk = self.quiet.tunnels[0].next_chunk()
+        if chunk is None or bytes(chunk[1]) != text:
+            raise Broken(f"a tunnel brought {chunk} and not {text!r}")
         for host, inbox in zip(self.sessions, self.inboxes, strict=True):
             self._heard(host, inbox, text)
 
