@@ -13,9 +13,10 @@
     python bench/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
     python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
     python bench/proof.py mutations all         # N of our checks taken out, one at a time: the tests have to notice (N or all)
+    python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in the place of the former one. All but sim, scale, federation and mutations in real processes with a relay, keys and sockets of their own.
+and count, in the place of the former one. All but sim, scale, federation, mutations and hostile in real processes with a relay, keys and sockets of their own.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ AREAS = (
     "federation",
     "sites",
     "mutations",
+    "hostile",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241

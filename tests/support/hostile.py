@@ -1,0 +1,687 @@
+"""Adversaries among real relays, in memory: a relay that holds the network key, and a gateway of a pinned site.
+
+    scene = Scene(seed=7, kinds=("relay", "site"))
+    for _ in range(1000):
+        scene.step()        # something whose framing is right, from one of them
+    scene.probe()           # the honest sessions talk to each other: nothing is lost, altered or ended
+
+Relays A and B are one site, "ams"; C is the gateway of "ber", a friend of A. The hostile relay has links to A and B, the hostile
+site a WAN connection to A. They may lose their own connections, and get new ones. They may claim any cluster but "quiet" and
+"far": what they claim they get, and need not answer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from protocol.kit import KEY, LIMIT, OTHER_KEY, Answers, Host, Inbox, Network, Port, Result
+from protocol.test_sites import WanEnd
+
+from iris.core.parties import Delivery
+from iris.core.tunnel import TunnelEnd
+from iris.errors import IrisError, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import HOP, KIND_AT, decode_control, encode_control, tunnel_frame
+from iris.wire.frames import HopClass, Kind
+from relay.core.link import LINK_HOP, Link
+from relay.core.router import Limits
+from relay.core.session import Neighbor
+from relay.core.sites import Wan
+
+A, B, C = range(3)
+HONEST = {"quiet", "far"}
+"""Clusters that the adversaries do not claim under KEY."""
+CLUSTERS = ("quiet", "far", "contested", "bait", "stores", "x" * 255)
+TOPICS = ("calm.news", "calm.>", "calm.*", ">", "other.topic", "a.b.c.d")
+ODD_NAMES = ("", "*", "a..b", "\x1b[2J", "é" * 200, " ", ".", "x" * 256, "a.>.b")
+HUGE = (0, 1, 2, 255, 65_535, (1 << 31) - 1, (1 << 32) - 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1)
+SITES = ("ams", "ber", "evil", "nowhere", "", "here", "x" * 32)
+TEXTS = ("", "slow receiver", "stale", "\x1b[31m\n\r\x00", "é" * 1024, "x" * 1024)
+ANSWER_KINDS = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
+DATA_KINDS = tuple(kind for kind in Kind if kind >= 0x40)
+MAX_SEEN = 64
+
+
+class Broken(AssertionError):
+    """An adversary did what it must not be able to do."""
+
+
+class RawPort(Port):
+    """The adversary's end: remembers a little of what an honest relay told it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = deque(maxlen=MAX_SEEN)  # type: ignore[assignment]
+        self.hops: deque[tuple[int, int]] = deque(maxlen=MAX_SEEN)
+        """Kind and hop id of calls that it was handed."""
+        self.declared: dict[int, frames.Declare] = {}
+        self.frames: deque[tuple[bytes, frames.Declare | None]] = deque(maxlen=MAX_SEEN)
+        """What honest senders said, and whose it was."""
+
+    def _see(self, frame: bytes) -> None:
+        kind = frame[KIND_AT]
+        if kind >= 0x40:
+            self.frames.append((frame, self.declared.get(HOP.unpack_from(frame)[3])))
+            self.hops.append((kind, HOP.unpack_from(frame)[4]))
+
+    def _take(self, frame: bytes, count: int) -> bool:
+        if self.room is not None and count > self.room:
+            return False
+        self._see(frame)
+        return True
+
+    def control(self, frame: bytes) -> None:
+        # A frame that cannot be read is a defect of the relay that sent it.
+        view = memoryview(bytearray(frame))
+        if frame[KIND_AT] >= 0x40:
+            return
+        body = decode_control(view, 0, len(frame))
+        if isinstance(body, frames.Declare):
+            self.declared[body.alias] = body
+
+
+class Adversary:
+    """One hostile neighbor of one honest relay."""
+
+    def __init__(self, scene: Scene, kind: str, at: int) -> None:
+        self.scene = scene
+        self.kind = kind
+        self.at = at
+        self.router = scene.net.routers[at]
+        self.relay_id = (b"R" if kind == "relay" else b"S") * 16
+        self.version = 1
+        self.serials: list[int] = []
+        self.offences: Counter[str] = Counter()
+        self.neighbor: Neighbor
+        self.port: RawPort
+        self.connect()
+
+    def connect(self) -> None:
+        """Greet the honest relay anew."""
+        rng = self.scene.rng
+        self.port = RawPort()
+        hello = frames.LinkHello(
+            frames.PROTOCOL_VERSION, rng.choice((0, frames.PROTOCOL_MINOR, 7)), self.relay_id, 0, rng.choice((*HUGE, self.router.now_us)),
+            LIMIT, rng.choice((1, 64, 65_536)), "ams" if self.kind == "relay" else "evil", "liar\x1b[2J",
+            ["192.0.2.1:1"],
+        )  # fmt: skip
+        if self.kind == "relay":
+            self.neighbor = self.router.link_up(self.port, hello)
+        else:
+            self.neighbor = self.router.wan_up(self.port, hello, "evil", 0)
+        self.serials = []
+        self.say(frames.Interest(0, 1, reset=True))
+        self.version = 1
+
+    def disconnect(self) -> None:
+        if isinstance(self.neighbor, Link):
+            self.router.link_down(self.neighbor)
+        elif isinstance(self.neighbor, Wan):
+            self.router.wan_down(self.neighbor)
+
+    def say(self, body: frames.Control) -> None:
+        try:
+            frame = encode_control(body)
+        except IrisError:
+            return  # no frame: too long
+        self.send(frame)
+
+    def send(self, frame: bytes) -> None:
+        """Give the honest relay a whole frame."""
+        if self.neighbor.closed:
+            self.connect()
+        try:
+            self.router.frame_in(self.neighbor, memoryview(bytearray(frame)), 0, len(frame))
+        except PeerProtocolError as err:
+            self.offences[re.sub(r"[0-9a-f]{8,}|\d+", "#", str(err))[:60]] += 1
+            self.disconnect()
+
+    # -- what it says ----------------------------------------------------------------------------------------
+
+    def key_id(self) -> bytes:
+        rng = self.scene.rng
+        return rng.choice((KEY.key_id, KEY.key_id, OTHER_KEY.key_id, bytes(16), rng.randbytes(16)))
+
+    def sender_id(self) -> bytes:
+        rng = self.scene.rng
+        return rng.choice((*self.scene.sender_ids, b"e" * 16, rng.randbytes(16)))
+
+    def name(self, names: Sequence[str] = (*CLUSTERS, *TOPICS)) -> str:
+        rng = self.scene.rng
+        return rng.choice(ODD_NAMES) if rng.random() < 0.005 else rng.choice(names)
+
+    def claimed(self) -> tuple[str, bytes]:
+        """An address that it says it serves: not those that the probes need."""
+        name, key_id = self.name(CLUSTERS), self.key_id()
+        if name in HONEST and key_id == KEY.key_id:
+            name = "contested"
+        return name, key_id
+
+    def count(self) -> int:
+        rng = self.scene.rng
+        return rng.choice(HUGE) if rng.random() < 0.3 else rng.randrange(4)
+
+    def hop(self) -> int:
+        """A hop id: of a call that it was handed, one of its own, or a guess."""
+        rng = self.scene.rng
+        way = rng.random()
+        if way < 0.6 and self.port.hops:
+            return rng.choice(self.port.hops)[1]
+        own = LINK_HOP ^ self.neighbor.own_hop
+        if way < 0.9:
+            return rng.randrange(1, 64) | own
+        return rng.choice((*HUGE, rng.getrandbits(64), (1 << 64) - 1))
+
+    def kinds(self) -> dict[int, int]:
+        rng = self.scene.rng
+        kinds = rng.sample(sorted(frames.SERVED_KINDS), rng.randrange(1, 5))
+        if rng.random() < 0.02:
+            kinds.append(rng.choice((0, 0x41, 255, 1 << 40)))
+        return {int(kind): rng.choice((1, 16, 1 << 20)) for kind in kinds}
+
+    def reached(self) -> str:
+        """A site that it says it reaches, mostly."""
+        rng = self.scene.rng
+        reached = [
+            site
+            for site, ways in self.router.abroad.ways.items()
+            for way in ways.values()
+            if way.neighbor is self.neighbor
+        ]
+        return rng.choice(reached) if reached and rng.random() < 0.98 else rng.choice(SITES)
+
+    def interest(self) -> None:
+        """What it says it wants, in sequence or not, of whoever it is."""
+        rng = self.scene.rng
+        more: dict[str, Any] = {}
+        size = 200 if rng.random() < 0.02 else 4
+        relay = self.kind == "relay" or rng.random() < 0.02
+        if relay and rng.random() < 0.7:
+            joined = []
+            for _ in range(rng.randrange(size)):
+                name, key_id = self.claimed()
+                if not name:
+                    continue
+                keys = [key_id, rng.randbytes(16)][: rng.randrange(1, 3)]
+                serial = rng.choice(
+                    (
+                        rng.randrange(1 << 20),
+                        rng.randrange(1 << 40),
+                        self.count() if rng.random() < 0.1 else rng.randrange(1 << 50),
+                    )
+                )
+                joined.append(
+                    frames.MemberEntry(
+                        serial, name[:255], keys, self.kinds(), rng.choice(("", "\x1b", "é" * 64))
+                    )
+                )
+                self.serials.append(serial)
+            more["joined"] = joined
+        if relay and self.serials and rng.random() < 0.3:
+            more["left"] = [self.serials.pop(rng.randrange(len(self.serials)))]
+        if relay and rng.random() < 0.5:
+            more["topics"] = [
+                frames.TopicEntry(self.name(TOPICS)[:255] or ">", self.key_id(), rng.choice(("", "g", "h")), min(self.count(), (1 << 32) - 1))
+                for _ in range(rng.randrange(size))
+            ]  # fmt: skip
+        own = "evil" if self.kind == "site" and rng.random() < 0.98 else ""
+        if relay and rng.random() < 0.3:
+            more["sites"] = [
+                frames.SiteEntry(rng.choice(SITES if rng.random() < 0.02 else SITES[1:4]), rng.random() < 0.8, rng.choice((0, 5, (1 << 32) - 1)), rng.choice((0, 99, (1 << 63) - 1)))
+            ]  # fmt: skip
+        if rng.random() < (0.7 if own else 0.05):
+            clusters = []
+            for _ in range(rng.randrange(size)):
+                name, key_id = self.claimed()
+                kinds = self.kinds() if rng.random() < 0.8 else {}
+                if name:
+                    clusters.append(
+                        frames.SiteCluster(
+                            own or self.reached(),
+                            name[:255],
+                            key_id,
+                            kinds,
+                            min(self.count(), (1 << 32) - 1),
+                        )
+                    )
+            more["clusters"] = clusters
+        if rng.random() < (0.5 if own else 0.05):
+            more["site_topics"] = [
+                frames.SiteTopic(own or self.reached(), self.name(TOPICS)[:255] or ">", self.key_id(), rng.choice(("", "g")), min(self.count(), (1 << 32) - 1))
+                for _ in range(rng.randrange(size))
+            ]  # fmt: skip
+        way = rng.random()
+        if way < 0.2:
+            self.serials = [entry.serial for entry in more.get("joined", ())]
+            more["reset"] = True
+            self.version = self.count()
+        base, version = self.version, self.version + 1
+        if way > 0.95:
+            base, version = self.count(), self.count()
+        elif way < 0.2:
+            base = 0
+            version = self.version
+        version = min(version, (1 << 63) - 1)
+        self.version = version
+        self.say(frames.Interest(base, version, more=rng.random() < 0.1, **more))
+
+    def declare(self) -> None:
+        """An alias, mostly one that it may declare."""
+        rng = self.scene.rng
+        relay = self.kind == "relay"
+        kind = (
+            rng.choice(sorted(frames.DECLARED_KINDS))
+            if rng.random() < 0.995
+            else rng.choice((0, 1, 0x49, 255, 1 << 30))
+        )
+        hop_class, site = (HopClass.MESH, "") if relay else (HopClass.TO_WAN, "ams")
+        if relay and rng.random() < 0.3:
+            hop_class = HopClass.FROM_WAN
+        elif relay and rng.random() < 0.4 and kind not in ANSWER_KINDS:
+            hop_class, site = HopClass.TO_WAN, rng.choice(("ber", "ber", "evil", "nowhere"))
+        if rng.random() < 0.005:
+            hop_class, site = rng.choice(list(HopClass)), rng.choice(SITES)
+        alias = rng.randrange(16) if rng.random() < 0.99 else rng.choice((63, 64, 1023, 65_535))
+        groups = ["g"] * rng.randrange(2) if rng.random() < 0.9 else [str(n) for n in range(256)]
+        name = self.name(("calm.news", "other.topic") if kind == Kind.PUBLISH else CLUSTERS)
+        if not name:
+            return
+        self.say(
+            frames.Declare(alias, kind, name[:255], self.key_id(), self.sender_id(), rng.random() < 0.7, groups, self.count(), int(hop_class), site)
+        )  # fmt: skip
+
+    def data(self) -> None:
+        """A data frame of any kind under any alias."""
+        rng = self.scene.rng
+        way = rng.random()
+        if way < 0.25 and self.port.frames:
+            # What an honest sender said, again, as if it came from there.
+            said, whose = rng.choice(self.port.frames)
+            frame = bytearray(said)
+            if whose is not None and rng.random() < 0.9:
+                relay = self.kind == "relay"
+                hop_class, site = (HopClass.MESH, "") if relay else (HopClass.TO_WAN, "ams")
+                self.say(
+                    msgspec.structs.replace(
+                        whose, alias=17, hop_class=int(hop_class), site=site, member=0
+                    )
+                )
+                frame[6:10] = (17).to_bytes(4, "little")
+            elif rng.random() < 0.9:
+                frame[6:10] = rng.randrange(16).to_bytes(4, "little")
+            if frame[KIND_AT] not in ANSWER_KINDS and rng.random() < 0.5:
+                own = LINK_HOP ^ self.neighbor.own_hop
+                frame[10:18] = (rng.randrange(1, 1 << 30) | own).to_bytes(8, "little")
+            if rng.random() < 0.3:
+                frame[rng.randrange(26, len(frame)) if len(frame) > 26 else 5] ^= (
+                    1 << rng.randrange(8)
+                )
+            if rng.random() < 0.1:
+                frame[5] = rng.choice((2 | rng.randrange(16) << 4, 1, 2, 4, 128))
+            self.send(bytes(frame))
+            return
+        kind = rng.choice(DATA_KINDS)
+        if way > 0.27:
+            # One that its alias stands for, so that it gets past the first look.
+            routes = [(n, r) for n, r in enumerate(self.neighbor.routes[:64]) if r is not None]
+            while len(routes) < 2 and rng.random() < 0.97:
+                self.declare()
+                routes = [(n, r) for n, r in enumerate(self.neighbor.routes[:64]) if r is not None]
+            if routes:
+                alias, route = rng.choice(routes)
+                kind = route.kind
+            else:
+                alias = 0
+        else:
+            alias = rng.choice((rng.randrange(20), (1 << 32) - 1))
+        flags = 0 if rng.random() < 0.98 else rng.randrange(256)
+        deadline = rng.choice((0, 1, self.router.now_us + 1_000_000, (1 << 63) - 1, -1, -(1 << 63)))
+        hop = self.hop()
+        own = LINK_HOP ^ self.neighbor.own_hop
+        if (
+            kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.STREAM)
+            and rng.random() < 0.9
+        ):
+            hop = rng.randrange(1, 1 << 30) | own
+        if kind in frames.TUNNEL_KINDS:
+            body = rng.randbytes(rng.choice((0, 1, 1, 30)))
+        else:
+            count = (
+                rng.choice((1, 1, 1, 3)) if rng.random() < 0.98 else rng.choice((0, (1 << 32) - 1))
+            )
+            end = rng.choice((0, 1, self.scene.net.now_us, (1 << 63) - 1)).to_bytes(8, "little")
+            end += rng.choice((0, 1000, (1 << 32) - 1)).to_bytes(4, "little") + count.to_bytes(
+                4, "little"
+            )
+            end += rng.choice((0, 1, 5, (1 << 63) - 1, (1 << 64) - 1)).to_bytes(8, "little")
+            body = end + rng.randbytes(rng.choice((13, 60, 60, 200)))
+        self.send(HOP.pack(22 + len(body), kind, flags, alias, hop, deadline) + body)
+
+    def tunnel(self) -> None:
+        rng = self.scene.rng
+        hops = [*self.neighbor.tunnels][:16]
+        hop = rng.choice(hops) if hops and rng.random() < 0.7 else self.hop()
+        self.send(
+            tunnel_frame(
+                rng.choice(frames.TUNNEL_KINDS), hop, rng.randbytes(rng.choice((0, 1, 1, 16, 500)))
+            )
+        )
+
+    def gap(self) -> None:
+        """A loss that never was, of anybody."""
+        rng = self.scene.rng
+        name = self.name(("calm.news", "calm.news", "quiet", "other.topic"))
+        if not name:
+            return
+        kind = (
+            rng.choice((Kind.PUBLISH, Kind.PUBLISH, Kind.BROADCAST))
+            if rng.random() < 0.98
+            else rng.randrange(256)
+        )
+        count = rng.choice((0, 1, 5, frames.UNKNOWN_COUNT, (1 << 32) - 1))
+        site = "ams" if self.kind == "site" else rng.choice(("", "", "ber", "evil"))
+        self.say(
+            frames.Gap(int(kind), name[:255], self.key_id(), self.sender_id(), self.count(), count, rng.choice(TEXTS), rng.random() < 0.8,
+                       ["g"] * rng.randrange(2), self.count(), site)
+        )  # fmt: skip
+
+    def fail(self) -> None:
+        rng = self.scene.rng
+        cause = rng.randrange(8) if rng.random() < 0.9 else rng.choice((-1, 255, 1 << 63))
+        self.say(frames.Fail(self.hop(), cause, rng.choice(TEXTS), rng.random() < 0.5))
+
+    def roster(self) -> None:
+        rng = self.scene.rng
+        members = [
+            rng.choice(
+                ("a.1", "\x1b[2J", "é" * 64, f"{self.scene.net.routers[B].relay_id.hex()}.1")
+            )
+            for _ in range(rng.choice((0, 1, 3, 3, 500)))
+        ]
+        self.say(
+            (frames.Roster if rng.random() < 0.5 else frames.Done)(
+                self.hop() & (1 << 63) - 1, members
+            )
+        )
+
+    def credit(self) -> None:
+        rng = self.scene.rng
+        hops = [
+            hop for kind, hop in self.port.hops if kind == Kind.PUSH and hop in self.neighbor.handed
+        ]
+        if rng.random() < 0.03:
+            hops = [self.hop()]
+        if not hops:
+            return
+        chosen = [rng.choice(hops) for _ in range(rng.randrange(4))]
+        self.say(
+            frames.Credit(
+                self.count(),
+                rng.choice((Kind.PUSH, Kind.REQUEST, 0)),
+                chosen,
+                chosen[:1] if rng.random() < 0.1 else [],
+            )
+        )
+
+    def beat(self) -> None:
+        rng = self.scene.rng
+        version = self.version if rng.random() < 0.8 else self.count()
+        self.say(
+            frames.Beat(
+                rng.choice((self.router.now_us, self.count())), self.count(), self.count(), version
+            )
+        )
+
+    def small(self) -> None:
+        """RESYNC, LOADS, peers, and frames that only sessions send."""
+        rng = self.scene.rng
+        loads = [
+            frames.Load(
+                rng.choice((0x40, 0, -1)),
+                self.name(CLUSTERS)[:255] or "a",
+                self.key_id(),
+                min(self.count(), (1 << 32) - 1),
+            )
+            for _ in range(3)
+        ]
+        bodies: list[frames.Control] = [
+            frames.Resync(self.count()), frames.Resync(0), frames.AskPeers(), frames.Loads(loads),
+            frames.Peers([frames.PeerEntry(rng.randbytes(16), ["192.0.2.7:9", "localhost:1"])] * rng.randrange(4)),
+        ]  # fmt: skip
+        if rng.random() < 0.05:
+            bodies = [
+                frames.Bye("\x1b"), frames.Error("\x1b[2J" * 40), frames.Join(1, "quiet", [KEY.key_id], {0x40: frames.Serving(1, 1)}),
+                frames.Members(1, "quiet", [KEY.key_id]), frames.Status(1), frames.Drain(1), frames.Ping(1), frames.Ack(1),
+                frames.Membership(1), frames.Hello(1, 1), frames.Unsubscribe(1, "calm.>"),
+            ]  # fmt: skip
+        self.say(rng.choice(bodies))
+
+    def port_full(self) -> None:
+        """It stops reading, or reads again."""
+        self.port.room = self.scene.rng.choice((None, 0, 3))
+        self.router.writable(self.neighbor)
+
+    def flap(self) -> None:
+        self.disconnect()
+        self.connect()
+
+    def act(self, deed: str = "") -> str:
+        """Do one thing; return what."""
+        if self.neighbor.closed:
+            self.connect()
+        if not deed:
+            deed = self.scene.rng.choices(DEEDS, _WEIGHTS)[0]
+        getattr(self, deed)()
+        return deed
+
+
+DEEDS: Final = (
+    "interest", "declare", "data", "tunnel", "gap", "fail", "roster", "credit", "beat", "small", "port_full", "flap",
+)  # fmt: skip
+_WEIGHTS: Final = (20, 20, 40, 6, 6, 8, 5, 5, 4, 5, 1, 1)
+
+
+def pong(delivery: Delivery) -> None:
+    """Answer a request or survey, and be done with a push."""
+    if delivery.flow.kind == Kind.PUSH:
+        delivery.finish()
+    else:
+        delivery.reply(b"pong", None, False)
+
+
+class Scene:
+    """Two relays, a friendly site, their sessions, and the adversaries. One seed says everything that happens."""
+
+    def __init__(self, seed: int, kinds: Sequence[str] = ("relay", "site")) -> None:
+        self.rng = random.Random(seed)
+        self.steps = 0
+        self.did: Counter[str] = Counter()
+        self.drawn: Counter[str] = Counter()
+        """How the calls ended that adversaries may have drawn to themselves."""
+        self.net = net = Network(relays=3, limits=Limits(aliases=1024, pending=256))
+        net.now_us += seed % 1000
+        for router, site in zip(net.routers, ("ams", "ams", "ber"), strict=True):
+            router.abroad.site = site
+        self.honest = [*net.link(A, B), *self._connect(A, C)]
+        self.alice = net.host("alice", relay=A)
+        self.bob = net.host("bob", relay=B)
+        self.carol = net.host("carol", relay=C)
+        self.sessions = (self.alice, self.bob, self.carol)
+        self.quiet = self.bob.serve("quiet", pong)
+        self.alice.serve("contested", pong)
+        self.bob.serve("contested", pong)
+        self.carol.serve("far", pong)
+        self.inboxes = [host.subscribe("calm.*") for host in self.sessions]
+        self.bob.subscribe("calm.*", group="g")
+        self.settle()
+        self.sent = 0
+        for host in self.sessions:
+            host.publish("calm.news", b"x")
+        self.settle()
+        flows = [host.session.out.flow(Kind.PUBLISH, "calm.news", KEY) for host in self.sessions]
+        self.sender_ids = [flow.sender_id for flow in flows]
+        for inbox in self.inboxes:
+            inbox.messages.clear()
+        self.calls: deque[Result] = deque()
+        self.tunnel = self._open_tunnel()
+        self.settle()
+        self.adversaries = [Adversary(self, "relay", at) for at in (A, B) if "relay" in kinds]
+        if "site" in kinds:
+            self.adversaries.append(Adversary(self, "site", A))
+
+    def _connect(self, one: int, other: int) -> tuple[WanEnd, WanEnd]:
+        net = self.net
+        routers = net.routers[one], net.routers[other]
+        ends = WanEnd(net, routers[0]), WanEnd(net, routers[1])
+        hellos = routers[0].hello(routers[0].now_us), routers[1].hello(0)
+        ends[0].other, ends[1].other = ends[1], ends[0]
+        ends[0].link = routers[0].wan_up(ends[0], hellos[1], routers[1].site, 0)
+        ends[1].link = routers[1].wan_up(ends[1], hellos[0], routers[0].site, 0)
+        net.ends += ends
+        return ends
+
+    def _open_tunnel(self) -> TunnelEnd:
+        end = self.alice.open_tunnel("quiet")
+        self.net.run()
+        return end
+
+    def settle(self) -> None:
+        for _ in range(8):
+            self.net._move()
+            self.net._advance(25_000)
+        self.net.run()
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def step(self, who: int = -1, deed: str = "") -> None:
+        """One adversary does something; from time to time what it caused moves on, and honest sessions call what it claims."""
+        self.steps += 1
+        rng = self.rng
+        number = rng.randrange(len(self.adversaries)) if who < 0 else who % len(self.adversaries)
+        self.did[self.adversaries[number].act(deed)] += 1
+        if self.steps % 8 == 0:
+            self.net._move()
+        if self.steps % 16 == 0:
+            self.draw()
+        if self.steps % 32 == 0:
+            self.net._advance(rng.choice((1_000, 20_000, 200_000)))
+            self.net._move()
+
+    def draw(self) -> None:
+        """Honest sessions use what the adversaries may have claimed: that may fail, and must end."""
+        rng = self.rng
+        host = rng.choice(self.sessions)
+        way = rng.randrange(5)
+        if way == 0:
+            self.calls.append(host.request(rng.choice(("contested", "bait")), b"?", timeout_ms=500))
+        elif way == 1:
+            host.push(rng.choice(("contested", "bait")), b"?", timeout_ms=500)
+        elif way == 2:
+            host.survey(rng.choice(("contested", "bait")), b"?", timeout_ms=500)
+        elif way == 3 and rng.random() < 0.3:
+            host.open_tunnel("bait")
+        else:
+            host.publish("other.topic", b"hm")
+            host.publish("bait", b"hm", kind=Kind.BROADCAST)
+
+    # -- what must hold --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Nothing honest ended, all accounts balance, every table is within its bound."""
+        for end in self.honest:
+            if end.link.closed or end.why:
+                raise Broken(f"an honest connection ended: {end.why!r}")
+        for host in self.sessions:
+            if host.session.state != "up" or host.ended_because or host.peer.closed:
+                raise Broken(f"{host.label}'s session ended: {host.ended_because!r}")
+        for router in self.net.routers:
+            if router.accounts.balance():
+                raise Broken(f"an account does not balance: {router.accounts.report(0)}")
+            for neighbor in router.neighbors.values():
+                self._bounded(neighbor)
+
+    def _bounded(self, neighbor: Neighbor) -> None:
+        bounds = {
+            "routes": (len(neighbor.routes), 1024),
+            "pending": (neighbor.pending, 256 + 64),
+            "handed": (len(neighbor.handed), 4096),
+            "tunnels": (len(neighbor.tunnels), 4096),
+            "gaps": (len(neighbor.gaps), 4096),
+            "told": (len(getattr(neighbor, "told_us", ())), 4096),
+        }
+        for name, (size, most) in bounds.items():
+            if not 0 <= size <= most:
+                raise Broken(f"{name} of a neighbor: {size}, and the bound is {most}")
+
+    def probe(self) -> None:
+        """The honest sessions talk to each other, and nobody hinders them."""
+        self.settle()
+        self.check()
+        self._sum_up()
+        self.sent += 1
+        text = b"%d" % self.sent
+        if not self.tunnel.open or self.tunnel.ended:
+            raise Broken("the tunnel of two honest members ended")
+        self.tunnel.write(memoryview(text), 0)
+        self.tunnel.flush()
+        call = self.alice.request("quiet", text, timeout_ms=5000)
+        far = self.alice.request("far", text, timeout_ms=5000)
+        survey: Answers = self.alice.survey("quiet", text, timeout_ms=5000)
+        self.alice.publish("calm.news", b"a" + text)
+        self.bob.publish("calm.news", b"b" + text)
+        self.carol.publish("calm.news", b"c" + text)
+        self.settle()
+        self.check()
+        for what, result in (("quiet", call), ("far", far)):
+            if result.error is not None:
+                raise Broken(f"a request of {what} failed: {result.error!r}")
+            if not result.done() or result.value != b"pong":
+                raise Broken(f"a request of {what} was not answered")
+        if survey.payloads != [b"pong"] or survey.end != ([], None):
+            raise Broken(f"a survey: {survey.payloads} {survey.end} {survey.faults}")
+        chunk = self.quiet.tunnels[0].next_chunk()
+        if chunk is None or bytes(chunk[1]) != text:
+            raise Broken(f"a tunnel brought {chunk} and not {text!r}")
+        for host, inbox in zip(self.sessions, self.inboxes, strict=True):
+            self._heard(host, inbox, text)
+
+    def _sum_up(self) -> None:
+        """Count the calls that ended."""
+        waiting: deque[Result] = deque()
+        for call in self.calls:
+            if not call.done():
+                waiting.append(call)
+            elif call.error is not None:
+                self.drawn["failed"] += 1
+            elif call.value == b"pong":
+                self.drawn["answered"] += 1
+            else:
+                raise Broken("an adversary made up an answer")
+        self.calls = waiting
+        if len(waiting) > 1000:
+            raise Broken("calls that an adversary drew to itself do not end")
+
+    def _heard(self, host: Host, inbox: Inbox, text: bytes) -> None:
+        heard = sorted(payload for payload in inbox.payloads if payload[1:] == text)
+        strange = [p for p in inbox.payloads if p[1:] != text]
+        if heard != [b"a" + text, b"b" + text, b"c" + text] or strange:
+            raise Broken(
+                f"{host.label} heard {inbox.payloads} of round {text!r}; gaps {inbox.gaps[-3:]}"
+            )
+        inbox.messages.clear()
+        inbox.gaps.clear()
+
+    def rest(self) -> None:
+        """The adversaries go: every call ends, and nothing is left of them."""
+        for adversary in self.adversaries:
+            adversary.disconnect()
+        self.net.pass_time(12)
+        self.probe()
+        self._sum_up()
+        if self.calls:
+            raise Broken("a call that an adversary drew to itself never ended")
