@@ -22,6 +22,7 @@ LINKS = ("tests/adversity/test_links.py",)
 SESSION_PORT = ("tests/unit/relay/test_session_port.py",)
 FLAGS = ("tests/protocol/test_flags.py",)
 ANSWERS = ("tests/protocol/test_strange_keys.py", *RULES)
+QUOTAS = ("tests/protocol/test_quotas.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -403,5 +404,86 @@ SABOTAGES = (
         "end - start < TUNNEL_BODY_AT",
         ("tests/protocol/test_passing_on.py",),
         "a session cuts a link with a record that is too long for it",
+    ),
+    Sabotage(
+        "quota-user",
+        "relay/core/quotas.py",
+        "Table.has_room",
+        "and mine <= all_but_a_quarter(self.limit)",
+        "",
+        QUOTAS,
+        "one user fills a table that all share",
+    ),
+    Sabotage(
+        "quota-total",
+        "relay/core/quotas.py",
+        "Table.has_room",
+        "self.total + count <= self.limit and",
+        "",
+        QUOTAS,
+        "users together fill a table beyond its bound",
+    ),
+    Sabotage(
+        "quota-given",
+        "relay/core/quotas.py",
+        "Table.give",
+        "self.total -= count",
+        "pass",
+        QUOTAS,
+        "what a session gave back is never free again",
+    ),
+    Sabotage(
+        "share-session",
+        "relay/core/quotas.py",
+        "_is_over",
+        "share.held >= max(1, limit // 2) and not origin.hop_class",
+        "False",
+        QUOTAS,
+        "one session takes all the places of a link",
+    ),
+    Sabotage(
+        "share-user",
+        "relay/core/quotas.py",
+        "_is_over",
+        "share.whole.held >= all_but_a_quarter(limit)",
+        "False",
+        QUOTAS,
+        "one user takes all the places of a link",
+    ),
+    Sabotage(
+        "share-counted",
+        "relay/core/quotas.py",
+        "hold",
+        "share.more()",
+        "pass",
+        QUOTAS,
+        "calls over a link count in nobody's share",
+    ),
+    Sabotage(
+        "members-quarter",
+        "relay/core/control.py",
+        "SessionControl._members_error",
+        "session.keyed + count > max(MAX_KEY_IDS, members.limit // 4)",
+        "False",
+        QUOTAS,
+        "one session has all members of a relay",
+    ),
+    Sabotage(
+        "call-outlived",
+        "relay/core/calls.py",
+        "Calls.expire",
+        "now_us >= self._outlived_us",
+        "False",
+        QUOTAS,
+        "a call without a deadline holds its place for ever",
+    ),
+    Sabotage(
+        "member-handed",
+        "relay/core/calls.py",
+        "Calls._give",
+        "len(neighbor.handed) >= MAX_HANDED",
+        "False",
+        QUOTAS,
+        "a member that finishes nothing is handed without end",
     ),
 )
