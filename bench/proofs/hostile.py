@@ -1,7 +1,7 @@
 """N steps of a relay with the network key and of a pinned site that send whatever is well framed, among honest relays and sessions.
 
 The adversaries are those of `tests/support/hostile`, which `make test` plays for some seconds. What a seed breaks is named with its
-seed and step. What it costs the others in time is measured on real processes by the tests in tests/adversity, not here.
+seed and step. All of it is in memory and in virtual time: what a flood costs the others in time is not measured here.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def run(count: int, seed: int) -> Proof:
     did = {name.removeprefix("did "): n for name, n in total.items() if name.startswith("did ")}
     proof.figures = {
         "steps": f"{count:,}: {len(tasks)} lives, seeds {seed} to {seed + len(tasks) - 1}, and one of {long:,}",
-        "what they did": ", ".join(f"{n:,} {name}" for name, n in sorted(did.items(), key=lambda item: -item[1])),
-        "connections of their own that it cost them": f"{offences.total():,}, by {len(offences)} rules",
+        "what they did in the lives of their own": ", ".join(f"{n:,} {name}" for name, n in sorted(did.items(), key=lambda item: -item[1])),
+        "connections of theirs that it cost them": f"{offences.total():,}, by {len(offences)} rules",
         "times that honest sessions were heard": f"{total['probes']:,}: requests, surveys and publications between 3 relays and 2 sites",
         "calls that they may have drawn to themselves": f"{total['answered']:,} answered by members, {total['failed']:,} failed, none waits",
         "the long life's second half took": f"{grown_mb:.1f} MB more",

@@ -5,20 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from protocol.kit import (
-    FRESHNESS_US,
-    KEY,
-    LIMIT,
-    OTHER_KEY,
-    Host,
-    Network,
-    Result,
-    control_of,
-    kind_of,
-)
+from protocol.kit import KEY, LIMIT, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
-from iris.core import guard as guard_module
-from iris.core.guard import Guard
 from iris.core.parties import Delivery
 from iris.errors import (
     ConnectionLost,
@@ -29,7 +17,6 @@ from iris.errors import (
     RequestTimeout,
 )
 from iris.wire import frames
-from iris.wire.codec import encode_control
 from iris.wire.frames import Kind, Refusal
 from relay.core.router import Limits
 
@@ -609,45 +596,3 @@ def test_a_status_that_is_too_long_for_a_frame_is_answered_with_numbers(
     net.run()
     assert json.loads(report.message.document)["counts"]["sessions"] == 1
     assert not host.ended_because
-
-
-def test_a_relays_word_of_a_loss_drops_nothing_that_comes(net: Network) -> None:
-    alice, bob = net.host("alice"), net.host("bob")
-    inbox = bob.subscribe("news")
-    alice.publish("news", b"0")
-    net.run()
-    flow = alice.session.out.flow(Kind.PUBLISH, "news", KEY)
-    for first, count in ((1, 5), ((1 << 63) - 1, 5), (0, 1 << 31), (1 << 62, 0)):
-        bob.hear(
-            encode_control(
-                frames.Gap(
-                    Kind.PUBLISH, "news", KEY.key_id, flow.sender_id, first, count, "it says so"
-                )
-            )
-        )
-        alice.publish("news", b"next")
-        net.run()
-    assert inbox.payloads == [b"0", *[b"next"] * 4]
-    told = len(inbox.gaps)
-    flow.first += 3
-    alice.publish("news", b"last")
-    net.run()
-    assert [gap.count for gap in inbox.gaps[told:]] == [3], "a true loss still shows"
-
-
-def test_senders_that_a_relay_makes_up_take_nobodys_place(net: Network) -> None:
-    alice = net.host("alice")
-    bob = net.host("bob", guard=Guard(FRESHNESS_US, max_sequences=8))
-    inbox = bob.subscribe("news")
-    for number in range(2000):
-        bob.hear(
-            encode_control(
-                frames.Gap(
-                    Kind.PUBLISH, "news", KEY.key_id, number.to_bytes(16), 0, 1, "it says so"
-                )
-            )
-        )
-    alice.publish("news", b"hello")
-    net.run()
-    assert inbox.payloads == [b"hello"]
-    assert len(bob.guard._announced) <= guard_module.MAX_ANNOUNCED

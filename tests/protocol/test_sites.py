@@ -811,26 +811,3 @@ def test_a_relay_that_knows_no_site_learns_it_from_a_link() -> None:
     net.link(0, 1)
     assert [router.site for router in net.routers] == ["ams", "ams"]
     assert isinstance(net.routers[1], Router)
-
-
-def test_what_a_gateway_forgot_of_a_site_costs_nobody_a_connection_when_it_ends_after_all() -> None:
-    net = Sites("ams", "ber")
-    net.routers[0].limits.pending = 4
-    ours, theirs = net.connect(0, 1)
-    alice, bob = net.host("alice"), net.host("bob", relay=1)
-    service = bob.serve("slow")
-    net.settle()
-    for _ in range(4):
-        alice.push("slow", timeout_ms=100)
-    net.settle()
-    assert len(service.deliveries) == 4
-    net.pass_time(12)
-    alice.push("slow", timeout_ms=1000)  # makes room: those from then are given up
-    net.settle()
-    assert len(service.deliveries) == 5
-    for delivery in service.deliveries:
-        delivery.finish()
-    net.settle()
-    assert (ours.why, theirs.why) == ("", "")
-    assert not ours.link.closed
-    net.check()

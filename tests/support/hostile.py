@@ -362,6 +362,28 @@ class Adversary:
             body = end + rng.randbytes(rng.choice((13, 60, 60, 200)))
         self.send(HOP.pack(22 + len(body), kind, flags, alias, hop, deadline) + body)
 
+    def answer(self) -> None:
+        """An answer to something that it was handed: of its address, or of another."""
+        rng = self.scene.rng
+        handed = list(self.neighbor.handed.items())[:32]
+        if not handed:
+            return
+        hop, call = rng.choice(handed)
+        kind = rng.choice(ANSWER_KINDS if rng.random() < 0.5 else (Kind.REPLY, Kind.ANSWER))
+        name = call.route.name if rng.random() < 0.6 else self.name(CLUSTERS)
+        key_id = call.route.key_id if rng.random() < 0.6 else self.key_id()
+        if not name:
+            return
+        relay = self.kind == "relay"
+        hop_class, site = (HopClass.MESH, "") if relay else (HopClass.TO_WAN, "ams")
+        self.say(
+            frames.Declare(
+                18, kind, name[:255], key_id, self.sender_id(), hop_class=int(hop_class), site=site
+            )
+        )
+        body = bytes(12) + (1).to_bytes(4, "little") + rng.randbytes(8 + 60)
+        self.send(HOP.pack(22 + len(body), kind, 0, 18, hop, 0) + body)
+
     def tunnel(self) -> None:
         rng = self.scene.rng
         hops = [*self.neighbor.tunnels][:16]
@@ -481,9 +503,9 @@ class Adversary:
 
 
 DEEDS: Final = (
-    "interest", "declare", "data", "tunnel", "gap", "fail", "roster", "credit", "beat", "small", "port_full", "flap",
+    "interest", "declare", "data", "answer", "tunnel", "gap", "fail", "roster", "credit", "beat", "small", "port_full", "flap",
 )  # fmt: skip
-_WEIGHTS: Final = (20, 20, 40, 6, 6, 8, 5, 5, 4, 5, 1, 1)
+_WEIGHTS: Final = (20, 20, 40, 8, 6, 6, 8, 5, 5, 4, 5, 1, 1)
 
 
 def pong(delivery: Delivery) -> None:
