@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,9 +83,43 @@ def shared_bridge(world: World) -> Bridge:
     )
 
 
+class _Restarted:
+    """The bridge of ws and wss, which is started again when nng 1.11 has ended it: that happens as a connection of those ends."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._bridge: Bridge | None = None
+
+    def running(self) -> Bridge:
+        if self._bridge is None or self._bridge.hit_by_nng:
+            self._bridge = _ws_bridge(self._world)
+        return self._bridge
+
+
 @pytest.fixture(scope="session")
-def ws_bridge(world: World) -> Bridge:
-    """One of its own for ws and wss: nng 1.11 may crash as a connection of those ends."""
+def _restarted(world: World) -> _Restarted:
+    return _Restarted(world)
+
+
+@pytest.fixture
+def ws_bridge(_restarted: _Restarted) -> Bridge:
+    """One of its own for ws and wss."""
+    return _restarted.running()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A test whose bridge nng's own fault has ended shows nothing: it is skipped, and says so."""
+    try:
+        return (yield)
+    except Exception:
+        bridge = pyfuncitem.funcargs.get("ws_bridge")
+        if isinstance(bridge, Bridge) and bridge.hit_by_nng:
+            pytest.skip("nng 1.11 ended the bridge by its fault over ws (docs/bridges-sp.md)")
+        raise
+
+
+def _ws_bridge(world: World) -> Bridge:
     tls = f'tls_cert = "{world.root}/server.pem"\ntls_key = "{world.root}/server.key"'
     return Bridge(
         world,

@@ -83,6 +83,12 @@ class Bridge(Process):
         if ready:
             self.logged("bridge.ready")
 
+    @property
+    def hit_by_nng(self) -> bool:
+        """Whether nng's own fault over ws ended it: `docs/bridges-sp.md` says which."""
+        aborted = self.process.poll() == -signal.SIGABRT
+        return aborted and "panic: pthread_mutex_lock" in self.written()
+
     def url(self, socket: str) -> str:
         """Return where an entry listens."""
         (line,) = [line for line in self.events("bridge.open") if line["socket"] == socket]
