@@ -2,12 +2,11 @@
 
 What a neighbor was handed stands in its `handed` table under a hop id that this relay chose, so an answer is accepted from
 that neighbor alone. A refusal brings the frame itself back, over links too, to the relay of the caller: no relay keeps
-bodies. The exception is what waits because a relay that served it a moment ago may come back: a bounded queue.
+bodies. The exception is what waits because a relay that served it a moment ago may come back (parking.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -39,6 +38,7 @@ from relay.core.balance import pick
 from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest, Load
 from relay.core.mesh import NEVER_US, Mesh
+from relay.core.parking import Parked, Parking, Prospect
 from relay.core.ports import Accounts
 from relay.core.quotas import Quotas, hold, is_over
 from relay.core.session import Handed, Neighbor, Route, Session, Target, kind_name
@@ -58,26 +58,7 @@ LIFE_US: Final = 3_600_000_000
 """A call without a deadline is waited for no longer."""
 MAX_HANDED: Final = 262_144
 """What a session of this relay may have been handed and not finished: its byte limits are its own word."""
-PARKED_BYTES: Final = 16 << 20
-"""Most that waits for a relay to come back; of one session half as much."""
 _NUMBERS: Final = (1 << 62) - 1
-PARKED_US: Final = 50_000
-"""How often what waits is looked at when nothing changes."""
-
-
-class Parked:
-    """A call that nobody serves now, and that a relay whose link was lost may serve in a moment."""
-
-    __slots__ = ("deadline_us", "frame", "hop", "origin", "route")
-
-    def __init__(
-        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, frame: bytes
-    ) -> None:
-        self.origin = origin
-        self.route = route
-        self.hop = hop
-        self.deadline_us = deadline_us
-        self.frame = frame
 
 
 class Calls:
@@ -88,7 +69,6 @@ class Calls:
         neighbors: dict[int, Neighbor],
     ) -> None:  # fmt: skip
         self._accounts = accounts
-        self._quotas = quotas
         self._interest = interest
         self._limits = limits
         self._neighbors = neighbors
@@ -96,14 +76,10 @@ class Calls:
         self.abroad: Federation
         self._last_hop = 0
         self._now_us = 0
-        self.parked: deque[Parked] = deque()
-        self._parked_tunnels: set[tuple[int, int]] = set()
-        """Number of the opener and its hop id."""
-        self._parked_version = 0
-        self._unpark_us = NEVER_US
+        self.parking = Parking(accounts, interest, quotas.parked, self._prospect, self._unparked)
         self._outlived_us = NEVER_US
         """When the first of the calls without a deadline is waited for no more."""
-        self.tunnels = Tunnels(accounts, self._ended, self._give_up)
+        self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
         self.surveys = Surveys(
             relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
         )
@@ -133,7 +109,7 @@ class Calls:
         if hop & neighbor.own_hop_mask == neighbor.own_hop:
             raise PeerProtocolError("a hop id of those that this relay chooses")
         if kind == Kind.TUNNEL_OPEN and (
-            hop in neighbor.tunnels or (neighbor.number, hop) in self._parked_tunnels
+            hop in neighbor.tunnels or self.parking.holds_opening(neighbor, hop)
         ):
             raise PeerProtocolError(f"tunnel {hop} is open already")
         self._accounts.in_ += 1
@@ -329,38 +305,19 @@ class Calls:
                     handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
         self._outlived_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
-    # -- waiting for a relay to come back --------------------------------------------------------------------
+    # -- nobody there, for now -------------------------------------------------------------------------------
 
     def _nobody(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         """Nobody serves it: final, unless a relay may come back that does, or none was found yet."""
-        size = end - start
-        if origin.hop_class or not self._might_serve(route):
-            handed = Handed(origin, hop, route, size)
-            handed.waits = False
-            self._unhanded(handed, buf, start, end)
-        elif error := self._parked_error(origin, size):  # type: ignore[arg-type]  # what has no hop class is a session
+        if not isinstance(origin, Session) or not self._might_serve(route):
+            self._unhanded(Handed(origin, hop, route, end - start), buf, start, end)
+            return
+        entry = Parked(origin, route, hop, deadline_us, bytes(buf[start:end]))
+        if error := self.parking.add(entry, self._now_us):
             self._accounts.refused += 1
             origin.control(Fail(hop, Cause.OVERLOADED, error))
-        else:
-            self.parked.append(Parked(origin, route, hop, deadline_us, bytes(buf[start:end])))
-            self._quotas.parked.take(origin.user, size)
-            origin.parked_bytes += size  # type: ignore[attr-defined]
-            if route.kind == Kind.TUNNEL_OPEN:
-                self._parked_tunnels.add((origin.number, hop))
-            self._accounts.out += 1  # and held, until it is unparked
-            origin.pending += 1
-            self._unpark_us = min(self._unpark_us, self._now_us + PARKED_US)
-
-    def _parked_error(self, session: Session, size: int) -> str:
-        """Return why a call more of a session may not wait for a relay to come back, or an empty text."""
-        table = self._quotas.parked
-        if session.parked_bytes + size > table.limit // 2:
-            return f"{session.parked_bytes} bytes of this session wait for a relay to come back"
-        if table.has_room(session.user, size):
-            return ""
-        return table.full(session.user, "bytes that wait for a relay to come back")
 
     def _might_serve(self, route: Route) -> bool:
         place = (route.kind, route.name, route.key_id)
@@ -368,82 +325,36 @@ class Calls:
             return True
         return self.abroad.might_serve(*place, route.site, self._now_us)
 
+    def _prospect(self, route: Route) -> Prospect:
+        self._resolve(route)
+        if route.loads or route.peers or route.sites:
+            return Prospect.SERVED
+        return Prospect.HOPED if self._might_serve(route) else Prospect.NONE
+
+    def _unparked(self, entry: Parked, *, served: bool) -> None:
+        """What waited is handed to whoever serves it now, or is final."""
+        origin, route, hop = entry.origin, entry.route, entry.hop
+        frame = memoryview(bytearray(entry.frame))
+        self._resolve(route)
+        if served:
+            self._dispatch(origin, route, hop, entry.deadline_us, frame, 0, len(frame))
+        else:
+            self._unhanded(Handed(origin, hop, route, len(frame)), frame, 0, len(frame))
+
     @property
     def deadline_us(self) -> int:
-        """When `expire` is due: for what waits here, at once after a change of the interest."""
-        if not self.parked:
+        """When `expire` is due."""
+        if not self.parking.waiting:
             return self._outlived_us
-        same = self._parked_version == self._interest.version
-        return min(self._unpark_us, self._outlived_us) if same else 0
+        return min(self.parking.deadline_us, self._outlived_us)
 
     def expire(self, now_us: int) -> None:
         """Do what is due."""
         self._now_us = now_us
         if now_us >= self._outlived_us:
             self._end_outlived()
-        if self.parked:
-            self._unpark(now_us)
-
-    def _unpark(self, now_us: int) -> None:
-        """Try what waits once more: the interest has changed, or time has passed."""
-        self._unpark_us = now_us + PARKED_US
-        self._parked_version = self._interest.version
-        verdicts: dict[tuple[int, str, bytes, str], tuple[bool, bool]] = {}
-        for _ in range(len(self.parked)):
-            entry = self.parked.popleft()
-            origin, route = entry.origin, entry.route
-            if not origin.closed:
-                late = entry.deadline_us and entry.deadline_us <= now_us
-                place = (route.kind, route.name, route.key_id, route.site)
-                verdict = verdicts.get(place)
-                if verdict is None:
-                    self._resolve(route)
-                    found = bool(route.loads or route.peers or route.sites)
-                    verdict = verdicts[place] = (found, not found and self._might_serve(route))
-                served, waits = verdict
-                if waits and not late:
-                    self.parked.append(entry)
-                    continue
-                self._resolve(route)
-            self._forget_parked(entry)
-            if origin.closed:
-                self._accounts.drop("session lost", 1)
-            elif late:
-                self._accounts.expired += 1
-                detail = "nobody came back to serve it in time"
-                origin.control(Fail(entry.hop, Cause.EXPIRED, detail))
-            else:
-                frame = memoryview(bytearray(entry.frame))
-                self._retry(entry, frame, served)
-
-    def _give_up(self, origin: Neighbor, hop: int) -> bool:
-        """A tunnel's opener wants it no more; whether its opening waited here."""
-        if (origin.number, hop) not in self._parked_tunnels:
-            return False
-        for entry in self.parked:
-            if entry.origin is origin and entry.hop == hop and entry.route.kind == Kind.TUNNEL_OPEN:
-                self.parked.remove(entry)
-                self._forget_parked(entry)
-                self._accounts.drop("given up", 1)
-                return True
-        return False
-
-    def _forget_parked(self, entry: Parked) -> None:
-        size = len(entry.frame)
-        self._quotas.parked.give(entry.origin.user, size)
-        entry.origin.parked_bytes -= size  # type: ignore[attr-defined]
-        self._parked_tunnels.discard((entry.origin.number, entry.hop))
-        self._accounts.out -= 1
-        entry.origin.pending -= 1
-
-    def _retry(self, entry: Parked, frame: memoryview, served: bool) -> None:
-        origin, route, hop = entry.origin, entry.route, entry.hop
-        if served:
-            self._dispatch(origin, route, hop, entry.deadline_us, frame, 0, len(frame))
-        else:
-            handed = Handed(origin, hop, route, len(frame))
-            handed.waits = False
-            self._unhanded(handed, frame, 0, len(frame))
+        if self.parking.waiting:
+            self.parking.expire(now_us)
 
     # -- back from members -----------------------------------------------------------------------------------
 

@@ -28,13 +28,14 @@ from iris.wire.names import (
     check_topic,
     printable,
 )
-from relay.core.calls import PARKED_BYTES, Calls
+from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.control import SessionControl
 from relay.core.federation import Federation
 from relay.core.interest import MAX_SHOWN, Interest, Member
 from relay.core.link import Link
 from relay.core.mesh import NEVER_US, Mesh
+from relay.core.parking import PARKED_BYTES
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
 from relay.core.ports import Accounts, Port
@@ -328,7 +329,7 @@ class Router:
     def held_messages(self) -> int:
         """Messages that ports took and have not written."""
         waiting = sum(neighbor.port.held_messages for neighbor in self.neighbors.values())
-        return waiting + len(self._calls.parked)
+        return waiting + len(self._calls.parking.waiting)
 
     def _members(self) -> Iterator[Member]:
         for session in self.sessions.values():
@@ -361,7 +362,7 @@ class Router:
             "accounts": self.accounts.report(self.held_messages),
             **self.mesh.status(self.now_us),
             **self.abroad.status(),
-            "parked": len(self._calls.parked),
+            "parked": len(self._calls.parking.waiting),
             "quotas": self.quotas.status(),
             **self.status_extra(),
         }

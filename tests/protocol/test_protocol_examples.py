@@ -36,7 +36,7 @@ from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay import compression, ports, sessions
 from relay.compression import expanded, frames_in
 from relay.config import lan
-from relay.core import calls, control, link, sites
+from relay.core import calls, control, link, parking, sites
 from relay.core.router import Limits
 from relay.store import channels
 from relay.store.authority import Authority
@@ -519,7 +519,7 @@ LIMITS: Final = {
         Limits().all_subscriptions,
     ),
     "watches of all sessions of a relay": Limits().all_watches,
-    "calls of all sessions of a relay that wait for another to come back": calls.PARKED_BYTES,
+    "calls of all sessions of a relay that wait for another to come back": parking.PARKED_BYTES,
     "members with their key ids, and topics, that are kept of another relay": link.MAX_COPY,
     "addresses, and topics, that are kept of another site": sites.MAX_WANTED,
     "calls handed over a link or WAN connection and not finished": _CONFIG.max_pending_per_session,

@@ -492,8 +492,7 @@ def test_a_site_that_credits_what_was_swept_keeps_its_connection() -> None:
 def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (calls_module, router_module):
-        monkeypatch.setattr(module, "PARKED_BYTES", 16 * 118)
+    monkeypatch.setattr(router_module, "PARKED_BYTES", 16 * 118)
     net = Network(relays=2)
     ends = net.link(0, 1)
     net.host("bob", relay=1).serve("db", reply(b"pong"))
