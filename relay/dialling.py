@@ -432,7 +432,9 @@ class Dialler:
                 return Outcome(LINKED, wanted)  # it has dialled us meanwhile
             if target.stranger and not self._may_dial(address):
                 self.held_back += 1
-                outcome = Outcome("too many relays are announced at once: it is tried later")
+                outcome = Outcome(
+                    "too many relays are announced at once; this one will be dialled later"
+                )
                 continue
             found = await self._dial(target, address)
             answered = found.what in (UP, LINKED)

@@ -142,7 +142,9 @@ async def _report(relay: str | None, timeout: float) -> dict[str, Any]:
     async with iris.connect(relay) as client:
         report = await client.status(timeout=timeout)
     if "limited" in report:
-        raise iris.IrisError(f"the relay names no other sites to us: {report['limited']}")
+        raise iris.IrisError(
+            f"the relay does not show other sites to this connection: {report['limited']}"
+        )
     return report
 
 

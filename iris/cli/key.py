@@ -298,8 +298,8 @@ async def _check_everybody_holds(
                 report = await client.status()
                 if "clusters" not in report:
                     raise KeyringError(
-                        f"cannot tell who holds the new key: the relay does not name all clusters to us ({report['limited']}). If every "
-                        "member does, use --force"
+                        f"cannot check who holds the new key: the relay does not show all clusters to this connection ({report['limited']}). "
+                        "If every member holds it, use --force"
                     )
                 known = report["clusters"]
                 clusters = [cluster for cluster in known if cluster not in keyring.entries()]

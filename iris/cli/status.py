@@ -124,17 +124,17 @@ def _over(report: dict[str, Any]) -> Iterator[str]:
     for name, table in tables.items():
         if table.get("refused"):
             what = name.replace("_", " ")
-            yield f"{table['refused']} times {what} were refused: {table['held']} of {table['limit']} are taken, or a user's share is"
+            yield f"{what} refused {table['refused']} times, at the limit or at a user's share of it (now {table['held']} of {table['limit']})"
     for link in report.get("links", ()):
         if link.get("untaken") or link.get("over_share"):
-            yield f"link to {link['label']}: {link.get('untaken', 0)} entries were too many, {link.get('over_share', 0)} calls were over their sender's share"
+            yield f"link to {link['label']}: refused {link.get('untaken', 0)} entries over the limit, and {link.get('over_share', 0)} calls over their sender's share"
     if report.get("sites_untold"):
-        yield f"{report['sites_untold']} addresses and topics of this site are not told to other sites: there are too many"
+        yield f"{report['sites_untold']} addresses and topics of this site are over the limit and not shown to other sites"
     for site in report.get("sites", ()):
         if site.get("untaken") or site.get("untold") or site.get("over_share"):
             yield (
-                f"site {site['site']}: {site.get('untaken', 0)} entries were too many, {site.get('untold', 0)} are not told to other relays, "
-                f"{site.get('over_share', 0)} calls were over their sender's share"
+                f"site {site['site']}: refused {site.get('untaken', 0)} entries over the limit, and {site.get('over_share', 0)} calls over their sender's share; "
+                f"{site.get('untold', 0)} entries are not shown to other relays"
             )
 
 

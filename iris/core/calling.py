@@ -195,7 +195,7 @@ class Calling:
                 self._again(called, line)
                 return None
         self._session.drop("unauthenticated")
-        detail = "an answer came that its store did not authenticate"
+        detail = "dropped an answer that its store did not authenticate"
         called.waiter.set_exception(ConnectionLost(called.name, detail, may_have_run=called.sent))
         return None
 
@@ -208,7 +208,7 @@ class Calling:
     def _again(self, called: Called, line: Line) -> None:
         """Send a call once more, through a new channel, if it changes nothing; else its caller decides."""
         if not called.body:
-            detail = "its store does not know our channel any more"
+            detail = "its store no longer knows the channel (it or its relay restarted): check whether the call was done, then repeat it"
             called.waiter.set_exception(ConnectionLost(called.name, detail))
             return
         called.again, called.counter = True, -1

@@ -151,7 +151,7 @@ class Line:
 
     def _door(self, heard: object) -> None:
         if isinstance(heard, Refused) and heard.code == "invalid":
-            detail = f"its store does not take authenticated calls: upgrade it ({heard.detail})"
+            detail = f"its store does not support authenticated calls: upgrade the store ({heard.detail})"
             heard = Refused("invalid", detail[:1024])
         if not isinstance(heard, Door):
             self._fail(heard)
@@ -169,7 +169,11 @@ class Line:
             )
             self.address = f"{site}:{bare}" if site else bare
         if not ours:
-            self._fail(Refused("order", "no key of ours signed what its store says of it"))
+            self._fail(
+                Refused(
+                    "order", "the store's description of it is not signed by a key of this keyring"
+                )
+            )
             return
         share, signature = self._offer.sign(heard.store, heard.uuid, heard.nonce)
         call = Open(self._offer.nonce, heard.nonce, self.holder.public_key, share, signature)

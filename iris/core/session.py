@@ -571,7 +571,9 @@ class Session:
             )
         if self._certified:
             if welcome.relay_id != self._certified or not welcome.mono_us:
-                raise PeerProtocolError("WELCOME over TLS without the time, or of another relay")
+                raise PeerProtocolError(
+                    "the WELCOME has no time, or does not name the relay of the TLS certificate"
+                )
             if welcome.minor < BOUND_PROOF_MINOR:
                 # Its proofs could be passed on, and whoever is in the middle can say that it is old.
                 raise PeerProtocolError(

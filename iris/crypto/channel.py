@@ -113,7 +113,7 @@ class Channel:
         if (mark, number) != (MARK, self.number) or not compare_digest(
             wanted, data[_MAC_AT:SEALED_BYTES]
         ):
-            raise OpenError("it was not authenticated by the other side of this channel")
+            raise OpenError("the body was not authenticated by the other side of this channel")
         return counter, body
 
     def accept(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
@@ -182,7 +182,7 @@ def transcript(
     """Return what a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖ door (32) ‖ share (32)."""
     parts = (store, uuid, key_id, nonce, door, share)
     if tuple(map(len, parts)) != (32, 16, 16, NONCE_BYTES, NONCE_BYTES, 32):
-        raise LocalProtocolError("a part of a channel's transcript has another length")
+        raise LocalProtocolError("a part of the channel's transcript has the wrong length")
     return b"".join(parts)
 
 
@@ -191,7 +191,7 @@ def _keys(private: X25519PrivateKey, share: bytes, said: bytes) -> tuple[bytes, 
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError as err:  # of low order: everybody would know the secret
-        raise OpenError("the share is no key") from err
+        raise OpenError("the share is not a usable X25519 key") from err
     digest = hashes.Hash(hashes.SHA256())
     digest.update(said)
     info = b"iris-stream-channel-1"

@@ -288,7 +288,9 @@ class Streams:
             self._stores.forget(name)
             self._stores.forget(name, uuid)
             return _info(self._stores.known(name, changed))
-        raise StreamError(name, f"{CHANGE_TRIES} changes by others came first; try again")
+        raise StreamError(
+            name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"
+        )
 
     async def pause(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
         """Record and append nothing until `resume`; what was missed is told as a gap. Raises StreamError."""
@@ -315,7 +317,9 @@ class Streams:
                 except RevisionTaken:
                     found = await self._stores.describe(name, log, timeout=_left(until_s))
             else:
-                raise StreamError(name, f"{CHANGE_TRIES} changes by others came first; try again")
+                raise StreamError(
+                    name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"
+                )
         self._stores.forget_deleted(name, log)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
@@ -534,7 +538,9 @@ class Streams:
             if not there.mirror:
                 if there.origins:
                     return None
-                raise StreamError(name, "it is no copy of another stream")
+                raise StreamError(
+                    name, "it is not a copy of another stream, so it cannot be promoted"
+                )
             source = there.origins[-1]
             topic, cluster = (source.topic, source.cluster) if record else ("", "")
             return structs.replace(there, mirror="", topic=topic, cluster=cluster)
@@ -644,7 +650,9 @@ def _info(known: Known) -> StreamInfo:
 def _check_living(name: str, found: Known) -> None:
     if found.dead:
         of = found.order.definition.name
-        raise StreamError(name, f"dead letters follow their stream; change or delete {of!r}")
+        raise StreamError(
+            name, f"dead letters cannot be changed or deleted on their own; change or delete {of!r}"
+        )
 
 
 def _check_ours(name: str) -> None:

@@ -247,7 +247,9 @@ class Stores:
         ours = own_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
         latest = in_force(order for order in ours if is_called(order, name))
         if latest is None:
-            raise StreamError(name, "no key of ours signed what its store says of it")
+            raise StreamError(
+                name, "the store's description of it is not signed by a key of this keyring"
+            )
         return Known(latest, described)
 
     # -- finding ---------------------------------------------------------------------------------------------

@@ -428,7 +428,7 @@ class Calls:
         del neighbor.handed[hop]
         self._ended(handed)
         if not handed.origin.closed:
-            detail = "what came back is the answer of another address, or to another question"
+            detail = "the answer that came back was from another address, or of another kind; it was dropped"
             handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
@@ -460,7 +460,7 @@ class Calls:
         """Members behind a link, or in another site, finished these pushes; of some we may have given up waiting."""
         hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.handed]
         if any(link.handed[hop].load.kind != Kind.PUSH for hop in hops):
-            raise PeerProtocolError("credit for what is no push that was handed over")
+            raise PeerProtocolError("credit for a message that is not a push")
         self._credit(link, Kind.PUSH, hops)
 
     def _credit(self, neighbor: Neighbor, kind: int, hops: Sequence[int]) -> None:
@@ -554,9 +554,7 @@ class Calls:
             detail = f"all are full or refused it: {', '.join(served)}"
             far = (load.neighbor for load in (*route.peers, *route.sites))
             if any(is_over(neighbor, handed.origin, self._limits.pending) for neighbor in far):
-                detail += (
-                    "; over a connection there, you have your share of the calls that may wait"
-                )
+                detail += "; your share of the calls that may wait on a connection there is used up, try again later"
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
         if route.kind == Kind.STREAM:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 MAX_WATCHES: Final = 1024
 MAX_INFOS: Final = 4096
 """Members named in one frame."""
-NOT_OURS: Final = "names are shown to the relay's own user and to root, on its host only"
-TOO_LONG: Final = "there is more than a report may hold"
+NOT_OURS: Final = "names are shown only to the relay's own user and to root, on its own host; run the command there"
+TOO_LONG: Final = "the full report is larger than a frame may be"
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
 
@@ -184,10 +184,10 @@ class SessionControl:
         """Return why a session may not have a member more, counted as its key ids, or an empty text."""
         members = self._router.quotas.members
         if session.keyed + count > max(MAX_KEY_IDS, members.limit // 4):
-            return f"the members of this session, each counted as its key ids, are over {members.limit // 4}"
+            return f"one session may have {members.limit // 4} members, each counted once per key; join some of them from another process"
         if members.has_room(session.user, count):
             return ""
-        return members.full(session.user, "members, each counted as its key ids")
+        return members.full(session.user, "members, each counted once per key")
 
     def _on_leave(self, session: Session, leave: frames.Leave) -> None:
         member = session.members.get(leave.member)

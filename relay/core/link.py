@@ -72,7 +72,7 @@ class Copy:
         entry = self.members.pop(serial, None)
         if entry is None:
             if not self.surplus:
-                raise PeerProtocolError(f"member {serial} left and was not there")
+                raise PeerProtocolError(f"member {serial} left but had not joined")
             self.surplus -= 1
             return None
         self.keyed -= len(entry.key_ids)

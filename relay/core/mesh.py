@@ -210,7 +210,7 @@ class Mesh:
                 return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key"
             made = sum(next(iter(users)) == user for users in here.values())
             if made >= all_but_a_quarter(MAX_GROUPS_HERE):
-                return f"the sessions of {user} are already in {made} queue groups under this key: the rest of the relay's {MAX_GROUPS_HERE} is kept for others"
+                return f"the sessions of {user} are already in {made} queue groups under this key; the rest of the relay's {MAX_GROUPS_HERE} is kept for other users"
         return ""
 
     def leave(self) -> None:

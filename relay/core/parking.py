@@ -78,7 +78,7 @@ class Parking:
         """Let a call wait, or return why it may not; an empty text when it does."""
         session, size, quota = entry.origin, len(entry.frame), self._quota
         if session.parked_bytes + size > quota.limit // 2:
-            return f"{session.parked_bytes} bytes of this session wait for a relay to come back"
+            return f"calls of this session already hold {session.parked_bytes} bytes while they wait for a relay to come back; try again later"
         if not quota.has_room(session.user, size):
             return quota.full(session.user, "bytes that wait for a relay to come back")
         quota.take(session.user, size)

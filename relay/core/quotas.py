@@ -68,8 +68,8 @@ class Table:
         """Return why a user gets no more of `what`."""
         if self.held.get(user, 0) and self.total < self.limit:
             share = all_but_a_quarter(self.limit)
-            return f"the sessions of {user} may have {share} {what} of the relay's {self.limit}, and have them: the rest is kept for others"
-        return f"the sessions of this relay have {self.limit} {what}, and no more are taken"
+            return f"the sessions of {user} may have {share} of the relay's {self.limit} {what}, and the limit is reached; the rest is kept for other users"
+        return f"the relay's limit of {self.limit} {what} is reached"
 
     def status(self) -> dict[str, int]:
         """Return how full it is, ready for JSON."""

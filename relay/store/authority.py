@@ -83,7 +83,10 @@ class Authority:
         """Return what a new stream is kept by; the orders were read, and define one stream (`one_definition`)."""
         for order, _ in orders.values():
             if order.revision:
-                raise Refuse("order", f"a stream is created at revision 0, not {order.revision}")
+                raise Refuse(
+                    "order",
+                    f"the order that creates a stream must have revision 0, not {order.revision}",
+                )
             _check_fresh(order, now_us)
         return Charter(orders, tuple(orders))
 
@@ -133,7 +136,7 @@ class Authority:
             keys.update(dict.fromkeys(new))
         for key_id in orders:
             if key_id not in keys:
-                detail = f"no key of the stream countersigned key {key_id.hex()[:8]}"
+                detail = f"key {key_id.hex()[:8]} is not countersigned by a key of the stream"
                 raise Refuse("order", detail)
         return Charter(orders, tuple(kept.roots), admitted)
 
@@ -159,7 +162,7 @@ def one_definition(orders: _Signed) -> Definition:
     """Return what all orders of a call define; raises Refuse if they differ."""
     definitions = [order.definition for order, _ in orders.values()]
     if any(definition != definitions[0] for definition in definitions):
-        raise Refuse("order", "the orders of one call define one stream")
+        raise Refuse("order", "the orders of one call must all define the same stream")
     return definitions[0]
 
 
@@ -182,7 +185,7 @@ def _check_step(charter: Charter, order: Order) -> None:
     there = charter.order
     due = there.revision + 1 if there is not None else 0
     if order.revision != due:
-        detail = f"the order has revision {order.revision}, and {due} is next: the stream was changed meanwhile"
+        detail = f"the order has revision {order.revision}, but the next is {due}: the stream was changed meanwhile"
         raise Refuse("revision", detail)
 
 
@@ -192,7 +195,7 @@ def _check_fresh(order: Order, now_us: int) -> None:
         apart = f"{abs(ahead_us) / 1e6:,.0f} s {'after' if ahead_us > 0 else 'before'}"
         raise Refuse(
             "order",
-            f"the order was issued {apart} the time of the store's clock, and {ORDER_FRESH_US // 1_000_000} s are allowed: "
+            f"the order was issued {apart} the time of the store's clock, and at most {ORDER_FRESH_US // 1_000_000} s are allowed: "
             "set the clocks of both hosts",
         )
 
@@ -202,14 +205,14 @@ def _check_countersigned(
 ) -> None:
     """Raise Refuse unless one of `keys` countersigned the order."""
     if not one.by:
-        detail = f"key {key_id.hex()[:8]} is new to the stream, and no key that the stream has countersigned its order"
+        detail = f"key {key_id.hex()[:8]} is new to the stream: a key of the stream must countersign its order"
         raise Refuse("order", detail)
     try:
         by = verify_countersignature(one.by, one.countersignature, one.order)
     except OpenError as err:
         raise Refuse("order", str(err)) from err
     if by not in keys:
-        detail = f"key {key_id.hex()[:8]} is new to the stream, and so is the key that countersigned its order"
+        detail = f"key {key_id.hex()[:8]} is new to the stream, and its order is countersigned by another new key: a key of the stream must countersign it"
         raise Refuse("order", detail)
 
 
@@ -220,7 +223,8 @@ def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
     wanted = _promoted(old, definition) if is_promotion(old, definition) else old
     if _fixed(definition) != _fixed(wanted):
         raise Refuse(
-            "invalid", "what a stream is called and records does not change; create another"
+            "invalid",
+            "the name and the sources of a stream cannot be changed; create another stream",
         )
 
 

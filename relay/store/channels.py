@@ -84,9 +84,9 @@ class Channels:
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
             call.door, self._door(question, call.nonce, uuid, shown_us)
         ):
-            raise ChannelRefused("it does not follow a knock of the last 30 seconds: knock again")
+            raise ChannelRefused("the door is unknown, or older than 30 seconds: knock again")
         if call.door in self._spent:
-            raise ChannelRefused("a channel was opened by this: knock again")
+            raise ChannelRefused("a channel was already opened through this door: knock again")
         key_id = public_id(call.public_key)
         try:
             channel, share, signature = accept_offer(
@@ -111,7 +111,7 @@ class Channels:
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
         if channel is None or self._place(channel) != (question.name, question.key_id):
-            raise ChannelRefused("no such channel is open here: open another")
+            raise ChannelRefused("this channel is not open here: open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:

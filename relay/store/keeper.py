@@ -359,9 +359,9 @@ class Store:
         key_id = public_id(call.public_key)
         uuid, _ = self._called(question)
         if uuid == streams.NO_LOG and not any(key_id in s.orders for s in self.streams.values()):
-            raise Refuse("no-stream", f"no stream under key {key_id.hex()[:8]} here")
+            raise Refuse("no-stream", f"this store has no stream under key {key_id.hex()[:8]}")
         if uuid != streams.NO_LOG and key_id != question.key_id:
-            raise ChannelRefused("it is addressed under another key")
+            raise ChannelRefused("the call is addressed under another key than its caller's")
         question.answer(self.channels.open(question, call, uuid, self.now_us))
 
     def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
@@ -374,7 +374,7 @@ class Store:
     def _on_list(self, question: Question, call: streams.ListStreams) -> None:
         channel = question.channel
         if channel is None or channel.uuid != streams.NO_LOG:
-            raise Refuse("invalid", "a store lists its streams by a channel to itself")
+            raise Refuse("invalid", "listing streams requires a channel to the store itself")
         found = [
             s
             for s in sorted(self.streams.values(), key=_order_of_list)
@@ -400,11 +400,11 @@ class Store:
                 "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
             )
         if uuid in self.streams:
-            raise Refuse("order", "its uuid is that of another stream")
+            raise Refuse("order", "another stream of this store has this uuid")
         if os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
-            raise Refuse("order", "this log was deleted; create the stream anew")
+            raise Refuse("order", "this log was deleted; create the stream again")
         if dead_uuid(uuid) in self.streams or any(uuid == dead_uuid(u) for u in self.streams):
-            raise Refuse("order", "its uuid is that of another stream's dead letters")
+            raise Refuse("order", "the dead letters of another stream have this uuid")
         charter = self.authority.create(orders, self.now_us)
         self._check_keys(definition, set(orders))
         if len(self.streams) >= MAX_STREAMS:
@@ -446,7 +446,10 @@ class Store:
     def _on_change(self, question: Question, call: streams.Change) -> None:
         stream = self._stream(question)
         if stream.dead or stream.log is None:
-            raise Refuse("invalid", stream.failed or "dead letters follow their stream")
+            raise Refuse(
+                "invalid",
+                stream.failed or "dead letters cannot be changed on their own; change their stream",
+            )
         charter = self.authority.change(stream.charter, call.orders, stream.uuid, self.now_us)
         if charter is stream.charter:
             question.answer(stream.described(self.key.public_key, self.label))  # a retry
@@ -496,7 +499,9 @@ class Store:
             return
         stream = self._stream(question)
         if stream.dead:
-            raise Refuse("invalid", "dead letters follow their stream; delete that")
+            raise Refuse(
+                "invalid", "dead letters cannot be deleted on their own; delete their stream"
+            )
         self.authority.end(stream.charter, call.orders, stream.uuid, self.now_us)
         # Whoever kept the first order cannot have an empty log pass for this one.
         write_beside(str(self.directory / (stream.uuid.hex() + _ENDED)), b"")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from integration.kit import relay_over_tls
 
 import iris
 from iris import ClientConfig, Keyring
@@ -19,7 +20,6 @@ from iris.remote import certificate_hash, create_access, load_access
 from iris.wire import frames
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import Control
-from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.tls import Credentials, session_server_context
 
@@ -32,16 +32,8 @@ KEYS = Keyring({"default": (KEY,)})
 
 @pytest.fixture
 async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
-    directory = tmp_path / "run"
-    directory.mkdir(0o700)
-    config = RelayConfig(
-        socket_path=directory / "relay.sock", network_keys=(NETWORK,), mdns=False, port=0, bind=("127.0.0.1",),
-        listen=("tls://127.0.0.1:0",), drain_timeout_s=1.0,
-    )  # fmt: skip
-    relay = Relay(config)
-    await relay.start()
-    yield relay
-    await relay.stop(drain_s=0)
+    async with relay_over_tls(tmp_path, NETWORK) as relay:
+        yield relay
 
 
 @pytest.fixture
@@ -151,7 +143,7 @@ async def test_a_relay_whose_certificate_names_another_is_refused(
     relay: Relay, access: Path
 ) -> None:
     async with Middleman(relay, access, b"\x11" * 16) as middle:
-        with pytest.raises(RelayUnavailable, match="another relay"):
+        with pytest.raises(RelayUnavailable, match="does not name the relay"):
             async with through(middle, access):
                 pass
         assert not middle.proofs

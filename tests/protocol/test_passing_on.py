@@ -153,7 +153,7 @@ def test_credit_for_what_is_no_push_is_the_offence_of_who_gives_it() -> None:
     (hop,) = here.link.handed
     credit = encode_control(frames.Credit(0, Kind.PUSH, [hop]))
     here._frame(memoryview(bytearray(credit)), 0, len(credit))
-    assert "credit for what is no push" in here.why
+    assert "credit for a message that is not a push" in here.why
 
 
 # -- lists and losses of another site ------------------------------------------------------------------------------

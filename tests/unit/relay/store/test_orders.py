@@ -150,7 +150,7 @@ def test_a_stream_with_two_keys_is_created_under_orders_of_both(tmp_path: Path) 
 
 def test_the_orders_of_one_create_define_one_stream(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path)
-    refused(keeper.create(order(), order(SECOND, SMALL)), "order", "one stream")
+    refused(keeper.create(order(), order(SECOND, SMALL)), "order", "the same stream")
     keeper.store.close()
 
 
@@ -218,8 +218,10 @@ def test_a_change_under_a_foreign_key_is_refused_whenever_it_was_issued(keeper: 
     for issued_us in (NOW_US + 1, FAR_US):
         refused(keeper.change(order(STRANGER, SMALL, issued_us=issued_us)), "order", "upgrade")
         one = order(STRANGER, SMALL, issued_us=issued_us, revision=1)
-        refused(keeper.change(one), "order", "countersigned")
-        refused(keeper.change(order(definition=SMALL, revision=1), one), "order", "countersigned")
+        refused(keeper.change(one), "order", "must countersign")
+        refused(
+            keeper.change(order(definition=SMALL, revision=1), one), "order", "must countersign"
+        )
     assert (keeper.max_messages, key_ids(keeper)) == (1000, {OWNER.key_id})
 
 
@@ -232,8 +234,8 @@ def test_a_change_without_a_revision_says_to_upgrade_the_client(keeper: Keeper) 
 
 @pytest.mark.parametrize("revision", [2, 3, FAR_US, (1 << 63) - 1])
 def test_no_revision_is_jumped_to(keeper: Keeper, revision: int) -> None:
-    refused(keeper.change(order(definition=SMALL, revision=revision)), "revision", "1 is next")
-    refused(keeper.delete(order(action=END, revision=revision)), "revision", "1 is next")
+    refused(keeper.change(order(definition=SMALL, revision=revision)), "revision", "the next is 1")
+    refused(keeper.delete(order(action=END, revision=revision)), "revision", "the next is 1")
     assert keeper.max_messages == 1000
 
 
@@ -241,7 +243,7 @@ def test_of_two_changes_at_once_the_second_is_refused(keeper: Keeper) -> None:
     assert isinstance(keeper.change(countersigned()), Described)
     assert isinstance(keeper.change(order(definition=SMALL, revision=2)), Described)
     late = order(SECOND, structs.replace(DEFINITION, max_messages=7), revision=2)
-    refused(keeper.change(late, key=SECOND), "revision", "3 is next")
+    refused(keeper.change(late, key=SECOND), "revision", "the next is 3")
     assert keeper.max_messages == 1
 
 
@@ -265,7 +267,9 @@ def test_a_change_again_is_answered_as_the_first_time_also_later(keeper: Keeper)
 def test_the_orders_of_one_change_define_one_stream(keeper: Keeper) -> None:
     keeper.change(countersigned())
     refused(
-        keeper.change(order(revision=2), order(SECOND, SMALL, revision=2)), "order", "one stream"
+        keeper.change(order(revision=2), order(SECOND, SMALL, revision=2)),
+        "order",
+        "the same stream",
     )
 
 
@@ -281,7 +285,7 @@ def test_the_orders_of_one_change_define_one_stream(keeper: Keeper) -> None:
 )
 def test_what_a_stream_records_does_not_change(keeper: Keeper, changes: dict[str, Any]) -> None:
     wanted = structs.replace(DEFINITION, **changes)
-    refused(keeper.change(order(definition=wanted, revision=1)), "invalid", "does not change")
+    refused(keeper.change(order(definition=wanted, revision=1)), "invalid", "cannot be changed")
     assert keeper.store.streams[UUID].definition == DEFINITION
 
 
@@ -292,11 +296,11 @@ def test_a_promoted_copy_records_what_its_source_did_and_nothing_else(tmp_path: 
     assert isinstance(keeper.create(order(definition=copy)), Described)
     for topic in (">", "orders.>"):
         wanted = structs.replace(copy, mirror="", topic=topic)
-        refused(keeper.change(order(definition=wanted, revision=1)), "invalid", "does not change")
+        refused(keeper.change(order(definition=wanted, revision=1)), "invalid", "cannot be changed")
     promoted = structs.replace(copy, mirror="", topic="wages.>")
-    refused(keeper.change(order(STRANGER, promoted, revision=1)), "order", "countersigned")
+    refused(keeper.change(order(STRANGER, promoted, revision=1)), "order", "must countersign")
     assert keeper.change(order(definition=promoted, revision=1)).definition == promoted
-    refused(keeper.change(order(definition=copy, revision=2)), "invalid", "does not change")
+    refused(keeper.change(order(definition=copy, revision=2)), "invalid", "cannot be changed")
     keeper.store.close()
 
 
@@ -388,7 +392,7 @@ def test_nobody_ends_a_stream_under_a_key_that_it_does_not_have(keeper: Keeper) 
 def test_an_end_that_was_recorded_does_not_end_the_stream_after_a_change(keeper: Keeper) -> None:
     end = order(action=END, revision=1)
     keeper.change(order(definition=SMALL, revision=1))
-    refused(keeper.delete(end), "revision", "2 is next")
+    refused(keeper.delete(end), "revision", "the next is 2")
     assert UUID in keeper.store.streams
 
 
@@ -437,7 +441,7 @@ def test_a_stream_from_before_there_were_revisions_goes_on(tmp_path: Path) -> No
     assert (stream.failed, key_ids(keeper)) == ("", {OWNER.key_id, SECOND.key_id})
     assert keeper.max_messages == 5  # the later of its orders
     assert len(keeper.session.shown) == 2
-    refused(keeper.change(order(STRANGER, SMALL, revision=1)), "order", "countersigned")
+    refused(keeper.change(order(STRANGER, SMALL, revision=1)), "order", "must countersign")
     assert isinstance(keeper.change(order(definition=SMALL, revision=1)), Described)
     keeper.restart()
     assert keeper.max_messages == 1
@@ -481,7 +485,7 @@ def test_the_orders_in_force_of_a_damaged_log_say_whose_it_is(keeper: Keeper) ->
         file.write_bytes(b"damaged")
     keeper.start()
     assert (keeper.max_messages, len(key_ids(keeper))) == (1, 2)
-    refused(keeper.delete(order(action=END, revision=1)), "revision", "2 is next")
+    refused(keeper.delete(order(action=END, revision=1)), "revision", "the next is 2")
     assert isinstance(keeper.delete(order(action=END, revision=2)), Settled)
 
 
@@ -582,7 +586,7 @@ def test_a_log_that_can_be_opened_again_says_itself_what_it_is(
     moved.rename(path)
     keeper.store.tend()
     assert keeper.max_messages == 1
-    refused(keeper.change(order(revision=1)), "revision", "2 is next")
+    refused(keeper.change(order(revision=1)), "revision", "the next is 2")
     assert isinstance(keeper.change(order(revision=2)), Described)
     assert isinstance(keeper.change(order(SECOND, revision=3), key=SECOND), Described)
 
