@@ -38,6 +38,7 @@ from relay.core.balance import pick
 from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest, Load
 from relay.core.mesh import NEVER_US, Mesh
+from relay.core.overdue import LIFE_US, Overdue
 from relay.core.parking import Parked, Parking, Prospect
 from relay.core.ports import Accounts
 from relay.core.quotas import Quotas, hold, is_over
@@ -50,12 +51,8 @@ if TYPE_CHECKING:
     from relay.core.link import Link
     from relay.core.router import Limits
 
-LATE_US: Final = 10_000_000
-"""What is so much later than its deadline is not waited for, where room is short."""
 MAX_ATTEMPTS: Final = 4
 """The first member, and up to three others after refusals; then as many in other sites."""
-LIFE_US: Final = 3_600_000_000
-"""A call without a deadline is waited for no longer."""
 MAX_HANDED: Final = 262_144
 """What a session of this relay may have been handed and not finished: its byte limits are its own word."""
 _NUMBERS: Final = (1 << 62) - 1
@@ -77,12 +74,11 @@ class Calls:
         self._last_hop = 0
         self._now_us = 0
         self.parking = Parking(accounts, interest, quotas.parked, self._prospect, self._unparked)
-        self._outlived_us = NEVER_US
-        """When the first of the calls without a deadline is waited for no more."""
         self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
         self.surveys = Surveys(
             relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
         )
+        self._overdue = Overdue(neighbors, self.surveys, self._release)
 
     # -- out to members --------------------------------------------------------------------------------------
 
@@ -118,9 +114,9 @@ class Calls:
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
             DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
-        if neighbor.pending >= self._limits.pending and not self._forget_late(neighbor):
+        limit = self._limits.pending
+        if neighbor.pending >= limit and not self._overdue.make_room_for(neighbor, limit, now_us):
             self._accounts.refused += 1
-            limit = self._limits.pending
             detail = f"{limit} messages of this session or link are waiting"
             neighbor.control(Fail(hop, Cause.OVERLOADED, detail))
             return
@@ -146,7 +142,7 @@ class Calls:
         until_us = 0
         if not deadline_us:
             until_us = self._now_us + LIFE_US
-            self._outlived_us = min(self._outlived_us, until_us)
+            self._overdue.due_us = min(self._overdue.due_us, until_us)
         if route.kind == Kind.SURVEY:
             self.surveys.start(origin, route, hop, deadline_us, until_us, buf, start, end)
             return
@@ -170,21 +166,6 @@ class Calls:
                     route.peers = self._interest.peer_loads(*place)
             route.sites = self.abroad.loads(route)
             route.version = self._interest.version
-
-    def _forget_late(self, neighbor: Neighbor) -> bool:
-        """Count no more what a neighbor stopped waiting for, at most once a second; whether that made room.
-
-        What a hung member was handed stays in the member's account, and must not close other clusters to the caller.
-        """
-        if self._now_us < neighbor.swept_us:
-            return False
-        neighbor.swept_us = self._now_us + 1_000_000
-        for other in self._neighbors.values():
-            for handed in other.handed.values():
-                late = handed.deadline_us and handed.deadline_us < self._now_us
-                if late and handed.origin is neighbor and handed.load.kind != Kind.TUNNEL_OPEN:
-                    (handed.survey or handed).ended()
-        return neighbor.pending < self._limits.pending
 
     def _next_hop(self, neighbor: Neighbor) -> int:
         self._last_hop = hop = (self._last_hop + 1) & _NUMBERS
@@ -261,49 +242,9 @@ class Calls:
                     return True
             if hold(target, handed, limit):
                 return True
-        if self._now_us < neighbor.swept_us:
+        if not self._overdue.make_room_at(neighbor, self._now_us):
             return False
-        neighbor.swept_us = self._now_us + 1_000_000
-        for hop, other in list(neighbor.handed.items()):
-            late = other.deadline_us and other.deadline_us + LATE_US < self._now_us
-            if late and other.survey is None and other.load.kind != Kind.TUNNEL_OPEN:
-                self._forget(neighbor, hop, other)
         return len(neighbor.handed) < limit and hold(target, handed, limit)
-
-    def _forget(self, neighbor: Neighbor, hop: int, handed: Handed) -> None:
-        """What a link or WAN connection was handed counts as ended there, whatever it says later."""
-        del neighbor.handed[hop]
-        self._release(handed, hop)
-
-    # -- calls without a deadline ----------------------------------------------------------------------------
-
-    def _end_outlived(self) -> None:
-        """Whoever waits for a call without a deadline since `LIFE_US` hears that it is lost; tunnels live as long as their ends want.
-
-        What a member of this relay was handed stays in its account until it says more.
-        """
-        now_us = self._now_us
-        soonest = NEVER_US
-        for neighbor in list(self._neighbors.values()):
-            for hop, handed in list(neighbor.handed.items()):
-                until_us = handed.until_us
-                if not until_us or handed.load.kind == Kind.TUNNEL_OPEN:
-                    continue
-                if until_us > now_us:
-                    soonest = min(soonest, until_us)
-                    continue
-                handed.until_us = 0
-                if handed.survey is not None:
-                    del neighbor.handed[hop]
-                    self.surveys.less(handed, self.surveys.owing(handed))
-                    continue
-                if neighbor.hop_class:
-                    self._forget(neighbor, hop, handed)
-                handed.ended()
-                if not handed.origin.closed:
-                    detail = f"it had no deadline, and no answer came for {LIFE_US // 60_000_000} minutes"
-                    handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
-        self._outlived_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
     # -- nobody there, for now -------------------------------------------------------------------------------
 
@@ -345,14 +286,14 @@ class Calls:
     def deadline_us(self) -> int:
         """When `expire` is due."""
         if not self.parking.waiting:
-            return self._outlived_us
-        return min(self.parking.deadline_us, self._outlived_us)
+            return self._overdue.due_us
+        return min(self.parking.deadline_us, self._overdue.due_us)
 
     def expire(self, now_us: int) -> None:
         """Do what is due."""
         self._now_us = now_us
-        if now_us >= self._outlived_us:
-            self._end_outlived()
+        if now_us >= self._overdue.due_us:
+            self._overdue.expire(now_us)
         if self.parking.waiting:
             self.parking.expire(now_us)
 

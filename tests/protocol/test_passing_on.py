@@ -13,7 +13,7 @@ from iris.errors import ConnectionLost
 from iris.wire import codec, frames
 from iris.wire.codec import END, HOP, TUNNEL_BODY_AT, encode_control, tunnel_frame
 from iris.wire.frames import HopClass, Kind
-from relay.core import calls as calls_module
+from relay.core import overdue
 from relay.core import surveys as surveys_module
 from relay.core.router import Limits
 from relay.core.tunnels import MAX_RECORD_FRAME
@@ -123,7 +123,7 @@ def test_an_answer_of_a_site_that_is_of_another_address_or_kind_stops_at_the_gat
 
 def test_credit_of_what_was_given_up_costs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A site that ends nothing: the caller's relay forgets what is late, and the gateway may hear the end of it still."""
-    monkeypatch.setattr(calls_module, "LATE_US", 0)
+    monkeypatch.setattr(overdue, "LATE_US", 0)
     net = Sites("ams", "ams", "ber")
     for router in net.routers:
         router._calls._limits = Limits(pending=1)

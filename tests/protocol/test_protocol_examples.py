@@ -36,7 +36,7 @@ from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay import compression, ports, sessions
 from relay.compression import expanded, frames_in
 from relay.config import lan
-from relay.core import calls, control, link, parking, sites
+from relay.core import calls, control, link, overdue, parking, sites
 from relay.core.router import Limits
 from relay.store import channels
 from relay.store.authority import Authority
@@ -524,7 +524,7 @@ LIMITS: Final = {
     "addresses, and topics, that are kept of another site": sites.MAX_WANTED,
     "calls handed over a link or WAN connection and not finished": _CONFIG.max_pending_per_session,
     "calls handed to one session and not finished": calls.MAX_HANDED,
-    "a call without a deadline is waited for": calls.LIFE_US // 1_000_000,
+    "a call without a deadline is waited for": overdue.LIFE_US // 1_000_000,
     "waiting per session": (_CONFIG.max_pending_per_session, asks.MAX_PENDING),
     "members tried per message": calls.MAX_ATTEMPTS,
     "sessions per relay": _CONFIG.max_sessions,

@@ -472,7 +472,7 @@ SABOTAGES = (
         "call-outlived",
         "relay/core/calls.py",
         "Calls.expire",
-        "now_us >= self._outlived_us",
+        "now_us >= self._overdue.due_us",
         "False",
         QUOTAS,
         "a call without a deadline holds its place for ever",
