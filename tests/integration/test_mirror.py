@@ -317,7 +317,7 @@ async def test_a_stream_that_is_no_copy_takes_no_copies(setting: Any) -> None:
     await client.streams.create("mine")
     with pytest.raises(StreamExists, match="it is no copy"):
         await copy_all(client, "orders", "mine")
-    with pytest.raises(StreamError, match="it is no copy"):
+    with pytest.raises(StreamError, match="it is not a copy"):
         await client.streams.promote("mine")
     call = Copy(bytes.fromhex(made.uuid), 0, 5, [Hole(0, 5, 1)])
     with pytest.raises(StreamError, match="takes no copies: it is no copy"):
@@ -914,7 +914,7 @@ def test_the_command_copies_follows_and_promotes(shell: Shell) -> None:
         assert figures in err
 
     assert b"promoted" in shell("stream", "append", "copy", "no", code=1)
-    assert b"no copy" in shell("stream", "promote", "log", code=1)
+    assert b"not a copy" in shell("stream", "promote", "log", code=1)
     assert shell("stream", "promote", "copy") == b"4\n"
     assert shell("stream", "append", "copy", "own") == b"4\n"
     assert b"promoted" in shell("stream", "mirror", "log", "copy", code=1)
