@@ -90,6 +90,7 @@ class Hostile:
         self.connect = connect
         self.own = str(hello.get("site", ""))
         self._hello = frames.LinkHello(1, 1, RELAY, 5, 5, 1 << 20, **hello)
+        self.version = 1000
         self.cut = 0
         """How often it gave a relay reason to end its connection."""
 
@@ -119,6 +120,18 @@ class Hostile:
             return {"site_topics": [frames.SiteTopic(self.own, topic, KEY.key_id, "", 1)]}
         return {"topics": [frames.TopicEntry(topic, KEY.key_id, "", 1)]}
 
+    async def heard(self, relay: Relay, wire: Connection) -> None:
+        """Return once a relay has taken all that it was told: a snapshot with a version of its own comes last."""
+        self.version += 1
+        await wire.say(frames.Interest(0, self.version, reset=True, **self.wanting("calm.>")))
+        await eventually(lambda: self.version_at(relay) == self.version)
+
+    def version_at(self, relay: Relay) -> int:
+        """Return the version of its interest that a relay has; what is more than is kept is no reason to end its connection."""
+        neighbor: Any = self.neighbor(relay)
+        assert neighbor is not None, "its connection ended"
+        return int((neighbor if self.own else neighbor.copy).version)
+
     def own_hop(self, relay: Relay, number: int, *, ours: bool) -> int:
         """Return a hop id of those that it, or the relay, chooses."""
         neighbor = self.neighbor(relay)
@@ -145,8 +158,8 @@ async def pieces(hostile: Hostile, honest: Honest) -> None:
     for relay in hostile.relays:
         async with hostile.at(relay) as wire:
             await wire.say(*(piece(alias) for alias in range(60)))
+            await hostile.heard(relay, wire)  # what is unfinished is no offence yet
             await honest.check()
-            assert hostile.neighbor(relay) is not None, "what is unfinished is no offence yet"
     offences = {
         "mixed": [piece(1), piece(1, hop=9)],
         "too many": [piece(alias) for alias in range(65)],
@@ -165,8 +178,8 @@ async def losses(hostile: Hostile, honest: Honest) -> None:
     """Losses of an honest publisher of another relay, which never were: of the next message, of many, of past ones."""
     first, second = hostile.relays
     async with hostile.at(first) as here, hostile.at(second) as there:
-        await here.say(frames.Interest(1, 2, **hostile.wanting("calm.>")))
         publisher = asyncio.create_task(here.hear(frames.Declare))
+        await hostile.heard(first, here)
         while not publisher.done():
             await honest.check()
         sender_id = publisher.result().sender_id
@@ -176,9 +189,8 @@ async def losses(hostile: Hostile, honest: Honest) -> None:
             gap = (Kind.PUBLISH, "calm.news", KEY.key_id, sender_id, begin, count, "lost")
             await there.say(frames.Gap(*gap, site=site))
             await there.say(*(_made_up(number, site) for number in range(BOUND)))
+            await hostile.heard(second, there)
             await honest.check()
-        for relay in hostile.relays:
-            assert hostile.neighbor(relay) is not None
 
 
 def _made_up(number: int, site: str) -> frames.Gap:
@@ -207,9 +219,7 @@ async def answers(hostile: Hostile, honest: Honest) -> None:
                         frames.Credit(1, Kind.PUSH, [hop]), tunnel_frame(Kind.TUNNEL_END, hop, b"\1"),
                         tunnel_frame(Kind.TUNNEL_DATA, hop, bytes(40)),
                     )  # fmt: skip
-            # All that was said has been heard once this has.
-            await wire.say(frames.Interest(1, 2, **hostile.wanting("heard")))
-            await eventually(lambda: any(_taken(hostile, relay)))  # noqa: B023
+            await hostile.heard(relay, wire)
             await honest.tunnel.send(b"still there")
             async with asyncio.timeout(PATIENCE_S):
                 assert await honest.tunnel.recv() == b"still there"
@@ -235,13 +245,12 @@ async def interest(hostile: Hostile, honest: Honest) -> None:
                     "joined": [frames.MemberEntry(n, f"c{n}", [EVIL_KEY], kinds) for n in range(count)],
                     "topics": [frames.TopicEntry(f"t{n}", EVIL_KEY, "", 1) for n in range(count)],
                 }  # fmt: skip
-            for said in (frames.Interest(1, 2, **more), frames.Interest(0, 9, reset=True, **more)):
-                await wire.say(said)
-                await eventually(lambda: sum(_taken(hostile, relay)) >= BOUND)  # noqa: B023
+            for version in (2, 9):
+                reset = version == 9
+                await wire.say(frames.Interest(0 if reset else 1, version, reset=reset, **more))
+                await eventually(lambda: hostile.version_at(relay) == version)  # noqa: B023
+                assert _taken(hostile, relay) == (BOUND, BOUND)
                 await honest.check()
-                neighbor: Any = hostile.neighbor(relay)
-                assert neighbor is not None, "more than is kept is no offence"
-                assert max(_taken(hostile, relay)) <= BOUND
 
 
 def _taken(hostile: Hostile, relay: Relay) -> tuple[int, int]:
