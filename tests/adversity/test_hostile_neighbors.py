@@ -191,6 +191,9 @@ async def losses(hostile: Hostile, honest: Honest) -> None:
             await there.say(*(_made_up(number, site) for number in range(BOUND)))
             await hostile.heard(second, there)
             await honest.check()
+        told = [lost.count for lost in honest.member.losses]
+        assert told, "nobody heard of any: this tests nothing"
+        assert not hostile.own or set(told) == {None}, "a site's word of how many is not taken"
 
 
 def _made_up(number: int, site: str) -> frames.Gap:
