@@ -16,7 +16,7 @@
     python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in the place of the former one. All but sim, scale, federation, mutations and hostile in real processes with a relay, keys and sockets of their own.
+and count, in the place of the former one. All but sim, scale, federation, mutations and the steps of hostile in real processes with a relay, keys and sockets of their own.
 """
 
 from __future__ import annotations

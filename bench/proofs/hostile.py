@@ -1,7 +1,8 @@
 """N steps of a relay with the network key and of a pinned site that send whatever is well framed, among honest relays and sessions.
 
 The adversaries are those of `tests/support/hostile`, which `make test` plays for some seconds. What a seed breaks is named with its
-seed and step. All of it is in memory and in virtual time: what a flood costs the others in time is not measured here.
+seed and step. That is in memory and in virtual time. What a flood of theirs costs the others in time is measured in real processes
+(`proofs/flood.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 from harness import BENCH
 
+from proofs import flood
 from proofs.common import Proof, shares
 
 LIFE = 5000
 """Steps of one life; the last ones of all run in one long life, whose memory is looked at."""
+MEASURED_STEPS = 10_000
+"""With fewer steps the flood is there for a moment only, and nothing is measured by it."""
 PROBE_EVERY = 50
 KINDS = (("relay",), ("site",), ("relay", "site"))
 sys.path.insert(0, str(BENCH.parent / "tests"))
@@ -95,10 +99,12 @@ def run(count: int, seed: int) -> Proof:
         "times that honest sessions were heard": f"{total['probes']:,}: requests, surveys and publications between 3 relays and 2 sites",
         "calls that they may have drawn to themselves": f"{total['answered']:,} answered by members, {total['failed']:,} failed, none waits",
         "the long life's second half took": f"{grown_mb:.1f} MB more",
-        "in": f"{time.monotonic() - begin_s:,.0f} s on {os.cpu_count()} processors",
+        "these took": f"{time.monotonic() - begin_s:,.0f} s on {os.cpu_count()} processors",
     }  # fmt: skip
     for what in broken[:5]:
         proof.promise(what, False)
     proof.promise(f"no life breaks a promise ({len(broken)} did)", not broken)
     proof.promise("memory stays flat", grown_mb < 32)
+    turns, turn_s = (flood.TURNS, flood.TURN_S) if count >= MEASURED_STEPS else (1, 0.3)
+    flood.prove(proof, turn_s, turns)
     return proof

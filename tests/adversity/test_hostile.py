@@ -73,3 +73,17 @@ def test_whatever_they_send_the_others_go_on(kinds: tuple[str, ...]) -> None:
     scene.rest()
     assert scene.drawn["answered"] > 0
     assert scene.drawn["failed"] > 0, "the adversary drew no call to itself: this tests little"
+    assert scene.drawn["misanswered"] > 0
+
+
+def test_whatever_they_send_small_bounds_hold_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("link.MAX_COPY", "mesh.MAX_COPY", "sites.MAX_WANTED", "federation.MAX_WANTED", "casts.MAX_TOLD"):  # fmt: skip
+        monkeypatch.setattr(f"relay.core.{bound}", 8)
+    scene = Scene(2, ("relay", "site"))
+    for _ in range(20):
+        for _ in range(40):
+            scene.step()
+            scene.check()
+        scene.probe()
+    scene.rest()
+    assert scene.full >= {"members", "topics", "clusters"}, "it did not come to the bounds"

@@ -23,6 +23,7 @@ COUNTS = {
     "rotation": 200,
     "idle": 1,
     "mutations": 1,
+    "hostile": 300,
 }
 
 

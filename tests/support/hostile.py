@@ -28,6 +28,10 @@ from iris.errors import IrisError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import HOP, KIND_AT, decode_control, encode_control, tunnel_frame
 from iris.wire.frames import HopClass, Kind
+from relay.core import casts as casts_module
+from relay.core import link as link_module
+from relay.core import mesh as mesh_module
+from relay.core import sites as sites_module
 from relay.core.link import LINK_HOP, Link
 from relay.core.router import Limits
 from relay.core.session import Neighbor
@@ -384,6 +388,62 @@ class Adversary:
         body = bytes(12) + (1).to_bytes(4, "little") + rng.randbytes(8 + 60)
         self.send(HOP.pack(22 + len(body), kind, 0, 18, hop, 0) + body)
 
+    def misanswer(self) -> None:
+        """It draws a call to itself and answers as another address or kind: the caller hears at once that nothing came of it."""
+        rng, net = self.scene.rng, self.scene.net
+        if self.neighbor.closed:
+            self.connect()
+        self.port.room = None
+        self.router.writable(self.neighbor)
+        lure = f"lure.{self.kind}{self.at}"
+        kinds = {int(Kind.REQUEST): 1 << 20}
+        self.version += 1
+        self.serials = [1] if self.kind == "relay" else []
+        self.say(
+            frames.Interest(0, self.version, reset=True, joined=[frames.MemberEntry(1, lure, [KEY.key_id], kinds)])
+            if self.kind == "relay"
+            else frames.Interest(0, self.version, reset=True, clusters=[frames.SiteCluster("evil", lure, KEY.key_id, kinds, 1)])
+        )  # fmt: skip
+        before = set(self.neighbor.handed)
+        call = self.scene.sessions[self.at].request(lure, b"?", timeout_ms=5000)
+        net._move()
+        hops = [hop for hop in self.neighbor.handed if hop not in before and self.neighbor.handed[hop].route.name == lure]  # fmt: skip
+        if not hops:
+            self.scene.calls.append(call)
+            return
+        way = rng.choice(("name", "key", "kind"))
+        kind = rng.choice((Kind.ANSWER, Kind.STREAM_REPLY)) if way == "kind" else Kind.REPLY
+        place: dict[str, Any] = {"hop_class": int(HopClass.MESH)}
+        if self.kind == "site":
+            place = {"hop_class": int(HopClass.TO_WAN), "site": "ams"}
+        name = "quiet" if way == "name" else lure
+        key_id = OTHER_KEY.key_id if way == "key" else KEY.key_id
+        self.say(frames.Declare(19, kind, name, key_id, b"e" * 16, **place))
+        body = bytes(12) + (1).to_bytes(4, "little") + rng.randbytes(68)
+        self.send(HOP.pack(22 + len(body), kind, 0, 19, hops[0], 0) + body)
+        net._move()
+        if not call.done() or call.error is None:
+            raise Broken(
+                f"an answer of another {way}: {call.message}, and the caller heard nothing"
+            )
+        self.scene.drawn["misanswered"] += 1
+
+    def fill(self) -> None:
+        """As much of everything as a small table does not hold."""
+        self.version += 1
+        key_id, kinds, numbers = OTHER_KEY.key_id, {int(Kind.PUSH): 1}, range(40)
+        more: dict[str, Any] = {
+            "joined": [frames.MemberEntry(n, f"fill.{n}", [key_id], kinds) for n in numbers],
+            "topics": [frames.TopicEntry(f"fill.{n}", key_id, "", 1) for n in numbers],
+        }
+        self.serials = [*numbers]
+        if self.kind == "site":
+            more = {
+                "clusters": [frames.SiteCluster("evil", f"fill.{n}", key_id, kinds, 1) for n in numbers],
+                "site_topics": [frames.SiteTopic("evil", f"fill.{n}", key_id, "", 1) for n in numbers],
+            }  # fmt: skip
+        self.say(frames.Interest(0, self.version, reset=True, **more))
+
     def tunnel(self) -> None:
         rng = self.scene.rng
         hops = [*self.neighbor.tunnels][:16]
@@ -504,8 +564,9 @@ class Adversary:
 
 DEEDS: Final = (
     "interest", "declare", "data", "answer", "tunnel", "gap", "fail", "roster", "credit", "beat", "small", "port_full", "flap",
+    "misanswer", "fill",
 )  # fmt: skip
-_WEIGHTS: Final = (20, 20, 40, 8, 6, 6, 8, 5, 5, 4, 5, 1, 1)
+_WEIGHTS: Final = (20, 20, 40, 8, 6, 6, 8, 5, 5, 4, 5, 1, 1, 1, 1)
 
 
 def pong(delivery: Delivery) -> None:
@@ -523,6 +584,8 @@ class Scene:
         self.rng = random.Random(seed)
         self.steps = 0
         self.did: Counter[str] = Counter()
+        self.full: set[str] = set()
+        """Tables that were seen at their bounds."""
         self.drawn: Counter[str] = Counter()
         """How the calls ended that adversaries may have drawn to themselves."""
         self.net = net = Network(relays=3, limits=Limits(aliases=1024, pending=256))
@@ -634,9 +697,17 @@ class Scene:
             "handed": (len(neighbor.handed), 4096),
             "tunnels": (len(neighbor.tunnels), 4096),
             "gaps": (len(neighbor.gaps), 4096),
-            "told": (len(getattr(neighbor, "told_us", ())), 4096),
         }
+        if isinstance(neighbor, Link):
+            bounds["members"] = (neighbor.copy.keyed, link_module.MAX_COPY)
+            bounds["topics"] = (len(neighbor.topics), mesh_module.MAX_COPY)
+        elif isinstance(neighbor, Wan):
+            bounds["clusters"] = (len(neighbor.way.clusters), sites_module.MAX_WANTED)
+            bounds["topics"] = (len(neighbor.way.topics), sites_module.MAX_WANTED)
+            bounds["told"] = (len(neighbor.told_us), casts_module.MAX_TOLD)
         for name, (size, most) in bounds.items():
+            if size == most:
+                self.full.add(name)
             if not 0 <= size <= most:
                 raise Broken(f"{name} of a neighbor: {size}, and the bound is {most}")
 

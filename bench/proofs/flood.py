@@ -1,0 +1,326 @@
+"""What a flood of a hostile neighbor costs the others in time: p99 of honest requests, with and without, in real processes.
+
+    caller ── A ── link or WAN, TLS on loopback ── B ── member
+              │                                    │
+              └── the hostile relay or site ───────┘
+
+It sends nothing that costs it its connection: INTEREST that changes all the time and is told anew, DECLAREs, GAPs of made-up senders,
+requests of what nobody serves, answers to nothing, beats. It shares the processors with everybody else, so its pace is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import harness
+from harness import BENCH, IrisRelay, Result
+
+import iris
+from iris.keyfiles import NETWORK_FILE, create_site_key, load_network_keys, load_site_key
+from iris.wire import frames
+from iris.wire.codec import END, HOP, encode_control
+from iris.wire.frames import Kind
+from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
+
+CLUSTER: Final = "proof-flood"
+REQUEST_BYTES: Final = 256
+PACE_HZ: Final = 100
+"""Bursts in a second, to each of the two relays."""
+SNAPSHOT_EVERY: Final = 100
+"""Bursts from one snapshot to the next."""
+SNAPSHOT_ENTRIES: Final = 200
+ENTRIES: Final = 4
+LIMIT: Final = 2.0
+"""So many times its p99 without the flood is what an honest request may have in it."""
+TURNS: Final = 5
+TURN_S: Final = 2.0
+MEASURED_ROUNDS: Final = 3
+"""With fewer turns p99 is not judged: the tests run one, to see that everything works."""
+EVIL_ID: Final = b"\xfe" * 16
+OWN_HOP: Final = 1 << 62
+"""The higher relay id chooses hop ids with this bit."""
+sys.path.insert(0, str(BENCH.parent / "tests"))
+
+
+# -- roles ---------------------------------------------------------------------------------------------------
+
+
+async def member(options: dict[str, Any]) -> Result:
+    """Echo until told to stop."""
+    cues = Cues()
+    service = iris.Service(CLUSTER)
+    service.on_request(lambda payload: payload)
+    async with iris.connect() as client, client.serve(service):
+        harness.say_ready()
+        await cues.stop.wait()
+    return {}
+
+
+async def caller(options: dict[str, Any]) -> Result:
+    """At each cue ask one request after the other, for so many seconds."""
+    cues = Cues()
+    phases: list[Result] = []
+    failed: list[str] = []
+    async with iris.connect() as client:
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                try:
+                    await client.request(CLUSTER, b"", timeout=TIMEOUT_S)
+                    break
+                except iris.NoMembers:
+                    await asyncio.sleep(0.05)  # known there a moment after it came
+        harness.say_ready()
+        for _ in range(options["phases"]):
+            await cues.next()
+            samples_ns: list[int] = []
+            end_ns = time.perf_counter_ns() + int(options["seconds"] * 1e9)
+            while (begin_ns := time.perf_counter_ns()) < end_ns:
+                payload = begin_ns.to_bytes(8, "little").ljust(REQUEST_BYTES, b"x")
+                try:
+                    if await client.request(CLUSTER, payload, timeout=TIMEOUT_S) != payload:
+                        failed.append("another answer")
+                except iris.IrisError as err:
+                    failed.append(repr(err))
+                samples_ns.append(time.perf_counter_ns() - begin_ns)
+            phases.append({**harness.percentiles_us(samples_ns), "count": len(samples_ns)})
+            harness.say_ready()
+    return {"phases": phases, "failed": failed[:5]}
+
+
+async def hostile(options: dict[str, Any]) -> Result:
+    """Flood the relays from one cue to the next; report how much that was, and which of its connections ended."""
+    from support.connection import Connection
+
+    cues = Cues()
+    flooding = asyncio.Event()
+    ended: list[str] = []
+    frames_sent = bytes_sent = 0
+
+    async def drain(wire: Connection, site: str) -> None:
+        while await wire.reader.read(65_536):
+            pass
+        ended.append(site or "a link")
+
+    async def flood(port: int, site: str, keys: str) -> None:
+        nonlocal frames_sent, bytes_sent
+        said = Said(options["site"], site)
+        async with Connection(port, *_credentials(Path(keys), options["site"], site)) as wire:
+            draining = asyncio.create_task(drain(wire, site))
+            await wire.say(said.hello(), *said.snapshot(0))
+            due_s = time.monotonic()
+            while not cues.stop.is_set():
+                if flooding.is_set():
+                    burst = said.burst()
+                    frames_sent += len(burst)
+                    bytes_sent += sum(map(len, burst))
+                    await wire.say(b"".join(burst))
+                    due_s = max(due_s + 1 / PACE_HZ, time.monotonic())
+                else:
+                    await wire.say(said.beat())
+                    due_s = time.monotonic() + 0.05
+                await asyncio.sleep(due_s - time.monotonic())
+            draining.cancel()
+
+    async def turn() -> None:
+        while True:
+            await cues.next()
+            (flooding.clear if flooding.is_set() else flooding.set)()
+            harness.say_ready()
+
+    turning = asyncio.create_task(turn())
+    async with asyncio.TaskGroup() as floods:
+        for to in options["to"]:
+            floods.create_task(flood(*to))
+        harness.say_ready()
+    turning.cancel()
+    return {"frames": frames_sent, "bytes": bytes_sent, "ended": ended}
+
+
+def _credentials(keys: Path, own: str, site: str) -> tuple[ssl.SSLContext, str]:
+    """Return what it dials a relay of its network with, or as the site `own` a gateway of `site`; `keys` has the key files."""
+    from iris.crypto.certificates import gateway_leaf, site_authority
+    from iris.crypto.keys import public_id
+    from iris.remote import mutual_context
+    from relay.tls import WAN_ALPN, Credentials
+
+    if not own:
+        credentials = Credentials(load_network_keys(keys / NETWORK_FILE)[0], EVIL_ID)
+        return credentials.dialling, credentials.server_name
+    key = load_site_key(keys / f"{own}.toml")
+    trusted = site_authority(load_site_key(keys / f"{site}.toml").public_key, site)
+    leaf = gateway_leaf(key, own, EVIL_ID, os.urandom(32))
+    context = mutual_context(ssl.PROTOCOL_TLS_CLIENT, alpn=WAN_ALPN, leaf=leaf, trusted=trusted)
+    return context, public_id(key.public_key).hex()
+
+
+def data_frame(kind: int, body: bytes, *, alias: int, hop: int = 0) -> bytes:
+    """Return a data frame of one message."""
+    end = END.pack(0, 0, 1, 0)
+    return HOP.pack(22 + len(end) + len(body), kind, 0, alias, hop, 0) + end + body
+
+
+class Said:
+    """What it says to one relay, as frames: a relay of the network (`own` is empty), or a gateway of the site `own` to `site`."""
+
+    def __init__(self, own: str, site: str) -> None:
+        self.own = own
+        self.place: dict[str, Any] = (
+            {"hop_class": int(frames.HopClass.TO_WAN), "site": site} if own else {"hop_class": int(frames.HopClass.MESH)}
+        )  # fmt: skip
+        self.site = site
+        self.version = 1
+        self.bursts = 0
+        self.key_id = os.urandom(16)
+        self.calls = 0
+
+    def hello(self) -> bytes:
+        """Return its greeting, as the side that dialled."""
+        version = frames.PROTOCOL_VERSION, frames.PROTOCOL_MINOR
+        now_us = time.monotonic_ns() // 1000
+        return encode_control(
+            frames.LinkHello(*version, EVIL_ID, now_us, now_us, 1 << 20, site=self.own)
+        )
+
+    def entries(self, first: int, count: int, *, there: bool = True) -> dict[str, Any]:
+        """Return members and subscriptions that come, or go."""
+        numbers = range(first, first + count)
+        kinds = {int(Kind.REQUEST): 8, int(Kind.BROADCAST): 1}
+        if self.own:
+            clusters = [
+                frames.SiteCluster(self.own, f"evil.c{n}", self.key_id, kinds if there else {}, int(there))
+                for n in numbers
+            ]  # fmt: skip
+            topics = [frames.SiteTopic(self.own, f"evil.t{n}.>", self.key_id, "", int(there)) for n in numbers]  # fmt: skip
+            return {"clusters": clusters, "site_topics": topics}
+        wanted = [frames.TopicEntry(f"evil.t{n}.>", self.key_id, "", int(there)) for n in numbers]
+        if not there:
+            return {"left": list(numbers), "topics": wanted}
+        joined = [frames.MemberEntry(n, f"evil.c{n}", [self.key_id], kinds) for n in numbers]
+        return {"joined": joined, "topics": wanted}
+
+    def snapshot(self, count: int) -> list[bytes]:
+        """Return all its interest anew."""
+        self.version += 1
+        more = self.entries(0, count)
+        return [encode_control(frames.Interest(0, self.version, reset=True, **more))]
+
+    def change(self, there: bool) -> bytes:
+        """Return one change of its interest."""
+        self.version += 1
+        more = self.entries(SNAPSHOT_ENTRIES, ENTRIES, there=there)
+        return encode_control(frames.Interest(self.version - 1, self.version, **more))
+
+    def beat(self) -> bytes:
+        """Return a sign of life."""
+        return encode_control(frames.Beat(time.monotonic_ns() // 1000, 0, 0, self.version))
+
+    def declare(self, alias: int, kind: int, name: str) -> bytes:
+        """Return an alias of a sender that it made up."""
+        sender = os.urandom(16)
+        return encode_control(frames.Declare(alias, kind, name, self.key_id, sender, **self.place))
+
+    def burst(self) -> list[bytes]:
+        """Return what it says at once."""
+        self.bursts += 1
+        out = [self.beat()]
+        if self.bursts % SNAPSHOT_EVERY == 1:
+            out += self.snapshot(SNAPSHOT_ENTRIES)
+        out += [self.change(True), self.change(False)]
+        kinds = (Kind.REQUEST, Kind.PUSH, Kind.REPLY, Kind.PUBLISH)
+        out += [self.declare(n, kind, "evil.nobody") for n, kind in enumerate(kinds)]
+        body = os.urandom(64)
+        for _ in range(ENTRIES):
+            self.calls += 1
+            hop = OWN_HOP | self.calls
+            out.append(data_frame(Kind.REQUEST, body, alias=0, hop=hop))  # nobody serves it
+            out.append(data_frame(Kind.REPLY, body, alias=2, hop=self.calls))  # nobody asked
+            out.append(data_frame(Kind.PUBLISH, body, alias=3))  # nobody wants it
+            out.append(encode_control(frames.Fail(1 << 40 | self.calls, 1, "evil")))
+            gap = (Kind.PUBLISH, "evil.nobody", self.key_id, os.urandom(16), 7, 9, "evil")
+            out.append(encode_control(frames.Gap(*gap, site=self.site)))
+        return out
+
+
+# -- the proof -----------------------------------------------------------------------------------------------
+
+
+def scene(roles: Run, site: bool, seconds: float, rounds: int) -> Result:
+    """Measure the honest pair in turns without and with the flood; return all that is to be known of it."""
+    keys = roles.directory
+    if site:
+        pins = {name: create_site_key(keys / f"{name}.toml").fingerprint for name in ("ams", "ber", "evil")}  # fmt: skip
+
+        def gateway(own: str, *peers: str) -> IrisRelay:
+            arguments = ["--site", own, "--site-key", str(keys / f"{own}.toml"), "--gateway", "tls://127.0.0.1:0"]  # fmt: skip
+            for peer in (*peers, f"evil=#{pins['evil']}"):
+                arguments += ["--peer-site", peer]
+            return IrisRelay(roles, arguments, links=True)
+
+        first = gateway("ams", f"ber=#{pins['ber']}")
+        (address,) = first.logged("gateways.listening")["addresses"]
+        second = gateway("ber", f"ams=tls://{address}#{pins['ams']}")
+        second.logged("gateway.up")
+    else:
+        first, second = harness.iris_relays(roles, 2)
+        keys = Path(first.env["IRIS_CONFIG"])
+    relays = [first, second]
+    listening = "gateways.listening" if site else "links.listening"
+    ports = [int(str(r.logged(listening)["addresses"][0]).rpartition(":")[2]) for r in relays]
+    names = ("ams", "ber") if site else ("", "")
+    start(roles, "flood.member", second.env, {})
+    asking = start(roles, "flood.caller", first.env, {"seconds": seconds, "phases": 2 * rounds})
+    to = [(port, name, str(keys)) for port, name in zip(ports, names, strict=True)]
+    evil = start(roles, "flood.hostile", first.env, {"site": "evil" if site else "", "to": to})
+    watched = {"the relays": [r.role for r in relays], "the flood": [evil]}
+    used = [dict.fromkeys(watched, 0.0), dict.fromkeys(watched, 0.0)]
+    for number in range(2 * rounds):
+        if number:
+            cue_and_wait(evil)
+        before = {name: sum(role.cpu_s() for role in some) for name, some in watched.items()}
+        cue_and_wait(asking)
+        for name, some in watched.items():
+            used[number % 2][name] += sum(role.cpu_s() for role in some) - before[name]
+    answered, sent = asking.result(), evil.result(stop=True)
+    kept = [_kept(relay) for relay in relays]
+    return {"phases": answered["phases"], "failed": answered["failed"], **sent, "kept": kept, "cpu_s": used}  # fmt: skip
+
+
+def _kept(relay: IrisRelay) -> bool:
+    """Whether no connection but the hostile one ended, and nothing failed inside the relay."""
+    said = relay.role.written()
+    ended = [
+        line for line in said.splitlines() if '"link.down"' in line or '"gateway.down"' in line
+    ]
+    return "Traceback" not in said and all(EVIL_ID.hex() in line for line in ended)
+
+
+def prove(proof: Proof, seconds: float, rounds: int) -> None:
+    """Measure both adversaries, and hold p99 to `LIMIT`."""
+    for site, name in ((False, "a hostile relay"), (True, "a hostile site")):
+        with Run(60 + 4 * rounds * seconds) as roles:
+            result = scene(roles, site, seconds, rounds)
+        p99s = [phase["p99_us"] for phase in result["phases"]]
+        quiet, flooded = (statistics.median(p99s[n::2]) for n in (0, 1))
+        # Of each turn by itself: what else this machine does changes from turn to turn.
+        ratio = statistics.median(b / a for a, b in zip(p99s[::2], p99s[1::2], strict=True))
+        flood_s = rounds * seconds
+        share = [
+            ", ".join(f"{part} {cpu_s / flood_s:.0%}" for part, cpu_s in used.items())
+            for used in result["cpu_s"]
+        ]
+        proof.figures[f"p99 of honest requests while {name} floods"] = (
+            f"{flooded:,.0f} us, {quiet:,.0f} us without: {ratio:.2f} x (medians of {rounds} turns of {seconds:g} s, "
+            f"{sum(phase['count'] for phase in result['phases']):,} requests); it sends {result['frames'] / flood_s:,.0f} frames/s, "
+            f"{result['bytes'] / flood_s / 1e6:.2f} MB/s; processor with it: {share[1]}; without: {share[0]}"
+        )
+        proof.promise(f"{name}: no honest call failed ({result['failed']})", not result["failed"])
+        proof.promise(f"{name}: no connection ended", all(result["kept"]) and not result["ended"])
+        if rounds >= MEASURED_ROUNDS:
+            proof.promise(f"{name}: p99 within {LIMIT:g} x", ratio <= LIMIT)
