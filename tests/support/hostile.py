@@ -411,6 +411,7 @@ class Adversary:
         if not hops:
             self.scene.calls.append(call)
             return
+        stopped = self.router.accounts.dropped.get("misdirected answer", 0)
         way = rng.choice(("name", "key", "kind"))
         kind = rng.choice((Kind.ANSWER, Kind.STREAM_REPLY)) if way == "kind" else Kind.REPLY
         place: dict[str, Any] = {"hop_class": int(HopClass.MESH)}
@@ -426,6 +427,8 @@ class Adversary:
             raise Broken(
                 f"an answer of another {way}: {call.message}, and the caller heard nothing"
             )
+        if self.router.accounts.dropped["misdirected answer"] != stopped + 1:
+            raise Broken(f"an answer of another {way} was left to the caller to find out")
         self.scene.drawn["misanswered"] += 1
 
     def fill(self) -> None:
