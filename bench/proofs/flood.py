@@ -39,8 +39,8 @@ SNAPSHOT_ENTRIES: Final = 200
 ENTRIES: Final = 4
 LIMIT: Final = 2.0
 """So many times its p99 without the flood is what an honest request may have in it."""
-TURNS: Final = 5
-TURN_S: Final = 2.0
+TURNS: Final = 9
+TURN_S: Final = 1.0
 MEASURED_ROUNDS: Final = 3
 """With fewer turns p99 is not judged: the tests run one, to see that everything works."""
 EVIL_ID: Final = b"\xfe" * 16
