@@ -427,7 +427,7 @@ class Adversary:
             raise Broken(
                 f"an answer of another {way}: {call.message}, and the caller heard nothing"
             )
-        if self.router.accounts.dropped["misdirected answer"] != stopped + 1:
+        if self.router.accounts.dropped.get("misdirected answer", 0) != stopped + 1:
             raise Broken(f"an answer of another {way} was left to the caller to find out")
         self.scene.drawn["misanswered"] += 1
 
