@@ -451,14 +451,18 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         assert not end.hear(frames.Interest(0, 9, reset=True, more=True, **entries))
         assert not end.hear(frames.Interest(0, 9, **entries))
         assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 7)
+        # Nor does a change bring in more than a snapshot may.
+        ((kind, (first, *_)),) = entries.items()
+        named = "name" if kind == "clusters" else "filter"
+        late = msgspec.structs.replace(first, **{named: "late"})
+        assert not end.hear(frames.Interest(9, 10, **{kind: [late]}))
+        assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 8)
         (told,) = net.router.abroad.status()["sites"]
-        assert told["untaken"] == 7
+        assert told["untaken"] == 8
         # What was too much ends without offence, and makes room for nobody twice.
-        ended = [
-            msgspec.structs.replace(e, **NOTHING[type(e)]) for e in next(iter(entries.values()))
-        ]
-        assert not end.hear(frames.Interest(9, 10, **{next(iter(entries)): ended}))
-        assert (len(way.clusters) + len(way.topics), way.untaken) == (0, 7)
+        ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]
+        assert not end.hear(frames.Interest(10, 11, **{kind: ended}))
+        assert (len(way.clusters) + len(way.topics), way.untaken) == (0, 8)
         net.router.wan_down(end.link)
     Victim(net).works()
 
