@@ -81,6 +81,7 @@ class Pending:
         "lost",
         "packed",
         "payloads",
+        "place",
         "record",
         "sender_id",
         "sequence",
@@ -99,6 +100,8 @@ class Pending:
         self.lost = False
         """On the way, once: nobody knows whether it is stored."""
         self.sender_id = b""
+        self.place: Place | None = None
+        """Where the stream was when it was sealed, and the key: it opens under that key, so it goes under no other."""
         self.record: NewRecord | None = None
         """Once it is sealed: sent again as it is."""
 
@@ -278,8 +281,9 @@ class Producer:
         return min(CALL_BYTES, self._stores.client.message_limit)
 
     def _seal(self, session: Session, place: Place, record: Pending, sender_id: bytes) -> bool:
-        """Seal a record, once; whether it was by this sender."""
-        if record.record is None:
+        """Seal a record, once, or again if its key is gone; whether it was by this sender."""
+        if record.record is None or not self._still_for(record, place):
+            record.place = place
             out = session.out
             record.sender_id, end, body = out.record(
                 self.name,
@@ -294,6 +298,13 @@ class Producer:
                 0, end, body, extras.key_hash, extras.tombstone, extras.expires_us, extras.due_us
             )
         return record.sender_id == sender_id
+
+    def _still_for(self, record: Pending, place: Place) -> bool:
+        """Whether a sealed record can go to this place: we have its key still, and it is the same stream."""
+        sealed = record.place
+        if sealed is None or self._stores.client.keyring.by_id(sealed.key.key_id) is None:
+            return False
+        return sealed.uuid == place.uuid or sealed.key.key_id == place.key.key_id
 
     def _send(self, place: Place, batch: list[Pending]) -> None:
         self._calls += 1
@@ -319,10 +330,12 @@ class Producer:
         task.add_done_callback(self._tasks.discard)
 
     async def _await(self, place: Place, batch: list[Pending], call: Append) -> None:
+        sealed = batch[0].place
+        assert sealed is not None
         try:
             answer = await self._stores.ask(
                 place.address,
-                place.key,
+                sealed.key,
                 call,
                 Appended,
                 timeout=CALL_S,
@@ -425,6 +438,18 @@ class Producer:
         place = await self._place()
         if place is None:
             return False
+        stale = [
+            record
+            for record in self._unacked
+            if not record.future.done() and not self._still_for(record, place)
+        ]
+        if any(record.lost for record in stale):
+            self._next = -1  # it cannot go again, and what follows would be out of order
+        if stale:
+            _, session = await self._stores.client.ready(self.name, GIVE_UP_S)
+            for record in stale:
+                if not record.lost:  # not stored, so nothing is there twice
+                    self._seal(session, place, record, b"")
         records = [record for record in self._unacked if not record.future.done()]
         self._unacked.clear()
         if self._next < 0:
