@@ -210,7 +210,7 @@ async def test_a_sub_program_that_does_not_read_is_dropped_for_and_holds_nobody(
                 dial=bridge.url("pub-bare"), topics="", recv_timeout=200, recv_buffer_size=8192
             ) as good:
                 last = b""
-                for number in range(3000):
+                for number in range(12_000):
                     await client.publish("plain", b"%d" % number + bytes(8192))
                     if number % 100 == 99:
                         await client.flush()
@@ -218,5 +218,8 @@ async def test_a_sub_program_that_does_not_read_is_dropped_for_and_holds_nobody(
                             last = await good.arecv()
                         except pynng.Timeout:
                             assert number < 1000, "nothing came"
+                        # On a busy machine some never reach the bridge.
+                        if number >= 2999 and bridge.status("pub-bare")["behind"] > 512:
+                            break
                 assert last
                 assert bridge.status("pub-bare")["behind"] > 512
