@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from interop.sp.kit import NNGCAT, Bridge, World, a_world
+from interop.sp.kit import NNGCAT, Bridge, World, a_world, make_ws_bridge
 
 REQUIRED = "IRIS_TEST_NNG"
 """Set to "required", these tests fail where they would be skipped."""
@@ -83,53 +83,14 @@ def shared_bridge(world: World) -> Bridge:
     )
 
 
-class _Restarted:
-    """The bridge of ws and wss, which is started again when nng 1.11 has ended it: that happens as a connection of those ends."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._bridge: Bridge | None = None
-
-    def running(self) -> Bridge:
-        if self._bridge is None or self._bridge.hit_by_nng:
-            self._bridge = _ws_bridge(self._world)
-        return self._bridge
-
-
 @pytest.fixture(scope="session")
-def _restarted(world: World) -> _Restarted:
-    return _Restarted(world)
+def _ws_bridges(world: World) -> list[Bridge]:
+    return []
 
 
 @pytest.fixture
-def ws_bridge(_restarted: _Restarted) -> Bridge:
-    """One of its own for ws and wss."""
-    return _restarted.running()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A test whose bridge nng's own fault has ended shows nothing: it is skipped, and says so."""
-    try:
-        return (yield)
-    except Exception:
-        bridge = pyfuncitem.funcargs.get("ws_bridge")
-        if isinstance(bridge, Bridge) and bridge.hit_by_nng:
-            pytest.skip("nng 1.11 ended the bridge by its fault over ws (docs/bridges-sp.md)")
-        raise
-
-
-def _ws_bridge(world: World) -> Bridge:
-    tls = f'tls_cert = "{world.root}/server.pem"\ntls_key = "{world.root}/server.key"'
-    return Bridge(
-        world,
-        "\n".join(
-            f"[[socket]]\n{entry}\ntimeout_s = 3\n"
-            for entry in (
-                'protocol = "rep"\ncluster = "answers"\nname = "rep-ws"\nlisten = "ws://127.0.0.1:0/iris"',
-                f'protocol = "rep"\ncluster = "answers"\nname = "rep-wss"\nlisten = "wss://localhost:0/iris"\n{tls}',
-                'protocol = "respondent"\ncluster = "crowd"\nname = "respondent-ws"\nlisten = "ws://127.0.0.1:0/crowd"',
-                'protocol = "surveyor"\ncluster = "surveyed-ws"\nname = "surveyor-ws"\nlisten = "ws://127.0.0.1:0/asked"',
-            )
-        ),
-    )
+def ws_bridge(world: World, _ws_bridges: list[Bridge]) -> Bridge:
+    """One of its own for ws and wss: nng 1.11 may crash as a connection of those ends, and the next test gets another."""
+    if not _ws_bridges or _ws_bridges[-1].hit_by_nng:
+        _ws_bridges.append(make_ws_bridge(world))
+    return _ws_bridges[-1]

@@ -6,7 +6,7 @@ import asyncio
 
 import pynng
 import pytest
-from interop.sp.kit import WAIT_S, Bridge, World, eventually, make_certificate, nngcat
+from interop.sp.kit import WAIT_S, Bridge, World, eventually, make_certificate, nngcat, outlives_nng
 
 import iris
 
@@ -22,6 +22,7 @@ def answers() -> iris.Service:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp", "ws", "tls", "wss"])
+@outlives_nng
 async def test_a_req_program_asks_a_cluster_over_each_transport(
     world: World, bridge: Bridge, ws_bridge: Bridge, transport: str
 ) -> None:

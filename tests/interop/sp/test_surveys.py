@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pynng
 import pytest
-from interop.sp.kit import Bridge, World, nngcat
+from interop.sp.kit import Bridge, World, nngcat, outlives_nng
 
 import iris
 
@@ -28,6 +28,7 @@ def one_of(crowd: str, name: str) -> iris.Service:
 
 
 @pytest.mark.parametrize("entry", ["respondent", "respondent-ws"])
+@outlives_nng
 async def test_a_surveyor_program_gets_the_answer_of_every_member(
     world: World, bridge: Bridge, ws_bridge: Bridge, entry: str
 ) -> None:
@@ -96,6 +97,7 @@ async def test_a_burst_of_surveys_reaches_a_respondent_program(
     assert heard == [[b"%d" % number] for number in range(50)]
 
 
+@outlives_nng
 async def test_over_ws_no_respondent_program_is_taken_for_a_slow_one(
     world: World, ws_bridge: Bridge
 ) -> None:
