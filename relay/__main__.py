@@ -1,20 +1,16 @@
-"""`python -m relay`, and `iris relay`: arguments, environment and file become one RelayConfig."""
+"""`python -m relay`, and `iris relay`: checks the arguments, then this process becomes the relay (`relay.start`)."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from iris import keyfiles, paths
-from iris.crypto.keys import NetworkKey
-from iris.errors import ConfigError, IrisError
-from relay.config import load_config
-from relay.daemon import run
+from iris.errors import IrisError
+from relay.config import as_environment, load_config
 
 _SITES: Final = "Other sites"
 
@@ -123,42 +119,13 @@ def relay(
             "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,
         }  # fmt: skip
-        chosen = load_config(overrides, os.environ, config)
-        keys = _dev_keys(os.environ) if chosen.dev else _network_keys(os.environ)
-        run(load_config({**overrides, "network_keys": keys}, os.environ, config), os.environ)
+        load_config(overrides, os.environ, config)  # its errors name the flags
+        environ = {**os.environ, **as_environment(overrides, config)}
     except IrisError as err:
         sys.stderr.write(f"iris relay: {err}\n")
         raise typer.Exit(2) from err
-
-
-def _network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
-    directory = keyfiles.config_directory(environ)
-    path = directory / keyfiles.NETWORK_FILE
-    if not path.exists():
-        raise IrisError(
-            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from where your network "
-            "has one already. To try things out on this host alone: iris relay --dev"
-        )
-    return keyfiles.load_network_keys(path)
-
-
-def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
-    """Return throw-away keys of the runtime directory, made at first use; clients without keys of their own find them."""
-    directory = paths.dev_key_directory(environ, os.geteuid())
-    try:
-        directory.parent.mkdir(mode=0o700, exist_ok=True)
-    except OSError as err:
-        raise ConfigError(f"no runtime directory {directory.parent}: {err.strerror}") from err
-    path = directory / keyfiles.NETWORK_FILE
-    if not path.exists():
-        keyfiles.create_keys(directory)
-    sys.stderr.write(
-        f"iris relay: keys for trying out in {directory}, kept until this host restarts\n"
-    )
-    if keyfiles.has_keys(environ):
-        own = keyfiles.config_directory(environ) / keyfiles.KEYRING_FILE
-        sys.stderr.write(f"iris relay: programs of this user take those of {own} instead\n")
-    return keyfiles.load_network_keys(path)
+    # What reads arguments takes 10 MB, which a relay would keep for as long as it runs.
+    os.execve(sys.executable, [sys.executable, "-m", "relay.start", *sys.argv[1:]], environ)
 
 
 def main() -> None:

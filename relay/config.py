@@ -464,6 +464,20 @@ def load_config(
     return replace(preset(socket_path), **values)
 
 
+def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> dict[str, str]:
+    """Return the environment variables that say the same as these flags and this file do to `load_config`, which took them."""
+    variables = {
+        ENVIRONMENT_PREFIX + name.upper(): ",".join(value)
+        if isinstance(value, list)
+        else str(value)
+        for name, value in argv_overrides.items()
+        if value is not None
+    }
+    if file is not None:
+        variables[_FILE_VARIABLE] = str(file.absolute())
+    return variables
+
+
 def _read(file: Path) -> dict[str, object]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
