@@ -10,7 +10,7 @@ from harness import IrisRelay, Role
 from proofs.common import Proof, Run, memory_mb, show_mb
 
 SETTLE_S = 1.0
-LIMIT_MB = 64.0
+LIMIT_MB = 50.0
 LIMIT_SHARE = 0.001
 """Of one processor: what counts as no measurable use."""
 MEASURED_S = 10
