@@ -97,7 +97,7 @@ class Registry:
             kept = self.keyring.for_cluster(binding.service.name)
             binding.key_ids.intersection_update(key.key_id for key in kept)
         if session is not None:
-            session.subscriptions_version += 1
+            session.casts.subscriptions_version += 1
             session.forget_keys()
 
     def share_out(self, guard: Guard) -> None:
@@ -199,7 +199,7 @@ class Registry:
         if is_wild(subscription.filter):
             self._wild[place] = None
         if session is not None:
-            session.subscriptions_version += 1
+            session.casts.subscriptions_version += 1
             if len(known) == 1:
                 if not subscription.group:
                     guard.resume_topics(lambda topic: self._is_new(subscription.filter, topic))
@@ -251,7 +251,7 @@ class Registry:
             return None
         known.remove(subscription)
         if session is not None:
-            session.subscriptions_version += 1
+            session.casts.subscriptions_version += 1
         if known:
             return None
         del self._subscriptions[place]
@@ -302,7 +302,7 @@ class Registry:
 
     def adopted(self, session: Session) -> None:
         """`session` is in use: watches move to it, and what came or went since `register` comes or goes there, too."""
-        session.subscriptions_version += 1
+        session.casts.subscriptions_version += 1
         for watcher in self.watchers:
             watcher.attach(session)
         self.register(session)

@@ -146,7 +146,7 @@ class Asks:
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
         _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
-        self._session.received_messages += 1
+        self._session.received_alone += 1
         flow = self._session.flow(alias, kind)
         pending = self._pending.get(hop)
         if pending is None:

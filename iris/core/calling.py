@@ -233,7 +233,7 @@ class Calling:
         _, _, _, alias, hop, _ = HOP.unpack_from(buf, start)
         if alias not in self._session.replies:
             raise PeerProtocolError(f"alias {alias} was not declared for STREAM_REPLY")
-        self._session.received_messages += 1
+        self._session.received_alone += 1
         called = self._take(hop)
         if called is None:
             self._session.drop("late answers")

@@ -13,13 +13,13 @@ from typing import Any, Final
 from iris.core.asks import NEVER_US, Asks
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.calling import Calling
+from iris.core.casts import CASTS, Casts
 from iris.core.compression import held_bytes
-from iris.core.guard import Guard, Place
-from iris.core.guard import Sequence as Expected
-from iris.core.inbound import Inbound, InFlow, NotOurs
+from iris.core.guard import Guard
+from iris.core.inbound import Inbound, NotOurs
 from iris.core.message import Message
 from iris.core.outbound import Outbound
-from iris.core.parties import Delivery, Lost, Owner, Waiter
+from iris.core.parties import Delivery, Owner, Waiter
 from iris.core.pulse import Pulse
 from iris.core.tunneling import Tunneling
 from iris.errors import (
@@ -49,14 +49,12 @@ from iris.wire.frames import (
     MAX_CREDIT,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
-    UNKNOWN_COUNT,
     Kind,
     Refusal,
 )
 
 MAX_HELD_BYTES: Final = 16 << 20
 NOT_OURS: Final = "under a key that is not ours"
-_CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
 
 
 class Session:
@@ -70,14 +68,11 @@ class Session:
         self.state = "connecting"
         self.now_us = 0
         self.mono_us = 0
-        self._oldest_us = self._newest_us = 0
         self.deadline_us = NEVER_US
-        self.subscriptions_version = 0
         self.message_limit = message_limit
         self._compress = compress
-        self._bundle_bytes = 0
-        """Of the bundle opened last, as it lies in memory."""
-        self.received_messages = 0
+        self.received_alone = 0
+        """Messages that came one by one: calls, their answers, records of tunnels."""
         self.running = 0
         """Deliveries of this session that our handlers have not ended yet; the bindings count."""
         self.dropped: dict[str, int] = {}
@@ -109,21 +104,21 @@ class Session:
         self.flow = self._inbound.flow
         """The flow of an alias of the relay's, declared for a kind."""
         self.guard = guard
+        self.casts = casts = Casts(owner, guard, self._inbound, self.drop)
         self._hops = 0
         self._next_id = 1
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._acks: dict[int, tuple[type, Waiter, int]] = {}
         """id -> what answers it, who waits, and the last hop id sent before it."""
-        """By id: which frame answers, and who waits."""
         self._watches: dict[int, Callable[[frames.Membership], None]] = {}
         self._credits: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         """(member, kind) -> hop ids of the pushes that ended in this turn."""
         table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
-        table[Kind.PUBLISH] = self._publish
+        table[Kind.PUBLISH] = casts.publish
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
         table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = asks.answered
-        table[Kind.BROADCAST] = self._broadcast
+        table[Kind.BROADCAST] = casts.broadcast
         table[Kind.STREAM_REPLY] = self.calling.answered
         table[Kind.TUNNEL_OPEN] = tunneling.opening
         table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = (
@@ -137,7 +132,7 @@ class Session:
             frames.Drain: lambda _: self.owner.draining(),
             frames.Ack: self._on_ack,
             frames.Declare: self._inbound.declare,
-            frames.Gap: self._on_gap,
+            frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
             frames.Roster: asks.roster,
             frames.Done: asks.done,
@@ -167,8 +162,7 @@ class Session:
         """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
         self.now_us = now_us
         self.mono_us = mono_us
-        self._oldest_us = now_us - self.guard.freshness_us
-        self._newest_us = now_us + self.guard.freshness_us
+        self.casts.now_us = now_us
         if self.state == "up":
             self.out.now_us = now_us
 
@@ -211,15 +205,15 @@ class Session:
 
     def hold_casts(self) -> None:
         """Keep publications and broadcasts back: another session of ours may owe us earlier ones, still unread."""
-        for kind in _CASTS:
+        for kind in CASTS:
             self._table[kind] = self._hold
 
     def release_casts(self) -> None:
         """Deliver what was held back, in order; raises PeerProtocolError as `frame`."""
         held, self._held = self._held, []
         self._held_bytes = 0
-        self._table[Kind.PUBLISH] = self._publish
-        self._table[Kind.BROADCAST] = self._broadcast
+        self._table[Kind.PUBLISH] = self.casts.publish
+        self._table[Kind.BROADCAST] = self.casts.broadcast
         self._table[Kind.GAP] = self._control
         for frame in held:
             self.frame(memoryview(frame), 0, len(frame))
@@ -319,129 +313,16 @@ class Session:
             del self._credits[member, kind]
             self.out.control(frames.Credit(member, kind, hops, unstarted))
 
-    # -- what comes in: casts --------------------------------------------------------------------------------
+    # -- what comes in: one to one ---------------------------------------------------------------------------
 
-    def _publish(self, buf: memoryview, start: int, end: int) -> None:
-        flow, messages = self._bundle(buf, start, end)
-        if messages:
-            if flow.version != self.subscriptions_version:
-                flow.sinks = self.owner.sinks(flow)
-                flow.version = self.subscriptions_version
-            size = self._bundle_bytes
-            for sink in flow.sinks:
-                sink.deliver(messages, size)
-            if not flow.sinks:
-                self.drop("unwanted", len(messages))
-
-    def _broadcast(self, buf: memoryview, start: int, end: int) -> None:
-        flow, messages = self._bundle(buf, start, end)
-        if messages:
-            binding = self.owner.binding(flow)
-            if binding is None:
-                self.drop("unwanted", len(messages))
-            else:
-                binding.broadcast(messages, self._bundle_bytes)
-
-    def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
-        """Open a bundle and hold it to its sender's sequence; the list is empty when it was dropped."""
-        if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
-        kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
-        flow = self.flow(alias, kind)
-        self.received_messages += count
-        if not self._oldest_us < sent_us < self._newest_us:
-            self._lose(flow, count, f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock")
-            return flow, []
-        assert flow.opener is not None
-        try:
-            _, plain = flow.opener.open(
-                buf[start + BODY_AT : end], flow.prefix + buf[start + END_AT : start + BODY_AT]
-            )
-            self._bundle_bytes = held_bytes(plain, end - start)
-            payloads, headers, packed = decode_bundle(plain)
-            if len(payloads) != count:
-                raise DecodeError(f"{len(payloads)} messages in a bundle of {count}")
-        except (OpenError, DecodeError) as err:
-            self._lose(flow, count, str(err))
-            return flow, []
-        expected = flow.expected or self._expected(flow)
-        if expected is None:
-            self._lose(flow, count, "too many senders to keep apart")
-            return flow, []
-        if first != expected.next:
-            if first < expected.next:
-                self.drop("late or repeated", count)
-                return flow, []
-            if expected.known and flow.plain and (missing := expected.missing(first)):
-                self._lose(flow, missing, "missing on the way")
-        if flow.plain:
-            expected.known = True
-        elif expected.known:
-            self._pass_by(flow, expected, expected.missing(first) + count)
-        expected.next = first + count
-        expected.used_us = self.now_us
-        name, source = flow.name, flow.sender_id
-        if count == 1:
-            only = headers[0] if headers is not None else None
-            return flow, [Message(payloads[0], name, only, packed, source)]
-        if headers is None:
-            return flow, [Message(p, name, None, packed, source) for p in payloads]
-        return flow, [
-            Message(p, name, h, packed, source) for p, h in zip(payloads, headers, strict=True)
-        ]
-
-    def _expected(self, flow: InFlow) -> Expected | None:
-        """Return the flow's sequence entry, made at the first message that opened; None when the table is full.
-
-        A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice. What is for no member of ours
-        has an entry for this once: the sequence of one that joins later is its own.
-        """
-        if flow.expected is None:
-            place = self._place(flow)
-            if place is None:
-                return Expected()
-            flow.expected = self.guard.sequence(place, self.now_us)
-        return flow.expected
-
-    def _place(self, flow: InFlow) -> Place | None:
-        """Return by what the guard knows a flow; None of a broadcast for no member of ours."""
-        receiver = 0
-        if flow.kind == Kind.BROADCAST:
-            binding = self.owner.binding(flow)
-            if binding is None:
-                return None
-            receiver = binding.number
-        return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
-
-    def _pass_by(self, flow: InFlow, expected: Expected, count: int) -> None:
-        """Messages come for members of groups alone, though this sender's came to subscriptions without a group before.
-
-        An honest relay does that only when those have ended; else it keeps the messages from them, and they are told.
-        """
-        plain = flow.as_plain()
-        if self.owner.sinks(plain):
-            self._lose(plain, count, "delivered to queue groups alone")
-        else:
-            expected.known = False
-
-    def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
-        """Tell whoever wanted the messages of a flow that some are lost."""
-        lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
-        self.drop("lost", count or 0)
-        if flow.kind == Kind.BROADCAST:
-            binding = self.owner.binding(flow)
-            if binding is not None:
-                binding.gap(lost)
-        else:
-            for sink in self.owner.sinks(flow):
-                sink.gap(lost)
-        self.owner.lost(lost)
+    @property
+    def received_messages(self) -> int:
+        """Messages of all kinds that came in."""
+        return self.received_alone + self.casts.received
 
     def drop(self, cause: str, count: int = 1) -> None:
         """Count messages that go nowhere."""
         self.dropped[cause] = self.dropped.get(cause, 0) + count
-
-    # -- what comes in: one to one ---------------------------------------------------------------------------
 
     def _incoming(self, buf: memoryview, start: int, end: int) -> None:
         """A request, push or survey for one of our members."""
@@ -450,7 +331,7 @@ class Session:
         kind, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
         if flags & FLAG_REFUSED:
             raise PeerProtocolError("a refused message came to a session")
-        self.received_messages += 1
+        self.received_alone += 1
         if deadline_us and self.clock_us:
             deadline_us += self.clock_us
         flow = self.flow(alias, kind)
@@ -483,7 +364,7 @@ class Session:
             payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
         )
         delivery = Delivery(self, flow, hop, deadline_us, counter, message, size)
-        if not self._oldest_us < sent_us < self._newest_us:
+        if abs(self.now_us - sent_us) >= self.guard.freshness_us:
             self.drop("too old")
             if kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
                 self.refuse(buf, start, end, Refusal.UNREADABLE)
@@ -523,9 +404,9 @@ class Session:
     def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
         """A frame came under a key that we do not have: nobody here can open it, and nothing else suffers."""
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
-        if kind in _CASTS:
+        if kind in CASTS:
             count = BUNDLE.unpack_from(buf, start)[3]
-            self.received_messages += count
+            self.casts.received += count
             self.drop(NOT_OURS, count)
             return
         self.drop(NOT_OURS)
@@ -625,32 +506,6 @@ class Session:
             raise PeerProtocolError("BEAT in a session of this host")
         self._pulse.heard(beat, self.mono_us)
         self.clock_us = self._pulse.clock_us
-
-    def _on_gap(self, gap: frames.Gap) -> None:
-        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
-            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
-        key = self.owner.find_key(gap.key_id)
-        if key is None:
-            return
-        declared = frames.Declare(
-            0, gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, gap.groups, gap.member
-        )
-        flow = InFlow(declared, key, None)
-        if gap.count == UNKNOWN_COUNT:
-            # The next message says how many; if none comes, this is all that is known.
-            self._lose(flow, None, gap.cause)
-        elif not flow.plain:
-            # Members of a group see only their share, so the relay's word is all there is.
-            self._lose(flow, gap.count, gap.cause)
-        else:
-            # A count of 0 says where a run of losses starts whose length is not known yet.
-            place = self._place(flow)
-            expected = self.guard.announced(place) if place is not None else Expected()
-            before, here = expected.lost(gap.first, gap.count)
-            if before:
-                self._lose(flow, before, "missing on the way")
-            if here:
-                self._lose(flow, here, gap.cause)
 
 
 _ANSWERS: Final[dict[type, type]] = {frames.Status: frames.Report, frames.Ping: frames.Pong}

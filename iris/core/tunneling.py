@@ -88,7 +88,7 @@ class Tunneling:
         _, _, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         if deadline_us and self._session.clock_us:
             deadline_us += self._session.clock_us
-        self._session.received_messages += 1
+        self._session.received_alone += 1
         flow = self._session.flow(alias, Kind.TUNNEL_OPEN)
         if hop in self.ends:
             raise PeerProtocolError(f"tunnel {hop} is open already")
@@ -161,7 +161,7 @@ class Tunneling:
             raise PeerProtocolError("a tunnel frame is cut short")
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
         if kind != Kind.TUNNEL_END:
-            self._session.received_messages += 1
+            self._session.received_alone += 1
         tunnel = self.ends.get(hop)
         if tunnel is None:
             if kind != Kind.TUNNEL_END:

@@ -274,7 +274,7 @@ class Host:
     def subscribe(self, pattern: str, *, group: str = "", key: ClusterKey | None = None) -> Inbox:
         inbox = Inbox(pattern, group)
         self.inboxes.append(inbox)
-        self.session.subscriptions_version += 1
+        self.session.casts.subscriptions_version += 1
         key = key or self.key
         self.session.out.prove(key)
         ack = Result()

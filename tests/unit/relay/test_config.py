@@ -14,6 +14,7 @@ from relay import config
 from relay.config import (
     PeerSite,
     RelayConfig,
+    as_environment,
     dev,
     lan,
     load_config,
@@ -134,10 +135,17 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
     } | {"socket_mode": "0660"}
     assert load(dict(texts)) == expected
     assert load(environ={f"IRIS_RELAY_{name.upper()}": texts[name] for name in texts}) == expected
+    flags = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()
+    }
+    flags["socket_mode"] = "0660"
+    assert load(flags) == expected
+    assert load(environ=as_environment(flags, None)) == expected
 
     toml = "".join(f"{name} = {as_toml(value)}\n" for name, value in wanted.items())
     file = written(tmp_path / "r.toml", toml)
     assert load(file=file) == replace(expected, config_file=file)
+    assert load(environ=as_environment({"port": None}, file)) == replace(expected, config_file=file)
 
 
 @pytest.mark.parametrize(

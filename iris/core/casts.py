@@ -1,0 +1,193 @@
+"""Publications and broadcasts as they come in: opened, held to their senders' sequences, delivered; their losses told (sans-IO)."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from iris.core.bundle import decode_bundle
+from iris.core.compression import held_bytes
+from iris.core.guard import Guard, Place
+from iris.core.guard import Sequence as Expected
+from iris.core.inbound import Inbound, InFlow
+from iris.core.message import Message
+from iris.core.parties import Lost, Owner
+from iris.errors import DecodeError, OpenError, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import BODY_AT, BUNDLE, END_AT
+from iris.wire.frames import UNKNOWN_COUNT, Kind
+
+CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
+"""What comes in the order of its sender, which a session may have to hold back for it."""
+
+
+class Drop(Protocol):
+    """Counts messages that go nowhere, by cause."""
+
+    def __call__(self, cause: str, count: int = 1, /) -> None: ...
+
+
+class Casts:
+    """What one session receives of publications and broadcasts."""
+
+    __slots__ = (
+        "_bundle_bytes", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version",
+    )  # fmt: skip
+
+    def __init__(self, owner: Owner, guard: Guard, inbound: Inbound, drop: Drop) -> None:
+        self._owner = owner
+        self._guard = guard
+        self._flow = inbound.flow
+        self._drop = drop
+        self._bundle_bytes = 0
+        """Of the bundle opened last, as it lies in memory."""
+        self.now_us = 0
+        """µs since 1970, of this turn."""
+        self.received = 0
+        """Messages that came in."""
+        self.subscriptions_version = 0
+        """Rises when who wants what changes."""
+
+    def publish(self, buf: memoryview, start: int, end: int) -> None:
+        """Deliver a bundle that was published to whoever subscribed."""
+        flow, messages = self._bundle(buf, start, end)
+        if messages:
+            if flow.version != self.subscriptions_version:
+                flow.sinks = self._owner.sinks(flow)
+                flow.version = self.subscriptions_version
+            size = self._bundle_bytes
+            for sink in flow.sinks:
+                sink.deliver(messages, size)
+            if not flow.sinks:
+                self._drop("unwanted", len(messages))
+
+    def broadcast(self, buf: memoryview, start: int, end: int) -> None:
+        """Deliver a bundle that was broadcast to our member of that cluster."""
+        flow, messages = self._bundle(buf, start, end)
+        if messages:
+            binding = self._owner.binding(flow)
+            if binding is None:
+                self._drop("unwanted", len(messages))
+            else:
+                binding.broadcast(messages, self._bundle_bytes)
+
+    def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
+        """Open a bundle and hold it to its sender's sequence; the list is empty when it was dropped."""
+        if end - start < BODY_AT:
+            raise PeerProtocolError("a data frame is cut short")
+        kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
+        flow = self._flow(alias, kind)
+        self.received += count
+        if abs(self.now_us - sent_us) >= self._guard.freshness_us:
+            self._lose(flow, count, f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock")
+            return flow, []
+        assert flow.opener is not None
+        try:
+            _, plain = flow.opener.open(
+                buf[start + BODY_AT : end], flow.prefix + buf[start + END_AT : start + BODY_AT]
+            )
+            self._bundle_bytes = held_bytes(plain, end - start)
+            payloads, headers, packed = decode_bundle(plain)
+            if len(payloads) != count:
+                raise DecodeError(f"{len(payloads)} messages in a bundle of {count}")
+        except (OpenError, DecodeError) as err:
+            self._lose(flow, count, str(err))
+            return flow, []
+        expected = flow.expected or self._expected(flow)
+        if expected is None:
+            self._lose(flow, count, "too many senders to keep apart")
+            return flow, []
+        if first != expected.next:
+            if first < expected.next:
+                self._drop("late or repeated", count)
+                return flow, []
+            if expected.known and flow.plain and (missing := expected.missing(first)):
+                self._lose(flow, missing, "missing on the way")
+        if flow.plain:
+            expected.known = True
+        elif expected.known:
+            self._pass_by(flow, expected, expected.missing(first) + count)
+        expected.next = first + count
+        expected.used_us = self.now_us
+        name, source = flow.name, flow.sender_id
+        if count == 1:
+            only = headers[0] if headers is not None else None
+            return flow, [Message(payloads[0], name, only, packed, source)]
+        if headers is None:
+            return flow, [Message(p, name, None, packed, source) for p in payloads]
+        return flow, [
+            Message(p, name, h, packed, source) for p, h in zip(payloads, headers, strict=True)
+        ]
+
+    def _expected(self, flow: InFlow) -> Expected | None:
+        """Return the flow's sequence entry, made at the first message that opened; None when the table is full.
+
+        A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice. What is for no member of ours
+        has an entry for this once: the sequence of one that joins later is its own.
+        """
+        if flow.expected is None:
+            place = self._place(flow)
+            if place is None:
+                return Expected()
+            flow.expected = self._guard.sequence(place, self.now_us)
+        return flow.expected
+
+    def _place(self, flow: InFlow) -> Place | None:
+        """Return by what the guard knows a flow; None of a broadcast for no member of ours."""
+        receiver = 0
+        if flow.kind == Kind.BROADCAST:
+            binding = self._owner.binding(flow)
+            if binding is None:
+                return None
+            receiver = binding.number
+        return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
+
+    def _pass_by(self, flow: InFlow, expected: Expected, count: int) -> None:
+        """Messages come for members of groups alone, though this sender's came to subscriptions without a group before.
+
+        An honest relay does that only when those have ended; else it keeps the messages from them, and they are told.
+        """
+        plain = flow.as_plain()
+        if self._owner.sinks(plain):
+            self._lose(plain, count, "delivered to queue groups alone")
+        else:
+            expected.known = False
+
+    def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
+        """Tell whoever wanted the messages of a flow that some are lost."""
+        lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
+        self._drop("lost", count or 0)
+        if flow.kind == Kind.BROADCAST:
+            binding = self._owner.binding(flow)
+            if binding is not None:
+                binding.gap(lost)
+        else:
+            for sink in self._owner.sinks(flow):
+                sink.gap(lost)
+        self._owner.lost(lost)
+
+    def gap(self, gap: frames.Gap) -> None:
+        """Take the relay's word that messages are lost."""
+        if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        key = self._owner.find_key(gap.key_id)
+        if key is None:
+            return
+        declared = frames.Declare(
+            0, gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, gap.groups, gap.member
+        )
+        flow = InFlow(declared, key, None)
+        if gap.count == UNKNOWN_COUNT:
+            # The next message says how many; if none comes, this is all that is known.
+            self._lose(flow, None, gap.cause)
+        elif not flow.plain:
+            # Members of a group see only their share, so the relay's word is all there is.
+            self._lose(flow, gap.count, gap.cause)
+        else:
+            # A count of 0 says where a run of losses starts whose length is not known yet.
+            place = self._place(flow)
+            expected = self._guard.announced(place) if place is not None else Expected()
+            before, here = expected.lost(gap.first, gap.count)
+            if before:
+                self._lose(flow, before, "missing on the way")
+            if here:
+                self._lose(flow, here, gap.cause)
