@@ -451,15 +451,21 @@ async def test_who_holds_one_key_does_not_speak_for_topics_of_another(tmp_path: 
         assert heard == [("orders.eu", b"true"), ("news", b"true")]
 
 
+def noting(ran: list[bytes]) -> iris.Service:
+    """Return a service of the cluster "db" that keeps what it is sent in `ran`."""
+    service = iris.Service("db")
+    for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
+        register(lambda payload: ran.append(payload))
+    return service
+
+
 @pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST])
 async def test_a_message_reaches_only_the_service_that_it_is_addressed_to(
     kind: Kind, tmp_path: Path
 ) -> None:
     """The relay names the member; the seal names the cluster and the key. They have to agree."""
     ran: list[bytes] = []
-    service = iris.Service("db")
-    for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
-        register(lambda payload: ran.append(payload))
+    service = noting(ran)
     keyring = iris.Keyring({"default": (OTHER_KEY,), "db": (KEY,)})
 
     async with (
@@ -485,9 +491,7 @@ async def test_a_repeated_or_forged_message_to_a_member_runs_nothing(
     kind: Kind, tmp_path: Path
 ) -> None:
     ran: list[bytes] = []
-    service = iris.Service("db")
-    for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
-        register(lambda payload: ran.append(payload))
+    service = noting(ran)
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
@@ -778,9 +782,7 @@ async def test_after_a_reload_nothing_is_taken_under_a_retired_key(
 ) -> None:
     """Whoever stole the old key has the relay's help: the process does not depend on what the relay thinks was proven."""
     ran: list[bytes] = []
-    service = iris.Service("db")
-    for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
-        register(lambda payload: ran.append(payload))
+    service = noting(ran)
 
     @service.on_tunnel
     async def tunnel(opened: iris.Tunnel) -> None:

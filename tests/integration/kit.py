@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterable, Callable
 from typing import Any, cast
 
 from iris import Client, ClientConfig, Keyring, Lost, Message, Service
-from iris.crypto.keys import NetworkKey
 from iris.testing import LocalCluster
-from relay.config import RelayConfig
-from relay.daemon import Relay
 from relay.embedded import MemoryTransport
 from relay.sessions import SessionPort
 
@@ -26,21 +21,6 @@ def named(
     """Return a client of `cluster` that `port_of` finds by its label."""
     settings = {"reconnect_min_s": 0.005, "reconnect_max_s": 0.02, **settings}
     return cluster.client(keyring=keyring, config=ClientConfig(label=label, **settings))
-
-
-@contextlib.asynccontextmanager
-async def relay_over_tls(tmp_path: Path, network: NetworkKey) -> AsyncIterator[Relay]:
-    """Run a relay that takes sessions over TLS on a free port, and is linked to nobody."""
-    directory = tmp_path / "run"
-    directory.mkdir(0o700)
-    config = RelayConfig(
-        socket_path=directory / "relay.sock", network_keys=(network,), mdns=False, port=0, bind=("127.0.0.1",),
-        listen=("tls://127.0.0.1:0",), drain_timeout_s=1.0,
-    )  # fmt: skip
-    relay = Relay(config)
-    await relay.start()
-    yield relay
-    await relay.stop(drain_s=0)
 
 
 def port_of(cluster: LocalCluster, label: str) -> SessionPort:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from integration.kit import relay_over_tls
+from integration.conftest import NETWORK
 
 import iris
 from iris import ClientConfig, Keyring
-from iris.crypto.keys import ClusterKey, NetworkKey
+from iris.crypto.keys import ClusterKey
 from iris.errors import ConnectionLost, RelayUnavailable
-from iris.remote import certificate_hash, create_access, load_access
+from iris.remote import certificate_hash, load_access
 from iris.wire import frames
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import Control
@@ -25,22 +25,8 @@ from relay.tls import Credentials, session_server_context
 
 pytestmark = pytest.mark.timeout(60)
 
-NETWORK = NetworkKey(bytes(range(32)))
 KEY = ClusterKey(bytes(range(32)))
 KEYS = Keyring({"default": (KEY,)})
-
-
-@pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
-    async with relay_over_tls(tmp_path, NETWORK) as relay:
-        yield relay
-
-
-@pytest.fixture
-def access(tmp_path: Path) -> Path:
-    path = tmp_path / "access.pem"
-    create_access(path, NETWORK)
-    return path
 
 
 def unchanged(welcome: frames.Welcome) -> frames.Welcome:

@@ -9,12 +9,11 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from adversity.kit import eventually
-from integration.kit import relay_over_tls
+from integration.conftest import NETWORK
 
 import iris
 from iris import ClientConfig, Keyring
@@ -30,22 +29,8 @@ from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(60)
 
-NETWORK = NetworkKey(bytes(range(32)))
 OTHER = NetworkKey(bytes(range(1, 33)))
 KEYS = Keyring({"default": (ClusterKey(bytes(range(32))),)})
-
-
-@pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
-    async with relay_over_tls(tmp_path, NETWORK) as relay:
-        yield relay
-
-
-@pytest.fixture
-def access(tmp_path: Path) -> Path:
-    path = tmp_path / "access.pem"
-    create_access(path, NETWORK)
-    return path
 
 
 def place(relay: Relay) -> tuple[str, int]:

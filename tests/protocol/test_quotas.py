@@ -224,12 +224,17 @@ def test_who_makes_many_keys_costs_those_who_ask_for_a_name_nothing() -> None:
 # -- what other sites are told -----------------------------------------------------------------------------------
 
 
+def told_at_most(entries: int, monkeypatch: pytest.MonkeyPatch) -> Sites:
+    """Return two sites that tell each other of so many clusters and of so many topics."""
+    for module in (sites_module, federation_module):
+        monkeypatch.setattr(module, "MAX_WANTED", entries)
+    return Sites("ams", "ber")
+
+
 def test_what_a_site_has_no_room_to_tell_is_kept_back_and_told_when_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (sites_module, federation_module):
-        monkeypatch.setattr(module, "MAX_WANTED", 8)
-    net = Sites("ams", "ber")
+    net = told_at_most(8, monkeypatch)
     ours, theirs = net.connect(0, 1)
     mallory = net.host("mallory", keys=(OTHER_KEY,))
     services = [mallory.serve(f"m{number}") for number in range(9)]
@@ -259,9 +264,7 @@ def test_what_a_site_has_no_room_to_tell_is_kept_back_and_told_when_there_is(
 def test_what_was_kept_back_is_told_when_something_else_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (sites_module, federation_module):
-        monkeypatch.setattr(module, "MAX_WANTED", 4)
-    net = Sites("ams", "ber")
+    net = told_at_most(4, monkeypatch)
     _, theirs = net.connect(0, 1)
     parties = [Party(net.router) for _ in range(5)]
     for number, party in enumerate(parties):

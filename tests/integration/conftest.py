@@ -1,0 +1,38 @@
+"""A relay that takes sessions over TLS, for whoever wants one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from iris.crypto.keys import NetworkKey
+from iris.remote import create_access
+from relay.config import RelayConfig
+from relay.daemon import Relay
+
+NETWORK = NetworkKey(bytes(range(32)))
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    """A relay that takes sessions over TLS on a free port, and is linked to nobody."""
+    directory = tmp_path / "run"
+    directory.mkdir(0o700)
+    config = RelayConfig(
+        socket_path=directory / "relay.sock", network_keys=(NETWORK,), mdns=False, port=0, bind=("127.0.0.1",),
+        listen=("tls://127.0.0.1:0",), drain_timeout_s=1.0,
+    )  # fmt: skip
+    relay = Relay(config)
+    await relay.start()
+    yield relay
+    await relay.stop(drain_s=0)
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Path:
+    """An access file for `relay`."""
+    path = tmp_path / "access.pem"
+    create_access(path, NETWORK)
+    return path
