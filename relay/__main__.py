@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
+from iris import keyfiles
 from iris.errors import IrisError
 from relay.config import as_environment, load_config
 
@@ -98,8 +100,15 @@ def relay(
         bool,
         typer.Option("--dev", help="Alone, with throw-away keys that this user's programs find."),
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Check settings and keys, and leave: exit code 0, or 2 and what is wrong."),
+    ] = False,
 ) -> None:  # fmt: skip
     """Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).
+
+    SIGHUP reads settings and network keys again. The log names the settings
+    that need a restart.
 
     \b
     Examples:
@@ -121,11 +130,26 @@ def relay(
         }  # fmt: skip
         load_config(overrides, os.environ, config)  # its errors name the flags
         environ = {**os.environ, **as_environment(overrides, config)}
+        if check:
+            _check(environ)
+            return
     except IrisError as err:
         sys.stderr.write(f"iris relay: {err}\n")
         raise typer.Exit(2) from err
     # What reads arguments takes 10 MB, which a relay would keep for as long as it runs.
     os.execve(sys.executable, [sys.executable, "-m", "relay.start", *sys.argv[1:]], environ)
+
+
+def _check(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError or KeyringError for what would keep a relay of these settings from starting; nothing is made or bound."""
+    from relay.start import network_keys
+
+    config = load_config({}, environ, None)
+    if not config.dev:
+        network_keys(environ)
+    if config.site_key is not None:
+        keyfiles.load_site_key(config.site_key)
+    sys.stdout.write("settings and keys are valid\n")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery -> ... -> STOPPING=1 -> end discovery -> drain -> close -> release
 
-SIGTERM and SIGINT stop it, SIGHUP has it read its network keys again.
+SIGTERM and SIGINT stop it, SIGHUP has it read its settings and network keys again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Final
 
 from iris import keyfiles
 from iris.crypto.keys import NetworkKey
@@ -23,7 +24,7 @@ from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify, socketfile
 from relay.addresses import show
-from relay.config import RelayConfig
+from relay.config import RelayConfig, load_config
 from relay.core.policy import Policy
 from relay.core.router import Limits, Router
 from relay.discovery import DEFAULT_PORT, Discovery
@@ -53,8 +54,11 @@ NOTHING_FOUND_S = 3.0
 LOOK_AGAIN_S = 10.0
 """Between two looks at this host's addresses."""
 JOIN_HINT = "iris relay --join HOST:PORT"
+LIVE = ("drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_level")
+"""Settings that a running relay takes up; the others need a restart."""
 _WILDCARDS = ("0.0.0.0", "::")
 _MAX_SIGHTED = 1024
+_NOT_SETTINGS: Final = ("config_file", "network_keys")
 
 
 def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urandom) -> Router:
@@ -232,6 +236,40 @@ class Relay:
             if isinstance(discovery, MulticastDiscovery):
                 discovery.set_networks(self.links.fingerprints)
 
+    def reload(self, config: RelayConfig) -> None:
+        """Take up what `config` changes of the settings in `LIVE`, and name in the log what needs a restart."""
+        changed = [
+            found.name
+            for found in fields(config)
+            if found.name not in _NOT_SETTINGS
+            and getattr(config, found.name) != getattr(self.config, found.name)
+        ]
+        live = {name: getattr(config, name) for name in changed if name in LIVE}
+        joined = "join" in live and self.links is not None
+        self.config = self.hub.config = replace(self.config, **live)
+        if "log_level" in live:
+            configure(config.log_level)
+        if joined and self.links is not None:
+            self._task(self._join(self.links), "iris-join")
+        told = {
+            "changed": list(live),
+            "needs_restart": [name for name in changed if name not in LIVE],
+        }
+        log.log(
+            logging.WARNING if told["needs_restart"] else logging.INFO,
+            "relay.settings_read",
+            extra={"fields": told},
+        )
+
+    async def _join(self, links: LinkHub) -> None:
+        """Look for the relays that `join` names now, and no more for those that it named before; links that are up stay."""
+        before = self._discoveries.pop("join", None)
+        if before is not None:
+            await before.close()
+        if self.config.join and "join" not in self._discoveries:
+            self._discoveries["join"] = found = SeedDiscovery(self.config.join)
+            await self._follow(links, found)
+
     # -- other relays ----------------------------------------------------------------------------------------
 
     def _discover(self, links: LinkHub) -> None:
@@ -358,7 +396,7 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(loop)
     relay = Relay(config)
-    loop.add_signal_handler(signal.SIGHUP, read_keys_again, relay, environ)
+    loop.add_signal_handler(signal.SIGHUP, read_again, relay, environ)
     with garbled_names_told(relay.garbled_name):
         await relay.start()
         tidying = asyncio.create_task(give_back_when_idle(), name="iris-memory")
@@ -371,8 +409,12 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
             await relay.stop()
 
 
-def read_keys_again(relay: Relay, environ: Mapping[str, str]) -> None:
-    """Take up a changed file of network keys; one that cannot be read changes nothing, and is said."""
+def read_again(relay: Relay, environ: Mapping[str, str]) -> None:
+    """Take up changed settings and network keys; a file that cannot be read changes nothing, and is named in the log."""
+    try:
+        relay.reload(load_config({}, environ, None))
+    except ConfigError as err:
+        log.error("relay.settings_unreadable", extra={"fields": {"error": str(err)}})
     path = keyfiles.config_directory(environ) / keyfiles.NETWORK_FILE
     if relay.links is None:
         return

@@ -21,7 +21,7 @@ def main(environ: Mapping[str, str]) -> int:
     """Run the relay until it is told to stop, and return the exit code; wrong settings and keys are said on stderr."""
     try:
         config = load_config({}, environ, None)
-        keys = _dev_keys(environ) if config.dev else _network_keys(environ)
+        keys = _dev_keys(environ) if config.dev else network_keys(environ)
         run(replace(config, network_keys=keys), environ)
     except IrisError as err:
         sys.stderr.write(f"iris relay: {err}\n")
@@ -29,7 +29,8 @@ def main(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
+def network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
+    """Return the keys of the networks that this host's relay is in; raises IrisError where there are none."""
     directory = keyfiles.config_directory(environ)
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():

@@ -7,6 +7,7 @@ import grp
 import json
 import os
 import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -57,6 +58,55 @@ def test_the_service_manager_hears_when_it_serves_and_when_it_stops(
                 session.connect(str(daemon.socket))
             assert daemon.stop() == 0
             assert manager.recv(100) == b"STOPPING=1"
+
+
+# -- settings --------------------------------------------------------------------------------------------------
+
+
+def logged(daemon: Daemon, event: str) -> list[dict[str, Any]]:
+    """Return the lines of this event in the relay's log."""
+    lines = [line for line in daemon.log.read_text().splitlines() if line.startswith("{")]
+    return [found for found in map(json.loads, lines) if found["event"] == event]
+
+
+def test_a_running_relay_takes_up_some_settings_and_names_those_that_need_a_restart(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "relay.toml"
+    file.write_text("drain_timeout_s = 5\nmax_sessions = 10\n")
+    with Daemon(tmp_path, settings={"IRIS_RELAY_CONFIG_FILE": str(file)}) as daemon:
+        file.write_text('drain_timeout_s = 0.5\nmax_sessions = 11\nlog_level = "WARNING"\n')
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: bool(logged(daemon, "relay.settings_read")))
+        (said,) = logged(daemon, "relay.settings_read")
+        assert set(said["changed"]) == {"drain_timeout_s", "log_level"}
+        assert (said["needs_restart"], said["level"]) == (["max_sessions"], "WARNING")
+        file.write_text("drain_timeout_s = no")
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: bool(logged(daemon, "relay.settings_unreadable")))
+        assert str(file) in logged(daemon, "relay.settings_unreadable")[0]["error"]
+        assert daemon.stop() == 0
+        assert not logged(daemon, "relay.stopped")  # which is INFO
+
+
+def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys")
+    missing = run(tmp_path, "--check", IRIS_CONFIG=keys)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert f"no network key at {keys}/network.toml" in missing.stderr
+    keyfiles.create_keys(Path(keys))
+    right = run(tmp_path, "--check", "--port", "7430", IRIS_CONFIG=keys)
+    assert (right.returncode, right.stderr, right.stdout) == (
+        0,
+        "",
+        "settings and keys are valid\n",
+    )
+    file = tmp_path / "relay.toml"
+    file.write_text("max_sesions = 1")
+    wrong = run(tmp_path, "--check", "--config", str(file), IRIS_CONFIG=keys)
+    assert wrong.returncode == 2
+    assert f"{file}: max_sesions: is not a setting" in wrong.stderr
+    assert not (tmp_path / "iris").exists()
 
 
 # -- keys ------------------------------------------------------------------------------------------------------

@@ -536,6 +536,23 @@ def test_relays_as_processes_link_rotate_their_key_by_a_signal_and_stop(tmp_path
         assert last["reason"] == "the other relay said goodbye"
 
 
+def test_a_running_relay_joins_what_its_changed_settings_name(tmp_path: Path) -> None:
+    one = Host(tmp_path / "one", "--port", "0")
+    settings = tmp_path / "relay.toml"
+    settings.write_text("")
+    with one.daemon:
+        two = Host(tmp_path / "two", "--port", "0", "--config", str(settings))
+        with two.daemon:
+            settings.write_text(f'join = ["{one.address}"]')
+            two.daemon.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: one.events("link.up") and two.events("link.up"))
+            settings.write_text("")
+            two.daemon.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: len(two.events("relay.settings_read")) == 2)
+            assert not two.events("link.down")
+            assert [host.daemon.stop() for host in (two, one)] == [0, 0]
+
+
 def test_a_relay_whose_names_do_not_resolve_serves_at_once(tmp_path: Path) -> None:
     """The name server is asked elsewhere: what waits for it is not the socket."""
     host = Host(tmp_path / "one", "--port", "0", "--join", "nobody.invalid:7430")
