@@ -1,5 +1,8 @@
-# Needs python3 (3.11 or newer) and make; everything else goes into .venv, at the versions of constraints.txt and with the hashes of requirements/.
-#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | clean
+# Needs python3 (3.11 or newer) and make. Everything else is installed into .venv, at the versions of constraints.txt
+# and only if its hash is in requirements/.
+#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | clean
+#   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1]
+#   make bench-federation [QUICK=1] | proof AREA=… N=… | lock
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 # The newest that works, of those that the tests pass on.
@@ -13,7 +16,7 @@ EXAMPLES_STAMP := $(VENV)/.installed-examples
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
-# Nothing is installed but the files that were locked; what builds them is one of those.
+# Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
 .PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock clean
@@ -96,7 +99,7 @@ $(BENCH_STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt benc
 	@bench/install.sh $(BENCH_VENV) $(PYTHON)
 	@touch $@
 
-# After a change of pyproject.toml, constraints.txt or bench/*.txt.
+# Run this after changing pyproject.toml, constraints.txt or bench/*.txt.
 lock:
 	@$(PYTHON) requirements/lock.py
 

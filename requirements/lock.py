@@ -1,7 +1,8 @@
-"""Writes the hashes that `make` installs by: `make lock`, after a change of pyproject.toml, constraints.txt or bench/.
+"""Write the lock files of this folder: run `make lock` after changing pyproject.toml, constraints.txt or bench/*.txt.
 
-constraints.txt says which versions, and each file here what one environment adds to those before it, with the hashes of all files
-of each version: whatever a registry or a mirror serves, nothing else is installed. uv does it, in an environment of its own.
+constraints.txt sets the versions. Each file here lists what one environment adds to those before it, with the hashes
+of all files of each version, so that pip installs nothing else, whatever a registry or a mirror serves. uv computes the
+lists, in a temporary environment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parent
 PROJECT: Final = "pyproject.toml"
 PEERS: Final = ("-c", "bench/constraints.txt", "bench/requirements.txt", PROJECT)
-# name -> (what uv compiles, whose content is not said again)
+# name -> (arguments of uv, layers whose lines are left out)
 LAYERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "build": (("requirements/build.in",), ()),
     "base": ((PROJECT,), ("build",)),
@@ -35,7 +36,7 @@ BLOCK: Final = re.compile(r"^(\S+?)==\S+.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL
 
 
 def compiled(uv: Path, arguments: tuple[str, ...], name: str) -> dict[str, str]:
-    """Return project -> its lines, of all that the arguments need."""
+    """Return project -> its lock lines, for everything that the arguments require."""
     command = [
         uv, "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url",
         "-c", "constraints.txt", *arguments,
@@ -48,7 +49,7 @@ def compiled(uv: Path, arguments: tuple[str, ...], name: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write every file anew."""
+    """Rewrite every lock file."""
     with tempfile.TemporaryDirectory() as made:
         environment = Path(made)
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
