@@ -1,4 +1,4 @@
-"""`python -m relay`, and `iris relay`: checks the arguments, then this process becomes the relay (`relay.start`)."""
+"""`python -m relay` and `iris relay`: check the arguments, then turn this process into the relay (`relay.start`)."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def relay(
     except IrisError as err:
         sys.stderr.write(f"iris relay: {err}\n")
         raise typer.Exit(2) from err
-    # What reads arguments takes 10 MB, which a relay would keep for as long as it runs.
+    # The argument parser takes 10 MB, which a relay would otherwise keep for as long as it runs.
     os.execve(sys.executable, [sys.executable, "-m", "relay.start", *sys.argv[1:]], environ)
 
 

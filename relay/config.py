@@ -39,7 +39,7 @@ _MIN_MESSAGE_BYTES = 64 << 10  # a bundle has to fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
 _MAX_ALIASES = 65_536
 _MAX_ADDRESSES = 64
-_MAX_TOLD = 1 << 20  # so many of one relay the others keep
+_MAX_TOLD = 1 << 20  # other relays keep this many of one relay's
 _MAX_NETWORKS = 32  # as many as an advert has room for
 _MIN_TIMEOUT_S = 0.001
 _MAX_TIMEOUT_S = 86_400.0
@@ -82,11 +82,12 @@ class RelayConfig:
     relays do not throttle tunnels, their ends do."""
 
     max_sessions: int = 4096
-    """Sessions at once; the next is turned away. Bounds descriptors and receive buffers. Of this, and of the next two, the sessions
-    of one user (or with one access file) may have all but the last quarter, which is kept for others."""
+    """Sessions at once; the next is turned away. Bounds descriptors and receive buffers. One user (or the holder of one access
+    file) can take all but the last quarter of this limit and of the next two."""
 
     max_members: int = 262_144
-    """Members of all sessions together, each counted as its key ids, up to 1,048,576; the next is refused. One session may have a quarter."""
+    """Members of all sessions together, each counted once per key id, up to 1,048,576; the next is refused. One session may
+    have a quarter."""
 
     max_subscriptions: int = 262_144
     """Subscriptions of all sessions together, counted as those of a session, up to 1,048,576; the next is refused."""
@@ -95,8 +96,8 @@ class RelayConfig:
     """Aliases per direction of a session or link, up to 65,536."""
 
     max_pending_per_session: int = 65_536
-    """Requests and surveys of one session, or over one link, that wait for answers; the next is refused. Of the calls over a link one session
-    may have half, and one user three quarters: keep it the same at all relays."""
+    """Requests and surveys of one session, or over one link, that wait for answers; the next is refused. Over a link one session
+    may have half of the calls, and one user three quarters, so set the same value at all relays."""
 
     max_subscriptions_per_session: int = 65_536
     """Filters of one session, each counted as its tokens times its key ids: nodes of the topic tree."""
@@ -465,7 +466,7 @@ def load_config(
 
 
 def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> dict[str, str]:
-    """Return the environment variables that say the same as these flags and this file do to `load_config`, which took them."""
+    """Return the environment variables that give `load_config` the same settings as these flags and this file did."""
     variables = {
         ENVIRONMENT_PREFIX + name.upper(): ",".join(value)
         if isinstance(value, list)

@@ -1,13 +1,16 @@
-"""Which relays to dial, and when: what was sighted or introduced, a bounded table, backoff, and no dial too many.
+"""Which relays to dial, and when: a bounded table of targets that were sighted or introduced, with backoff.
 
-A target is dialled while its relay is not linked: at once when it is sighted, at once when its link is lost, and after failures
-later and later. A target whose relay is known by its id (from an advert, or from a peer) is tried at each of its addresses until
-that relay is linked; who else answers at one of them, as at an address that several hosts have, is an error of that address. A
-seed stands for whoever answers. Of two relays that see each other, the one with the higher id gives the other a moment to dial first.
+A target is dialled while its relay is not linked: at once when it is sighted, at once when its link is lost, and at growing
+intervals after failures. If the relay's id is known (from an advert or a peer), each of the target's addresses is tried until
+that relay is linked. Another relay that answers there, as at an address that several hosts have, is an error of that address.
 
-Adverts are anybody's on the LAN. Who was never linked, and whom an advert alone names, is a **stranger**: all strangers together, and
-those of one host, are dialled so often and no more, changes of what they say do not hurry us, and they push out nobody else. An advert's goodbye
-ends the dialling of a stranger; a relay that was linked is dialled for `GOODBYE_S` more, by when it was heard again if it is there.
+A seed stands for whichever relay answers. Of two relays that see each other, the one with the higher id waits a moment for the
+other to dial.
+
+Anybody on the LAN can send adverts. A target that was never linked and that only adverts name is a **stranger**. Dials to
+strangers are limited, in total and per host. A stranger's new addresses do not make us dial sooner, and strangers displace only
+strangers. An advert's goodbye ends the dialling of a stranger. A relay that was linked is dialled for `GOODBYE_S` more; until
+then discovery hears it again if it is there.
 """
 
 from __future__ import annotations
@@ -41,15 +44,15 @@ LATELY_BACKOFF_MAX_S: Final = 1.0
 STRANGER_BACKOFF_MAX_S: Final = 30.0
 STRANGERS_PER_S: Final = 100.0
 STRANGERS_BURST: Final = 256.0
-"""Addresses of strangers that are dialled, all together."""
+"""Dials to strangers per second, and at once, in total."""
 HOST_PER_S: Final = 5.0
 HOST_BURST: Final = 32.0
-"""The same of one host."""
+"""The same per host."""
 MAX_HOSTS: Final = 1024
 NEWS_S: Final = 10.0
-"""A stranger that says something new is dialled at once no more often than this."""
+"""Shortest time between two immediate dials of a stranger because of news."""
 GOODBYE_S: Final = 120.0
-"""Twice the time between two questions of discovery."""
+"""Twice the interval at which discovery asks."""
 STABLE_S: Final = 10.0
 """A link that lived so long starts the backoff anew."""
 WAIT_FOR_OTHER_S: Final = 1.0
@@ -59,7 +62,7 @@ SELF_S: Final = 60.0
 Address = tuple[str, int]
 
 ADVERT: Final = "mdns"
-"""The source of what anybody may have said."""
+"""The source of targets that anybody may have made up."""
 UP: Final = "up"
 LINKED: Final = "linked already"
 OURSELVES: Final = "ourselves"
@@ -94,16 +97,16 @@ class Target:
     network: bytes = b""
     """The one that it was linked under last."""
     told: tuple[tuple[str, int], ...] = ()
-    """The addresses that were said last."""
+    """The addresses that were announced last."""
     good: tuple[str, int] | None = None
-    """Where it was reached last, if its id was known before."""
+    """Address at which it was reached last, if its id was known before."""
     known: bool = False
-    """Its relay was linked."""
+    """Whether its relay was ever linked."""
     parted: bool = False
-    """An advert said goodbye in its name."""
+    """Whether an advert said goodbye in its name."""
     parted_s: float = -math.inf
     news_s: float = -math.inf
-    """When it was dialled at once for what it said."""
+    """Time of the last immediate dial because of news."""
     lost_s: float = -math.inf
     """When its link was lost last."""
     failures: int = 0
@@ -115,12 +118,12 @@ class Target:
 
     @property
     def stranger(self) -> bool:
-        """An advert alone names it."""
+        """Whether only adverts name it."""
         return self.source == ADVERT and not self.known
 
 
 class Allowance:
-    """So many at once, and so many a second."""
+    """A token bucket: so many at once, and so many per second."""
 
     __slots__ = ("_burst", "_left", "_per_s", "_then_s")
 
@@ -130,7 +133,7 @@ class Allowance:
         self._then_s = -math.inf
 
     def take(self, now_s: float) -> bool:
-        """Take one, if there is one."""
+        """Take a token if there is one."""
         self._left = min(self._burst, self._left + (now_s - self._then_s) * self._per_s)
         self._then_s = now_s
         if self._left < 1:
@@ -175,7 +178,7 @@ class Dialler:
         self.evicted = 0
         self.ignored = 0
         self.held_back = 0
-        """Addresses of strangers that were not dialled, because too many were."""
+        """Addresses of strangers that were not dialled because there were too many."""
         self.dials = 0
 
     def sighted(self, seen: Seen) -> None:
@@ -285,10 +288,10 @@ class Dialler:
             target.parted = False
             now_s = time.monotonic()
             if target.known and target.good and target.good not in addresses:
-                # Where it was is the last to be tried: the advert may be somebody else's.
+                # Try the last good address last: the advert may come from somebody else.
                 target.addresses = (*addresses, target.good)
             if news and source == ADVERT and now_s - target.news_s < NEWS_S:
-                return  # it is dialled when it is due
+                return  # the regular dial will use the news
             if news:
                 target.news_s = now_s
                 target.failures = 0
@@ -306,9 +309,9 @@ class Dialler:
         self._schedule(target, WAIT_FOR_OTHER_S if waits else 0)
 
     def _make_room(self, made: Target) -> bool:
-        """Forget a target that is not linked: for a stranger the oldest of those; else the oldest that a peer told, then of others.
+        """Forget a target that is not linked. For a stranger: the oldest stranger; else the oldest from a peer, then any other.
 
-        What a peer tells pushes out none but that, and none that was linked and has not failed since.
+        A target from a peer displaces only other targets from peers, and none that was linked and has not failed since.
         """
         for_peer = made.told_by_peer
         for told in (True,) if for_peer else (False,) if made.stranger else (True, False):
@@ -392,7 +395,7 @@ class Dialler:
         target.error = "" if linked else outcome.what
         if not linked and not target.failures and not target.told_by_peer:
             fields = {"source": target.source, "error": target.error}
-            if target.stranger:  # of which there may be any number
+            if target.stranger:  # there may be any number of them
                 event = f"{self._kind}.not_reached"
                 self._quiet.warning(log, event, ADVERT, time.monotonic(), fields)
             else:
@@ -415,11 +418,11 @@ class Dialler:
             self._schedule(target, max(0.0, delay_s - (time.monotonic() - began_s)))
 
     def _may_dial(self, address: Address) -> bool:
-        """Whether one more address of a stranger may be dialled now, of its host and of all."""
+        """Whether one more address of a stranger may be dialled now, within the limits of its host and in total."""
         host, now_s = address[0], time.monotonic()
         allowance = self._hosts.pop(host, None) or Allowance(HOST_PER_S, HOST_BURST)
         if len(self._hosts) >= MAX_HOSTS:
-            del self._hosts[next(iter(self._hosts))]  # the one that was dialled longest ago
+            del self._hosts[next(iter(self._hosts))]  # the host that was dialled longest ago
         self._hosts[host] = allowance
         return allowance.take(now_s) and self._strangers.take(now_s)
 
@@ -453,7 +456,7 @@ class Dialler:
                 outcome = Outcome(f"{show(*address)}: {who}")
                 if (
                     target.told_by_peer or target.parted
-                ):  # it is gone, and its address another's: no hurry
+                ):  # it is gone, and another relay has its address: no hurry
                     target.lost_s = -math.inf
                     target.failures = max(target.failures, 6)
             else:

@@ -37,7 +37,7 @@ SWEEP_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 ChannelOf = Callable[[ssl.SSLContext], bytes]
-"""Names a connection by the context that it was admitted under; raises PeerProtocolError if that is served no more."""
+"""Maps the context that a connection was admitted under to its channel. Raises PeerProtocolError if the context was replaced."""
 
 
 class SessionHub:
@@ -54,9 +54,9 @@ class SessionHub:
         self.attaching = 0
         """Connections accepted whose ports are not made yet."""
         self.users = Table(config.max_sessions)
-        """Who has how many of the sessions; a connection over TLS counts from when it is known whose it is."""
+        """Sessions per user. A connection over TLS counts once its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
-        """Of the store that this relay runs."""
+        """Process id of the store that this relay runs."""
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
         self._loop: asyncio.AbstractEventLoop
         self._accepting: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class SessionHub:
         )
 
     def has_place(self, user: str = "") -> bool:
-        """Whether one more session may come, of a user if it is known whose it is; if not, it is counted and said."""
+        """Whether there is a place for one more session, of `user` if known. A refusal is counted and logged."""
         limit = self.config.max_sessions
         if len(self.ports) + self.attaching < limit and (not user or self.users.has_room(user)):
             return True
@@ -112,7 +112,7 @@ class SessionHub:
         self, connection: socket.socket, port: SessionPort, task: asyncio.Task[None]
     ) -> None:
         self._accepting.discard(task)
-        if port.attaching:  # it never came to be
+        if port.attaching:  # the connection was never made
             self.attaching -= 1
             port.attaching = False
             self.users.give(port.user)
@@ -164,7 +164,7 @@ class SessionHub:
 
 
 class Peer:
-    """Who is at the other end of a socket of this host, as the kernel says; without a socket it is this process."""
+    """The process at the other end of a local socket, as the kernel reports it; without a socket, this process."""
 
     __slots__ = ("ours", "pid", "user")
 
@@ -176,7 +176,7 @@ class Peer:
             )
             self.pid, uid, _ = _CREDENTIALS.unpack(credentials)
         self.ours = uid in (0, os.geteuid())
-        """Of root, or of the user that this process runs as."""
+        """Whether it runs as root or as the user of this process."""
         self.user = f"uid {uid}"
 
 
@@ -186,13 +186,13 @@ class SessionPort(ConnectionPort):
     def __init__(
         self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None
     ) -> None:  # fmt: skip
-        """Of `peer`, which is not known yet if the session is of another host."""
+        """Serve `peer`. With `channel_of` the session is of another host, and its user is not known yet."""
         super().__init__(hub.driver, hub.config)
         self._ours = peer.ours and channel_of is None
         self.user = peer.user if channel_of is None else ""
         self._hub = hub
         self._channel_of = channel_of
-        """Of a session of another host."""
+        """Set for a session of another host."""
         self.context: ssl.SSLContext | None = None
         """Under which a session of another host was admitted."""
         self._reader = FrameReader(self._frame, hub.driver.buffer, FIRST_LIMIT_BYTES)

@@ -1,6 +1,6 @@
-"""`python -m relay.start`: a relay whose settings are all in the environment and in a file.
+"""`python -m relay.start`: a relay with all its settings in the environment and a file.
 
-`iris relay` becomes this process once it has read its arguments. They stay on the command line for people who look for the process.
+`iris relay` becomes this process once it has read its arguments. They stay on the command line, so that people find the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relay.daemon import run
 
 
 def main(environ: Mapping[str, str]) -> int:
-    """Run the relay until it is told to stop, and return the exit code; wrong settings and keys are said on stderr."""
+    """Run the relay until it is told to stop, and return the exit code. Wrong settings and keys are reported on stderr."""
     try:
         config = load_config({}, environ, None)
         keys = _dev_keys(environ) if config.dev else network_keys(environ)
@@ -35,14 +35,14 @@ def network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():
         raise IrisError(
-            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from where your network "
-            "has one already. To try things out on this host alone: iris relay --dev"
+            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from a host of your network. "
+            "For a relay on this host alone: iris relay --dev"
         )
     return keyfiles.load_network_keys(path)
 
 
 def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
-    """Return throw-away keys of the runtime directory, made at first use; clients without keys of their own find them."""
+    """Return throw-away keys of the runtime directory, made at first use. Clients without their own keys use them."""
     directory = paths.dev_key_directory(environ, os.geteuid())
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
@@ -52,11 +52,11 @@ def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     if not path.exists():
         keyfiles.create_keys(directory)
     sys.stderr.write(
-        f"iris relay: keys for trying out in {directory}, kept until this host restarts\n"
+        f"iris relay: throw-away development keys in {directory}, kept until this host restarts\n"
     )
     if keyfiles.has_keys(environ):
         own = keyfiles.config_directory(environ) / keyfiles.KEYRING_FILE
-        sys.stderr.write(f"iris relay: programs of this user take those of {own} instead\n")
+        sys.stderr.write(f"iris relay: programs of this user use the keys of {own} instead\n")
     return keyfiles.load_network_keys(path)
 
 

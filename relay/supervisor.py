@@ -92,7 +92,7 @@ class StoreSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the store that runs, if one does."""
+        """Process id of the running store; None if there is none."""
         return self._process.pid if self._process is not None else None
 
     def status(self) -> dict[str, object]:

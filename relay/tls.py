@@ -126,7 +126,7 @@ class Credentials:
         network, access = network_authority(network_key), access_authority(network_key)
         self.relay_id: Final = relay_id
         self.channel: Final = certificate_hash(leaf.certificate.public_bytes(Encoding.DER))
-        """What proofs of keys in sessions over TLS are bound to: `certificate_hash` of the leaf."""
+        """What proofs of keys over TLS are bound to: `certificate_hash` of the leaf."""
         self.fingerprint: Final = network_key.fingerprint
         self.server_name: Final = network_key.fingerprint.hex()
         self.dialling: Final = mutual_context(

@@ -1,8 +1,8 @@
 """Requests, pushes, surveys, tunnel openings and calls of stores: handed to members or other relays, answered, refused, lost.
 
-What a neighbor was handed stands in its `handed` table under a hop id that this relay chose, so an answer is accepted from
-that neighbor alone. A refusal brings the frame itself back, over links too, to the relay of the caller: no relay keeps
-bodies. The exception is what waits because a relay that served it a moment ago may come back (parking.py).
+A call that a neighbor was handed is in that neighbor's `handed` table, under a hop id that this relay chose. So only that
+neighbor can answer it. A refusal returns the frame itself, over links too, to the relay of the caller: no relay keeps bodies.
+The exception is a call that waits because a relay that served it a moment ago may come back (parking.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS: Final = 4
 """The first member, and up to three others after refusals; then as many in other sites."""
 MAX_HANDED: Final = 262_144
-"""What a session of this relay may have been handed and not finished: its byte limits are its own word."""
+"""Unfinished calls that a session of this relay may have been handed. The member itself chooses its limit in bytes."""
 _NUMBERS: Final = (1 << 62) - 1
 
 
@@ -226,13 +226,13 @@ class Calls:
         return True
 
     def _may_hold_more(self, target: Target, handed: Handed) -> bool:
-        """Whether a link or WAN connection may be handed one more, of that sender: then it counts in its share.
+        """Whether a link or WAN connection may be handed one more call of that sender. If so, count it in the sender's share.
 
-        A side that ends nothing must not fill our tables, and one session must not take all the places that the other side has for us.
+        A side that finishes nothing must not fill our tables, and one session must not take all places at the other side.
         """
         neighbor, limit, share = target.neighbor, self._limits.pending, target.share
         if len(neighbor.handed) < limit:
-            # As `hold` does where there is room for anybody, without its calls.
+            # Does what `hold` does while there is room for everybody, without its calls.
             if share is not None and share.held < limit >> 1:
                 whole = share.whole
                 if whole.held < limit - (limit >> 2):
@@ -246,7 +246,7 @@ class Calls:
             return False
         return len(neighbor.handed) < limit and hold(target, handed, limit)
 
-    # -- nobody there, for now -------------------------------------------------------------------------------
+    # -- nobody serves it for now ---------------------------------------------------------------------------
 
     def _nobody(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
@@ -273,7 +273,7 @@ class Calls:
         return Prospect.HOPED if self._might_serve(route) else Prospect.NONE
 
     def _unparked(self, entry: Parked, *, served: bool) -> None:
-        """What waited is handed to whoever serves it now, or is final."""
+        """Hand a call that waited to a member that serves it now, or end it."""
         origin, route, hop = entry.origin, entry.route, entry.hop
         frame = memoryview(bytearray(entry.frame))
         self._resolve(route)
@@ -284,13 +284,13 @@ class Calls:
 
     @property
     def deadline_us(self) -> int:
-        """When `expire` is due."""
+        """Time at which `expire` is due."""
         if not self.parking.waiting:
             return self._overdue.due_us
         return min(self.parking.deadline_us, self._overdue.due_us)
 
     def expire(self, now_us: int) -> None:
-        """Do what is due."""
+        """End calls whose time is over, and hand over those that are served again."""
         self._now_us = now_us
         if now_us >= self._overdue.due_us:
             self._overdue.expire(now_us)
@@ -352,9 +352,9 @@ class Calls:
             self.surveys.less(handed, ())
 
     def _misanswered(self, neighbor: Neighbor, route: Route, handed: Handed, hop: int) -> None:
-        """An answer is not of the kind, name or key of its question: whoever asked must not get it under an alias of ours.
+        """Handle an answer that does not have its question's kind, name or key, so that the caller gets no alias for it.
 
-        That is a session's own offence. A relay may only have passed it on: the call ends, and the connection stays.
+        A session that answers so breaks a rule. A relay may only have forwarded the answer, so its connection stays.
         """
         asked = handed.route
         if not neighbor.hop_class:
@@ -369,7 +369,7 @@ class Calls:
         del neighbor.handed[hop]
         self._ended(handed)
         if not handed.origin.closed:
-            detail = "the answer that came back was from another address, or of another kind; it was dropped"
+            detail = "the answer had another name, key or kind than the question, and was dropped"
             handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
@@ -398,7 +398,7 @@ class Calls:
         return ran
 
     def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
-        """Members behind a link, or in another site, finished these pushes; of some we may have given up waiting."""
+        """Remove pushes that members behind a link, or in another site, have finished. Unknown ones are ignored."""
         hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.handed]
         if any(link.handed[hop].load.kind != Kind.PUSH for hop in hops):
             raise PeerProtocolError("credit for a message that is not a push")
@@ -495,7 +495,9 @@ class Calls:
             detail = f"all are full or refused it: {', '.join(served)}"
             far = (load.neighbor for load in (*route.peers, *route.sites))
             if any(is_over(neighbor, handed.origin, self._limits.pending) for neighbor in far):
-                detail += "; your share of the calls that may wait on a connection there is used up, try again later"
+                detail += (
+                    "; your share of the calls on a connection there is used up, try again later"
+                )
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
         if route.kind == Kind.STREAM:
@@ -591,7 +593,7 @@ _ANSWERS: Final[dict[int, tuple[int, ...]]] = {
     Kind.ANSWER: (Kind.SURVEY,),
     Kind.STREAM_REPLY: (Kind.STREAM,),
 }
-"""What each answers."""
+"""Answer kind -> kind of the question."""
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: STALE,
     Refusal.REPLAYED: "the member has seen this message before",

@@ -235,7 +235,7 @@ class Casts:
             return
         plain, groups = self._interest.subscribers(gap.name, gap.key_id)
         links = [t.neighbor for t in plain if gap.plain and t.hop_class == HopClass.MESH]
-        # Each is told of groups of its own, which always fit: the names that came may not.
+        # Each link is told only of its own groups. Those always fit a frame; the groups that arrived may not.
         theirs: dict[Neighbor, list[str]] = {link: [] for link in links}
         for group in dict.fromkeys(gap.groups):
             for taker in dict.fromkeys(groups.get(group, ())):

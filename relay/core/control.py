@@ -34,7 +34,7 @@ MAX_WATCHES: Final = 1024
 MAX_INFOS: Final = 4096
 """Members named in one frame."""
 NOT_OURS: Final = "names are shown only to the relay's own user and to root, on its own host; run the command there"
-TOO_LONG: Final = "the full report is larger than a frame may be"
+TOO_LONG: Final = "the full report does not fit a frame"
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
 
@@ -47,7 +47,7 @@ class SessionControl:
         self._calls = calls
         self._next_serial = 1
         self._documents: dict[bool, str] = {}
-        """What was reported to sessions of our own user, and to others, at `_documents_us`."""
+        """The reports to sessions of our own user, and to others, as of `_documents_us`."""
         self._documents_us = -1
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
@@ -181,10 +181,13 @@ class SessionControl:
             watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
 
     def _members_error(self, session: Session, count: int) -> str:
-        """Return why a session may not have a member more, counted as its key ids, or an empty text."""
+        """Return why a session may not have `count` more members (counted once per key id), or an empty text."""
         members = self._router.quotas.members
         if session.keyed + count > max(MAX_KEY_IDS, members.limit // 4):
-            return f"one session may have {members.limit // 4} members, each counted once per key; join some of them from another process"
+            return (
+                f"a session may have at most {members.limit // 4} members, each counted once per key; "
+                "join the others from another process"
+            )
         if members.has_room(session.user, count):
             return ""
         return members.full(session.user, "members, each counted once per key")

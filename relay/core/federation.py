@@ -82,9 +82,9 @@ class Federation:
         self._ours: Summary | None = None
         """What other sites are told of ours; None: there was no WAN connection yet."""
         self._theirs: dict[str, Summary] = {}
-        """What the relays of our site are told of others, ..."""
+        """Interest of other sites, as announced to the relays of our site."""
         self._their_room = Room(MAX_COPY)
-        """... and how much that may be together."""
+        """Room for that interest, all sites together."""
         self._entries: dict[str, SiteEntry] = {}
         """Sites as our relays were told."""
         self._flush_us = NEVER_US
@@ -412,7 +412,7 @@ class Federation:
 
     @staticmethod
     def _way_behind(link: Link, behind: dict[str, Way], site: str) -> Way | None:
-        """Return the way to a site of which a gateway speaks; None if it may be one that was too many."""
+        """Return the way to a site that a gateway names; None if this site may be one that was dropped for want of room."""
         way = behind.get(site)
         if way is None:
             if not link.untaken:
@@ -608,7 +608,7 @@ class Federation:
 
 
 def _extend(known: list[Any], more: Sequence[object], limit: int) -> int:
-    """Add what there is room for; return how many there was none for."""
+    """Append as many entries as `limit` allows; return how many were left out."""
     room = max(0, limit - len(known))
     known.extend(more[:room])
     return max(0, len(more) - room)

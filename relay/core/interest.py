@@ -24,9 +24,9 @@ Taker: TypeAlias = "Neighbor | Way"
 PACE_WEIGHT: Final = 0.125
 """Of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
 MAX_OTHERS: Final = 64
-"""Keys of one name that are told of to who asks under others: anybody makes as many as he likes."""
+"""Other keys of a name that are reported to a caller without them. Anybody can make up keys, so there is a bound."""
 MAX_SHOWN: Final = 4096
-"""Names in a report."""
+"""Names in one report."""
 UNKNOWN_PACE_US: Final = 1000
 """Taken for one handler until the pace is known."""
 
@@ -244,11 +244,11 @@ class Interest:
 
     @property
     def names(self) -> int:
-        """Clusters with members here."""
+        """Number of cluster names with members here."""
         return len(self._names)
 
     def cluster_counts(self) -> dict[str, dict[str, int]]:
-        """Return name -> key id (first 4 bytes in hex) -> members, of the oldest `MAX_SHOWN` names."""
+        """Return name -> key id (first 4 bytes in hex) -> members, for the oldest `MAX_SHOWN` names."""
         return {
             name: {k[:4].hex(): n for k, n in sorted(islice(c.items(), MAX_OTHERS))}
             for name, c in sorted(islice(self._names.items(), MAX_SHOWN))

@@ -20,7 +20,7 @@ from relay.core.session import Asked, Neighbor
 SUSPENDED_US: Final = 3_000_000
 """How long a copy outlives its link, and how long a snapshot is waited for."""
 MAX_COPY: Final = 1 << 20
-"""Members (as many times as they have key ids), and topics, that are kept of one relay: what it tells beyond is counted, and dropped."""
+"""Members (counted once per key id), and topics, that are kept of one relay. Entries beyond that are counted and dropped."""
 LINK_HOP: Final = 1 << 62
 """Set in hop ids that the relay with the higher id chose."""
 _UNBOUNDED: Final = 1 << 62
@@ -46,17 +46,17 @@ class Copy:
         self.members: dict[int, MemberEntry] = {}
         self.names: dict[str, dict[int, MemberEntry]] = {}
         self.keyed = 0
-        """Members, each as many times as it has key ids."""
+        """Members, each counted once per key id."""
         self.surplus = 0
-        """Members that were not taken and have not left: so many may leave that are not known."""
+        """Members that were dropped for want of room and have not left: as many unknown ones may leave."""
 
     def replace(self, newer: Copy, version: int) -> None:
-        """Take what a snapshot said in the place of what was known."""
+        """Replace the contents by those of a complete snapshot."""
         self.members, self.names, self.version = newer.members, newer.names, version
         self.keyed, self.surplus = newer.keyed, newer.surplus
 
     def join(self, entry: MemberEntry) -> bool:
-        """A member came; whether it was taken: it is one too many otherwise."""
+        """Add a member. Returns False if there is no room for it."""
         if entry.serial in self.members:
             raise PeerProtocolError(f"member {entry.serial} joined twice")
         if self.keyed + len(entry.key_ids) > MAX_COPY:
@@ -68,7 +68,7 @@ class Copy:
         return True
 
     def leave(self, serial: int) -> MemberEntry | None:
-        """A member went; return what it was, None for one that was not taken."""
+        """Remove a member and return it; None if it had been dropped for want of room."""
         entry = self.members.pop(serial, None)
         if entry is None:
             if not self.surplus:
@@ -137,7 +137,7 @@ class Link(Neighbor):
         self.weights: dict[tuple[bytes, str], dict[str, int]] = {}
         """(key id, group) -> filter -> sessions there."""
         self.groups: dict[bytes, int] = {}
-        """Key id -> queue groups there."""
+        """Key id -> number of queue groups there."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
         self.asked: dict[tuple[int, str, bytes], Asked] = {}
         self.bye = False

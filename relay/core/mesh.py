@@ -83,7 +83,7 @@ class Mesh:
         """Other sites whose distance is to be told."""
         self.abroad: Federation
         self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
-        """Key id -> queue group -> user -> subscriptions of this relay in it, of the user first who made it."""
+        """Key id -> queue group -> user -> this relay's subscriptions in it. The first user is the one who made the group."""
         self._flush_us = NEVER_US
         self._loads_us = NEVER_US
         self._peers_us = 0
@@ -173,7 +173,7 @@ class Mesh:
     def wanted(
         self, topic: str, key_ids: Iterable[bytes], group: str, user: str, by: int, now_us: int
     ) -> None:
-        """One session more (`by` 1) or less (-1) of this relay, and of a user, wants a topic."""
+        """Count one session of a user more (`by` 1) or less (-1) that wants a topic."""
         for key_id in key_ids:
             place = (topic, key_id, group)
             if group:
@@ -210,7 +210,10 @@ class Mesh:
                 return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key"
             made = sum(next(iter(users)) == user for users in here.values())
             if made >= all_but_a_quarter(MAX_GROUPS_HERE):
-                return f"the sessions of {user} are already in {made} queue groups under this key; the rest of the relay's {MAX_GROUPS_HERE} is kept for other users"
+                return (
+                    f"the sessions of {user} are already in {made} queue groups under this key, and the rest of the relay's "
+                    f"{MAX_GROUPS_HERE} is kept for other users; use fewer groups"
+                )
         return ""
 
     def leave(self) -> None:
@@ -406,7 +409,7 @@ class Mesh:
                     if len(link.topics) >= MAX_COPY or (
                         another and link.groups.get(entry.key_id, 0) >= MAX_GROUPS_HERE
                     ):
-                        link.untaken += 1  # its end will be that of an unknown one
+                        link.untaken += 1  # its end will name an unknown topic, which is ignored
                         continue
                     if another:
                         link.groups[entry.key_id] = link.groups.get(entry.key_id, 0) + 1

@@ -1,7 +1,7 @@
-"""Calls that end without an answer: their deadline passed long ago, or they have none and nobody waits so long.
+"""Calls that end without an answer: their deadline passed long ago, or they have no deadline and waited for too long.
 
-Nothing is swept by a timer for each call. What is late is looked for where room is short, at most once a second for each
-session or connection; what has no deadline is looked for when the first of it is due.
+There is no timer per call. Late calls are looked for when room is short, at most once a second for each session or connection.
+Calls without a deadline are looked for when the first of them is due.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from relay.core.session import Handed, Neighbor
 from relay.core.surveys import Surveys
 
 LATE_US: Final = 10_000_000
-"""What is so much later than its deadline is not waited for, where room is short."""
+"""A call this much past its deadline is given up when room is short."""
 LIFE_US: Final = 3_600_000_000
-"""A call without a deadline is waited for no longer."""
+"""A call without a deadline is given up after this time."""
 _SWEEP_US: Final = 1_000_000
 
 
 class Overdue:
-    """Ends such calls. `release` is told of each that a member, or the relay behind a link, has no more."""
+    """Ends overdue calls. `release` is called for each one, and frees its place at the member or link."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class Overdue:
         self._surveys = surveys
         self._release = release
         self.due_us = NEVER_US
-        """When `expire` is due: no call without a deadline is older than `LIFE_US` before."""
+        """Time at which `expire` is due: when the first call without a deadline may reach `LIFE_US`."""
 
     def make_room_for(self, origin: Neighbor, limit: int, now_us: int) -> bool:
-        """Remove late calls from what `origin` waits for; whether it then waits for less than `limit`.
+        """Remove late calls of `origin`. Returns True if fewer than `limit` of its calls remain.
 
-        What a hung member was handed stays in the member's account, and must not close other clusters to the caller.
+        A member that hangs keeps them in its own account, but they must not close other clusters to the caller.
         """
         if now_us < origin.swept_us:
             return False
@@ -52,7 +52,7 @@ class Overdue:
         return origin.pending < limit
 
     def make_room_at(self, neighbor: Neighbor, now_us: int) -> bool:
-        """Forget late calls that a link or WAN connection was handed; False if that was done a moment ago."""
+        """Forget late calls that a link or WAN connection was handed. Returns False if that was done less than a second ago."""
         if now_us < neighbor.swept_us:
             return False
         neighbor.swept_us = now_us + _SWEEP_US
@@ -63,9 +63,9 @@ class Overdue:
         return True
 
     def expire(self, now_us: int) -> None:
-        """Tell callers that have waited `LIFE_US` for a call without a deadline that it is lost; tunnels live as long as their ends want.
+        """End calls without a deadline that have waited for `LIFE_US`: their callers get LOST. Tunnels have no such limit.
 
-        What a member of this relay was handed stays in its account until it says more.
+        A call that a member of this relay was handed stays in that member's account until it answers.
         """
         soonest = NEVER_US
         for neighbor in list(self._neighbors.values()):
@@ -90,6 +90,6 @@ class Overdue:
         self.due_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
     def _forget(self, neighbor: Neighbor, hop: int, handed: Handed) -> None:
-        """What a link or WAN connection was handed counts as ended there, whatever it says later."""
+        """Count a call as ended at a link or WAN connection, whatever arrives from there later."""
         del neighbor.handed[hop]
         self._release(handed, hop)

@@ -1,10 +1,10 @@
-"""Calls of this relay's sessions that nobody serves now, and that a relay or site which was lost may serve in a moment.
+"""Calls of this relay's sessions that nobody serves now, but that a lost relay or site served a moment ago and may serve again.
 
-    nobody serves it ── somebody may come back ── waiting ──► somebody serves it, or nobody can come back: back to `unparked`
-                                                          ──► its deadline has passed: EXPIRED
-                                                          ──► its session is lost, or the tunnel is given up: dropped
+    nobody serves it ── a relay may come back ── waiting ──► served again, or no relay can come back: to `unparked`
+                                                         ──► its deadline has passed: EXPIRED
+                                                         ──► its session is lost, or the tunnel is given up: dropped
 
-What waits is bounded in bytes for each session, each user and all of them; a call over a bound is refused as overloaded.
+What waits is bounded in bytes per session, per user and in total. A call beyond a bound is refused as overloaded.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from relay.core.quotas import Table
 from relay.core.session import Neighbor, Route, Session
 
 PARKED_BYTES: Final = 16 << 20
-"""Most that waits; of one session half as much."""
+"""Bytes that may wait in total. One session may have half of them."""
 PARKED_US: Final = 50_000
-"""How often what waits is looked at when nothing changes."""
+"""Time between two looks at what waits, if the interest does not change."""
 
 
 class Prospect(Enum):
-    """Who serves an address."""
+    """Whether an address is served."""
 
     SERVED = 1
     HOPED = 2
-    """Nobody, but a relay may come back that does."""
+    """Not served, but a relay that served it may come back."""
     NONE = 3
 
 
 class Parked(NamedTuple):
-    """A call that waits."""
+    """A waiting call."""
 
     origin: Session
     route: Route
@@ -46,13 +46,13 @@ class Parked(NamedTuple):
 
 
 class Unparked(Protocol):
-    """Takes what waits no more, and whether somebody serves it."""
+    """Receives a call that stops waiting, and whether a member serves it now."""
 
     def __call__(self, entry: Parked, *, served: bool) -> None: ...
 
 
 class Parking:
-    """What waits at one relay. `prospect` says who serves the address of a route; `unparked` takes what waits no more."""
+    """The waiting calls of one relay. `prospect` says whether a route is served; `unparked` receives calls that stop waiting."""
 
     def __init__(
         self,
@@ -69,16 +69,19 @@ class Parking:
         self._unparked = unparked
         self.waiting: deque[Parked] = deque()
         self._openings: set[tuple[int, int]] = set()
-        """Tunnel openings that wait: the number of the opener and its hop id."""
+        """Waiting tunnel openings: (number of the opener, its hop id)."""
         self._version = 0
-        """Of the interest, when what waits was last looked at."""
+        """Version of the interest at the last look at what waits."""
         self._due_us = 0
 
     def add(self, entry: Parked, now_us: int) -> str:
-        """Let a call wait, or return why it may not; an empty text when it does."""
+        """Let a call wait and return an empty text, or return why it may not wait."""
         session, size, quota = entry.origin, len(entry.frame), self._quota
         if session.parked_bytes + size > quota.limit // 2:
-            return f"calls of this session already hold {session.parked_bytes} bytes while they wait for a relay to come back; try again later"
+            return (
+                f"calls of this session already hold {session.parked_bytes} bytes while they wait for a relay to come back; "
+                "try again later"
+            )
         if not quota.has_room(session.user, size):
             return quota.full(session.user, "bytes that wait for a relay to come back")
         quota.take(session.user, size)
@@ -86,18 +89,18 @@ class Parking:
         session.pending += 1
         if entry.route.kind == Kind.TUNNEL_OPEN:
             self._openings.add((session.number, entry.hop))
-        self._accounts.out += 1  # and held, until it waits no more
+        self._accounts.out += 1  # and it counts as held until it stops waiting
         due_us = now_us + PARKED_US
         self._due_us = min(self._due_us, due_us) if self.waiting else due_us
         self.waiting.append(entry)
         return ""
 
     def holds_opening(self, origin: Neighbor, hop: int) -> bool:
-        """Whether the opening of a tunnel waits here."""
+        """Whether this tunnel opening waits here."""
         return (origin.number, hop) in self._openings
 
     def give_up(self, origin: Neighbor, hop: int) -> bool:
-        """Drop the opening of a tunnel that its opener wants no more; False if it does not wait here."""
+        """Drop a tunnel opening that its opener gave up. Returns False if it does not wait here."""
         if not self.holds_opening(origin, hop):
             return False
         for entry in self.waiting:
@@ -110,11 +113,11 @@ class Parking:
 
     @property
     def deadline_us(self) -> int:
-        """When `expire` is due while something waits: at once after a change of the interest."""
+        """Time at which `expire` is due while something waits: at once after a change of the interest."""
         return self._due_us if self._version == self._interest.version else 0
 
     def expire(self, now_us: int) -> None:
-        """Look at all that waits: the interest has changed, or time has passed."""
+        """Look at all waiting calls, because the interest has changed or time has passed."""
         self._due_us = now_us + PARKED_US
         self._version = self._interest.version
         prospects: dict[tuple[int, str, bytes, str], Prospect] = {}
@@ -136,7 +139,7 @@ class Parking:
             self._forget(entry)
             if late:
                 self._accounts.expired += 1
-                detail = "nobody came back to serve it in time"
+                detail = "the relay that served it did not come back before the deadline"
                 origin.control(Fail(entry.hop, Cause.EXPIRED, detail))
             else:
                 self._unparked(entry, served=prospect is Prospect.SERVED)

@@ -1,4 +1,4 @@
-"""Who may hold how much of what many share. The one home of shares: tables, byte bounds, and the places of a link or WAN connection.
+"""Shares: how much of a shared table, byte bound or set of places one user and one session may hold.
 
     what is shared       a user may have                        a session may have
     sessions             all but the last quarter               -
@@ -6,8 +6,8 @@
     watches, parked
     a link's places      all but the last quarter               half
 
-A user is a uid of this host, the holder of one access file, or, for what comes over a link or WAN connection, that connection.
-Whoever fills a share is told so, and nobody else notices.
+A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN connection, that
+connection. A user over its share gets an error; other users notice nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Final
 from relay.core.session import Handed, Neighbor, Share, Target, UserShare
 
 RELAYS_STORE: Final = "the relay's store"
-"""The user as whom the store counts that this relay itself started: no user may lock it out, so no share bounds it."""
+"""User name of the store that this relay started itself. No share bounds it, so that no user can lock it out."""
 
 
 def all_but_a_quarter(limit: int) -> int:
-    """Return what one of those who share `limit` may take of it: the last quarter is kept for others."""
+    """Return the share of one user of a limit: all but the last quarter, which is kept for others."""
     return limit - limit // 4
 
 
 class Table:
-    """A bound that users share: each may take all but the last quarter."""
+    """A limit that users share. Each may take all but the last quarter."""
 
     __slots__ = ("held", "limit", "refused", "total")
 
@@ -34,11 +34,11 @@ class Table:
         self.limit = limit
         self.total = 0
         self.held: dict[str, int] = {}
-        """User -> how much it has."""
+        """User -> how much that user has."""
         self.refused = 0
 
     def has_room(self, user: str, count: int = 1) -> bool:
-        """Whether a user may take so much more; that it may not is counted."""
+        """Whether a user may take `count` more. A refusal is counted."""
         mine = self.held.get(user, 0) + count
         within = self.total + count <= self.limit and mine <= all_but_a_quarter(self.limit)
         if within or user == RELAYS_STORE:
@@ -47,12 +47,12 @@ class Table:
         return False
 
     def take(self, user: str, count: int = 1) -> None:
-        """A user has so much more."""
+        """Add `count` to what a user has."""
         self.held[user] = self.held.get(user, 0) + count
         self.total += count
 
     def give(self, user: str, count: int = 1) -> None:
-        """A user has so much less."""
+        """Subtract `count` from what a user has."""
         left = self.held[user] - count
         if left:
             self.held[user] = left
@@ -61,23 +61,28 @@ class Table:
         self.total -= count
 
     def drop(self, user: str) -> None:
-        """A user has nothing any more."""
+        """Remove everything that a user has."""
         self.total -= self.held.pop(user, 0)
 
     def full(self, user: str, what: str) -> str:
         """Return why a user gets no more of `what`."""
         if self.held.get(user, 0) and self.total < self.limit:
             share = all_but_a_quarter(self.limit)
-            return f"the sessions of {user} may have {share} of the relay's {self.limit} {what}, and the limit is reached; the rest is kept for other users"
-        return f"the relay's limit of {self.limit} {what} is reached"
+            return (
+                f"the sessions of {user} have their share of the relay's {what} ({share} of {self.limit}); the rest is kept for "
+                "other users. Use fewer, or raise the relay's limit"
+            )
+        return (
+            f"the relay's limit of {self.limit} {what} is reached; raise it, or use another relay"
+        )
 
     def status(self) -> dict[str, int]:
-        """Return how full it is, ready for JSON."""
+        """Return how full the table is, ready for JSON."""
         return {"held": self.total, "limit": self.limit, "refused": self.refused}
 
 
 class Quotas:
-    """The tables that the sessions of one relay share; each is bounded per session as well."""
+    """The tables that the sessions of one relay share. Each one is also bounded per session."""
 
     def __init__(
         self, *, members: int, subscriptions: int, watches: int, parked_bytes: int
@@ -98,7 +103,7 @@ class Quotas:
 
 
 def share_at(neighbor: Neighbor, origin: Neighbor) -> Share:
-    """Return where it is counted what a link or WAN connection was handed for `origin`, and for all of its user."""
+    """Return the counter of calls that a link or WAN connection was handed for `origin`, and for its user."""
     share = neighbor.shares.get(origin.number)
     if share is None:
         users = neighbor.users
@@ -108,7 +113,7 @@ def share_at(neighbor: Neighbor, origin: Neighbor) -> Share:
 
 
 def is_over(neighbor: Neighbor, origin: Neighbor, limit: int) -> bool:
-    """Whether one has its share of the places of a link or WAN connection: half for a session, all but a quarter for a user."""
+    """Whether `origin` has its share of a connection's places: half for a session, three quarters for a user."""
     share = neighbor.shares.get(origin.number)
     return share is not None and _is_over(share, origin, limit)
 
@@ -120,7 +125,7 @@ def _is_over(share: Share, origin: Neighbor, limit: int) -> bool:
 
 
 def hold(target: Target, handed: Handed, limit: int) -> bool:
-    """Count a call in the share of who sent it at a link or WAN connection of `limit` places; False: it has its share already."""
+    """Count a call in its sender's share of a connection with `limit` places. Returns False if the share is used up."""
     share = target.share
     if share is None:
         share = target.share = share_at(target.neighbor, target.route.neighbor)

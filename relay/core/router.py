@@ -48,7 +48,10 @@ BEAT_STEP_US: Final = 100_000
 
 
 class Limits:
-    """What one session may hold at this relay, and all together: `all_members`, each counted as its key ids, `all_subscriptions`, `all_watches`."""
+    """What one session may hold at this relay, and (`all_members`, `all_subscriptions`, `all_watches`) all sessions together.
+
+    Members are counted once per key id.
+    """
 
     __slots__ = (
         "aliases", "all_members", "all_subscriptions", "all_watches", "joins", "keys", "pending", "subscriptions",
@@ -125,7 +128,7 @@ class Router:
     def session_up(
         self, port: Port, *, remote: bool = False, ours: bool = True, user: str = "this process"
     ) -> Session:
-        """A connection came, from another host if it is `remote`, of the relay's own user or root if it is `ours`; it has yet to say HELLO.
+        """Add a connection that has yet to say HELLO. `remote`: from another host; `ours`: of the relay's own user or root.
 
         What it holds counts in the shares of `user`.
         """
@@ -368,9 +371,9 @@ class Router:
         }
 
     def numbers(self, limited: str) -> dict[str, object]:
-        """Return what of the snapshot names nobody; `limited` says why it is no more.
+        """Return the part of the snapshot without names. `limited` says why there is no more.
 
-        There is no "clusters": who needs their names to check something must not take none for an answer.
+        It has no "clusters", so that nobody who checks for a name takes an empty list for an answer.
         """
         return {
             "relay": self.relay_id.hex(),

@@ -30,26 +30,26 @@ _UNDECLARED: Final = Alias(-1, 0)
 
 
 class UserShare:
-    """How many calls a link or WAN connection was handed for all sessions of one user. It forgets itself in `users` once it is of no use."""
+    """Calls of all sessions of one user that a link or WAN connection was handed. It removes itself from `users` when unused."""
 
     __slots__ = ("_user", "_users", "held", "sessions")
 
     def __init__(self, users: dict[str, UserShare], user: str) -> None:
         self.held = 0
         self.sessions = 0
-        """Shares of sessions that count in it. What a session left behind counts on."""
+        """Shares of sessions that still exist. Calls that a session left behind stay in `held` until they end."""
         self._users = users
         self._user = user
         users[user] = self
 
     def forget_if_done(self) -> None:
-        """Nothing is counted any more, and nobody is left who may begin to."""
+        """Remove this share if it counts no calls and no session can add one."""
         if not self.held and not self.sessions:
             self._users.pop(self._user, None)
 
 
 class Share:
-    """How many calls a link or WAN connection was handed for one session."""
+    """Calls of one session that a link or WAN connection was handed."""
 
     __slots__ = ("held", "whole")
 
@@ -59,12 +59,12 @@ class Share:
         whole.sessions += 1
 
     def more(self) -> None:
-        """One was handed over."""
+        """Count a call that was handed over."""
         self.held += 1
         self.whole.held += 1
 
     def less(self) -> None:
-        """One ended."""
+        """Count a call that ended."""
         self.held -= 1
         whole = self.whole
         whole.held -= 1
@@ -72,7 +72,7 @@ class Share:
             whole.forget_if_done()
 
     def close(self) -> None:
-        """The session is gone."""
+        """End the session's part. Its calls that are not finished stay counted for its user."""
         self.whole.sessions -= 1
         self.whole.forget_if_done()
 
@@ -89,7 +89,7 @@ class Target:
         self.delivery = delivery
         self.alias = _UNDECLARED
         self.share: Share | None = None
-        """Of the route's neighbor at a link or WAN connection, once it was asked for."""
+        """Share of the route's neighbor, if this is a link or WAN connection and the share was needed already."""
 
     def number(self, tick: int) -> int:
         """Return the alias number, declared anew if it was taken for something else."""
@@ -243,7 +243,7 @@ class Survey:
         """The origin may still wait: this counts in its `pending`."""
 
     def lose(self, members: Sequence[str]) -> None:
-        """These never answered; as many are named as DONE has room for, whatever other sites call theirs."""
+        """Note members that never answered. As many are named as fit into DONE, however long their names are."""
         for member in members:
             size = 3 + (len(member) if member.isascii() else 4 * len(member))
             if size > self._room_bytes:
@@ -280,10 +280,10 @@ class Handed:
         self.behind: Sequence[str]
         """... and what stands for those of another site, before it has named them."""
         self.share: Share | None = None
-        """Where it counts while a link or WAN connection has it."""
+        """Share in which it counts while a link or WAN connection has it."""
         self.deadline_us = 0
         self.until_us = 0
-        """When it is waited for no more, if it has no deadline."""
+        """Time at which it is given up, if it has no deadline."""
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
 
@@ -328,7 +328,7 @@ class Neighbor:
         self.closed = False
         self.label = ""
         self.minor = 0
-        """The minor version that it said in its greeting: what came later is not sent to it."""
+        """Minor version of its greeting. Frames that were added later are not sent to it."""
         self.pulse: Pulse | None = None
         """Of the other side, if it is on another host."""
         self.clock_us = 0
@@ -345,15 +345,15 @@ class Neighbor:
         """What it waits for."""
         self.tunnels: dict[int, Tunnel] = {}
         self.user: str = f"connection {number}"
-        """On whose account it is what comes from here."""
+        """User in whose shares its calls count."""
         self.shares: dict[int, Share] = {}
-        """By the number of whom it was handed calls for, ..."""
+        """Number of the neighbor that a call came from -> its share of this connection."""
         self.users: dict[str, UserShare] = {}
-        """... and by their users."""
+        """User -> share of this connection."""
         self.over_share = 0
-        """Calls that it was not handed: who sent them had its share."""
+        """Calls that it was not handed because their sender's share was used up."""
         self.untaken = 0
-        """What it told that was more than is kept."""
+        """Entries that it announced beyond the bounds, which were dropped."""
         self.gaps: dict[Delivery, list[int]] = {}
         """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
 
@@ -463,7 +463,7 @@ class Session(Neighbor):
         self.session_id = number.to_bytes(8, "little")
         self.challenge = challenge
         self.channel = b""
-        """Over TLS: what names the connection, which proofs are bound to."""
+        """Over TLS: hash of the relay's certificate, to which proofs of keys are bound."""
         self.pid = 0
         self.proven: set[bytes] = set()
         self.proofs = 0
@@ -473,9 +473,9 @@ class Session(Neighbor):
         self.places = 0
         """Nodes of the topic tree that its subscriptions may take."""
         self.keyed = 0
-        """Its members, each counted as its key ids."""
+        """Its members, each counted once per key id."""
         self.parked_bytes = 0
-        """Of its calls that wait for a relay to come back."""
+        """Bytes of its calls that wait for a relay to come back."""
         self.members: dict[int, Member] = {}
         self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
         """(filter, group) -> key ids."""
@@ -485,7 +485,7 @@ class Session(Neighbor):
 
     @property
     def shown_keys(self) -> list[str]:
-        """What operators see of the keys that it has proven: the first 8 hex digits of each id, and how many are not shown."""
+        """The keys that it has proven, for operators: the first 8 hex digits of each id, then how many are not shown."""
         keys = sorted(key_id.hex()[:8] for key_id in self.proven)
         more = len(keys) - MAX_SHOWN_KEYS
         return keys if more <= 0 else [*keys[:MAX_SHOWN_KEYS], f"+{more}"]

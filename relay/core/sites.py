@@ -29,11 +29,11 @@ Told = tuple[dict[int, int], int]
 """Kind -> handlers at once, and members, of an address in a site."""
 NOBODY: Final[Told] = ({}, 0)
 Groups = dict[bytes, dict[str, int]]
-"""Key id -> queue group -> topics in it."""
+"""Key id -> queue group -> number of topics in it."""
 MAX_WANTED: Final = 1 << 18
-"""Addresses, and topics, of one site: with the longest names they take about 700 MB for each way to it. More are not told, and not kept."""
+"""Addresses, and topics, of one site: with the longest names about 700 MB for each way to it. More are not announced or kept."""
 MAX_SITE_GROUPS: Final = 240
-"""Queue groups of one site under one key: a DECLARE on the way there may have to name them all, and is a control frame."""
+"""Queue groups of one site under one key. A DECLARE on the way there is a control frame and may have to name all of them."""
 _UNBOUNDED: Final = 1 << 62
 _SMOOTH: Final = 8
 
@@ -63,7 +63,7 @@ class Way:
         self.topics: dict[Topic, int] = {}
         self.groups: Groups = {}
         self.untaken = 0
-        """What the site told that was more than is kept."""
+        """Entries that the site announced beyond the bounds, which were dropped."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
 
     @property
@@ -99,7 +99,7 @@ class Way:
         address = (entry.name, entry.key_id)
         if entry.kinds:
             if len(self.clusters) >= MAX_WANTED and address not in self.clusters:
-                self.untaken += 1  # its end will be that of an unknown one
+                self.untaken += 1  # its end will name an unknown topic, which is ignored
                 return
             self.clusters[address] = (entry.kinds, entry.members)
             self.names.setdefault(entry.name, {})[entry.key_id] = None
@@ -221,7 +221,7 @@ class Suspended:
 
 
 class Room:
-    """How much is told of addresses, and of topics: of our own site each key has a share, of other sites each site."""
+    """Room for announced addresses, and for topics. Of our own site each key has a share; of other sites, each site."""
 
     __slots__ = ("clusters", "topics")
 
@@ -231,9 +231,10 @@ class Room:
 
 
 class Summary:
-    """What one site wants, as others are told: what may have changed is gathered, and told if it differs from what was told last.
+    """The interest of one site, as announced to others.
 
-    What there is no room for is kept back, and told when something else ends.
+    Possible changes are collected, and sent if they differ from what was sent last. Entries without room are held back, and
+    announced when another one ends.
     """
 
     __slots__ = (
@@ -249,7 +250,7 @@ class Summary:
         self._by_key = by_key
         self._groups: Groups = {}
         self._kept: tuple[dict[Address, None], dict[Topic, None]] = ({}, {})
-        """Addresses and topics that are not told, the oldest first."""
+        """Addresses and topics that are held back, the oldest first."""
         self._cluster_of = cluster_of
         self._topic_of = topic_of
         self.clusters: dict[Address, Told] = {}
@@ -280,7 +281,7 @@ class Summary:
         return clusters, topics
 
     def _tell_cluster(self, address: Address, told: list[SiteCluster]) -> bool:
-        """Say who serves an address now, if that is news; return whether room became free."""
+        """Announce an address if its members changed. Returns True if room became free."""
         now, before = self._cluster_of(address), self.clusters.get(address, NOBODY)
         table, holder = self._room.clusters, self._holder(address[1])
         kept = self._kept[0]
@@ -301,7 +302,7 @@ class Summary:
         return not now[0]
 
     def _tell_topic(self, place: Topic, told: list[SiteTopic]) -> bool:
-        """Say how many want a topic now, if that is news; return whether room became free."""
+        """Announce a topic if its subscriptions changed. Returns True if room became free."""
         count, before = self._topic_of(place), self.topics.get(place, 0)
         table, holder = self._room.topics, self._holder(place[1])
         kept = self._kept[1]
@@ -323,16 +324,16 @@ class Summary:
         return not count
 
     def _holder(self, key_id: bytes) -> str:
-        """Return in whose share an entry counts."""
+        """Return whose share an entry counts in."""
         return key_id.hex() if self._by_key else self.site
 
     @property
     def untold(self) -> int:
-        """Addresses and topics that there is no room for."""
+        """Number of addresses and topics that are held back."""
         return len(self._kept[0]) + len(self._kept[1])
 
     def end(self) -> None:
-        """Nothing of it is told any more, and it takes no room."""
+        """Withdraw everything, and free its room."""
         for table in (self._room.clusters, self._room.topics):
             table.drop(self.site)
 
@@ -345,7 +346,7 @@ class Summary:
 
 
 def _join_group(groups: Groups, place: Topic) -> bool:
-    """Count a topic in its queue group; False: there are too many groups under its key."""
+    """Count a topic in its queue group. Returns False if there are too many groups under its key."""
     _, key_id, group = place
     if group:
         here = groups.setdefault(key_id, {})
@@ -356,7 +357,7 @@ def _join_group(groups: Groups, place: Topic) -> bool:
 
 
 def _leave_group(groups: Groups, place: Topic) -> None:
-    """A topic ended that `_join_group` counted."""
+    """Remove a topic that `_join_group` counted."""
     _, key_id, group = place
     if group:
         here = groups[key_id]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_ROSTER: Final = 1 << 18
 """Members that one relay or site may say it handed a survey to; their ids take about 30 MB."""
 _LONGEST_NAME: Final = 64 * 4 + 3
-"""Bytes that a member's id takes in a frame, at most."""
+"""Largest size of a member's id in a frame."""
 MAX_NAMED: Final = 4096
 """Missing members of another site that are counted one by one."""
 
@@ -135,7 +135,7 @@ class Surveys:
         if survey.open == 0:
             survey.ended()
             if not survey.origin.closed:
-                # What does not fit are the names of who never answered: the surveyor has them from the roster.
+                # Members that never answered may not all fit. The surveyor knows their names from the roster.
                 survey.origin.control(Done(survey.hop, next(_parts(survey.lost))))
 
     def owing(self, handed: Handed) -> list[str]:
@@ -164,7 +164,7 @@ class Surveys:
 
 
 def _parts(names: list[str]) -> Iterator[list[str]]:
-    """Cut a list that others made into such as fit a frame: one may be as long as a frame was, and ours has another hop id."""
+    """Split names that other relays chose into lists that fit a frame. A list may come from a frame as large as ours may be."""
     room = MAX_REPORT_BYTES - 64
     if len(names) * _LONGEST_NAME <= room:
         yield names

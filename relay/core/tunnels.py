@@ -17,7 +17,7 @@ from relay.core.ports import Accounts
 from relay.core.session import Handed, Neighbor, Tunnel
 
 MAX_RECORD_FRAME: Final = TUNNEL_BODY_AT + 65_535
-"""Longest frame of a tunnel: relays hand these on whole, whatever limit of a message the next one has."""
+"""Longest frame of a tunnel. Relays forward it whole, whatever message limit the next one has."""
 
 
 class Tunnels:
@@ -89,7 +89,7 @@ class Tunnels:
             self._break(tunnel, "tunnel share full")  # its frame is lost, and a tunnel never skips
 
     def _misfit(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """A frame is too short or long: an offence, or what an older relay only passed on, and then its tunnel is broken."""
+        """End a session whose tunnel frame is too short or too long. If an older relay forwarded it, break only its tunnel."""
         size = end - start
         if size < TUNNEL_BODY_AT:
             raise PeerProtocolError("a tunnel frame is cut short")

@@ -161,12 +161,12 @@ def best_first(
 ) -> tuple[tuple[str, int], ...]:
     """Return which of an advert's addresses to dial from this host, with its port, in that order; at most `MAX_DIALLED`.
 
-    First those in a subnet of ours, then link-local ones. What only a router could reach is left out: adverts go
-    no further than a link, and anybody there makes them, so they must not have us dial the rest of the world. An
-    address that we have too is the last choice (container bridges have the same one everywhere), unless
-    we have them all: then the relay is on this host. A link-local IPv6 address needs the scope of the
-    interface on which it was heard ("%2"); without, and if it is no address to connect to, it is left
-    out.
+    Addresses in a subnet of ours come first, then link-local ones. Addresses that need a router are left out: adverts stay
+    on a link, and anybody there can send them, so they must not make us dial other networks.
+
+    An address that this host has too comes last, because container bridges have the same one everywhere. If this host has
+    all of them, the relay is on this host. A link-local IPv6 address needs the scope of the interface on which it was heard
+    ("%2"); without it the address is left out, as is anything that cannot be connected to.
     """
     own = {address.parsed for address in ours}
     subnets = [

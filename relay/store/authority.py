@@ -1,11 +1,11 @@
-"""Who may keep, change and end a stream: what the orders of a call have to show. It decides; the keeper writes and serves.
+"""Who may keep, change and end a stream: the rules for the orders of a call. The keeper does the writing and serving.
 
     create    every order signed by the key that it names, without a revision, fresh
-    change    every order of the revision after the one in force, fresh, and signed by a key that the stream has, or countersigned by one
-    end       likewise, by keys that the stream has
+    change    every order of the next revision, fresh, and signed by a key that the stream has, or countersigned by one
+    end       every order of the next revision, fresh, and signed by a key that the stream has
     start     the signatures, and how each key came to the stream; no clock, so that an order holds for as long as it is kept
 
-A revision rises by one: no order can be made that no later one replaces, and of two changes at once one is refused.
+A revision rises by one. So every order can be replaced by a later one, and of two changes at once one is refused.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ _Signed = dict[bytes, tuple[Order, SignedOrder]]
 
 
 class Kept(Struct, frozen=True):
-    """What a log's definition holds."""
+    """The contents of a log's definition file."""
 
     orders: list[SignedOrder] = []
     parent: bytes = b""
-    """Of dead letters: the stream's uuid."""
+    """For dead letters: the stream's uuid."""
     roots: list[bytes] = []
-    """Ids of the keys that it was created under. None: written before there were revisions, when nothing else was kept of a key."""
+    """Ids of the keys that it was created under. None: the file is from before there were revisions."""
     admitted: list[SignedOrder] = []
-    """The countersigned orders by which its other keys came."""
+    """The countersigned orders of its other keys."""
 
 
 class Charter(Struct, frozen=True):
-    """What a stream is kept by."""
+    """The orders under which a stream is kept."""
 
     orders: _Signed = {}
-    """By key id."""
+    """Key id -> order."""
     roots: tuple[bytes, ...] = ()
     admitted: dict[bytes, SignedOrder] = {}
 
     @property
     def order(self) -> Order | None:
-        """The one in force; None without any."""
+        """The order in force; None if there are none."""
         return in_force(order for order, _ in self.orders.values())
 
     @property
     def definition(self) -> Definition:
-        """What the order in force says."""
+        """The definition in the order in force."""
         order = self.order
         return Definition("?") if order is None else order.definition
 
     @property
     def kept(self) -> Kept:
-        """Return what is written of it."""
+        """Return the contents of the definition file."""
         signed = [one for _, one in self.orders.values()]
         return Kept(signed, b"", list(self.roots), list(self.admitted.values()))
 
@@ -74,13 +74,13 @@ NO_CHARTER = Charter()
 
 
 class Authority:
-    """Judges orders for the store of this public key. Every method raises Refuse if one of them does not do."""
+    """Judges orders for the store of this public key. Every method raises Refuse if an order fails a check."""
 
     def __init__(self, store: bytes) -> None:
         self._store = store
 
     def create(self, orders: _Signed, now_us: int) -> Charter:
-        """Return what a new stream is kept by; the orders were read, and define one stream (`one_definition`)."""
+        """Return the charter of a new stream. The orders were read, and define one stream (`one_definition`)."""
         for order, _ in orders.values():
             if order.revision:
                 raise Refuse(
@@ -93,7 +93,7 @@ class Authority:
     def change(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
     ) -> Charter:
-        """Return what a stream is kept by from now on; the same `charter` if the orders are in force already: the call is a retry."""
+        """Return the stream's new charter; the same `charter` if the orders are in force already, because the call is a retry."""
         orders = self.read(signed, uuid)
         definition = one_definition(orders)
         if all(_is_kept(charter, key_id, one) for key_id, (_, one) in orders.items()):
@@ -112,16 +112,19 @@ class Authority:
     def end(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
     ) -> None:
-        """Return if the orders end a stream."""
+        """Return if the orders may end the stream."""
         for key_id, (order, _) in self.read(signed, uuid, action=END).items():
             _check_revised(order)
             if key_id not in charter.orders:
-                raise Refuse("order", f"the stream has no key {key_id.hex()[:8]}")
+                raise Refuse(
+                    "order",
+                    f"the stream has no key {key_id.hex()[:8]}: sign with a key of the stream",
+                )
             _check_step(charter, order)
             _check_fresh(order, now_us)
 
     def load(self, kept: Kept, uuid: bytes) -> Charter:
-        """Return what was written of a stream's charter."""
+        """Return the charter that was written to disk, checked."""
         orders = self.read(kept.orders, uuid)
         if not kept.roots:
             return Charter(orders, tuple(orders))
@@ -141,7 +144,7 @@ class Authority:
         return Charter(orders, tuple(kept.roots), admitted)
 
     def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
-        """Return orders by key id: each is signed, for this store, for this log, and for this purpose."""
+        """Return orders by key id. Each must be signed, and be for this store, this log and this action."""
         orders: _Signed = {}
         for one in signed:
             try:
@@ -159,7 +162,7 @@ class Authority:
 
 
 def one_definition(orders: _Signed) -> Definition:
-    """Return what all orders of a call define; raises Refuse if they differ."""
+    """Return the definition of all orders of a call; raises Refuse if they differ."""
     definitions = [order.definition for order, _ in orders.values()]
     if any(definition != definitions[0] for definition in definitions):
         raise Refuse("order", "the orders of one call must all define the same stream")
@@ -167,7 +170,7 @@ def one_definition(orders: _Signed) -> Definition:
 
 
 def is_promotion(old: Definition, new: Definition) -> bool:
-    """Whether a copy becomes a stream of its own."""
+    """Whether the change turns a copy into a stream of its own."""
     return bool(old.mirror) and not new.mirror
 
 
@@ -185,7 +188,10 @@ def _check_step(charter: Charter, order: Order) -> None:
     there = charter.order
     due = there.revision + 1 if there is not None else 0
     if order.revision != due:
-        detail = f"the order has revision {order.revision}, but the next is {due}: the stream was changed meanwhile"
+        detail = (
+            f"the order has revision {order.revision}, but the next is {due}: another client changed the stream. "
+            "Read it again and repeat the change"
+        )
         raise Refuse("revision", detail)
 
 
@@ -195,7 +201,7 @@ def _check_fresh(order: Order, now_us: int) -> None:
         apart = f"{abs(ahead_us) / 1e6:,.0f} s {'after' if ahead_us > 0 else 'before'}"
         raise Refuse(
             "order",
-            f"the order was issued {apart} the time of the store's clock, and at most {ORDER_FRESH_US // 1_000_000} s are allowed: "
+            f"the order was issued {apart} the time of the store's clock; at most {ORDER_FRESH_US // 1_000_000} s are allowed: "
             "set the clocks of both hosts",
         )
 
@@ -205,19 +211,25 @@ def _check_countersigned(
 ) -> None:
     """Raise Refuse unless one of `keys` countersigned the order."""
     if not one.by:
-        detail = f"key {key_id.hex()[:8]} is new to the stream: a key of the stream must countersign its order"
+        detail = (
+            f"key {key_id.hex()[:8]} is new to the stream: a key of the stream must countersign its order. "
+            "Run `iris stream keys` where both keys are"
+        )
         raise Refuse("order", detail)
     try:
         by = verify_countersignature(one.by, one.countersignature, one.order)
     except OpenError as err:
         raise Refuse("order", str(err)) from err
     if by not in keys:
-        detail = f"key {key_id.hex()[:8]} is new to the stream, and its order is countersigned by another new key: a key of the stream must countersign it"
+        detail = (
+            f"key {key_id.hex()[:8]} is new to the stream, and so is the key that countersigned its order: "
+            "a key of the stream must countersign it"
+        )
         raise Refuse("order", detail)
 
 
 def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
-    """Raise Refuse if a change is one of what does not change."""
+    """Raise Refuse if a change alters a field that is fixed."""
     there = charter.order
     old = there.definition if there is not None else definition
     wanted = _promoted(old, definition) if is_promotion(old, definition) else old
@@ -229,7 +241,7 @@ def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
 
 
 def _fixed(definition: Definition) -> tuple[object, ...]:
-    """Return what of a definition does not change."""
+    """Return the fields of a definition that are fixed."""
     return (
         definition.name,
         definition.topic,
@@ -240,7 +252,7 @@ def _fixed(definition: Definition) -> tuple[object, ...]:
 
 
 def _promoted(copy: Definition, wanted: Definition) -> Definition:
-    """Return what a copy is once it was promoted: it records what its source did, or nothing."""
+    """Return the definition of a promoted copy: it records what its source did, or nothing."""
     source = copy.origins[-1]
     topic, cluster = (source.topic, source.cluster) if wanted.topic or wanted.cluster else ("", "")
     return structs.replace(copy, mirror="", topic=topic, cluster=cluster)

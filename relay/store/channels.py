@@ -1,7 +1,7 @@
-"""Channels of callers: who may call what, shown by signatures and codes and not by what a relay says (sans-IO).
+"""Channels of callers: signatures and codes show who may call what; the word of a relay does not count (sans-IO).
 
-Until a caller has signed, the store remembers nothing of it: the nonce in a door is a code over what was asked, good for
-`DOOR_US`. Of open channels each key has its share, and the one idle longest makes room: its caller opens another.
+The store remembers nothing of a caller until it has signed. The nonce in a door is a code over the question, valid for
+`DOOR_US`. Each key has a share of the open channels. The one that was idle longest makes room, and its caller opens another.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from relay.store.session import Question
 
 MAX_CHANNELS: Final = 16_384
-"""Of one store, 2 KB each, 5 KB when long bodies came one way ..."""
+"""Open channels of one store: 2 KB each, 5 KB after long bodies one way ..."""
 MAX_OF_KEY: Final = 4096
-"""... and of one key, which make room among themselves."""
+"""... and of one key, which displace each other."""
 MAX_SPENT: Final = 16_384
 DOOR_US: Final = 30_000_000
 UNSEALED: Final = (FindStore, Create, Knock, Open)
-"""Calls that need no channel: they tell no secret, or are signed one by one."""
-UPGRADE: Final = "this store takes authenticated calls only: upgrade the client"
+"""Calls without a channel: they reveal no secret, or each is signed."""
+UPGRADE: Final = "this store requires authenticated calls: upgrade the client"
 
 
 class Channels:
@@ -59,15 +59,15 @@ class Channels:
         return len(self._channels)
 
     def clear(self) -> None:
-        """End every channel, and close every door that was shown."""
+        """End every channel, and close every door."""
         self._secret = self._entropy(32)
         self._next = int.from_bytes(self._entropy(4)) << 24
-        """Numbers do not come again soon, so that an old one is unknown rather than wrong."""
+        """Numbers do not repeat soon, so an old channel is unknown rather than wrong."""
         self._channels: dict[int, Channel] = {}
         self._of_key: dict[bytes, OrderedDict[int, None]] = {}
-        """Key id -> its channels, the one idle longest first."""
+        """Key id -> its channels, the one that was idle longest first."""
         self._spent: OrderedDict[bytes, int] = OrderedDict()
-        """Doors that were gone through, by when they close anyway: a recorded Open opens nothing."""
+        """Doors that were used, with the time at which they close, so that a recorded Open opens nothing."""
 
     def door(self, question: Question, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int) -> Door:  # fmt: skip
         """Answer a knock."""
@@ -75,10 +75,10 @@ class Channels:
         return Door(self._key.public_key, uuid, nonce, orders)
 
     def open(self, question: Question, call: Open, uuid: bytes, now_us: int) -> Opened:
-        """Open a channel for the holder of a key, which the caller of this has found to be one of the log's.
+        """Open a channel for the holder of a key. The caller has checked that this key is one of the log's.
 
         Raises:
-            ChannelRefused: the door is not ours, was gone through, or has closed; or the holder of the key did not sign.
+            ChannelRefused: the door is not ours, was used, or has closed; or the holder of the key did not sign.
         """
         shown_us = int.from_bytes(call.door[:8], "little")
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
@@ -103,15 +103,15 @@ class Channels:
         return Opened(channel.number, share, signature)
 
     def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call in what came, once, and note its channel in `question`, whose answer then goes through it.
+        """Return the call in a body, and note its channel in `question`, so that the answer uses it. Each call is accepted once.
 
         Raises:
-            ChannelRefused: it was not made, or not now and to this address, by who opened the channel. It was not looked at.
+            ChannelRefused: the holder of the channel did not make this call, or not now or not for this address.
         """
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
         if channel is None or self._place(channel) != (question.name, question.key_id):
-            raise ChannelRefused("this channel is not open here: open another")
+            raise ChannelRefused("this channel is not open at this store and address: open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:
@@ -126,7 +126,7 @@ class Channels:
         return channel.uuid.hex(), channel.key_id
 
     def _door(self, question: Question, nonce: bytes, uuid: bytes, now_us: int) -> bytes:
-        """Return 32 bytes that we alone can make, and need not remember."""
+        """Return 32 bytes that only this store can make, and need not remember."""
         shown = now_us.to_bytes(8, "little")
         said = shown + uuid + question.key_id + nonce
         return shown + hmac.digest(self._secret, said, hashlib.sha256)[:24]
@@ -138,7 +138,7 @@ class Channels:
         spent[door] = now_us + DOOR_US
 
     def _room(self, key_id: bytes) -> None:
-        """Let the channel go that is idle longest, of this key or of the one that has most."""
+        """Remove the channel that was idle longest: of this key, or of the key with the most."""
         own = self._of_key.get(key_id, ())
         if len(own) < self._most_of_key and len(self._channels) < self._most:
             return

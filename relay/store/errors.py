@@ -1,4 +1,4 @@
-"""What a log raises, what a call is refused with, and `ChannelRefused`, for a call that nobody proved to have made.
+"""What a log raises, what a call is refused with, and `ChannelRefused`, for a call that failed authentication.
 
     LogError
     ├── LogMissing         nothing is at the path
@@ -61,7 +61,7 @@ class LogWriteFailed(LogError):
 
 
 class ChannelRefused(IrisError):
-    """A call was not made by who opened its channel, or the channel is not open. It was not looked at."""
+    """A call that the holder of an open channel did not make. It was not looked at."""
 
 
 class Refuse(IrisError):

@@ -91,7 +91,7 @@ class Store:
         self._quiet = Quiet()
         self.channels = Channels(key, entropy)
         self.refused = 0
-        """Calls that no holder of the key is known to have made."""
+        """Calls that failed authentication."""
         self._calls: dict[type, Callable[[Question, Any], None]] = {
             streams.FindStore: self._on_find_store,
             streams.Knock: self._on_knock,
@@ -162,7 +162,7 @@ class Store:
         self.streams[uuid] = stream
 
     def _take_up(self, stream: Stream, data: bytes) -> None:
-        """Let a stream be what was written of it; raises msgspec.DecodeError, Refuse."""
+        """Give a stream the charter that was written to disk. Raises msgspec.DecodeError and Refuse."""
         kept = _decode_kept(data)
         stream.dead = bool(kept.parent)
         if not stream.dead:
@@ -222,7 +222,7 @@ class Store:
         return [s for s in self.streams.values() if s.records(declared.name, declared.key_id)]
 
     def _sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
-        """Return the stream that a cluster's message is for; None if it takes nothing of that address."""
+        """Return the stream that records a cluster's messages; None if it records nothing of that address."""
         stream = self.presence.members.get(declared.member)
         if stream is None or not stream.shares(declared.name, declared.key_id):
             return None
@@ -254,7 +254,7 @@ class Store:
         self._urge()
 
     def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
-        """An authenticated body came: return the call in it. Raises ChannelRefused."""
+        """Return the call in an authenticated body. Raises ChannelRefused."""
         try:
             return self.channels.unseal(question, end, body)
         except ChannelRefused as err:
@@ -288,7 +288,7 @@ class Store:
             question.refuse("failed", f"internal error: {type(err).__name__}")
 
     def _unproven(self, question: Question, reason: str) -> None:
-        """Count and tell a call that no holder of the key is known to have made."""
+        """Count and log a call that failed authentication."""
         self.refused += 1
         fields = {"address": question.name, "key_id": question.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
         self._quiet.warning(log, "store.call_refused", reason, self.now_us / 1e6, fields)
@@ -332,7 +332,7 @@ class Store:
                     was_open = stream.log is not None
                     stream.reopen(self.now_us)
                     if not was_open and not stream.dead and stream.log is not None:
-                        # What lies beside a log may be older than what is in it.
+                        # The definition file beside a log may be older than the log's own.
                         self._take_up(stream, stream.log.definition)
                         self._place(stream)
                         self._leave(stream)
@@ -365,7 +365,7 @@ class Store:
         question.answer(self.channels.open(question, call, uuid, self.now_us))
 
     def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
-        """Return which log a frame is addressed to, `NO_LOG` for the store itself, and the order for it of the frame's key."""
+        """Return the log that a frame is addressed to (`NO_LOG` for the store itself), and its order under the frame's key."""
         if (question.name, question.key_id) == (self.address, NO_KEY):
             return streams.NO_LOG, []
         stream = self._stream(question)
@@ -402,7 +402,7 @@ class Store:
         if uuid in self.streams:
             raise Refuse("order", "another stream of this store has this uuid")
         if os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
-            raise Refuse("order", "this log was deleted; create the stream again")
+            raise Refuse("order", "this log was deleted; create the stream again, with a new uuid")
         if dead_uuid(uuid) in self.streams or any(uuid == dead_uuid(u) for u in self.streams):
             raise Refuse("order", "the dead letters of another stream have this uuid")
         charter = self.authority.create(orders, self.now_us)

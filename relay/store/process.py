@@ -74,15 +74,15 @@ class StoreProcess:
     # -- life ------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the directory and open every stream in it.
+        """Lock the directory and open every stream in it.
 
         Raises:
-            ConfigError: another store has it, others may write to it, or it cannot be used.
-            KeyringError: its key is open to others or another user's.
+            ConfigError: another store uses it, others may write to it, or it cannot be used.
+            KeyringError: its key belongs to another user, or others can read it.
         """
         try:
             _make_directory(self.directory)
-            # Whoever may write to it could put another key in the place of ours. `resolve`: it may be reached by a link.
+            # Whoever may write to it could replace our key. `resolve`, because the path may contain a link.
             if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False):
                 raise ConfigError(f"data: {why}")
             _make_directory(self.directory / STREAMS)

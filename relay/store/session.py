@@ -84,9 +84,9 @@ class Question:
         self.deadline_us = deadline_us
         self.call = call
         self.channel: Channel | None = None
-        """What authenticates the call, and its answer; None for a call that bears no code."""
+        """Channel of the call and its answer; None for a call without a code."""
         self.counter = 0
-        """Of the call, in its channel."""
+        """Counter of the call in its channel."""
 
     def answer(self, answer: Answer) -> None:
         """Send the answer; nobody hears it if the session has ended."""
@@ -106,7 +106,7 @@ class StoreOwner(Protocol):
 
     def gap(self, gap: frames.Gap) -> None: ...
     def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call in an authenticated body, and note its channel; raises ChannelRefused."""
+        """Return the call in an authenticated body, and note its channel. Raises ChannelRefused."""
 
     def asked(self, question: Question) -> None: ...
     def draining(self) -> None: ...
@@ -219,7 +219,7 @@ class StoreSession:
                 waiter.set_exception(ConnectionLost("relay", reason))
 
     def poison(self) -> None:
-        """It seals nothing."""
+        """Prevent any further sealing."""
 
     # -- sending ---------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class StoreSession:
         except ChannelRefused as err:
             question.refuse(
                 "channel", str(err)
-            )  # without a code: whoever called may not be the channel's holder
+            )  # without a code: the caller may not be the channel's holder
             return
         except DecodeError as err:
             question.refuse("invalid", str(err))

@@ -134,11 +134,11 @@ class Stream:
 
     @property
     def orders(self) -> dict[bytes, tuple[Order, SignedOrder]]:
-        """Its orders by key id."""
+        """Key id -> its order."""
         return self.charter.orders
 
     def redefine(self) -> None:
-        """Take up what the order in force says."""
+        """Apply the definition of the order in force."""
         if self.orders:
             self.define(self.charter.definition)
 
@@ -175,7 +175,7 @@ class Stream:
         return bool(wanted) and matches(wanted, topic) and key_id in self.live_ids
 
     def shares(self, cluster: str, key_id: bytes) -> bool:
-        """Whether what is pushed and broadcast to `cluster` under this key belongs here, whatever a relay says."""
+        """Whether this stream records what is pushed and broadcast to `cluster` under this key, whatever a relay says."""
         return cluster == self.definition.cluster and key_id in self.live_ids
 
     def described(self, store: bytes, label: str) -> Described:

@@ -155,7 +155,9 @@ def test_what_sessions_of_one_user_ask_for_leaves_a_quarter_to_others() -> None:
         errors = [party.subscribe(f"t{number}.{n}") for n in range(2)]
         taken = 4 * number + 4 <= 12
         assert [not error for error in errors] == [taken, taken], number
-    assert "uid 1 may have 12 of the relay's 16 tokens of subscriptions" in crowd[-1].subscribe("t")
+    error = crowd[-1].subscribe("t")
+    assert "uid 1" in error
+    assert "tokens of subscriptions (12 of 16)" in error
     assert [bool(other.subscribe(f"o.{n}")) for n in range(3)] == [False, False, True]
     assert "the relay's limit of 16 tokens of subscriptions is reached" in other.subscribe("o")
     keys = tuple(ClusterKey(bytes([n]) * 32).key_id for n in range(4))
@@ -180,7 +182,7 @@ def test_one_session_has_no_more_than_a_quarter_of_all_members() -> None:
     party = Party(router, "uid 1", keys)
     errors = [party.join(f"c{n}") for n in range(6)]
     assert [not error for error in errors] == [True] * 4 + [False] * 2
-    assert "may have 256 members" in errors[-1]
+    assert "256 members" in errors[-1]
 
 
 def test_one_user_does_not_take_all_queue_groups_of_a_key() -> None:

@@ -57,7 +57,7 @@ def start(socket: Any, config: SocketConfig) -> str:
 
 
 def _listen(socket: Any, config: SocketConfig) -> Any:
-    """As `socket.listen`, which takes no options of a listener: nng gives an ipc socket its mode before it listens."""
+    """Listen on a socket with listener options, which `socket.listen` lacks. An ipc socket gets its mode before nng listens."""
     lib = pynng.lib
     found = pynng.ffi.new("nng_listener *")
     pynng.check_err(lib.nng_listener_create(found, socket.socket, str(config.listen).encode()))
