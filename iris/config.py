@@ -20,7 +20,8 @@ class ClientConfig:
     """Everything a client can be told; validated here, once."""
 
     relay: Path | str | None = None
-    """Socket of the relay, or tls://host:port of one on another host. None: $IRIS_RELAY, else the user's own relay, else the host's."""
+    """Socket of the relay, or tls://host:port of one on another host; several with commas are tried in a random order, and
+    tls://dns:name:port stands for all addresses of a name. None: $IRIS_RELAY, else the user's own relay, else the host's."""
 
     access: Path | None = None
     """For tls://: the file that `iris key access` made. None: $IRIS_ACCESS, else access.pem among the key files."""

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import os
 import pwd
+import random
 import re
 import socket
 import ssl
 import struct
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from iris import paths
 from iris.config import ClientConfig
@@ -24,6 +25,10 @@ from iris.remote import load_access
 log = logging.getLogger(__name__)
 
 REMOTE: Final = "tls://"
+_EVERY: Final = "tls://dns:"
+MAX_REMOTES: Final = 16
+ONE_OF_MANY_S: Final = 1.5
+"""For a relay to answer while there are others to try."""
 ACCESS_VARIABLE: Final = "IRIS_ACCESS"
 ACCESS_FILE: Final = "access.pem"
 _HOST_AND_PORT: Final = re.compile(r"[^/]+:[0-9]{1,5}")
@@ -49,7 +54,7 @@ async def reach(
     if str(relay).startswith(REMOTE):
         named = config.access or environ.get(ACCESS_VARIABLE)
         access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
-        await dial_remote(parse_remote(str(relay)), access_file, factory)
+        await dial_any(parse_remotes(str(relay)), access_file, factory)
         return
     path = Path(relay) if relay else find_relay(environ, config.relay_user)
     connection = await dial(path, config.relay_user)
@@ -99,16 +104,75 @@ def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
     return candidates[0]
 
 
-def parse_remote(text: str) -> tuple[str, int]:
-    """Return host and port of `tls://host:port`, IPv6 in brackets; raises ConfigError."""
-    parts = urllib.parse.urlsplit(text)
+class Remote(NamedTuple):
+    """Where a relay on another host takes sessions."""
+
+    host: str
+    port: int
+    all_of_name: bool = False
+    """The host is a name of which every address is a relay."""
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_remotes(text: str) -> tuple[Remote, ...]:
+    """Return the addresses of `tls://host:port`, several with commas between them.
+
+    IPv6 is in brackets; `tls://dns:name:port` stands for all addresses of a name. Raises ConfigError.
+    """
+    remotes = tuple(_parse_remote(part.strip()) for part in text.split(","))
+    if len(remotes) > MAX_REMOTES:
+        raise ConfigError(f"relay: {len(remotes)} addresses, over {MAX_REMOTES}")
+    return remotes
+
+
+def _parse_remote(text: str) -> Remote:
+    named = text.startswith(_EVERY)
+    parts = urllib.parse.urlsplit(REMOTE + text.removeprefix(_EVERY) if named else text)
     try:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
     if parts.scheme != "tls" or not host or not port or parts.path.strip("/") or parts.query:
         raise ConfigError(f"relay: {text!r} is neither a path nor tls://host:port")
-    return host, port
+    return Remote(host, port, named)
+
+
+async def dial_any(
+    remotes: Sequence[Remote], access_file: Path, factory: Callable[[], asyncio.BufferedProtocol]
+) -> None:
+    """Attach the protocol that `factory` makes to one of the relays at `remotes`: in a random order, until one takes it.
+
+    Raises:
+        RelayUnavailable: none of them did; says why for each.
+        KeyringError: the access file cannot be used.
+    """
+    found: list[Remote] = []
+    failed: list[str] = []
+    for remote in remotes:
+        try:
+            found += await _every_address(remote)
+        except OSError as err:
+            failed.append(f"{remote.host} has no address ({err})")
+    random.shuffle(found)
+    for remote in found:
+        try:
+            async with asyncio.timeout(ONE_OF_MANY_S if len(found) > 1 else None):
+                return await dial_remote((remote.host, remote.port), access_file, factory)
+        except TimeoutError:
+            failed.append(f"{remote} did not answer within {ONE_OF_MANY_S:g} s")
+        except RelayUnavailable as err:
+            failed.append(str(err))
+    raise RelayUnavailable("; ".join(failed))
+
+
+async def _every_address(remote: Remote) -> list[Remote]:
+    if not remote.all_of_name:
+        return [remote]
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(remote.host, remote.port, type=socket.SOCK_STREAM)
+    return [Remote(str(host), remote.port) for host in dict.fromkeys(info[4][0] for info in infos)]
 
 
 async def dial_remote(

@@ -38,7 +38,7 @@ AsJson = Annotated[
 ]
 RelayPath = Annotated[
     str | None,
-    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://host:port. Default: $IRIS_RELAY, your own, the host's.", show_default=False),
+    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://host:port (several: with commas). Default: $IRIS_RELAY, your own, the host's.", show_default=False),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from integration.conftest import NETWORK
 import iris
 from iris import ClientConfig, Keyring
 from iris.crypto.keys import ClusterKey, NetworkKey
-from iris.dialling import parse_remote
+from iris.dialling import parse_remotes
 from iris.errors import ConfigError, RelayUnavailable
 from iris.remote import create_access
 from iris.wire import frames
@@ -202,10 +203,52 @@ def test_a_listener_without_tls_or_port_is_refused(text: str, tmp_path: Path) ->
         RelayConfig(socket_path=tmp_path / "s", listen=(text,))
 
 
-@pytest.mark.parametrize("text", ["tls://", "tls://h", "tls://h:0", "tls://h:1/x", "http://h:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tls://",
+        "tls://h",
+        "tls://h:0",
+        "tls://h:1/x",
+        "http://h:1",
+        "tls://h:1,",
+        "tls://h:1,/run/s",
+        "tls://dns:h",
+    ],
+)
 def test_a_relay_address_that_is_neither_path_nor_tls_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="relay"):
-        parse_remote(text)
+        parse_remotes(text)
+
+
+def test_relay_addresses_are_one_or_several_and_all_of_a_name() -> None:
+    assert parse_remotes("tls://[::1]:1, tls://h:2,tls://dns:relays.example:3") == (
+        ("::1", 1, False), ("h", 2, False), ("relays.example", 3, True),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="17 addresses"):
+        parse_remotes(",".join(["tls://h:1"] * 17))
+
+
+async def test_a_program_goes_to_whichever_of_several_relays_is_there(
+    relay: Relay, access: Path
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        gone = nobody.getsockname()[1]
+        host, port = place(relay)
+        listed = f"tls://127.0.0.1:{gone},tls://dns:localhost:{port},tls://{host}:{port}"
+        for _ in range(8):  # the order is random
+            async with iris.connect(
+                config=ClientConfig(relay=listed, access=access), keyring=KEYS
+            ) as one:
+                await one.flush()
+        nowhere = ClientConfig(
+            relay=f"tls://127.0.0.1:{gone},tls://dns:nobody.invalid:1", access=access
+        )
+        with pytest.raises(
+            RelayUnavailable, match=f"nobody.invalid has no address.*no relay at 127.0.0.1:{gone}"
+        ):
+            await iris.connect(config=nowhere, keyring=KEYS).open()
 
 
 async def test_a_host_and_port_without_tls_is_named_as_wrong(
