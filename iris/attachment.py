@@ -14,7 +14,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakSet
 
 from iris.config import ClientConfig
@@ -31,11 +31,21 @@ from iris.wire.frames import Kind
 
 log = logging.getLogger(__name__)
 
+LOOK_MIN_S: Final = 0.01
+LOOK_MAX_S: Final = 0.25
+LOOK_SHARE: Final = 0.05
+"""Of the time without a relay: so often the socket's path is looked at, from every `LOOK_MIN_S` to every `LOOK_MAX_S`."""
+
 Connector = Callable[[Callable[[], asyncio.BufferedProtocol]], Awaitable[Any]]
 """Connects the protocol that the factory makes to a relay; raises RelayUnavailable."""
 
 Cast = tuple[int, str, bytes, Headers | None, bool]
 """kind, name, payload, headers, packed: a publication or broadcast that no bundle took yet."""
+
+
+def never() -> bool:
+    """Nothing is looked at: the next attempt is made when its pause is over."""
+    return False
 
 
 class Registrar(Owner, Protocol):
@@ -55,8 +65,10 @@ class Attachment:
     """One client's hold on a relay. `session`, `out` and `pump` are of the session in use, None while there is none."""
 
     def __init__(
-        self, client: Registrar, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes]
+        self, client: Registrar, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
+        watch: Callable[[], Callable[[], bool]] = lambda: never,
     ) -> None:  # fmt: skip
+        """`watch` is called when a relay is lost, and returns what says whether one has come since it was asked last."""
         self.session: Session | None = None
         self.out: Outbound | None = None
         self.pump: Pump[Session] | None = None
@@ -67,6 +79,7 @@ class Attachment:
         self._client = client
         self._config = config
         self._connector = connector
+        self._watch = watch
         self._entropy = entropy
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
@@ -192,13 +205,25 @@ class Attachment:
                 await pump.closed.wait()
                 continue
             pause_s = self._config.reconnect_min_s
+            arrived = self._watch()
             while self.state == "open" and self.pump is None:
                 try:
                     self._take(await self._attach())
                 except (IrisError, OSError) as err:
                     log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                    await self._pause(pause_s * random.uniform(0.5, 1.0), arrived)
                     pause_s = min(2 * pause_s, self._config.reconnect_max_s)
+
+    async def _pause(self, pause_s: float, arrived: Callable[[], bool]) -> None:
+        """Sleep, but no longer than until a relay has put its socket there."""
+        until_s = self._loop.time() + pause_s
+        while not arrived():
+            now_s = self._loop.time()
+            if now_s >= until_s:
+                return
+            away_s = now_s - self._lost_s if self._lost_s is not None else 0.0
+            look_s = min(max(LOOK_MIN_S, away_s * LOOK_SHARE), LOOK_MAX_S)
+            await asyncio.sleep(min(look_s, until_s - now_s))
 
     async def _attach(self, *, hold: bool = False) -> Pump[Session]:
         """Return a pump whose session is up, with everything registered; `hold`: until it is told to release casts."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import msgspec
 
-from iris.attachment import Attachment, Connector
+from iris.attachment import Attachment, Connector, never
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
 from iris.core.inbound import InFlow
@@ -32,7 +32,7 @@ from iris.core.parties import Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.dialling import REMOTE, reach
+from iris.dialling import REMOTE, arrivals, reach
 from iris.errors import (
     Closed,
     ConfigError,
@@ -141,8 +141,9 @@ class Client:
             keep_freed_memory()
         self._loop = asyncio.get_running_loop()
         self._attachment = Attachment(
-            self, self.config, self._connector or self._default_connector(), self._entropy
-        )
+            self, self.config, self._connector or self._default_connector(), self._entropy,
+            self._default_watch(),
+        )  # fmt: skip
         self._registry.share_out(self._attachment.guard)
         if self._streams is not None:
             self._registry.on_keys = self._streams.keys_changed
@@ -213,6 +214,11 @@ class Client:
             return self._relay.connect
 
         return partial(reach, self.config, os.environ)
+
+    def _default_watch(self) -> Callable[[], Callable[[], bool]]:
+        if self._embedded or self._connector is not None:
+            return lambda: never
+        return partial(arrivals, self.config, os.environ)
 
     async def _stop_embedded(self) -> None:
         if self._relay is not None:

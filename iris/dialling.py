@@ -65,6 +65,33 @@ async def reach(
         raise
 
 
+def arrivals(config: ClientConfig, environ: Mapping[str, str]) -> Callable[[], bool]:
+    """Return what says whether a relay has put its socket there since it was asked last; of a relay on another host never.
+
+    A few calls of stat(2): it may be asked many times a second.
+    """
+    relay = config.relay or environ.get(paths.RELAY_VARIABLE)
+    if str(relay).startswith(REMOTE):
+        return lambda: False
+    places = (Path(relay),) if relay else paths.candidate_sockets(environ, os.geteuid())
+    seen = [_identity(place) for place in places]
+
+    def arrived() -> bool:
+        before, seen[:] = list(seen), [_identity(place) for place in places]
+        return any(now is not None and now != then for now, then in zip(seen, before, strict=True))
+
+    return arrived
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """Return what tells a socket from the next one at its path; None if nothing can be seen there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
 def _check_path(relay: str) -> None:
     if "://" in relay:
         raise ConfigError(f"relay: {relay!r} is neither a path nor tls://host:port")

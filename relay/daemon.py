@@ -24,6 +24,7 @@ from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify, socketfile
 from relay.addresses import show
+from relay.attendance import Attendance
 from relay.config import RelayConfig, load_config
 from relay.core.policy import Policy
 from relay.core.router import Limits, Router
@@ -116,6 +117,7 @@ class Relay:
             )
             self.hub.store_pid = lambda: store.pid
         self._socket: socketfile.SocketFile | None = None
+        self._attendance = Attendance(config.socket_path, self.router)
         self._tasks: list[asyncio.Task[None]] = []
         self._found: asyncio.TimerHandle | None = None
         self._started_s = time.monotonic()
@@ -158,12 +160,14 @@ class Relay:
             "pid": os.getpid(),
         }
         log.info("relay.started", extra={"fields": fields})
+        self._attendance.start()  # nothing was read yet: sessions come with the next turns of the loop
 
     async def stop(self, *, drain_s: float | None = None) -> None:
         """Take no new session or link, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         if self._store is not None:
             self._store.let_go()
+        self._attendance.freeze()
         try:
             self.hub.stop_listening()
             if self._socket is not None:

@@ -73,6 +73,10 @@ class Calls:
         self.abroad: Federation
         self._last_hop = 0
         self._now_us = 0
+        self.awaited = 0
+        """Members that this relay had before it was restarted, while they are waited for ..."""
+        self.awaited_until_us = 0
+        """... until then."""
         self.parking = Parking(accounts, interest, quotas.parked, self._prospect, self._unparked)
         self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
         self.surveys = Surveys(
@@ -262,9 +266,15 @@ class Calls:
 
     def _might_serve(self, route: Route) -> bool:
         place = (route.kind, route.name, route.key_id)
-        if self.abroad.comes_home(route) and self._mesh.might_serve(*place, self._now_us):
+        if self.abroad.comes_home(route) and (
+            self._mesh.might_serve(*place, self._now_us) or self._returning()
+        ):
             return True
         return self.abroad.might_serve(*place, route.site, self._now_us)
+
+    def _returning(self) -> bool:
+        """Whether members that this relay had before a restart are still to come back."""
+        return self._interest.joined < self.awaited and self._now_us < self.awaited_until_us
 
     def _prospect(self, route: Route) -> Prospect:
         self._resolve(route)

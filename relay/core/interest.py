@@ -179,6 +179,10 @@ class Interest:
         self.changed: Callable[[Address], None] = _unheard
         """Called where who serves an address of this site may have changed."""
         self.changed_topic: Callable[[Topic], None] = _unheard
+        self.joined = 0
+        """Members of this relay."""
+        self.on_members: Callable[[], object] = _nothing
+        """Called when a member of this relay came or went."""
 
     def next_tick(self) -> int:
         """Return the date of the alias used now."""
@@ -190,6 +194,7 @@ class Interest:
     def join(self, member: Member) -> None:
         """A member is there."""
         self.version += 1
+        self.joined += 1
         for key_id in member.key_ids:
             self._clusters.setdefault((member.name, key_id), {})[member.serial] = member
             self.changed((member.name, key_id))
@@ -197,10 +202,12 @@ class Interest:
                 continue
             counts = self._names.setdefault(member.name, {})
             counts[key_id] = counts.get(key_id, 0) + 1
+        self.on_members()
 
     def leave(self, member: Member) -> None:
         """A member is gone."""
         self.version += 1
+        self.joined -= 1
         for key_id in member.key_ids:
             address = (member.name, key_id)
             self.changed(address)
@@ -216,6 +223,7 @@ class Interest:
                 del counts[key_id]
                 if not counts:
                     del self._names[member.name]
+        self.on_members()
 
     def loads(self, name: str, key_id: bytes, kind: int) -> list[Load]:
         """Return the members of an address that serve `kind`, oldest first."""
@@ -374,4 +382,8 @@ class Interest:
 
 
 def _unheard(_: object) -> None:
+    """Nobody asked."""
+
+
+def _nothing() -> None:
     """Nobody asked."""

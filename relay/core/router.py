@@ -289,6 +289,10 @@ class Router:
             soonest = min(soonest, pulse.deadline_us)
         self._pulse_us = soonest
 
+    def wait_for_return(self, members: int, until_us: int) -> None:
+        """This relay had so many members before it was restarted: calls that nobody serves wait until as many are here, or it is `until_us`."""
+        self._calls.awaited, self._calls.awaited_until_us = members, until_us
+
     def drain(self, grace_ms: int) -> None:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
         self.draining = True

@@ -28,7 +28,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def left_behind(daemon: Daemon) -> list[str]:
-    """Return the names in the relay's directory. The lock stays: a deleted lock could be held twice."""
+    """Return the names in the relay's directory. The lock stays: a deleted lock could be held twice. The count of members stays while there are some."""
     return sorted(path.name for path in daemon.socket.parent.iterdir() if path.name != "dev")
 
 
@@ -81,7 +81,7 @@ async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Da
         assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
     assert daemon.said("relay.draining")
     assert daemon.said("relay.stopped")
-    assert left_behind(daemon) == ["relay.sock.lock"]
+    assert left_behind(daemon) == ["relay.sock.lock", "relay.sock.sessions"]
 
 
 def test_a_relay_without_work_does_not_wait_for_its_drain_timeout(tmp_path: Path) -> None:
@@ -129,9 +129,11 @@ async def test_after_a_kill_the_next_relay_replaces_the_stale_socket_and_clients
 ) -> None:
     async with neighbours(daemon.socket) as others:
         await others.check()
+        kept = daemon.socket.with_name("relay.sock.sessions")
+        await eventually(kept.exists)
         daemon.process.kill()
         await asyncio.to_thread(daemon.process.wait)
-        assert left_behind(daemon) == ["relay.sock", "relay.sock.lock"]
+        assert left_behind(daemon) == ["relay.sock", "relay.sock.lock", "relay.sock.sessions"]
         with pytest.raises(iris.RequestError) as caught:
             await others.caller.request("echo", b"", timeout=0.2)
         assert isinstance(caught.value, iris.ConnectionLost)
