@@ -14,6 +14,7 @@
     python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
     python bench/proof.py mutations all         # N of our checks taken out, one at a time: the tests have to notice (N or all)
     python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
+    python bench/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
 and count, in the place of the former one. All but sim, scale, federation, mutations and the steps of hostile in real processes with a relay, keys and sockets of their own.
@@ -51,6 +52,7 @@ AREAS = (
     "sites",
     "mutations",
     "hostile",
+    "restarts",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241

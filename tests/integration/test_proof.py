@@ -24,6 +24,7 @@ COUNTS = {
     "idle": 1,
     "mutations": 1,
     "hostile": 300,
+    "restarts": 2,
 }
 
 

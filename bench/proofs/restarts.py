@@ -1,0 +1,196 @@
+"""A relay is killed and stopped under load, N times alone and N times while it looks for others: no call is refused for want of a member.
+
+Every cluster has one member, so whoever is not back yet is missed. A relay is away for up to `AWAY_S`, which used to send clients into
+pauses of up to 2 s; half of the restarts are SIGKILL, half SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import Result, Role
+
+import iris
+from iris.keyfiles import create_keys
+from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
+
+CLUSTERS = 6
+PROCESSES = 3
+WORKERS = 8
+AWAY_S = 2.0
+CALL_S = 10.0
+START_S = 20.0
+NOBODY = "127.0.0.1:1"
+"""Where no relay answers: looking for one there is what settling costs."""
+
+
+# -- roles ---------------------------------------------------------------------------------------------------
+
+
+async def member(options: dict[str, Any]) -> Result:
+    """Serve each of some clusters by a client of its own."""
+    cues = Cues()
+    async with contextlib.AsyncExitStack() as open_until_the_end:
+        for name in options["clusters"]:
+            service = iris.Service(name)
+            service.on_request(lambda payload: payload)
+            client = await open_until_the_end.enter_async_context(iris.connect())
+            await open_until_the_end.enter_async_context(client.serve(service))
+        harness.say_ready()
+        await cues.stop.wait()
+    return {}
+
+
+async def caller(options: dict[str, Any]) -> Result:
+    """Ask all clusters all the time; at a cue, say when each has answered again."""
+    cues = Cues()
+    names = options["clusters"]
+    answered: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    longest_s = 0.0
+    changed = asyncio.Event()
+    clients = [iris.connect() for _ in range(2)]
+    for client in clients:
+        await client.open()
+    for name in names:
+        await clients[0].wait_for_members(name, 1, timeout=TIMEOUT_S)
+
+    async def work(worker: int) -> None:
+        nonlocal longest_s
+        turn = worker
+        while not cues.stop.is_set():
+            name = names[turn % len(names)]
+            turn += 1
+            began_s = time.monotonic()
+            try:
+                await clients[worker % 2].request(name, b"x" * 200, timeout=CALL_S)
+                answered[name] += 1
+                changed.set()
+            except iris.IrisError as err:
+                failures[type(err).__name__] += 1
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            await asyncio.sleep(0.002)
+
+    async def follow() -> None:
+        while True:
+            await cues.next()
+            before = answered.copy()
+            while any(answered[name] == before[name] for name in names):
+                changed.clear()
+                await changed.wait()
+            harness.say_ready()
+
+    workers = [asyncio.create_task(work(number)) for number in range(WORKERS)]
+    following = asyncio.create_task(follow())
+    harness.say_ready()
+    await asyncio.gather(*workers)
+    following.cancel()
+    await asyncio.gather(*(client.close() for client in clients))
+    return {"answered": answered.total(), "failures": failures, "longest_s": longest_s}
+
+
+# -- the proof -----------------------------------------------------------------------------------------------
+
+
+class Restarted:
+    """A relay that is started again and again at one socket."""
+
+    def __init__(self, roles: Run, arguments: list[str]) -> None:
+        self._roles = roles
+        directory = roles.directory / "relay"
+        directory.mkdir(mode=0o700)
+        create_keys(roles.directory / "keys")
+        self._socket = directory / "relay.sock"
+        self._command = ["-m", "relay", "--socket", str(self._socket), *arguments]
+        inherited = {name: v for name, v in os.environ.items() if not name.startswith("IRIS_")}
+        self.env = {
+            **inherited, "XDG_RUNTIME_DIR": str(directory), "IRIS_CONFIG": str(roles.directory / "keys"), "IRIS_RELAY": str(self._socket),
+        }  # fmt: skip
+        self.role: Role
+        self.start()
+
+    def start(self) -> None:
+        """Start it; returns when it serves."""
+        before = _identity(self._socket)
+        self.role = self._roles.start("relay", self._command, env=self.env, reports=False)
+        until_s = time.monotonic() + START_S
+        while _identity(self._socket) in (None, before):
+            if self.role.process.poll() is not None or time.monotonic() > until_s:
+                raise self.role.failed("did not open its socket")
+            time.sleep(0.005)
+
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal, and return when the process is gone."""
+        self.role.process.send_signal(number)
+        self.role.process.wait()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
+
+
+def restart(arguments: list[str], count: int, rng: random.Random) -> Result:
+    """Restart one relay `count` times; return what its callers met."""
+    with Run(60.0 + 15 * count) as roles:
+        relay = Restarted(roles, arguments)
+        names = [f"restarts-{number}" for number in range(CLUSTERS)]
+        members = [
+            start(roles, "restarts.member", relay.env, {"clusters": names[number::PROCESSES]})
+            for number in range(PROCESSES)
+        ]
+        asking = start(roles, "restarts.caller", relay.env, {"clusters": names})
+        cue_and_wait(asking)
+        back_s = []
+        for number in range(count):
+            relay.end(signal.SIGTERM if number % 2 else signal.SIGKILL)
+            time.sleep(rng.uniform(0.0, AWAY_S))
+            relay.start()
+            began_s = time.monotonic()
+            cue_and_wait(asking)
+            back_s.append(time.monotonic() - began_s)
+        result = asking.result(stop=True)
+        for one in members:
+            one.result(stop=True)
+        return {**result, "back_s": max(back_s)}
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it with `count` restarts of a relay alone, and as many of one that looks for others."""
+    proof = Proof()
+    rng = random.Random(seed)
+    ways = {
+        "alone": ["--dev"],
+        "looking for others": ["--no-mdns", "--port=0", "--bind=127.0.0.1", "--join", NOBODY],
+    }
+    for way, arguments in ways.items():
+        found = restart(arguments, count, rng)
+        failures = found["failures"]
+        proof.figures |= {
+            f"{way}: restarts": str(count),
+            f"{way}: calls answered": f"{found['answered']:,}",
+            f"{way}: false refusals": str(failures.get("NoMembers", 0)),
+            f"{way}: calls lost with the relay": str(failures.get("ConnectionLost", 0)),
+            f"{way}: all clusters answer again, longest": f"{found['back_s']:.2f} s after the socket is there",
+            f"{way}: longest call": f"{found['longest_s']:.2f} s",
+        }
+        proof.promise(
+            f"{way}: no call is refused for want of a member", not failures.get("NoMembers")
+        )
+        others = {
+            name: n for name, n in failures.items() if name not in ("NoMembers", "ConnectionLost")
+        }
+        proof.promise(f"{way}: no call fails in another way ({others})", not others)
+    return proof
