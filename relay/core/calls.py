@@ -398,8 +398,9 @@ class Calls:
             raise PeerProtocolError("a push is unstarted that the member is not done with")
         for hop in credit.unstarted:
             handed = session.handed.pop(hop)
+            told = handed.given_up
             self._release(handed, hop)
-            if not handed.origin.closed:
+            if not handed.origin.closed and not told:
                 if handed.deadline_us and handed.deadline_us <= now_us:
                     fail = Fail(handed.hop, Cause.EXPIRED, "the deadline had passed at the member")
                 else:
@@ -458,10 +459,11 @@ class Calls:
             self._accounts.refused += 1
             self.surveys.less(handed, self.surveys.owing(handed))
             return
+        told = handed.given_up
         self._release(handed, hop)
         if handed.load.kind == Kind.TUNNEL_OPEN:
             self.tunnels.refused(handed, neighbor, hop)
-        if handed.origin.closed:
+        if handed.origin.closed or told:
             self._accounts.drop("late answer", 1)
             return
         handed.tried.append(handed.load)
@@ -585,8 +587,9 @@ class Calls:
             if handed.survey is not None:
                 self.surveys.less(handed, self.surveys.owing(handed))
                 continue
+            told = handed.given_up
             self._release(handed, hop)
-            if not handed.origin.closed:
+            if not handed.origin.closed and not told:
                 handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
 
 

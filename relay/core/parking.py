@@ -149,5 +149,6 @@ class Parking:
         self._quota.give(session.user, size)
         session.parked_bytes -= size
         session.pending -= 1
-        self._openings.discard((session.number, entry.hop))
+        if entry.route.kind == Kind.TUNNEL_OPEN:
+            self._openings.discard((session.number, entry.hop))
         self._accounts.out -= 1

@@ -287,6 +287,11 @@ class Handed:
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the origin was told that it is lost: it had no deadline, and nobody ended it. It hears no more of it."""
+        return not (self.waits or self.deadline_us)
+
     def ended(self) -> None:
         """The origin waits no more."""
         if self.waits:
