@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from iris.core.session import Session
 from iris.crypto.keys import ClusterKey
-from iris.errors import InvalidName, KeyringError
+from iris.errors import InvalidName, KeyringError, LocalProtocolError
 from iris.wire import frames
 from iris.wire.frames import HERE, Kind, MemberInfo
 from iris.wire.names import check_address
@@ -63,6 +63,8 @@ class Watcher:
         self._heard = asyncio.Event()
         self._changed = asyncio.Event()
         self._fresh = True
+        self._error: LocalProtocolError | None = None
+        """Why the relay does not tell us."""
 
     def use(self, keys_of: Callable[[str], Sequence[ClusterKey]]) -> None:
         """Watch under these keys from the next session on; with none, none are there."""
@@ -74,6 +76,7 @@ class Watcher:
     def attach(self, session: Session) -> None:
         """Ask this session's relay from now on, and no other."""
         self.detach()
+        self._error = None
         if not self._keys:
             self._fresh = True
             self._hear(frames.Membership(0))
@@ -82,8 +85,9 @@ class Watcher:
             session.out.prove(key)
         self._session = session
         self._fresh = True
+        key_ids = [key.key_id for key in self._keys]
         self._number = session.watch(
-            self.cluster, [key.key_id for key in self._keys], self._hear, stay=True
+            self.cluster, key_ids, self._hear, refused=self._refused, stay=True
         )
 
     def detach(self) -> None:
@@ -99,17 +103,30 @@ class Watcher:
         self._changed.set()
 
     async def first(self) -> None:
-        """Return when the relay has said who is there."""
+        """Return when the relay has said who is there; raises LocalProtocolError if it refused to."""
         await self._heard.wait()
+        self._check()
 
     async def changed(self) -> None:
-        """Return at the next change after the last return."""
+        """Return at the next change after the last return; raises LocalProtocolError if a new session's relay tells us none."""
         await self._changed.wait()
         self._changed.clear()
+        self._check()
 
     def members(self) -> Members:
         """Return who is there as far as we heard."""
         return Members(self.cluster, list(self._members.values()), self._others, self._sites)
+
+    def _refused(self, error: str) -> None:
+        """The relay has no room for this watch."""
+        text = f"the relay refused to tell who is in {self.cluster}: {error}"
+        self._session, self._error = None, LocalProtocolError(text)
+        self._heard.set()
+        self._changed.set()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _hear(self, heard: frames.Membership) -> None:
         if self._fresh:  # the first answer of a session is the whole list

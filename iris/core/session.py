@@ -111,7 +111,10 @@ class Session:
         self._held_bytes = 0
         self._acks: dict[int, tuple[type, Waiter, int]] = {}
         """id -> what answers it, who waits, and the last hop id sent before it."""
-        self._watches: dict[int, Callable[[frames.Membership], None]] = {}
+        self._watches: dict[
+            int, tuple[Callable[[frames.Membership], None], Callable[[str], None] | None]
+        ] = {}
+        """id -> who gets the answer, and who learns that there is none."""
         self._credits: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         """(member, kind) -> hop ids of the pushes that ended in this turn."""
         table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
@@ -272,13 +275,17 @@ class Session:
         key_ids: list[bytes],
         heard: Callable[[frames.Membership], None],
         *,
+        refused: Callable[[str], None] | None = None,
         stay: bool,
         streams: bool = False,
     ) -> int:
-        """Ask who serves `name`, or with `streams` which stores hold it; `heard` gets the answer, and the changes if `stay`."""
+        """Ask who serves `name`, or with `streams` which stores hold it; `heard` gets the answer, and the changes if `stay`.
+
+        `refused` gets the reason if the relay has no room for one watch more.
+        """
         number = self._next_id
         self._next_id += 1
-        self._watches[number] = heard
+        self._watches[number] = heard, refused
         self.out.control(frames.Members(number, name, key_ids, stay, streams))
         return number
 
@@ -487,6 +494,10 @@ class Session:
     def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong) -> None:
         entry = self._acks.get(ack.id)
         if entry is None:
+            if type(ack) is frames.Ack and ack.error:
+                _, refused = self._watches.pop(ack.id, (None, None))
+                if refused is not None:
+                    refused(ack.error)
             return
         wanted, waiter, hops = entry
         if type(ack) is not wanted:
@@ -497,9 +508,9 @@ class Session:
             waiter.set_result(ack)
 
     def _on_membership(self, membership: frames.Membership) -> None:
-        heard = self._watches.get(membership.id)
-        if heard is not None:
-            heard(membership)
+        watch = self._watches.get(membership.id)
+        if watch is not None:
+            watch[0](membership)
 
     def _on_beat(self, beat: frames.Beat) -> None:
         if self._pulse is None:

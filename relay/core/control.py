@@ -287,11 +287,17 @@ class SessionControl:
         if error := _grammar(check_cluster, ask.name):
             raise PeerProtocolError(error)
         if ask.watch and not ask.streams:
-            if len(session.watches) >= MAX_WATCHES or ask.id in session.watches:
-                raise PeerProtocolError(f"more than {MAX_WATCHES} watches, or one id twice")
+            if ask.id in session.watches:
+                raise PeerProtocolError(f"a second watch of the id {ask.id}")
             table = self._router.quotas.watches
-            if not table.has_room(session.user):
-                raise PeerProtocolError(table.full(session.user, "watches"))
+            error = ""
+            if len(session.watches) >= MAX_WATCHES:
+                error = f"this session already has {MAX_WATCHES} watches"
+            elif not table.has_room(session.user):
+                error = table.full(session.user, "watches")
+            if error:
+                session.control(frames.Ack(ask.id, error))
+                return
             table.take(session.user)
             watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, tuple(ask.key_ids))
             self._router.interest.watch(watch)

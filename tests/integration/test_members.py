@@ -10,7 +10,9 @@ import pytest
 from integration.kit import cut, echo_service, named, until
 
 import iris
+from iris.errors import LocalProtocolError
 from iris.testing import LocalCluster
+from relay.core import control
 
 
 async def test_members_lists_who_is_there_by_kind_relay_and_label() -> None:
@@ -128,3 +130,20 @@ async def test_status_shows_sessions_clusters_and_a_balanced_account() -> None:
             assert list(status["clusters"]) == ["echo"]
             accounts = status["accounts"]
             assert (accounts["in"], accounts["out"], accounts["held"]) == (20, 20, 0)
+
+
+async def test_one_watch_too_many_ends_neither_the_session_nor_another_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "MAX_WATCHES", 1)
+    async with LocalCluster() as cluster, cluster.client() as client, cluster.client() as member:
+        changes = aiter(client.watch_members("echo"))
+        assert len(await anext(changes)) == 0
+        with pytest.raises(LocalProtocolError, match="this session already has 1 watches"):
+            await client.members("echo")
+        with pytest.raises(LocalProtocolError, match="who is in other"):
+            await anext(aiter(client.watch_members("other")))
+        async with member.serve(echo_service("echo")):
+            assert len(await anext(changes)) == 1
+        await changes.aclose()
+        assert (await client.members("echo")).cluster == "echo"

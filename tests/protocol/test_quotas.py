@@ -10,11 +10,13 @@ from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, Port, feed
 from protocol.test_sites import Sites, reply
 
 from iris.crypto.keys import ClusterKey
-from iris.errors import Overloaded
+from iris.errors import LocalProtocolError, Overloaded
+from iris.membership import Watcher
 from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
 from iris.wire.frames import Cause, Kind, MemberEntry, Serving, TopicEntry
 from relay.core import calls as calls_module
+from relay.core import control as control_module
 from relay.core import federation as federation_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
@@ -530,3 +532,79 @@ def test_a_member_that_finishes_nothing_is_not_handed_more_than_is_kept(
         net.pass_time(2)
     assert len(bob.peer.handed) == 4
     assert net.router.accounts.balance() == 0
+
+
+def watch(party: Party, number: int, name: str = "db") -> str:
+    """Return why there is no watch, or an empty text: its first answer came."""
+    party.say(frames.Members(number, name, [KEY_ID], True))
+    answers = (frames.Ack, frames.Membership)
+    (answer,) = [body for body in party.heard(object) if isinstance(body, answers)]
+    assert answer.id == number
+    return str(answer.error) if isinstance(answer, frames.Ack) else ""
+
+
+def test_a_watch_too_many_is_refused_and_its_session_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_module, "MAX_WATCHES", 3)
+    router = Network(limits=Limits(all_watches=8)).router
+    first, second, other = Party(router), Party(router), Party(router, "uid 2")
+    assert [bool(watch(first, n)) for n in range(1, 5)] == [False] * 3 + [True]
+    assert watch(first, 5) == "this session already has 3 watches"
+    assert [bool(watch(second, n)) for n in range(1, 4)] == [False] * 3
+    third = Party(router)
+    assert "uid 1 may have 6 of the relay's 8 watches" in watch(third, 1)
+    assert [bool(watch(other, n)) for n in range(1, 4)] == [False, False, True]
+    assert "the relay's limit of 8 watches is reached" in watch(other, 9)
+    # Without a watch all of them are answered, and who is in a watch hears of changes.
+    third.say(frames.Members(2, "db", [KEY_ID]))
+    assert len(third.heard(frames.Membership)) == 1
+    assert not third.join("db")
+    assert [len(party.heard(frames.Membership)) for party in (first, second, other)] == [3, 3, 2]
+    first.say(frames.Unwatch(1))
+    first.say(frames.Unwatch(4))
+    assert not watch(third, 7)
+    for party in (first, second, third, other):
+        router.session_down(party.session)
+    assert (router.quotas.watches.total, router.quotas.watches.held) == (0, {})
+
+
+def test_who_asks_for_a_watch_too_many_hears_so_and_no_other_watch_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_module, "MAX_WATCHES", 1)
+    net = Network()
+    alice = net.host("alice")
+    alice.session.out.prove(KEY)
+    heard: list[frames.Membership] = []
+    refused: list[str] = []
+    session = alice.session
+    session.watch("db", [KEY_ID], heard.append, refused=refused.append, stay=True)
+    second = session.watch("web", [KEY_ID], heard.append, refused=refused.append, stay=True)
+    session.watch("web", [KEY_ID], heard.append, stay=True)  # who does not care
+    net.run()
+    assert refused == ["this session already has 1 watches"]
+    session.unwatch(second)
+    net.host("bob").serve("db")
+    assert [len(each.joined) for each in heard] == [0, 1]
+    assert not alice.ended_because
+
+
+async def test_a_watcher_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "MAX_WATCHES", 1)
+    net = Network()
+    alice = net.host("alice")
+    watchers = [Watcher("db", [KEY]) for _ in range(2)]
+    for watcher in watchers:
+        watcher.attach(alice.session)
+    net.run()
+    await watchers[0].first()
+    for wait in (watchers[1].first, watchers[1].changed):
+        with pytest.raises(LocalProtocolError, match=r"in db: this session already has 1 watches"):
+            await wait()
+    watchers[1].detach()
+    watchers[0].detach()
+    watchers[1].attach(alice.session)  # as after a reconnect
+    net.run()
+    await watchers[1].first()
+    assert len(watchers[1].members()) == 0
