@@ -155,7 +155,7 @@ SABOTAGES = (
         "call-lost",
         "relay/core/calls.py",
         "Calls.neighbor_down",
-        "if not handed.origin.closed:",
+        "if not handed.origin.closed and not told:",
         "if False:",
         SCENARIOS,
         "a caller waits for ever for a member that is gone",
