@@ -290,16 +290,17 @@ class SessionControl:
             if ask.id in session.watches:
                 raise PeerProtocolError(f"a second watch of the id {ask.id}")
             table = self._router.quotas.watches
+            key_ids = tuple(dict.fromkeys(ask.key_ids))
             error = ""
             if len(session.watches) >= MAX_WATCHES:
                 error = f"this session already has {MAX_WATCHES} watches"
-            elif not table.has_room(session.user):
-                error = table.full(session.user, "watches")
+            elif not table.has_room(session.user, len(key_ids)):
+                error = table.full(session.user, "watches, each counted once per key")
             if error:
                 session.control(frames.Ack(ask.id, error))
                 return
-            table.take(session.user)
-            watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, tuple(ask.key_ids))
+            table.take(session.user, len(key_ids))
+            watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, key_ids)
             self._router.interest.watch(watch)
         here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
         found = [self._info(member) for member in here]
@@ -318,7 +319,7 @@ class SessionControl:
         watch = session.watches.pop(unwatch.id, None)
         if watch is not None:
             self._router.interest.unwatch(watch)
-            self._router.quotas.watches.give(session.user)
+            self._router.quotas.watches.give(session.user, len(watch.key_ids))
 
     def _on_status(self, session: Session, status: frames.Status) -> None:
         ours = session.ours

@@ -139,7 +139,7 @@ def is_listed(kinds: Iterable[int]) -> bool:
 
 
 class Watch:
-    """A session that hears of changes in a cluster."""
+    """A session that hears of changes in a cluster. Each of `key_ids` is another one."""
 
     __slots__ = ("key_ids", "name", "number", "session")
 
@@ -175,7 +175,7 @@ class Interest:
         self._names: dict[str, dict[bytes, int]] = {}
         self._peers: dict[Address, dict[int, Link]] = {}
         self._topics: dict[bytes, _Node] = {}
-        self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
+        self._watches: dict[Address, dict[tuple[int, int], Watch]] = {}
         self.changed: Callable[[Address], None] = _unheard
         """Called where who serves an address of this site may have changed."""
         self.changed_topic: Callable[[Topic], None] = _unheard
@@ -364,21 +364,24 @@ class Interest:
 
     def watch(self, watch: Watch) -> None:
         """A session wants to hear of changes."""
-        self._watches.setdefault(watch.name, {})[(watch.session.number, watch.number)] = watch
+        for key_id in watch.key_ids:
+            watches = self._watches.setdefault((watch.name, key_id), {})
+            watches[watch.session.number, watch.number] = watch
 
     def unwatch(self, watch: Watch) -> None:
         """It no longer does."""
-        watches = self._watches[watch.name]
-        del watches[(watch.session.number, watch.number)]
-        if not watches:
-            del self._watches[watch.name]
+        for key_id in watch.key_ids:
+            watches = self._watches[watch.name, key_id]
+            del watches[watch.session.number, watch.number]
+            if not watches:
+                del self._watches[watch.name, key_id]
 
     def watchers(self, name: str, key_ids: Iterable[bytes]) -> list[Watch]:
-        """Return who hears of a member of `name` under `key_ids`."""
-        watches = self._watches.get(name)
-        if not watches:
-            return []
-        return [w for w in watches.values() if not set(w.key_ids).isdisjoint(key_ids)]
+        """Return who hears of a member of `name` under `key_ids`; who watches it under other keys costs nothing."""
+        found: dict[tuple[int, int], Watch] = {}
+        for key_id in key_ids:
+            found.update(self._watches.get((name, key_id), {}))
+        return list(found.values())
 
 
 def _unheard(_: object) -> None:

@@ -1,7 +1,7 @@
 """Calls that end without an answer: their deadline passed long ago, or they have no deadline and waited for too long.
 
-There is no timer per call. Late calls are looked for when room is short, at most once a second for each session or connection.
-Calls without a deadline are looked for when the first of them is due.
+There is no timer per call. Late calls are looked for when room is short: at most once a second among all pending calls, and once a
+second for each link or WAN connection. Calls without a deadline are looked for when the first of them is due.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ class Overdue:
         self._release = release
         self.due_us = NEVER_US
         """Time at which `expire` is due: when the first call without a deadline may reach `LIFE_US`."""
+        self._swept_us = 0
+        """Time from which all pending calls may be looked at again."""
 
     def make_room_for(self, origin: Neighbor, limit: int, now_us: int) -> bool:
-        """Remove late calls of `origin`. Returns True if fewer than `limit` of its calls remain.
+        """Remove late calls of everybody. Returns True if fewer than `limit` calls of `origin` remain.
 
-        A member that hangs keeps them in its own account, but they must not close other clusters to the caller.
+        All share one look a second: several sessions that each fill their own bound would otherwise keep the relay looking.
+        A member that hangs keeps its calls in its own account, but they must not close other clusters to the caller.
         """
-        if now_us < origin.swept_us:
+        if now_us < self._swept_us:
             return False
-        origin.swept_us = now_us + _SWEEP_US
+        self._swept_us = now_us + _SWEEP_US
         for other in self._neighbors.values():
             for handed in other.handed.values():
                 late = handed.deadline_us and handed.deadline_us < now_us
-                if late and handed.origin is origin and handed.load.kind != Kind.TUNNEL_OPEN:
+                if late and handed.load.kind != Kind.TUNNEL_OPEN:
                     (handed.survey or handed).ended()
         return origin.pending < limit
 

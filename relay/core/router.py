@@ -50,7 +50,7 @@ BEAT_STEP_US: Final = 100_000
 class Limits:
     """What one session may hold at this relay, and (`all_members`, `all_subscriptions`, `all_watches`) all sessions together.
 
-    Members are counted once per key id.
+    Members and watches are counted once per key id.
     """
 
     __slots__ = (
@@ -154,8 +154,7 @@ class Router:
             self.quotas.subscriptions.give(session.user, session.places)
         for watch in session.watches.values():
             self.interest.unwatch(watch)
-        if session.watches:
-            self.quotas.watches.give(session.user, len(session.watches))
+            self.quotas.watches.give(session.user, len(watch.key_ids))
         self._calls.neighbor_down(session)
 
     def hello(self, dial_us: int) -> frames.LinkHello:

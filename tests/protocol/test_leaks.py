@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from protocol.kit import KEY, Network
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from protocol.kit import KEY, OTHER_KEY, Network
 from protocol.test_quotas import HOUR_S, Party
 
 from iris.wire import frames
 from iris.wire.codec import END, HOP, tunnel_frame
 from iris.wire.frames import FLAG_REFUSED, Cause, Kind, Refusal, Serving
+from relay.core.router import Limits
+from relay.core.session import Handed
 
 KEY_ID = KEY.key_id
 KINDS = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN)
@@ -84,3 +90,96 @@ def test_a_call_that_was_given_up_is_handed_to_nobody_else() -> None:
     assert caller.session.pending == 0
     assert not near.session.handed
     assert all(router.accounts.balance() == 0 for router in net.routers)
+
+
+# -- what strangers may make each change or call cost -------------------------------------------------------------
+
+
+def test_watches_of_a_name_under_other_keys_are_not_looked_at() -> None:
+    """Anybody may watch a name under a key that he made up: whoever joins there must not pay for it."""
+    router = Network().router
+    other_id = OTHER_KEY.key_id
+    looked_at = 0
+
+    class Ids(tuple[bytes, ...]):
+        """The key ids of a watch, which tell that they were read."""
+
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[bytes]:
+            nonlocal looked_at
+            looked_at += 1
+            return super().__iter__()
+
+    stranger, member, watcher = Party(router, keys=(other_id,)), Party(router), Party(router)
+    for number in range(50):
+        stranger.say(frames.Members(number, "db", [other_id], True))
+    watcher.say(frames.Members(1, "db", [KEY_ID, KEY_ID], True))
+    for watch in stranger.session.watches.values():
+        watch.key_ids = Ids(watch.key_ids)
+    stranger.heard(object)
+    watcher.heard(object)
+    serve(member)
+    assert len(watcher.heard(frames.Membership)) == 1
+    assert not stranger.heard(object)
+    assert looked_at == 0
+    watcher.say(frames.Unwatch(1))
+    router.session_down(stranger.session)
+    router.session_down(member.session)
+    assert not watcher.heard(object)
+    assert not router.interest._watches
+
+
+def test_a_watch_under_two_keys_hears_once_of_a_member_under_both() -> None:
+    router = Network().router
+    keys = (KEY_ID, OTHER_KEY.key_id)
+    watcher, member = Party(router, keys=keys), Party(router, keys=keys)
+    watcher.say(frames.Members(1, "db", [*keys, KEY_ID], True))
+    watcher.heard(object)
+    assert router.quotas.watches.total == 2
+    serve(member)
+    (heard,) = watcher.heard(frames.Membership)
+    assert len(heard.joined) == 1
+    router.session_down(member.session)
+    (heard,) = watcher.heard(frames.Membership)
+    assert len(heard.left) == 1
+    watcher.say(frames.Members(2, "db", [KEY_ID], True))
+    watcher.say(frames.Unwatch(1))
+    assert router.quotas.watches.total == 1
+    router.session_down(watcher.session)
+    assert (router.quotas.watches.total, router.quotas.watches.held) == (0, {})
+
+
+def test_sessions_that_have_used_up_what_may_wait_cost_one_look_a_second_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a look each, some sessions that fill their own bound keep the relay from everybody else's calls."""
+    net = Network(limits=Limits(pending=4))
+    member = Party(net.router)
+    serve(member, concurrency=1000)
+    late_us = net.router.now_us + 1_000
+    callers = [Party(net.router) for _ in range(20)]
+    for caller in callers:
+        for hop in range(1, 5):
+            call(caller, Kind.PUSH, hop, deadline_us=late_us)
+    looks = 0
+
+    class Counted(dict[int, Handed]):
+        def values(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().values()
+
+    member.session.handed = Counted(member.session.handed)
+    net.pass_time(1)
+    for caller in callers:
+        call(caller, Kind.PUSH, 5)
+    assert not any(caller.heard(frames.Fail) for caller in callers)
+    assert [caller.session.pending for caller in callers] == [1] * 20
+    assert looks == 1
+    for caller in callers:
+        for hop in range(6, 10):
+            call(caller, Kind.PUSH, hop, deadline_us=net.router.now_us + 1_000)
+        (fail,) = caller.heard(frames.Fail)
+        assert fail.cause == Cause.OVERLOADED
+    assert looks == 1

@@ -518,7 +518,7 @@ LIMITS: Final = {
         _CONFIG.max_subscriptions,
         Limits().all_subscriptions,
     ),
-    "watches of all sessions of a relay": Limits().all_watches,
+    "watches of all sessions of a relay, each counted as its key ids": Limits().all_watches,
     "calls of all sessions of a relay that wait for another to come back": parking.PARKED_BYTES,
     "members with their key ids, and topics, that are kept of another relay": link.MAX_COPY,
     "addresses, and topics, that are kept of another site": sites.MAX_WANTED,
