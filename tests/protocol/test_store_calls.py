@@ -1,275 +1,58 @@
 """A store believes nobody's relay: what is not authenticated by a holder of the stream's key is refused, and changes nothing.
 
-A caller's session and a store's, whole frames between them, and in the middle a relay that says whatever a test wants.
+The relay between them says whatever a test wants.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from protocol.stores import (
+    ATTACKS,
+    KEY,
+    NAME,
+    NOW_US,
+    OTHER,
+    STORE_KEY,
+    UUID,
+    Caller,
+    Frames,
+    Relay,
+    Waiter,
+    append,
+    open_store,
+    order,
+    raw,
+    relay_of,
+    state,
+)
 
-from iris.core.guard import Guard
-from iris.core.session import Session
 from iris.crypto.channel import LONG_BYTES, MARK, SEALED_BYTES, Offer, accept_offer
-from iris.crypto.keys import ClusterKey, StoreKey
+from iris.crypto.keys import StoreKey
 from iris.errors import ConnectionLost, IrisError, OpenError, PeerProtocolError
 from iris.wire import frames, streams
-from iris.wire.codec import BODY_AT, END_AT, HOP, KIND_AT, decode_control, encode_control
+from iris.wire.codec import BODY_AT, END_AT, HOP
 from iris.wire.frames import NO_KEY, Kind
 from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
 from relay.store import channels
 from relay.store.keeper import Store
-from relay.store.session import StoreSession
-
-KEY = ClusterKey(bytes(range(32)))
-OTHER = ClusterKey(bytes(range(1, 33)))
-STORE_KEY = StoreKey(bytes(range(2, 34)))
-UUID = bytes(range(16))
-NAME = "orders"
-NOW_US = 1_700_000_000_000_000
-UNASKED = object()
-Frames = Callable[[bytearray], list[bytearray]]
-
-
-class Waiter:
-    """Holds what a call ended with."""
-
-    def __init__(self) -> None:
-        self.got: Any = UNASKED
-
-    def done(self) -> bool:
-        return self.got is not UNASKED
-
-    def set_result(self, result: Any, /) -> None:
-        self.got = result
-
-    set_exception = set_result
-
-
-class Caller:
-    """A session of a client with some keys; `said` are the frames of its calls."""
-
-    def __init__(self, *keys: ClusterKey) -> None:
-        self.keys = {key.key_id: key for key in keys}
-        self.session = Session(
-            self,  # type: ignore[arg-type]  # nothing else of an owner is asked for here
-            Guard(600_000_000), os.urandom, label="", pid=0, message_limit=1 << 20,
-        )  # fmt: skip
-        self.tell(frames.Welcome(1, 1, bytes(16), bytes(8), bytes(32), 1 << 20))
-        self.declared: dict[int, frames.Declare] = {}
-        self.turn(NOW_US)
-
-    def find_key(self, key_id: bytes) -> ClusterKey | None:
-        return self.keys.get(key_id)
-
-    def out_full(self) -> None: ...
-
-    def turn(self, now_us: int) -> None:
-        self.session.turn(now_us, now_us)
-
-    def tell(self, body: frames.Control) -> None:
-        self.frame(encode_control(body))
-
-    def frame(self, data: bytes | bytearray) -> None:
-        buf = memoryview(bytearray(data))
-        self.session.frame(buf, 0, len(buf))
-
-    def frames(self) -> list[bytearray]:
-        """Return the calls that it sent, and note what it declared."""
-        said, calls = b"".join(self.session.out.chunks), []
-        self.session.out.chunks.clear()
-        while said:
-            size = 4 + int.from_bytes(said[:4], "little")
-            frame, said = said[:size], said[size:]
-            if frame[KIND_AT] == Kind.STREAM:
-                calls.append(bytearray(frame))
-            elif isinstance(
-                body := decode_control(memoryview(frame), 0, len(frame)), frames.Declare
-            ):
-                self.declared[body.alias] = body
-        return calls
-
-
-class Relay:
-    """Joins callers with a store that it attaches to itself. `calls` and `answers` are what it does with a frame."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.calls: Frames = lambda frame: [frame]
-        self.answers: Frames = lambda frame: [frame]
-        self.recorded: list[tuple[frames.Declare, bytes]] = []
-        """Every call that came to the store, as it was addressed."""
-        self._hops: dict[int, tuple[Caller, int]] = {}
-        self._next = 0
-        self._aliases: dict[tuple[str, bytes], int] = {}
-        self.session = StoreSession(store, os.urandom, label="", pid=0, message_limit=1 << 20)
-        self._tell(frames.Welcome(1, 1, bytes(16), bytes(8), bytes(32), 1 << 20))
-        store.attached(self.session, first=True)
-        self.heard()
-
-    def _tell(self, body: frames.Control) -> None:
-        buf = memoryview(bytearray(encode_control(body)))
-        self.session.frame(buf, 0, len(buf))
-
-    def heard(self) -> list[bytearray]:
-        """Take what the store said: it is acknowledged, and its answers returned."""
-        answers: list[bytearray] = []
-        while self.session.out.chunks:
-            said = memoryview(b"".join(self.session.out.chunks))
-            self.session.out.chunks.clear()
-            at = 0
-            while at < len(said):
-                end = at + 4 + int.from_bytes(said[at : at + 4], "little")
-                if said[at + KIND_AT] == Kind.STREAM_REPLY:
-                    answers.append(bytearray(said[at:end]))
-                elif isinstance(
-                    body := decode_control(said, at, end),
-                    frames.Grant | frames.Join | frames.Subscribe,
-                ):
-                    self._tell(frames.Ack(body.id, member=1))
-                at = end
-        return answers
-
-    def hand(self, declared: frames.Declare, frame: bytes, caller: Caller) -> None:
-        """Give the store a call, whoever sent it, under whatever address, and swear that its sender holds the key."""
-        place = (declared.name, declared.key_id)
-        alias = self._aliases.get(place)
-        if alias is None:
-            alias = self._aliases[place] = len(self._aliases)
-            self._tell(frames.Declare(alias, Kind.STREAM, *place, bytes(16)))
-        out = memoryview(bytearray(frame))
-        size, kind, flags, _, hop, deadline = HOP.unpack_from(out)
-        self._next += 1
-        self._hops[self._next] = (caller, hop)
-        HOP.pack_into(out, 0, size, kind, flags, alias, self._next, deadline)
-        self.recorded.append((declared, bytes(out)))
-        self.session.turn(NOW_US, NOW_US)
-        self.session.frame(out, 0, len(out))
-
-    def run(self, *callers: Caller) -> None:
-        """Pass frames on until nobody says anything more."""
-        busy = True
-        while busy:
-            busy = False
-            for caller in callers:
-                for call in caller.frames():
-                    declared = caller.declared[HOP.unpack_from(call)[3]]
-                    for frame in self.calls(call):
-                        self.hand(declared, bytes(frame), caller)
-                        busy = True
-            self.store.commit()
-            for answer in self.heard():
-                for frame in self.answers(answer):
-                    busy = True
-                    self._answer(frame)
-
-    def _answer(self, frame: bytearray) -> None:
-        size, kind, flags, _, number, deadline = HOP.unpack_from(frame)
-        caller, hop = self._hops[number]
-        caller.tell(frames.Declare(0, Kind.STREAM_REPLY, NAME, KEY.key_id, bytes(16)))
-        HOP.pack_into(frame, 0, size, kind, flags, 0, hop, deadline)
-        caller.frame(frame)
-
-    def ask(self, caller: Caller, call: Any, *, key: ClusterKey | None = KEY, name: str = NAME, own: bool = False, writes: bool = False) -> Any:  # fmt: skip
-        """Return what becomes of a call."""
-        waiter = self.send(caller, call, key=key, name=name, own=own, writes=writes)
-        self.run(caller)
-        return waiter.got
-
-    def send(self, caller: Caller, call: Any, *, key: ClusterKey | None = KEY, name: str = NAME, own: bool = False, writes: bool = False) -> Waiter:  # fmt: skip
-        """Let a caller make a call; `run` passes it on."""
-        waiter = Waiter()
-        caller.session.calling.send(
-            name, key, encode(call), timeout_ms=5000, waiter=waiter, writes=writes, own=own
-        )
-        return waiter
-
-
-def order(key: ClusterKey = KEY, *, action: str = streams.KEEP, issued_us: int = NOW_US, uuid: bytes = UUID, name: str = NAME, **fields: Any) -> SignedOrder:  # fmt: skip
-    definition = streams.Definition(name, **fields)
-    body = encode(
-        streams.Order(action, uuid, key.key_id, STORE_KEY.public_key, issued_us, definition)
-    )
-    return SignedOrder(body, key.public_key, key.sign_order(body))
-
-
-def append(number: int, producer: bytes = b"p" * 16, size: int = 8) -> streams.Append:
-    end = NOW_US.to_bytes(8, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(8)
-    return streams.Append(
-        bytes(16), [streams.NewRecord(number, end, b"sealed %d" % number * (size // 8))], producer
-    )
-
-
-def state(store: Store) -> Any:
-    """Return all that a call could change."""
-    return [
-        (
-            stream.uuid,
-            sorted(stream.orders),
-            stream.definition,
-            stream.log.next if stream.log else None,
-            stream.log.oldest if stream.log else None,
-            stream.log.staged_bytes if stream.log else None,
-            stream.consuming.described("") if stream.consuming else None,
-        )
-        for stream in store.streams.values()
-    ]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    (tmp_path / "streams").mkdir()
-    made = Store(tmp_path, STORE_KEY, "here", lambda: None, lambda: None)
-    made.load(NOW_US)
+    made = open_store(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
 def relay(store: Store) -> Relay:
-    """A relay of a store with one stream: three messages, a consumer that holds one of them, and an attempt."""
-    relay = Relay(store)
-    owner = Caller(KEY)
-    made = relay.ask(owner, streams.Create([order()]), key=None, name=store.address)
-    assert isinstance(made, streams.Described)
-    for number in range(3):
-        assert isinstance(relay.ask(owner, append(number)), streams.Appended)
-    assert isinstance(relay.ask(owner, ATTACKS["stage"]), streams.Staged)
-    assert isinstance(relay.ask(owner, ATTACKS["consume"]), streams.Delivered)
-    return relay
-
-
-ATTACKS: dict[str, Any] = {
-    "append": append(0, b"q" * 16),
-    "stage": streams.Stage("etl", 1, b"a" * 16, bytes(16), append(0).records),
-    "commit": streams.Commit("etl", 1, [streams.Attempt(b"a" * 16, 1)]),
-    "discard": streams.Discard("etl", 1),
-    "copy": streams.Copy(UUID, 3, 3, []),
-    "consume": streams.Consume("billing", b"w" * 16, 1 << 20, 1),
-    "settle": streams.Settle("billing", b"w" * 16, through=0),
-    "consumers": streams.DescribeConsumers(),
-    "delete-consumer": streams.DeleteConsumer("billing"),
-    "fetch": streams.Fetch(0, 1 << 20),
-    "find": streams.Find(0),
-    "describe": streams.Describe(),
-    "change": streams.Change([order(OTHER, issued_us=1 << 62), order(issued_us=NOW_US + 1)]),
-    "delete": streams.Delete([order(action=streams.END, issued_us=NOW_US + 1)]),
-}
-
-
-def raw(relay: Relay, body: bytes, *, name: str = UUID.hex(), key_id: bytes = KEY.key_id) -> Any:
-    """Hand a body straight to the store, as a relay may that swears its sender has proven the key; return the answer."""
-    caller = Caller()
-    declared = frames.Declare(0, Kind.STREAM, name, key_id, bytes(16))
-    end = NOW_US.to_bytes(8, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(8)
-    relay.hand(declared, HOP.pack(46 + len(body), Kind.STREAM, 0, 0, 1, 0) + end + body, caller)
-    relay.store.commit()
-    (answer,) = relay.heard()
-    return decode_answer(answer[BODY_AT:])
+    """See `relay_of`."""
+    return relay_of(store)
 
 
 # -- without the key ---------------------------------------------------------------------------------------------
