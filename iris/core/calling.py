@@ -6,6 +6,7 @@ their answers, are authenticated by a channel (`channels`): what a relay says in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -94,12 +95,12 @@ class Calling:
                 del self._lines[next(iter(self._lines))]
             line = self._lines[place] = Line(self, place[0], key, called.name, own=place[2])
             called.line = line
-            line.held.append(called)
+            line.held[called.hop] = called
             line.knock()
             return
         called.line = line
         if line.channel is None:
-            line.held.append(called)
+            line.held[called.hop] = called
         else:
             self._seal(line, called)
 
@@ -153,13 +154,15 @@ class Calling:
         self._frame(name, key, b"", body, called)
         return called
 
-    def opened(self, line: Line, held: list[Called]) -> None:
+    def opened(self, line: Line, held: Iterable[Called]) -> None:
         """Send the calls that waited, in order, but for those that have ended."""
         for called in held:
             if self._pending.get(called.hop) is called:
                 self._seal(line, called)
 
-    def failed_to_open(self, line: Line, held: list[Called], failure: Refused | IrisError) -> None:
+    def failed_to_open(
+        self, line: Line, held: Iterable[Called], failure: Refused | IrisError
+    ) -> None:
         """End the calls that waited: they were not sent."""
         self._drop_line(line)
         for called in held:
@@ -224,6 +227,8 @@ class Calling:
         called = self._pending.pop(hop, None)
         if called is not None:
             self.writes -= called.writes
+            if called.line is not None:
+                called.line.held.pop(hop, None)
         return called
 
     def answered(self, buf: memoryview, start: int, end: int) -> None:

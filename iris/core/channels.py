@@ -54,15 +54,16 @@ def own_orders(
 ) -> Iterator[Order]:
     """Yield the orders by which a key of ours has this store keep the log `uuid`, or the stream whose dead letters it holds."""
     for signed in orders:
+        if find_key(public_id(signed.public_key)) is None:
+            continue  # anybody may have made it up: a signature costs more than this
         try:
             key_id = verify_order(signed.public_key, signed.signature, signed.order)
             order = decode_order(signed.order)
         except (OpenError, DecodeError):
             continue
-        if (
-            find_key(key_id) is not None
-            and (order.key_id, order.action, order.store) == (key_id, KEEP, store)
-            and uuid in (order.uuid, dead_uuid(order.uuid))
+        if (order.key_id, order.action, order.store) == (key_id, KEEP, store) and uuid in (
+            order.uuid,
+            dead_uuid(order.uuid),
         ):
             yield order
 
@@ -80,8 +81,10 @@ class Host(Protocol):
     def plain(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str
     ) -> object: ...  # fmt: skip
-    def opened(self, line: Line, held: list[Any]) -> None: ...
-    def failed_to_open(self, line: Line, held: list[Any], failure: Refused | IrisError) -> None: ...
+    def opened(self, line: Line, held: Iterable[Any]) -> None: ...
+    def failed_to_open(
+        self, line: Line, held: Iterable[Any], failure: Refused | IrisError
+    ) -> None: ...
 
 
 class _Then:
@@ -128,7 +131,8 @@ class Line:
         """Of the log by its uuid, once the channel is open."""
         self.own = own
         self.channel: Channel | None = None
-        self.held: list[Any] = []
+        self.held: dict[int, Any] = {}
+        """By hop; a call that was given up is taken out, its body with it."""
         self._host = host
         self.holder = key
         """The key that we show to hold; the keyring may have retired it while a call was prepared."""
@@ -145,9 +149,12 @@ class Line:
         self._ask(Knock(self._offer.nonce), self._door)
 
     def _ask(self, call: Knock | Open, then: Callable[[object], None]) -> None:
-        self._host.plain(
-            self.address, self.key, encode(call), timeout_ms=OPEN_MS, waiter=_Then(then), shown=self._shown
-        )  # fmt: skip
+        try:
+            self._host.plain(
+                self.address, self.key, encode(call), timeout_ms=OPEN_MS, waiter=_Then(then), shown=self._shown
+            )  # fmt: skip
+        except Overloaded as err:
+            self._fail(err)
 
     def _door(self, heard: object) -> None:
         if isinstance(heard, Refused) and heard.code == "invalid":
@@ -191,8 +198,8 @@ class Line:
         except OpenError as err:
             self._fail(err)
             return
-        held, self.held = self.held, []
-        self._host.opened(self, held)
+        held, self.held = self.held, {}
+        self._host.opened(self, held.values())
 
     def _fail(self, heard: object) -> None:
         """Not one of the calls that wait here was sent."""
@@ -209,5 +216,5 @@ class Line:
             failure = ConnectionLost(
                 self._shown, f"its store did not open a channel: {detail}", may_have_run=False
             )
-        held, self.held = self.held, []
-        self._host.failed_to_open(self, held, failure)
+        held, self.held = self.held, {}
+        self._host.failed_to_open(self, held.values(), failure)

@@ -23,6 +23,8 @@ END: Final = "end"
 ORDER_VERSION: Final = 1
 MAX_ORDER_BYTES: Final = 8192
 MAX_ORDERS: Final = 64
+MAX_LISTED: Final = 64
+"""Streams in one answer to "list"."""
 ORDER_FRESH_US: Final = 600_000_000
 """The clocks of who signs an order and of the store differ by no more than this when it first comes."""
 DEAD: Final = ".dead"
@@ -443,7 +445,7 @@ class Door(Struct, frozen=True, tag_field="op", tag="door"):
     uuid: Id16
     """`NO_LOG`: the store itself."""
     nonce: Key32
-    orders: list[SignedOrder] = []
+    orders: Annotated[list[SignedOrder], Meta(max_length=MAX_ORDERS)] = []
 
 
 class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
@@ -460,7 +462,7 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     definition: Definition
     uuid: Id16
     epoch: Offset
-    orders: list[SignedOrder]
+    orders: Annotated[list[SignedOrder], Meta(max_length=MAX_ORDERS)]
     """What it is kept by: a reader believes those alone that its own keys signed."""
     store: Key32
     label: ShortText
@@ -484,7 +486,7 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
 class Listed(Struct, frozen=True, tag_field="op", tag="listed"):
     """`more`: ask again, after the last."""
 
-    streams: list[Described]
+    streams: Annotated[list[Described], Meta(max_length=MAX_LISTED)]
     more: bool = False
 
 

@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 STREAMS: Final = "streams"
 MAX_STREAMS: Final = 500
 """What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
-LIST_ENTRIES: Final = 64
 COMMIT_BYTES: Final = 1 << 20
 _UUID: Final = re.compile("[0-9a-f]{32}")
 _ORDERS: Final = ".orders"
@@ -381,9 +380,10 @@ class Store:
             if channel.key_id in s.orders and _order_of_list(s) > call.after
         ]
         told = [
-            stream.described(self.key.public_key, self.label) for stream in found[:LIST_ENTRIES]
+            stream.described(self.key.public_key, self.label)
+            for stream in found[: streams.MAX_LISTED]
         ]
-        question.answer(streams.Listed(told, len(found) > LIST_ENTRIES))
+        question.answer(streams.Listed(told, len(found) > streams.MAX_LISTED))
 
     def _on_create(self, question: Question, call: streams.Create) -> None:
         if question.name != self.address:

@@ -308,7 +308,13 @@ class Staged:
     # -- dropping --------------------------------------------------------------------------------------------
 
     def discard(self, rows: Batch, writer: str, batch: int, attempts: Sequence[bytes]) -> int:
-        """Add to a write: these attempts, or all of a batch, are not staged any more. Return how many records that is."""
+        """Add to a write: these attempts, or all of a batch, are not staged any more. Return how many records that is.
+
+        Raises:
+            StagingRefused: "invalid" for a name that cannot be.
+        """
+        if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
+            raise StagingRefused("invalid", f"a writer has 1 to {MAX_WRITER_BYTES} bytes")
         staged = self._staged.get(writer, {}).get(batch, {})
         chosen = {attempt for attempt in attempts or list(staged) if attempt in staged}
         if len(chosen) < len(staged):

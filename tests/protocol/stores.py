@@ -238,7 +238,7 @@ def raw(relay: Relay, body: bytes, *, name: str = UUID.hex(), key_id: bytes = KE
     relay.hand(declared, HOP.pack(46 + len(body), Kind.STREAM, 0, 0, 1, 0) + end + body, caller)
     relay.store.commit()
     (answer,) = relay.heard()
-    return decode_answer(answer[BODY_AT:])
+    return decode_answer(bytes(answer[BODY_AT:]))
 
 
 def open_store(directory: Path) -> Store:

@@ -1,0 +1,308 @@
+"""Whoever holds a key of a stream, or sits on the way to it, and means harm: a store and its other callers go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from protocol.stores import (
+    KEY,
+    NAME,
+    NOW_US,
+    OTHER,
+    UUID,
+    Caller,
+    Relay,
+    Waiter,
+    append,
+    open_store,
+    order,
+    relay_of,
+)
+
+from iris.crypto.channel import MARK
+from iris.crypto.keys import verify_order
+from iris.errors import ConnectionLost, Overloaded, RequestTimeout
+from iris.wire import streams
+from iris.wire.codec import BODY_AT, END_AT, HOP
+from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
+from relay.store.keeper import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = open_store(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def relay(store: Store) -> Relay:
+    """See `relay_of`."""
+    return relay_of(store)
+
+
+# -- bodies that others chose ------------------------------------------------------------------------------------
+
+HUGE = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    255,
+    4096,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    1 << 53,
+    1 << 62,
+    (1 << 63) - 1,
+)
+WRONG: st.SearchStrategy[Any] = st.sampled_from(
+    (-1, -(1 << 63), 1 << 63, (1 << 64) - 1, "", b"", None, [], {})
+)
+ends = st.builds(
+    lambda sent, ttl, count, first: b"".join(
+        (sent.to_bytes(8, "little"), ttl.to_bytes(4, "little"), count.to_bytes(4, "little"), first.to_bytes(8, "little"))
+    ),
+    st.sampled_from((0, NOW_US, (1 << 64) - 1)), st.sampled_from((0, (1 << 32) - 1)), st.sampled_from((0, 1, 1, 65_536, (1 << 32) - 1)),
+    st.sampled_from((0, (1 << 64) - 1)),
+)  # fmt: skip
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Return what to put in a field of this type: mostly what it takes, at its edges."""
+    if isinstance(kind, msgspec.inspect.IntType):
+        low, high = kind.ge or 0, kind.le or (1 << 63) - 1
+        fits = [n for n in (*HUGE, low, high) if low <= n <= high]
+        return st.sampled_from(fits)
+    if isinstance(kind, msgspec.inspect.BytesType):
+        if (kind.min_length, kind.max_length) == (24, 24):
+            return ends
+        sizes = {kind.min_length or 0, min(kind.max_length or 64, 64)}
+        return st.sampled_from(
+            [letter * size for size in sorted(sizes) for letter in (b"w", b"\0", b"\xff")]
+        )
+    if isinstance(kind, msgspec.inspect.StrType):
+        return st.sampled_from(
+            ("", "etl", "billing", NAME, UUID.hex(), "a" * 255, "\0", "ü" * 200, "a.>")
+        )
+    if isinstance(kind, msgspec.inspect.BoolType):
+        return st.booleans()
+    if isinstance(kind, msgspec.inspect.NoneType):
+        return st.none()
+    if isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
+        return st.lists(values(kind.item_type), min_size=0, max_size=4)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return st.one_of(*(values(one) for one in kind.types))
+    if isinstance(kind, msgspec.inspect.StructType):
+        given = {field.encode_name: values(field.type) for field in kind.fields}
+        if not kind.array_like:
+            return st.fixed_dictionaries({}, optional=given)
+        tag = [] if kind.tag is None else [st.just(kind.tag)]
+        return st.tuples(*tag, *given.values()).map(list)
+    raise AssertionError(kind)
+
+
+def call_of(kind: type) -> st.SearchStrategy[Any]:
+    """Return bodies of calls of a kind: their fields at the edges, some missing, some too many."""
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    fields = {f.encode_name: values(f.type) for f in info.fields}
+    due = {
+        name: one
+        for name, one in fields.items()
+        if any(f.encode_name == name and f.required for f in info.fields)
+    }
+    rest = {name: one for name, one in fields.items() if name not in due}
+    right = st.fixed_dictionaries(due, optional={**rest, "unknown": WRONG})
+    wrong = st.tuples(right, st.sampled_from(sorted(fields) or ["x"]), WRONG).map(
+        lambda of: {**of[0], of[1]: of[2]}
+    )
+    return st.one_of(right, right, right, wrong).map(lambda body: {"op": info.tag, **body})
+
+
+def written(
+    relay: Relay, caller: Caller, body: bytes, *, name: str = NAME, own: bool = False
+) -> Any:
+    """Return what becomes of a body that a holder of the key sends through a channel."""
+    waiter = Waiter()
+    caller.session.calling.send(name, KEY, body, timeout_ms=5000, waiter=waiter, own=own)
+    relay.run(caller)
+    if not waiter.done():  # a reader that waits
+        relay.store.now_us += 61_000_000
+        relay.store.tend()
+        relay.store.now_us = NOW_US
+        relay.run(caller)
+    return waiter.got
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "kind", get_args(streams.Call), ids=lambda kind: kind.__struct_config__.tag
+)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_call_of_any_numbers_is_answered_and_the_store_serves_the_others(
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+    kind: type,
+    data: st.DataObject,
+) -> None:
+    store = KEPT.get(kind) or open_store(tmp_path_factory.mktemp("data"))
+    if kind not in KEPT:
+        KEPT[kind] = store
+        relay_of(store)
+        Relay(store).ask(
+            Caller(OTHER),
+            streams.Create([order(OTHER, uuid=b"o" * 16, name="other")]),
+            key=None,
+            name=store.address,
+        )
+    relay = Relay(store)
+    caller = Caller(KEY)
+    for body in data.draw(st.lists(call_of(kind), min_size=1, max_size=4)):
+        encoded = msgspec.msgpack.encode(body)
+        encoded = data.draw(
+            st.sampled_from((encoded, *([encoded] * 8), encoded[:-1], encoded + b"\0"))
+        )
+        answer = written(relay, caller, encoded)
+        assert isinstance(answer, get_args(streams.Answer)), answer
+        if isinstance(answer, Refused):
+            assert answer.code in streams.REFUSALS
+            assert answer.code != "failed", answer
+    assert "store.fault" not in caplog.text, caplog.text
+    other = Caller(OTHER)
+    got = relay.ask(other, append(0, os.urandom(16)), key=OTHER, name="other")
+    assert isinstance(got, streams.Appended), got
+
+
+KEPT: dict[type, Store] = {}
+
+
+# -- a client whose relay, or whose own program, does its worst ----------------------------------------------------
+
+
+def refuse_sealed(relay: Relay, code: str = "channel") -> None:
+    """From now on the relay answers each call of a channel itself, with a refusal."""
+    forged = encode(Refused(code, "says the relay"))
+
+    def forge(frame: bytearray) -> list[bytearray]:
+        if frame[BODY_AT] == MARK:
+            head = HOP.pack(46 + len(forged), *HOP.unpack_from(frame)[1:])
+            frame[:] = head + frame[END_AT:BODY_AT] + forged
+        return [frame]
+
+    relay.answers = forge
+
+
+def test_a_call_that_finds_no_room_to_knock_fails_and_the_next_is_made(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("iris.core.calling.MAX_PENDING", 2)
+    caller = Caller(KEY)
+    first = relay.send(caller, streams.FindStore(), key=None, name=relay.store.address)
+    full = relay.send(caller, streams.Describe())
+    assert isinstance(full.got, Overloaded)
+    relay.run(caller)
+    assert isinstance(first.got, streams.StoreInfo)
+    assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
+    assert not caller.session.calling._pending
+
+
+def test_a_forged_refusal_while_a_client_is_busy_does_not_end_its_session(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(KEY)
+    assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
+    monkeypatch.setattr("iris.core.calling.MAX_PENDING", 2)
+    refuse_sealed(relay)
+    waiters = [relay.send(caller, streams.Describe()) for _ in range(2)]
+    relay.run(caller)
+    for waiter in waiters:
+        assert isinstance(waiter.got, Overloaded | ConnectionLost)
+    assert not caller.session.calling._pending
+    relay.answers = lambda frame: [frame]
+    assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
+
+
+def test_calls_that_were_given_up_while_a_channel_opens_hold_nothing(relay: Relay) -> None:
+    caller = Caller(KEY)
+    calling = caller.session.calling
+    knock: list[bytearray] = []
+
+    def keep(frame: bytearray) -> list[bytearray]:
+        knock.append(frame)
+        return []
+
+    relay.calls = keep
+    given_up = [
+        calling.send(NAME, KEY, bytes(1 << 16), timeout_ms=100, waiter=Waiter()) for _ in range(20)
+    ]
+    relay.run(caller)
+    line = given_up[0].line
+    assert line is not None
+    for called in given_up[:10]:
+        calling.forget(called)
+    caller.session.mono_us += 2_000_000
+    calling.expire(caller.session.mono_us)
+    assert len(line.held) == 0
+    assert all(isinstance(called.waiter.got, RequestTimeout) for called in given_up[10:])
+    # Whoever comes after them is served by the channel that was asked for.
+    waiter = relay.send(caller, streams.Describe())
+    relay.calls = lambda frame: [frame]
+    relay.hand(caller.declared[HOP.unpack_from(knock[0])[3]], bytes(knock[0]), caller)
+    relay.run(caller)
+    assert isinstance(waiter.got, streams.Described)
+    assert not calling._pending
+
+
+def test_the_first_of_those_who_wait_for_a_channel_may_leave(relay: Relay) -> None:
+    caller = Caller(KEY)
+    calling = caller.session.calling
+    first = calling.send(NAME, KEY, encode(streams.Describe()), timeout_ms=5000, waiter=Waiter())
+    others = [relay.send(caller, streams.Describe()) for _ in range(3)]
+    calling.forget(first)
+    relay.run(caller)
+    assert all(isinstance(waiter.got, streams.Described) for waiter in others)
+    assert not first.waiter.done()
+    assert not calling._pending
+
+
+def test_a_door_full_of_orders_costs_a_client_no_more_than_a_few_signatures(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def verify(*given: bytes) -> bytes:
+        checked.append(given)
+        return verify_order(*given)
+
+    monkeypatch.setattr("iris.core.channels.verify_order", verify)
+    strange = SignedOrder(b"x" * 100, OTHER.public_key, bytes(64))
+    ours = SignedOrder(b"x" * 100, KEY.public_key, bytes(64))
+
+    for many in ([strange] * 60, [ours] * 5000):
+
+        def forge(frame: bytearray, many: list[SignedOrder] = many) -> list[bytearray]:
+            door = decode_answer(bytes(frame[BODY_AT:]))
+            assert isinstance(door, streams.Door)
+            forged = encode(streams.Door(door.store, door.uuid, door.nonce, many))
+            frame[:] = (
+                HOP.pack(46 + len(forged), *HOP.unpack_from(frame)[1:])
+                + frame[END_AT:BODY_AT]
+                + forged
+            )
+            return [frame]
+
+        relay.answers = forge
+        assert isinstance(relay.ask(Caller(KEY), streams.Describe()), Refused | ConnectionLost)
+        assert checked == []
