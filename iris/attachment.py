@@ -84,7 +84,7 @@ class Attachment:
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pumps: WeakSet[Pump[Session]] = WeakSet()
-        """Of every session that may still send: the one in use, those being left or set up."""
+        """Pumps of all sessions that may still send: the one in use, old ones that drain, and new ones."""
         self._up = asyncio.Event()
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -367,9 +367,7 @@ class Attachment:
     def poison(self) -> None:
         """In the child of a fork: counters, nonces and socket are the parent's."""
         self.state = "the parent process's: connect anew after a fork"
-        for pump in list(
-            self._pumps
-        ):  # one that is being left goes on sealing, and one that is set up may begin to
+        for pump in list(self._pumps):  # an old session may still seal, and a new one may begin to
             pump.poison()
         self.session = self.out = self.pump = None
         self.blocked = True

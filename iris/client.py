@@ -196,12 +196,12 @@ class Client:
             await self._stop_embedded()
 
     async def reload_keys(self, keyring: Keyring | None = None) -> None:
-        """Take up a changed keyring (`keyring`, else the file's) by moving to a new session; nothing accepted is lost.
+        """Use a changed keyring (`keyring`, else the file's) by moving to a new session. No accepted message is lost.
 
-        It returns when what was under way in the old session has ended, `config.drain_timeout_s` later at most. From then on the
-        keys that are gone open, serve and send nothing here.
+        Returns when the old session has finished its work, at the latest after `config.drain_timeout_s`. After that, keys that
+        left the keyring open, serve and send nothing here.
 
-        Raises RelayUnavailable or KeyringError; the client then goes on as before.
+        Raises RelayUnavailable or KeyringError; the client then continues as before.
         """
         attachment = self._attached()
         await self._registry.reload(keyring or load_keys(os.environ), attachment)
@@ -256,10 +256,11 @@ class Client:
     ) -> Any:  # fmt: skip
         """Send a request to one member and return its reply.
 
-        It is one of this site while anybody here takes it, else of the nearest site that has one; `cluster` as "eu:billing" names a site.
-        `payload` is bytes or str (sent raw) or an object (sent as MessagePack). The reply is bytes if it was sent raw, else
-        the object; with `type` it is decoded into that, `iris.Message` gives the whole message. At most once, unless
-        `idempotent`, which lets it run again elsewhere when a member is lost.
+        The member is one of this site while any of them accepts it, else one of the nearest site that has one. A `cluster` like
+        "eu:billing" names a site. `payload` is bytes or str (sent raw) or an object (sent as MessagePack). The reply is bytes if
+        it was sent raw, else the object. With `type` it is decoded into that type; `iris.Message` gives the whole message.
+
+        The request runs at most once. With `idempotent` it may run again on another member when one is lost.
 
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost; each says `may_have_run`.

@@ -34,7 +34,7 @@ ACCESS_FILE: Final = "access.pem"
 _HOST_AND_PORT: Final = re.compile(r"[^/]+:[0-9]{1,5}")
 _CREDENTIALS: Final = struct.Struct("3i")
 _skipped: Final[dict[Path, str]] = {}
-"""What was logged: socket -> why it was skipped."""
+"""Sockets that were reported as skipped -> the reason."""
 
 
 async def reach(
@@ -100,13 +100,13 @@ def _check_path(relay: str) -> None:
 
 
 def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
-    """Return the socket to try: the user's own relay if it is there, else the host's.
+    """Return the socket to try: the user's own relay if it exists, else the host's.
 
-    One that somebody else may have put there is skipped and logged: it must not hide the next. $IRIS_RELAY is not
-    looked at here: who names a relay wants that one.
+    A socket that another user may have put there is skipped and logged, so that it does not hide the next. $IRIS_RELAY is not
+    checked here: whoever sets it wants that relay.
 
     Raises:
-        RelayUnavailable: nothing is there, or nothing that was not skipped; says what was, and why.
+        RelayUnavailable: there is no socket, or all were skipped; the text says which, and why.
     """
     candidates = paths.candidate_sockets(environ, os.geteuid())
     skipped = []
@@ -265,7 +265,7 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
 
 
 def _trusted(relay_user: str) -> tuple[int, ...]:
-    """Return the users, besides root, whose relay we go to."""
+    """Return the users, besides root, whose relay we trust."""
     try:
         return os.geteuid(), pwd.getpwnam(relay_user).pw_uid
     except KeyError:

@@ -17,7 +17,7 @@
     │   ├── Overloaded         everybody who serves it is full; it has not run
     │   ├── RequestTimeout     no reply in time (also a TimeoutError); it may have run
     │   ├── ConnectionLost     the member, its relay or ours went away on the way
-    │   ├── RelayError         it was refused on the way; the text is a relay's, which nobody sealed
+    │   ├── RelayError         a relay refused it; the text is the relay's, and no key holder sealed it
     │   └── RemoteError        the handler raised, or the body did not decode; the text is the member's, and sealed
     ├── StreamError            a durable stream did not do what was asked
     │   ├── NoStream           no store holds it under our keys
@@ -35,8 +35,8 @@
 Siblings differ by what the caller should do: fix a call (`Closed`, `InvalidName`), wait or retry (`NoMembers`,
 `Overloaded`), reconnect (`ConnectionLost`, automatic), read the message (`RemoteError`, `RelayError`).
 
-Only RemoteError is the word of somebody who holds the key. The others are what relays or this process say, and
-`may_have_run=False` in them is worth as much as the relays on the way.
+Only RemoteError comes from a holder of the key. The others come from relays or from this process, and their
+`may_have_run=False` is only as trustworthy as the relays on the way.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ class ConnectionLost(RequestError):
 
 
 class RelayError(RequestError):
-    """A relay says that the message was refused; `detail` is the relay's text, which no key holder sealed.
+    """A relay reports that the message was refused; `detail` is the relay's text, which no key holder sealed.
 
-    The member cannot open it, it was seen before or is too old, the member did not run it, or a site's policy bars it.
-    `may_have_run` is True where an honest relay cannot know better.
+    The member cannot open it, it was seen before or is too old, the member did not run it, or a site's policy forbids it.
+    `may_have_run` is True where an honest relay cannot know.
     """
 
     def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:

@@ -190,7 +190,7 @@ def save_keyring(path: Path, keyring: Keyring) -> None:
 
 
 def load(path: Path, parse: Callable[[str], _T]) -> _T:
-    """Return what `parse` makes of a secret file; raises KeyringError as `load_keyring`."""
+    """Return the result of `parse` for a secret file. Raises KeyringError as `load_keyring`."""
     text = read_secret(path)
     try:
         return parse(text)
@@ -199,12 +199,12 @@ def load(path: Path, parse: Callable[[str], _T]) -> _T:
 
 
 def read_secret(path: Path, *, group_reads: bool = False) -> str:
-    """Return the text of a secret file, after judging the very file that was opened.
+    """Return the text of a secret file, after checking the file that was opened.
 
-    `group_reads`: its group may, too, as those of Debian's ssl-cert.
+    `group_reads`: its group may read it, too, as for Debian's ssl-cert.
 
     Raises:
-        KeyringError: as `load_keyring`, but for what is malformed.
+        KeyringError: as `load_keyring`, except for malformed content.
     """
     try:
         # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
@@ -228,14 +228,14 @@ def read_secret(path: Path, *, group_reads: bool = False) -> str:
 
 
 def distrust(directory: Path, owners: Collection[int], *, around: bool = True) -> str:
-    """Return why somebody else than root and `owners` (uids) could put a file of their own into `directory`, or nothing.
+    """Return why another user than root and `owners` (uids) could put a file into `directory`, or an empty text.
 
-    `around`: or another directory in its place.
+    With `around`, also check whether such a user could replace the directory itself.
 
     Raises:
-        OSError: it cannot be looked at: there is none, for example.
+        OSError: the directory cannot be read, for example because it does not exist.
     """
-    # lstat: in a shared /tmp a link could lead anywhere. Where its parent is a link, the owner of that one made it so.
+    # lstat: in a shared /tmp a link could lead anywhere. If the parent is a link, its owner chose that.
     places = [(directory, directory.lstat())]
     if not stat.S_ISDIR(places[0][1].st_mode):
         return f"{directory} is not a directory"
@@ -244,7 +244,7 @@ def distrust(directory: Path, owners: Collection[int], *, around: bool = True) -
     for place, status in places:
         if status.st_uid != 0 and status.st_uid not in owners:
             return f"{place} belongs to uid {status.st_uid}"
-        # In a sticky directory, as /tmp, a name is its owner's.
+        # In a sticky directory such as /tmp, only its owner can rename or remove an entry.
         shared = place != directory and status.st_mode & stat.S_ISVTX
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
             mode = stat.S_IMODE(status.st_mode)

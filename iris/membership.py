@@ -67,7 +67,7 @@ class Watcher:
         """Why the relay does not tell us."""
 
     def use(self, keys_of: Callable[[str], Sequence[ClusterKey]]) -> None:
-        """Watch under these keys from the next session on; with none, none are there."""
+        """Watch under these keys from the next session on. Without keys there are no members."""
         try:
             self._keys = keys_of(self.cluster)
         except KeyringError:

@@ -33,7 +33,7 @@ def keep_freed_memory() -> bool:
         mallopt = libc.mallopt
     except (AttributeError, OSError, TypeError):  # TypeError: CDLL(None) on Windows
         return False
-    libc.malloc_trim(0)  # what imports left
+    libc.malloc_trim(0)  # return what imports left behind
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     mallopt.restype = ctypes.c_int
     mapped = any(mallopt(_M_MMAP_THRESHOLD, size_bytes) == 1 for size_bytes in _MMAP_BYTES)

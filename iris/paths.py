@@ -42,8 +42,8 @@ def default_socket(environ: Mapping[str, str], uid: int) -> Path:
 def candidate_sockets(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
     """Return the sockets that a client of user `uid` tries, in order, without repeats.
 
-    IRIS_RELAY alone where it is set: who names a relay does not want another. Else the user's own
-    relay, then the host's. Who uses one judges its directory first, as `iris.dialling` does.
+    If IRIS_RELAY is set, that is the only one. Otherwise the user's own relay comes first, then the host's.
+    `iris.dialling` checks the directory of a socket before it is used.
     """
     own = default_socket(environ, uid)
     system = SYSTEM_DIRECTORY / _SOCKET_NAME

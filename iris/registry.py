@@ -43,17 +43,17 @@ class Registry:
         """The latest registration of each place: what `ready` waits for."""
         self._keys: dict[bytes, ClusterKey] = {}
         self._rings: list[Keyring] = []
-        """The keyring in use, and while a session drains the one before it."""
+        """The keyring in use, then the one before it while a session drains."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
         self.on_keys: Callable[[], None] = _nothing
-        """Called when the keys have changed."""
+        """Called after the keys have changed."""
         self._reloading = asyncio.Lock()
         self._learn(keyring)
 
     # -- keys ------------------------------------------------------------------------------------------------
 
     async def reload(self, keyring: Keyring, attachment: Attachment) -> None:
-        """Move to `keyring` with a new session. While the old one drains the keys of both are known, then no others.
+        """Move to `keyring` with a new session. While the old one drains, the keys of both are known, then only the new ones.
 
         Raises as `Attachment.replace`; the keyring is then the one before.
         """
@@ -64,7 +64,9 @@ class Registry:
             try:
                 await attachment.replace()
             except BaseException:
-                if attachment.session is session:  # else it was cancelled with the new one in use
+                if (
+                    attachment.session is session
+                ):  # otherwise it was cancelled after the new session was in use
                     self._learn(before)
                 raise
             finally:
@@ -72,7 +74,7 @@ class Registry:
                 self.share_out(attachment.guard)
 
     def _learn(self, keyring: Keyring) -> None:
-        """Use `keyring` from now on. Keys known before go on opening what is still under way under them."""
+        """Use `keyring` from now on. Keys known before still open messages that are under way."""
         self._rings = [keyring, *self._rings]
         self._use(keyring)
 
@@ -90,7 +92,7 @@ class Registry:
         self.on_keys()
 
     def _forget_keys(self, session: Session | None) -> None:
-        """What is not in the keyring in use opens nothing any more, whoever goes on sending under it."""
+        """Forget all keys that are not in the keyring in use, whoever still sends under them."""
         self._rings = [self.keyring]
         self._use(self.keyring)
         for binding in self.services:
@@ -101,7 +103,7 @@ class Registry:
             session.forget_keys()
 
     def share_out(self, guard: Guard) -> None:
-        """Have the tables of `guard` shared out among our keys."""
+        """Divide the tables of `guard` among our keys."""
         guard.keys = len(self._keys)
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
@@ -369,7 +371,7 @@ class AckWaiter:
 
 
 def _nothing() -> None:
-    """Nobody asked to hear of it."""
+    """Do nothing."""
 
 
 def _answer() -> asyncio.Future[None]:

@@ -145,16 +145,16 @@ def check_alpn(tls: ssl.SSLObject | ssl.SSLSocket, expected: str) -> None:
 
 
 def certificate_hash(certificate: bytes) -> bytes:
-    """Return what names a connection by the relay's certificate (DER): its SHA-256, 32 bytes.
+    """Return SHA-256 of the relay's certificate (DER), 32 bytes, to which proofs over TLS are bound.
 
-    `tls-server-end-point` of RFC 5929; Ed25519 prescribes no hash, so it is SHA-256 always. A relay makes
-    its leaf at each start, so nobody else holds the private key of one, whatever name they put into their own.
+    This is `tls-server-end-point` of RFC 5929. Ed25519 prescribes no hash, so it is always SHA-256. A relay makes
+    its leaf at each start, so nobody else has the private key of one, whatever name they put into their own.
     """
     return hashlib.sha256(certificate).digest()
 
 
 def peer_channel(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
-    """Return what names the connection to the relay at the other end, as `certificate_hash`."""
+    """Return `certificate_hash` of the relay at the other end."""
     certificate = tls.getpeercert(binary_form=True)
     assert certificate is not None, "CERT_REQUIRED"
     return certificate_hash(certificate)

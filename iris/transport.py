@@ -249,7 +249,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self._finish(self.reason or "closed")
 
     def poison(self) -> None:
-        """In the child of a fork: nothing is sealed or written here any more; the connection is the parent's."""
+        """Seal and write nothing from now on: in the child of a fork, the connection belongs to the parent."""
         self.connected = False
         self.session.poison()
 

@@ -40,7 +40,7 @@ HELP = """Talk to clusters by name, from a shell.
     \b
     Start here:
       iris demo                          see everything at work on real data
-      iris relay --dev                   a relay, with keys for trying out
+      iris relay --dev                   a relay, with throw-away keys
       iris run greetings:greeter         a member (README.md has greetings.py)
       iris request greeter world
       iris stream create orders          a log on disk (relay --data DIR)

@@ -183,8 +183,8 @@ def retire(name: Name, key: KeyId = "") -> None:
         for old in gone:
             _say(f"{name}: {old.key_id.hex()} is retired")
         _say(
-            "next: let every process reload its keys (SIGHUP); it forgets these when what it has under way has ended. "
-            "`iris status` on each host shows under KEYS who still uses one"
+            "next: let every process reload its keys (SIGHUP). It forgets the retired keys when its running work has ended. "
+            "To see who still uses one, look under KEYS in `iris status` on each host"
         )
         return Exit.OK
 
@@ -298,7 +298,8 @@ async def _check_everybody_holds(
                 report = await client.status()
                 if "clusters" not in report:
                     raise KeyringError(
-                        f"cannot check who holds the new key: the relay does not show all clusters to this connection ({report['limited']}). "
+                        "cannot check who holds the new key: the relay does not show all clusters to this connection "
+                        f"({report['limited']}). "
                         "If every member holds it, use --force"
                     )
                 known = report["clusters"]

@@ -119,23 +119,34 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _over(report: dict[str, Any]) -> Iterator[str]:
-    """Say what was more than its share or bound, if anything was: see §13 of docs/protocol.md."""
+    """Yield a line for each share or bound that was exceeded; see §13 of docs/protocol.md."""
     tables = {**report.get("quotas", {}), "sessions": report.get("users", {})}
     for name, table in tables.items():
         if table.get("refused"):
             what = name.replace("_", " ")
-            yield f"{what} refused {table['refused']} times, at the limit or at a user's share of it (now {table['held']} of {table['limit']})"
+            yield (
+                f"{what}: {table['refused']} refused because the limit, or a user's share of it, was reached "
+                f"(now {table['held']} of {table['limit']})"
+            )
     for link in report.get("links", ()):
         if link.get("untaken") or link.get("over_share"):
-            yield f"link to {link['label']}: refused {link.get('untaken', 0)} entries over the limit, and {link.get('over_share', 0)} calls over their sender's share"
+            yield f"link to {link['label']}: {_refused(link)}"
     if report.get("sites_untold"):
-        yield f"{report['sites_untold']} addresses and topics of this site are over the limit and not shown to other sites"
+        yield f"{report['sites_untold']} addresses and topics of this site are over the limit and not announced to other sites"
     for site in report.get("sites", ()):
         if site.get("untaken") or site.get("untold") or site.get("over_share"):
             yield (
-                f"site {site['site']}: refused {site.get('untaken', 0)} entries over the limit, and {site.get('over_share', 0)} calls over their sender's share; "
-                f"{site.get('untold', 0)} entries are not shown to other relays"
+                f"site {site['site']}: {_refused(site)}; "
+                f"{site.get('untold', 0)} entries are not announced to other relays"
             )
+
+
+def _refused(side: dict[str, Any]) -> str:
+    """Say what a link or site was refused."""
+    return (
+        f"refused {side.get('untaken', 0)} entries over the limit, "
+        f"and {side.get('over_share', 0)} calls over their sender's share"
+    )
 
 
 def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:

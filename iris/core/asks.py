@@ -196,7 +196,7 @@ class Asks:
                 waiter.set_result(message)
 
     def not_ours(self, hop: int) -> None:
-        """What answers this came under a key that we do not have; of a survey others may still answer."""
+        """End a request whose answer came under a key that we do not have. In a survey, others may still answer."""
         pending = self._pending.get(hop)
         if pending is not None and pending.survey is None:
             detail = "the reply came under another key than the request"
@@ -210,7 +210,7 @@ class Asks:
             pending.waiter.set_exception(error)
 
     def failed(self, fail: frames.Fail) -> None:
-        """The relay answered itself: there is no other answer. Only what is idempotent goes out once more, whatever it says."""
+        """Handle a relay's own answer, the last one. Only an idempotent message is sent once more, whatever the relay says."""
         pending = self._pending.get(fail.hop)
         if pending is None:
             push = self._pushes.pop(fail.hop, None)
@@ -286,7 +286,7 @@ class Asks:
 
 
 def is_stale(fail: frames.Fail) -> bool:
-    """Whether a message came too late to tell it from a replay. So it may have run, whatever else the relay says."""
+    """Whether a message was too old to tell from a replay. If so, it may have run, whatever else the relay says."""
     return fail.cause == Cause.REFUSED and fail.detail == STALE
 
 

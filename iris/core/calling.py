@@ -1,7 +1,8 @@
-"""Calls of stores: what a session asked of the streams it reads and writes, until each ends in one way (sans-IO).
+"""Calls of stores: what a session asked of the streams that it reads and writes, until each call ends (sans-IO).
 
-As requests (`asks`), but their bodies are in clear: the records in them are sealed singly, by and for others. Calls of a stream, and
-their answers, are authenticated by a channel (`channels`): what a relay says in a store's place ends a call, and answers none.
+Calls are like requests (`asks`), but their bodies are in clear: each record in them is sealed on its own, by its sender and
+for its readers. A channel (`channels`) authenticates calls of a stream and their answers. An answer that a relay makes up ends
+the call as lost; it is never used as the store's answer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ GRACE_US: Final = 1_000_000
 
 @dataclass(slots=True)
 class Called:
-    """A call that has not ended. `hop` is its id on the way, `timeout_ms` what its frame says."""
+    """A call that has not ended. `hop` is its hop id, `timeout_ms` the timeout in its frame."""
 
     name: str
     hop: int
@@ -46,11 +47,11 @@ class Called:
     waiter: Waiter
     writes: bool
     line: Line | None = None
-    """The channel that it goes through; None for a call that needs none."""
+    """The channel that it uses; None for a call without one."""
     counter: int = -1
-    """In that channel, once it was sent there."""
+    """Its counter in that channel, once it was sent."""
     body: bytes = b""
-    """Until it is sent; of a call that changes nothing until it is answered or sent again."""
+    """Kept until it is sent; if the call changes nothing, until it is answered or sent again."""
     again: bool = False
 
     @property
@@ -60,7 +61,7 @@ class Called:
 
 
 class Calling:
-    """The calls of one session that have not ended, and its channels."""
+    """The unfinished calls of one session, and its channels."""
 
     __slots__ = ("_lines", "_pending", "_session", "writes")
 
@@ -75,9 +76,10 @@ class Calling:
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str = "",
         writes: bool = False, own: bool = False,
     ) -> Called:  # fmt: skip
-        """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors call it `shown`.
+        """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors name it `shown`.
 
-        With a `key` it goes through a channel, to the stream that has the key; `own`: to the store of the id `name` itself.
+        With a `key` it uses a channel to the stream that has the key. With `own` as well, it uses a channel to the store whose id
+        is `name`.
         """
         called = self._call(shown or name, timeout_ms, waiter, writes)
         if key is None:
@@ -88,7 +90,7 @@ class Calling:
         return called
 
     def _route(self, called: Called, place: Place, key: ClusterKey) -> None:
-        """Send a call through the channel of its address, or let it wait until that is open."""
+        """Send a call through the channel of its address, or let it wait until the channel is open."""
         line = self._lines.get(place)
         if line is None:
             if len(self._lines) >= MAX_LINES:
@@ -106,7 +108,9 @@ class Calling:
 
     def _call(self, shown: str, timeout_ms: int, waiter: Waiter, writes: bool) -> Called:
         if len(self._pending) >= MAX_PENDING:
-            raise Overloaded(shown, f"{MAX_PENDING} calls of this client are in flight")
+            raise Overloaded(
+                shown, f"{MAX_PENDING} calls of this client are in flight; wait for some to end"
+            )
         session = self._session
         deadline_us = session.mono_us + 1000 * timeout_ms
         called = Called(shown, session.next_hop(), deadline_us, timeout_ms, waiter, writes)
@@ -139,7 +143,7 @@ class Calling:
     # -- channels --------------------------------------------------------------------------------------------
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
-        """Return our key of this id."""
+        """Return our key with this id."""
         return self._session.owner.find_key(key_id)
 
     def entropy(self, size: int) -> bytes:
@@ -155,7 +159,7 @@ class Calling:
         return called
 
     def opened(self, line: Line, held: Iterable[Called]) -> None:
-        """Send the calls that waited, in order, but for those that have ended."""
+        """Send the waiting calls in order, except those that have ended."""
         for called in held:
             if self._pending.get(called.hop) is called:
                 self._seal(line, called)
@@ -163,7 +167,7 @@ class Calling:
     def failed_to_open(
         self, line: Line, held: Iterable[Called], failure: Refused | IrisError
     ) -> None:
-        """End the calls that waited: they were not sent."""
+        """End the waiting calls. None of them was sent."""
         self._drop_line(line)
         for called in held:
             if self._pending.get(called.hop) is called:
@@ -182,7 +186,7 @@ class Calling:
     def _unsealed(
         self, called: Called, line: Line, end: memoryview, body: memoryview
     ) -> memoryview | None:
-        """Return the answer that the store of a channel gave to this call; None if it gave none, and that is dealt with."""
+        """Return the store's authenticated answer to this call; None if there is none, and the call was ended or sent again."""
         channel = line.channel
         if channel is not None and called.counter >= 0 and len(body):
             if body[0] == MARK:
@@ -193,12 +197,12 @@ class Calling:
                 if counter == called.counter:
                     return answer
             elif self._refused(body):
-                # The store does not know the channel, or a relay says so: nobody knows whether the call was done.
+                # The store does not know the channel, or a relay claims that. Nobody knows whether the call was carried out.
                 self._drop_line(line)
                 self._again(called, line)
                 return None
         self._session.drop("unauthenticated")
-        detail = "dropped an answer that its store did not authenticate"
+        detail = "dropped an answer that its store did not authenticate; check whether the call was carried out"
         called.waiter.set_exception(ConnectionLost(called.name, detail, may_have_run=called.sent))
         return None
 
@@ -209,9 +213,12 @@ class Calling:
             return False
 
     def _again(self, called: Called, line: Line) -> None:
-        """Send a call once more, through a new channel, if it changes nothing; else its caller decides."""
+        """Send a call once more through a new channel if it changes nothing; otherwise end it, and let its caller decide."""
         if not called.body:
-            detail = "its store no longer knows the channel (it or its relay restarted): check whether the call was done, then repeat it"
+            detail = (
+                "its store no longer knows the channel (the store or its relay restarted): "
+                "check whether the call was carried out, then repeat it"
+            )
             called.waiter.set_exception(ConnectionLost(called.name, detail))
             return
         called.again, called.counter = True, -1

@@ -1,4 +1,4 @@
-"""Publications and broadcasts as they come in: opened, held to their senders' sequences, delivered; their losses told (sans-IO)."""
+"""Incoming publications and broadcasts: opened, checked against their senders' sequences, delivered (sans-IO)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from iris.wire.codec import BODY_AT, BUNDLE, END_AT
 from iris.wire.frames import UNKNOWN_COUNT, Kind
 
 CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
-"""What comes in the order of its sender, which a session may have to hold back for it."""
+"""Frame kinds that arrive in their sender's order. A session may have to hold them back to keep it."""
 
 
 class Drop(Protocol):
-    """Counts messages that go nowhere, by cause."""
+    """Counts dropped messages by cause."""
 
     def __call__(self, cause: str, count: int = 1, /) -> None: ...
 
 
 class Casts:
-    """What one session receives of publications and broadcasts."""
+    """The publications and broadcasts that one session receives."""
 
     __slots__ = (
         "_bundle_bytes", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version",
@@ -39,16 +39,16 @@ class Casts:
         self._flow = inbound.flow
         self._drop = drop
         self._bundle_bytes = 0
-        """Of the bundle opened last, as it lies in memory."""
+        """Size in memory of the bundle that was opened last."""
         self.now_us = 0
         """µs since 1970, of this turn."""
         self.received = 0
-        """Messages that came in."""
+        """Messages received."""
         self.subscriptions_version = 0
-        """Rises when who wants what changes."""
+        """Rises when the subscriptions change."""
 
     def publish(self, buf: memoryview, start: int, end: int) -> None:
-        """Deliver a bundle that was published to whoever subscribed."""
+        """Deliver a published bundle to its subscribers."""
         flow, messages = self._bundle(buf, start, end)
         if messages:
             if flow.version != self.subscriptions_version:
@@ -61,7 +61,7 @@ class Casts:
                 self._drop("unwanted", len(messages))
 
     def broadcast(self, buf: memoryview, start: int, end: int) -> None:
-        """Deliver a bundle that was broadcast to our member of that cluster."""
+        """Deliver a broadcast bundle to our member of that cluster."""
         flow, messages = self._bundle(buf, start, end)
         if messages:
             binding = self._owner.binding(flow)
@@ -71,7 +71,7 @@ class Casts:
                 binding.broadcast(messages, self._bundle_bytes)
 
     def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
-        """Open a bundle and hold it to its sender's sequence; the list is empty when it was dropped."""
+        """Open a bundle and check its place in its sender's sequence. The list is empty if the bundle was dropped."""
         if end - start < BODY_AT:
             raise PeerProtocolError("a data frame is cut short")
         kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
@@ -119,10 +119,10 @@ class Casts:
         ]
 
     def _expected(self, flow: InFlow) -> Expected | None:
-        """Return the flow's sequence entry, made at the first message that opened; None when the table is full.
+        """Return the flow's sequence entry, made at the first message that opened; None if the table is full.
 
-        A service keeps its entry when a reconnect makes it another member, so nothing reaches it twice. What is for no member of ours
-        has an entry for this once: the sequence of one that joins later is its own.
+        A service keeps its entry when a reconnect makes it another member, so it receives nothing twice. A broadcast for a member
+        that is not ours gets a temporary entry: a member that joins later has a sequence of its own.
         """
         if flow.expected is None:
             place = self._place(flow)
@@ -132,7 +132,7 @@ class Casts:
         return flow.expected
 
     def _place(self, flow: InFlow) -> Place | None:
-        """Return by what the guard knows a flow; None of a broadcast for no member of ours."""
+        """Return the guard's name for a flow; None for a broadcast to a member that is not ours."""
         receiver = 0
         if flow.kind == Kind.BROADCAST:
             binding = self._owner.binding(flow)
@@ -142,9 +142,9 @@ class Casts:
         return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
 
     def _pass_by(self, flow: InFlow, expected: Expected, count: int) -> None:
-        """Messages come for members of groups alone, though this sender's came to subscriptions without a group before.
+        """Handle a delivery to groups alone, from a sender whose messages reached subscriptions without a group before.
 
-        An honest relay does that only when those have ended; else it keeps the messages from them, and they are told.
+        An honest relay sends it only when those subscriptions have ended. If they exist, they get a report of the loss.
         """
         plain = flow.as_plain()
         if self._owner.sinks(plain):
@@ -153,7 +153,7 @@ class Casts:
             expected.known = False
 
     def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
-        """Tell whoever wanted the messages of a flow that some are lost."""
+        """Report a loss to everyone who wanted the messages of a flow."""
         lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
         self._drop("lost", count or 0)
         if flow.kind == Kind.BROADCAST:
@@ -166,7 +166,7 @@ class Casts:
         self._owner.lost(lost)
 
     def gap(self, gap: frames.Gap) -> None:
-        """Take the relay's word that messages are lost."""
+        """Report the losses that a relay announces."""
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
         key = self._owner.find_key(gap.key_id)
@@ -177,13 +177,13 @@ class Casts:
         )
         flow = InFlow(declared, key, None)
         if gap.count == UNKNOWN_COUNT:
-            # The next message says how many; if none comes, this is all that is known.
+            # The next message shows how many. If there is none, the number stays unknown.
             self._lose(flow, None, gap.cause)
         elif not flow.plain:
-            # Members of a group see only their share, so the relay's word is all there is.
+            # Members of a group see only their share, so the relay's number is the only one.
             self._lose(flow, gap.count, gap.cause)
         else:
-            # A count of 0 says where a run of losses starts whose length is not known yet.
+            # A count of 0 says where a run of losses begins whose length is not known yet.
             place = self._place(flow)
             expected = self._guard.announced(place) if place is not None else Expected()
             before, here = expected.lost(gap.first, gap.count)

@@ -1,10 +1,9 @@
-"""A caller's channels to stores: opened at the first call, used by all that follow in the session (sans-IO).
+"""A caller's channels to stores: opened at the first call, used by all later calls of the session (sans-IO).
 
     first call ─► knock ─► door: is its store named by an order of ours? ─► open ─► signed by that store? ─► channel
-                                                                      calls that came meanwhile go out, in order ◄┘
+                                                                calls that waited meanwhile go out, in order ◄┘
 
-Nothing of a call leaves before the store has shown who it is. A channel that its store does not know any more is opened again by
-the next call.
+No part of a call leaves before the store has proven who it is. If a store no longer knows a channel, the next call opens another.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from iris.wire.streams import (
 )
 
 MAX_LINES: Final = 4096
-"""Channels of one session; the one opened first is forgotten for one more, and opened again if it is used."""
+"""Channels of one session. When there is one more, the oldest is forgotten, and opened again if it is used."""
 OPEN_MS: Final = 10_000
 FindKey = Callable[[bytes], ClusterKey | None]
 Place = tuple[str, bytes, bool]
@@ -52,7 +51,7 @@ Place = tuple[str, bytes, bool]
 def own_orders(
     orders: Iterable[SignedOrder], find_key: FindKey, *, uuid: bytes, store: bytes
 ) -> Iterator[Order]:
-    """Yield the orders by which a key of ours has this store keep the log `uuid`, or the stream whose dead letters it holds."""
+    """Yield the orders of our keys under which this store keeps the log `uuid`, or the stream whose dead letters it holds."""
     for signed in orders:
         if find_key(public_id(signed.public_key)) is None:
             continue  # anybody may have made it up: a signature costs more than this
@@ -69,12 +68,12 @@ def own_orders(
 
 
 def is_called(order: Order, name: str) -> bool:
-    """Whether a stream of this order, or its dead letters, have this name (without a site)."""
+    """Whether a stream of this order, or its dead letters, has this name (without a site)."""
     return name in (order.definition.name, order.definition.name + DEAD)
 
 
 class Host(Protocol):
-    """Who opens channels: the calls of a session."""
+    """The owner of channels: the calls of a session."""
 
     def find_key(self, key_id: bytes) -> ClusterKey | None: ...
     def entropy(self, size: int) -> bytes: ...
@@ -88,7 +87,7 @@ class Host(Protocol):
 
 
 class _Then:
-    """Waits for one answer (a `Waiter`)."""
+    """A `Waiter` that passes one answer to a function."""
 
     __slots__ = ("_then",)
 
@@ -128,24 +127,24 @@ class Line:
     def __init__(self, host: Host, name: str, key: ClusterKey, shown: str, *, own: bool) -> None:
         self.place: Place = (name, key.key_id, own)
         self.address = name
-        """Of the log by its uuid, once the channel is open."""
+        """Address of the channel: its log's uuid, once it is open."""
         self.own = own
         self.channel: Channel | None = None
         self.held: dict[int, Any] = {}
         """By hop; a call that was given up is taken out, its body with it."""
         self._host = host
         self.holder = key
-        """The key that we show to hold; the keyring may have retired it while a call was prepared."""
+        """The key that we prove to hold. The keyring may have retired it while a call was being prepared."""
         self._shown = shown
         self._offer = Offer(key, host.entropy)
 
     @property
     def key(self) -> ClusterKey | None:
-        """What its frames are addressed under: None for NO_KEY."""
+        """The key that its frames are addressed under; None for NO_KEY."""
         return None if self.own else self.holder
 
     def knock(self) -> None:
-        """Begin."""
+        """Begin to open the channel."""
         self._ask(Knock(self._offer.nonce), self._door)
 
     def _ask(self, call: Knock | Open, then: Callable[[object], None]) -> None:
@@ -178,7 +177,8 @@ class Line:
         if not ours:
             self._fail(
                 Refused(
-                    "order", "the store's description of it is not signed by a key of this keyring"
+                    "order",
+                    "no key of this keyring signed the stream's description; add a key of the stream",
                 )
             )
             return
@@ -202,7 +202,7 @@ class Line:
         self._host.opened(self, held.values())
 
     def _fail(self, heard: object) -> None:
-        """Not one of the calls that wait here was sent."""
+        """End the waiting calls. None of them was sent."""
         failure: Refused | IrisError
         if isinstance(heard, (NoMembers, Overloaded)) or (
             isinstance(heard, Refused) and heard.code != "channel"

@@ -1,9 +1,9 @@
 """What a receiver remembers of senders so that nothing is accepted twice or out of order.
 
 Publish and broadcast are guarded by their sequence (per sender and address); requests, pushes and surveys by a replay
-window of counters (per sender and key). Both tables are bounded: idle entries past the freshness limit make room, and
-a table that is full of fresh ones refuses new senders, counted in `refused_senders`. Half of each table is shared out
-equally among the keys of this process, so that who holds one key cannot fill it for the others.
+window of counters (per sender and key). Both tables are bounded: entries that were idle beyond the freshness limit make room.
+A table that is full of fresh entries refuses new senders, and `refused_senders` counts them. Half of each table is split
+equally among the keys of this process, so that a holder of one key cannot fill it for the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from iris.wire.frames import Kind
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144
 MAX_ANNOUNCED: Final = 4096
-"""Senders that are known by a relay's word alone."""
+"""Senders that are known only from a relay's announcement."""
 SWEEP_US: Final = 1_000_000
 _K = TypeVar("_K")
 Place = tuple[int, int, str, bytes, bytes]
@@ -25,9 +25,9 @@ Place = tuple[int, int, str, bytes, bytes]
 
 
 class Shares:
-    """How much of a table each key id uses. Half of the table is shared out equally; the rest is for whoever comes first.
+    """How much of a table each key id uses. Half of the table is split equally; the other half goes to whichever key comes first.
 
-    Nothing fresh is ever taken from its user: what a replay window forgets could be repeated.
+    A fresh entry is never removed, because a message that a replay window forgot could be repeated.
     """
 
     __slots__ = ("_limit", "_used")
@@ -37,7 +37,7 @@ class Shares:
         self._used: dict[bytes, int] = {}
 
     def has_room(self, key_id: bytes, keys: int) -> bool:
-        """Whether one more is for `key_id`, of the `keys` that this process holds."""
+        """Whether `key_id` may use one more entry. `keys` is the number of keys that this process holds."""
         used = self._used
         keys = max(keys, len(used) + (key_id not in used))
         share = max(1, self._limit // (2 * keys))
@@ -47,11 +47,11 @@ class Shares:
         return beyond < self._limit - keys * share
 
     def take(self, key_id: bytes) -> None:
-        """One more is used."""
+        """Count one entry more."""
         self._used[key_id] = self._used.get(key_id, 0) + 1
 
     def give_back(self, key_id: bytes) -> None:
-        """One less is used."""
+        """Count one entry less."""
         left = self._used[key_id] - 1
         if left:
             self._used[key_id] = left
@@ -66,21 +66,24 @@ class Sequence:
 
     def __init__(self) -> None:
         self.next = 0
-        """Anything below is late or repeated: only what opened moves it."""
+        """Numbers below are late or repeated. Only a message that opened moves it."""
         self.told = 0
-        """Losses below were told by a relay's word. What comes all the same is taken, and shows that the word was wrong."""
+        """Losses below were announced by a relay. If such a message arrives, the announcement was wrong and is withdrawn."""
         self.known = False
-        """What comes without a queue group we have followed without a pause, so a jump is a gap."""
+        """Whether deliveries without a queue group were followed without a pause, so that a jump is a gap."""
         self.used_us = 0
 
     def missing(self, first: int) -> int:
-        """Return how many are lost, and not told yet, before the message `first`, which has come."""
+        """Return how many messages before `first`, which has arrived, are lost and not yet reported."""
         if first < self.told:
             self.told = 0
         return first - max(self.next, self.told)
 
     def lost(self, first: int, count: int) -> tuple[int, int]:
-        """A relay says that it dropped `count` from `first` on; return how many are missing before, and how many of these are new."""
+        """Note that a relay dropped `count` from `first` on.
+
+        Returns how many are missing before `first`, and how many of `count` were not reported yet.
+        """
         told = max(self.next, self.told)
         end = first + count
         if end < told:
@@ -112,11 +115,11 @@ class Guard:
     ) -> None:
         self.freshness_us = freshness_us
         self.keys = 1
-        """How many keys this process holds: among so many the tables are shared out."""
+        """Number of keys that this process holds, among which the tables are divided."""
         self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
         self._sequences: dict[Place, Sequence] = {}
         self._announced: dict[Place, Sequence] = {}
-        """Of senders of whom a relay said that something was lost, and nothing opened yet."""
+        """Sequences of senders whose losses a relay announced, but of which no message has opened yet."""
         self._sender_shares = Shares(max_senders)
         self._sequence_shares = Shares(max_sequences)
         self.refused_senders = 0
@@ -126,9 +129,9 @@ class Guard:
     def sender(
         self, key_id: bytes, sender_id: bytes, now_us: int, receiver: int = 0
     ) -> Sender | None:
-        """Return the entry of a sender of whom something just opened; None when its key's share is full of fresh ones.
+        """Return the entry of a sender whose message just opened; None if its key's share is full of fresh entries.
 
-        `receiver` is the number of the service here for surveys, which reach every member of a process once; else 0.
+        `receiver` is the number of the service for surveys, which reach every service of a process once; otherwise 0.
         """
         place = (key_id, sender_id, receiver)
         entry = self._senders.get(place)
@@ -142,7 +145,7 @@ class Guard:
         return entry
 
     def sequence(self, place: Place, now_us: int) -> Sequence | None:
-        """Return the sequence of a sender for an address; None when its key's share is full of fresh ones."""
+        """Return the sequence of a sender for an address; None if its key's share is full of fresh entries."""
         entry = self._sequences.get(place)
         if entry is None:
             shares = self._sequence_shares
@@ -155,9 +158,10 @@ class Guard:
         return entry
 
     def announced(self, place: Place) -> Sequence:
-        """Return the sequence of a sender of whom a relay says that something was lost.
+        """Return the sequence of a sender whose losses a relay announced.
 
-        If nothing of that sender has opened, it is kept apart, the latest few: a relay's word takes no room that senders need.
+        If no message of that sender has opened, the sequence is kept in a small table of its own, so that a relay's announcements
+        take no room from senders.
         """
         entry = self._sequences.get(place) or self._announced.get(place)
         if entry is None:
@@ -177,10 +181,10 @@ class Guard:
         self, table: dict[_K, Sender] | dict[_K, Sequence], shares: Shares, key_id: bytes, now_us: int,
         key_of: Callable[[_K], bytes],
     ) -> bool:  # fmt: skip
-        """Whether a new entry has room, after entries idle past the freshness limit are gone.
+        """Whether a new entry has room, after entries that were idle beyond the freshness limit are removed.
 
-        Whatever those would refuse is refused as too old anyway. A full table is looked through again only when its oldest entry may
-        have become idle, and once a second at most: strangers come by the thousand.
+        A removed entry is not missed: everything that it would refuse is refused as too old. A full table is searched again only
+        when its oldest entry may have become idle, and at most once a second, because strangers come by the thousand.
         """
         if shares.has_room(key_id, self.keys):
             return True

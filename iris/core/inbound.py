@@ -17,7 +17,7 @@ MAX_OPENERS: Final = 16_384
 
 
 class NotOurs(Exception):
-    """A frame of an alias that was declared under a key that we do not have: it is dropped, and the session goes on."""
+    """A frame whose alias was declared under a key that we do not have. It is dropped, and the session goes on."""
 
 
 class InFlow:
@@ -33,7 +33,7 @@ class InFlow:
         self.key = key
         self.sender_id = declared.sender_id
         self.plain = declared.plain or declared.kind != Kind.PUBLISH
-        """It is for subscriptions without a group, or for a service: nothing of it may be missing."""
+        """Whether it is for subscriptions without a group, or for a service, so that nothing of it may be missing."""
         self.groups = frozenset(declared.groups)
         self.member = declared.member
         self.opener = opener
@@ -45,7 +45,7 @@ class InFlow:
         """Version of the subscriptions for which `sinks` was found."""
 
     def as_plain(self) -> InFlow:
-        """Return the same sender and topic as it is for subscriptions without a group."""
+        """Return the flow of the same sender and topic for subscriptions without a group."""
         declared = Declare(0, self.kind, self.name, self.key.key_id, self.sender_id)
         return InFlow(declared, self.key, None)
 
@@ -58,14 +58,14 @@ class Inbound:
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
         self._strange: dict[int, Declare] = {}
-        """Aliases under keys that we did not have then."""
+        """Alias -> declaration, for aliases under keys that we did not have at that time."""
         self.replies: set[int] = set()
         """Aliases of stores' answers."""
 
     def declare(self, declared: Declare) -> None:
-        """Take a declaration; the alias replaces what it stood for.
+        """Store a declaration; it replaces what the alias stood for.
 
-        A key that is none of ours is no fault of the relay: it may be somebody else's word that it passes on, or of before a key went.
+        A key that we do not have is not the relay's fault: it may forward what others say, or what was said before the key left.
 
         Raises:
             PeerProtocolError: the kind cannot be declared.
@@ -95,7 +95,7 @@ class Inbound:
         self._place(declared.alias, InFlow(declared, key, opener))
 
     def forget_keys(self) -> None:
-        """Drop what was declared under a key that is not ours any more; an honest relay sends nothing under it."""
+        """Drop aliases under keys that we no longer have. An honest relay sends nothing under them."""
         find_key = self._find_key
         self._openers = {p: o for p, o in self._openers.items() if find_key(p[0]) is not None}
         for alias, flow in enumerate(self._flows):
@@ -122,7 +122,7 @@ class Inbound:
         if flow is None or flow.kind != kind:
             declared = self._strange.get(alias)
             if declared is not None and declared.kind == kind:
-                self.declare(declared)  # the key may have come meanwhile
+                self.declare(declared)  # the key may have arrived in the meantime
                 if alias in self._strange:
                     raise NotOurs
                 return self.flow(alias, kind)

@@ -132,7 +132,7 @@ class Outbound:
         self.chunk_bytes += len(data)
 
     def raw(self, frame: bytes) -> None:
-        """Queue a whole frame, or what ends one."""
+        """Queue a whole frame, or the last part of one."""
         self.chunks.append(frame)
         self.chunk_bytes += len(frame)
         if self.chunk_bytes > self._full_bytes:
@@ -225,9 +225,9 @@ class Outbound:
     def call(
         self, name: str, key: ClusterKey | None, end: bytes, head: bytes, body: bytes, hop: int, deadline_us: int
     ) -> None:  # fmt: skip
-        """Frame a call of a store with its end fields; `key` is of the stream, None for a call of the store itself.
+        """Frame a call of a store with its end fields. `key` is the stream's; None for a call of the store itself.
 
-        `head` stands before an authenticated body.
+        `head` is put before an authenticated body.
         """
         if key is not None:
             self.prove(key)

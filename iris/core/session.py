@@ -72,14 +72,14 @@ class Session:
         self.message_limit = message_limit
         self._compress = compress
         self.received_alone = 0
-        """Messages that came one by one: calls, their answers, records of tunnels."""
+        """Messages received one by one: calls, their answers, records of tunnels."""
         self.running = 0
         """Deliveries of this session that our handlers have not ended yet; the bindings count."""
         self.dropped: dict[str, int] = {}
         self.relay_id = b""
         self.session_id = b""
         self.minor = 0
-        """The minor version of the relay, as WELCOME says."""
+        """Minor version of the relay, from WELCOME."""
         self.asks = asks = Asks(self)
         self.tunneling = tunneling = Tunneling(self)
         self.calling = Calling(self)
@@ -89,7 +89,7 @@ class Session:
         """What our owner registered through this session, by whatever it tells registrations apart."""
         self.on_welcome: Waiter | None = None
         self._certified = self._channel = b""
-        """Over TLS: the relay id of the certificate, and what names the connection."""
+        """Over TLS: the relay id in the certificate, and the certificate's hash, to which proofs are bound."""
         self._pulse: Pulse | None = None
         """Of a relay on another host."""
         self.clock_us = 0
@@ -193,7 +193,7 @@ class Session:
             self.deadline_us = min(self.deadline_us, pulse.deadline_us)
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
-        """The relay is on another host, its certificate names it so, and `channel` names the connection; said before the greeting."""
+        """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before the greeting."""
         self._certified, self._channel = relay_id, channel
 
     def heard(self) -> None:
@@ -241,14 +241,14 @@ class Session:
                 waiter.set_exception(ConnectionLost("relay", reason))
 
     def poison(self) -> None:
-        """In the child of a fork: counters and nonces are the parent's."""
+        """Seal nothing from now on: in the child of a fork, counters and nonces belong to the parent."""
         if self.started:
             self.out.poison()
         for end in self.tunneling.ends.values():
             end.poison()
 
     def forget_keys(self) -> None:
-        """Our owner's keys have changed: aliases under one that it does not have any more stand for nothing."""
+        """Drop aliases under keys that our owner no longer has."""
         self._inbound.forget_keys()
 
     def next_hop(self) -> int:
@@ -320,11 +320,11 @@ class Session:
             del self._credits[member, kind]
             self.out.control(frames.Credit(member, kind, hops, unstarted))
 
-    # -- what comes in: one to one ---------------------------------------------------------------------------
+    # -- incoming frames: one to one -------------------------------------------------------------------------
 
     @property
     def received_messages(self) -> int:
-        """Messages of all kinds that came in."""
+        """Messages of all kinds that were received."""
         return self.received_alone + self.casts.received
 
     def drop(self, cause: str, count: int = 1) -> None:
@@ -409,7 +409,7 @@ class Session:
         self.out.raw(bytes(frame))
 
     def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
-        """A frame came under a key that we do not have: nobody here can open it, and nothing else suffers."""
+        """Drop a frame under a key that we do not have. Nobody here can open it, and nothing else is affected."""
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
         if kind in CASTS:
             count = BUNDLE.unpack_from(buf, start)[3]
@@ -463,10 +463,10 @@ class Session:
                     "the WELCOME has no time, or does not name the relay of the TLS certificate"
                 )
             if welcome.minor < BOUND_PROOF_MINOR:
-                # Its proofs could be passed on, and whoever is in the middle can say that it is old.
+                # Our proofs could be passed on, and a party in the middle can claim to be old.
                 raise PeerProtocolError(
-                    "the relay is too old for a session over TLS: it takes proofs of keys that another relay "
-                    "could use; upgrade the relay"
+                    "the relay is too old for a session over TLS: it accepts proofs of keys that another relay "
+                    "could reuse; upgrade the relay"
                 )
         self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
         self.minor = welcome.minor

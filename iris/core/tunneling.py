@@ -34,7 +34,7 @@ class Tunneling:
         self._dirty: list[TunnelEnd] = []
         self._growth = Growth()
         self._half_open: dict[int, tuple[int, bytes]] = {}
-        """hop id -> until when, and under which key."""
+        """hop id -> (time at which it is given up, key)."""
         self._shares = Shares(MAX_HALF_OPEN)
 
     def open(
@@ -134,7 +134,7 @@ class Tunneling:
             binding.tunnel(tunnel)
 
     def _settle(self, hop: int) -> None:
-        """It is half open no more."""
+        """Remove a tunnel from the half-open ones."""
         half = self._half_open.pop(hop, None)
         if half is not None:
             self._shares.give_back(half[1])

@@ -1,4 +1,4 @@
-"""Channels of calls: a caller that holds a cluster key and a store agree on keys, and authenticate every call and answer with them.
+"""Channels of calls: a caller with a cluster key and a store agree on keys, then authenticate every call and answer with them.
 
     caller                                    store
     Knock(nonce) ──────────────────────────►
@@ -6,16 +6,17 @@
     Open(nonce, door, public key, share, signature) ─►
                  ◄────────────────────────── Opened(channel, share, signature)
 
-Each side signs what both have said (`keys`), so neither believes a relay; the shares are of X25519 and drawn anew, so what was
-recorded opens no second channel. A call or answer of a channel begins with `MARK`, with which no MessagePack begins:
+Each side signs what both have said (`keys`), so a relay cannot alter it. The X25519 shares are new each time, so a recording
+opens no second channel. A call or answer in a channel begins with `MARK`, which begins no MessagePack:
 
     0xc1 | channel u64 | counter u64 | HMAC-SHA256 (32) | the call or answer
 
-The code covers the channel, the counter, the end fields of the frame and the body; each direction has keys of its own. An answer
-bears the counter of its call. Sans-IO; the address of a frame is in the keys, and the receiver compares it with the channel's.
+The code covers the channel, the counter, the end fields of the frame and the body. Each direction has its own keys. An answer
+carries the counter of its call. Sans-IO. The keys are derived from the frame's address, and the receiver compares it with the
+channel's.
 
-SHA-256 alone would cost appends a tenth of their rate. So of a body of over `LONG_BYTES` its AES-256-GMAC is what the HMAC covers,
-under a key of its own: a keyed hash that is never told, below the HMAC, so what it leaks if a counter came twice is nothing.
+SHA-256 over everything would cost appends a tenth of their rate. So for a body over `LONG_BYTES` the HMAC covers its
+AES-256-GMAC, under a separate key. That tag is never sent and is hidden by the HMAC, so a repeated counter would reveal nothing.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ from iris.errors import LocalProtocolError, OpenError
 MARK: Final = 0xC1
 NONCE_BYTES: Final = 32
 SEALED_BYTES: Final = 49
-"""What stands before an authenticated body."""
+"""Size of the head before an authenticated body."""
 LONG_BYTES: Final = 1024
 WINDOW_CALLS: Final = 1 << 14
-"""A call that is so many behind the newest of its channel is refused."""
+"""A call that is further behind the newest of its channel is refused."""
 _HEAD: Final = Struct("<BQQ")
 _MAC_AT: Final = _HEAD.size
 Buffer = bytes | bytearray | memoryview
 
 
 class Codes:
-    """What one direction of a channel is authenticated with."""
+    """The keys of one direction of a channel."""
 
     __slots__ = ("_fresh", "_hash", "_long")
 
     def __init__(self, keys: bytes) -> None:
-        """`keys` are 64 bytes: of the HMAC, and of the hash of long bodies."""
+        """`keys` are 64 bytes: the HMAC key, then the key for long bodies."""
         self._fresh = HMAC(keys[:32], hashes.SHA256()).copy
-        """Returns the HMAC with its key in it and nothing else: a third of the time that a new one takes."""
+        """Returns a keyed HMAC without data. Copying it takes a third of the time of making one."""
         self._hash = keys[32:]
         self._long: AESGCM | None = None
 
@@ -78,7 +79,7 @@ class Codes:
 
 
 class Channel:
-    """One side of an open channel. `number` is the store's, `key_id` of the cluster key that opened it."""
+    """One side of an open channel. `number` is the store's number for it, `key_id` that of the cluster key that opened it."""
 
     __slots__ = ("_receive", "_send", "_window", "key_id", "next", "number", "uuid")
 
@@ -87,10 +88,10 @@ class Channel:
     ) -> None:
         self.number = number
         self.uuid = uuid
-        """Of the log; zeros for the store itself."""
+        """Uuid of the log; zeros for the store itself."""
         self.key_id = key_id
         self.next = 0
-        """The counter of the caller's next call."""
+        """Counter of the caller's next call."""
         self._send = Codes(send)
         self._receive = Codes(receive)
         self._window = ReplayWindow(WINDOW_CALLS)
@@ -99,12 +100,12 @@ class Channel:
         return f"<Channel {self.number} under {self.key_id.hex()[:8]}…>"
 
     def seal(self, counter: int, end: Buffer, body: bytes) -> bytes:
-        """Return the 49 bytes that stand before `body` in a frame with these end fields."""
+        """Return the 49 bytes that go before `body` in a frame with these end fields."""
         head = _HEAD.pack(MARK, self.number, counter)
         return head + self._send.code(head, counter, end, body)
 
     def open(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
-        """Return the counter and the body of what came; raises OpenError unless the other side said it in this channel."""
+        """Return the counter and the body. Raises OpenError unless the other side of this channel sent them."""
         if len(data) < SEALED_BYTES:
             raise OpenError("an authenticated body is cut short")
         mark, number, counter = _HEAD.unpack_from(data)
@@ -121,7 +122,7 @@ class Channel:
 
         Raises:
             OpenError: as `open`.
-            Replayed, Stale: the counter came before, or is too old to know.
+            Replayed, Stale: the counter was used before, or is too old to know.
         """
         counter, body = self.open(end, data)
         self._window.check(counter)
@@ -130,7 +131,7 @@ class Channel:
 
 
 class Offer:
-    """A caller's side of a channel that is being opened. `nonce` goes out with the knock."""
+    """A caller's side of a channel that is being opened. `nonce` is sent with the knock."""
 
     __slots__ = ("_key", "_said", "_share", "_store", "_uuid", "nonce")
 
@@ -141,14 +142,14 @@ class Offer:
         self._store = self._uuid = self._said = b""
 
     def sign(self, store: bytes, uuid: bytes, door: bytes) -> tuple[bytes, bytes]:
-        """Return share and signature for a door that the caller trusts to be of the store of that public key."""
+        """Return share and signature for a door. The caller has checked that this store's public key is trusted for the log."""
         share = self._share.public_key().public_bytes_raw()
         self._store, self._uuid = store, uuid
         self._said = transcript(store, uuid, self._key.key_id, self.nonce, door, share)
         return share, self._key.sign_caller(self._said)
 
     def opened(self, number: int, share: bytes, signature: bytes) -> Channel:
-        """Return the channel; raises OpenError if its store did not sign this."""
+        """Return the channel. Raises OpenError if its store did not sign this."""
         said = self._said + share + number.to_bytes(8, "little")
         verify_channel(self._store, signature, said)
         call, answer = _keys(self._share, share, said)
@@ -190,7 +191,7 @@ def _keys(private: X25519PrivateKey, share: bytes, said: bytes) -> tuple[bytes, 
     """Return the keys of calls and answers. Raises OpenError."""
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(share))
-    except ValueError as err:  # of low order: everybody would know the secret
+    except ValueError as err:  # a share of low order: everybody would know the secret
         raise OpenError("the share is not a usable X25519 key") from err
     digest = hashes.Hash(hashes.SHA256())
     digest.update(said)

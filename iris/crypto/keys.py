@@ -129,7 +129,7 @@ class ClusterKey(_Secret):
 
         Args:
             relay_id: 16 bytes; session_id: 8 bytes; challenge: the relay's 32 random bytes.
-            channel: over TLS, the 32 bytes that name the connection (`iris.remote.certificate_hash`); else empty.
+            channel: over TLS, the 32 bytes of the certificate's hash (`iris.remote.certificate_hash`); else empty.
 
         Raises:
             LocalProtocolError: an argument has another length.
@@ -145,7 +145,7 @@ class ClusterKey(_Secret):
         return self._signer.sign(_CALLER + transcript)
 
     def countersign_order(self, order: bytes) -> bytes:
-        """Return the 64-byte signature by which the key that `order` names becomes one of a stream's, which has this key."""
+        """Return the 64-byte signature by which this key of a stream admits the key that `order` names."""
         return self._signer.sign(_COUNTERSIGNED + order)
 
 
@@ -175,7 +175,7 @@ class StoreKey(_Secret):
         )
 
     def sign_channel(self, transcript: bytes) -> bytes:
-        """Return the 64-byte signature by which a store takes its side of a channel (`channel`)."""
+        """Return the 64-byte signature of the store's side of a channel (`channel`)."""
         return self._signer.sign(_STORE + transcript)
 
 
@@ -256,13 +256,13 @@ def verify_proof(
 ) -> bytes:  # fmt: skip
     """Return the key id (16 bytes) that `signature` proves for this relay, session, challenge and channel.
 
-    Anybody may invent a key pair, and so prove a key id; nobody can do so for the id of a cluster's
-    key without that key, since the id is a hash of the public key.
+    Anybody can make a key pair and prove its id. Proving the id of a cluster's key requires that key,
+    because the id is a hash of the public key.
 
     Raises:
         OpenError: the signature is not this key's over this relay id, session id, challenge and channel, or
             `public_key` (32 bytes) or `signature` (64 bytes) is malformed.
-        LocalProtocolError: relay id, session id, challenge or channel have another length than ours have.
+        LocalProtocolError: relay id, session id, challenge or channel has the wrong length.
     """
     key_id = public_id(public_key)
     message = _proof(relay_id, session_id, challenge, key_id, channel)

@@ -83,7 +83,7 @@ _Places = list[tuple[asyncio.Future[int], int]]
 """`list` is a method of Streams."""
 PATIENCE_S: Final = 30.0
 CHANGE_TRIES: Final = 8
-"""A change goes on top of so many others that came first, before its caller is told."""
+"""Attempts to apply a change on top of changes by others, before the caller gets an error."""
 __all__ = [
     "CommitInfo",
     "Consumer",
@@ -195,7 +195,7 @@ class Streams:
             return await self._stores.describe(name, "", timeout=_left(until_s))
         self._stores.created(name)
         # Our relay hears of it within milliseconds: who creates it may use it.
-        # No channel was there for the answer, so the store is asked again through one.
+        # The answer to a create has no channel, so ask the store again through one.
         return await self._stores.describe(name, "", timeout=_left(until_s))
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
@@ -212,7 +212,7 @@ class Streams:
         keys = {key.key_id: key for keys in self._client.keyring.entries().values() for key in keys}
         stores = await self._stores.holders(STORES, [NO_KEY], timeout=timeout)
         found: dict[tuple[str, bytes], Described] = {}
-        # A store tells what it has under a key to whoever holds that key.
+        # A store lists the streams of a key only to holders of that key.
         for address in sorted({holder.uuid for holder in stores}):
             for key in keys.values():
                 for described in await self._listed(address, key, until_s):
@@ -224,7 +224,7 @@ class Streams:
         return knowns
 
     async def _listed(self, address: str, key: ClusterKey, until_s: float) -> _Found:
-        """Return what one store has under one key."""
+        """Return the streams that one store has under one key."""
         found: _Found = []
         after, more = "", True
         while more:
@@ -234,7 +234,7 @@ class Streams:
                     address, key, call, Listed, timeout=_left(until_s), shown="stores", own=True
                 )
             except NoStream:
-                break  # nothing is there under the key, or the store has just gone
+                break  # the store has nothing under the key, or has just gone
             found += [one for one in listed.streams if public_id(one.store).hex() == address]
             more = listed.more and bool(listed.streams)
             if more:
@@ -264,9 +264,9 @@ class Streams:
     async def _redefine(
         self, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
     ) -> StreamInfo:  # fmt: skip
-        """Put into force what `redefined` makes of a stream's definition, unless that is None: it is so already.
+        """Change a stream's definition to what `redefined` returns for it; None means that no change is needed.
 
-        If somebody else's change comes first, then on top of that.
+        If another client's change comes first, apply this one on top of it.
         """
         until_s = time.monotonic() + timeout
         found = await self._stores.describe(name, uuid, timeout=timeout)

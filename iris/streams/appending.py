@@ -101,7 +101,7 @@ class Pending:
         """On the way, once: nobody knows whether it is stored."""
         self.sender_id = b""
         self.place: Place | None = None
-        """Where the stream was when it was sealed, and the key: it opens under that key, so it goes under no other."""
+        """The stream's place and key when it was sealed. It opens only under that key, so it is sent only under that key."""
         self.record: NewRecord | None = None
         """Once it is sealed: sent again as it is."""
 
@@ -281,7 +281,7 @@ class Producer:
         return min(CALL_BYTES, self._stores.client.message_limit)
 
     def _seal(self, session: Session, place: Place, record: Pending, sender_id: bytes) -> bool:
-        """Seal a record, once, or again if its key is gone; whether it was by this sender."""
+        """Seal a record once, or again if its key is gone. Returns whether `sender_id` sealed it."""
         if record.record is None or not self._still_for(record, place):
             record.place = place
             out = session.out
@@ -300,7 +300,7 @@ class Producer:
         return record.sender_id == sender_id
 
     def _still_for(self, record: Pending, place: Place) -> bool:
-        """Whether a sealed record can go to this place: we have its key still, and it is the same stream."""
+        """Whether a sealed record can go to this place: we still have its key, and it is the same stream."""
         sealed = record.place
         if sealed is None or self._stores.client.keyring.by_id(sealed.key.key_id) is None:
             return False
@@ -343,11 +343,11 @@ class Producer:
                 writes=True,
             )
         except StreamError as err:
-            if err.passing:  # as the store says, or a relay that knows of none
+            if err.passing:  # reported by the store, or by a relay that knows of no store
                 self._away(batch, lost=isinstance(err.__cause__, RequestError))
             else:
                 self._refused(batch, err)
-        except RequestError:  # whatever it says of having run: nobody with the key said so
+        except RequestError:  # whatever `may_have_run` says, because no key holder said it
             self._away(batch, lost=True)
         except asyncio.CancelledError:
             raise
@@ -444,11 +444,11 @@ class Producer:
             if not record.future.done() and not self._still_for(record, place)
         ]
         if any(record.lost for record in stale):
-            self._next = -1  # it cannot go again, and what follows would be out of order
+            self._next = -1  # it cannot be sent again, and later ones would be out of order
         if stale:
             _, session = await self._stores.client.ready(self.name, GIVE_UP_S)
             for record in stale:
-                if not record.lost:  # not stored, so nothing is there twice
+                if not record.lost:  # it is not stored, so sealing it again duplicates nothing
                     self._seal(session, place, record, b"")
         records = [record for record in self._unacked if not record.future.done()]
         self._unacked.clear()

@@ -93,7 +93,7 @@ class Known(msgspec.Struct, frozen=True):
 
     @property
     def revision(self) -> int:
-        """That of the order in force, whoever signed it: its store says so."""
+        """Revision of the order in force, whoever signed it, as the store reports it."""
         revisions = [0]
         for signed in self.described.orders:
             with contextlib.suppress(DecodeError):
@@ -115,14 +115,14 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class KeyUser(Protocol):
-    """Keeps what it made of keys; a `RecordOpener`."""
+    """An object that caches what it derived from keys, such as a `RecordOpener`."""
 
     def forget_keys(self) -> None:
-        """Ask for every key again."""
+        """Look up every key again."""
 
 
 class RevisionTaken(StreamError):
-    """Somebody else changed the stream first: it is to be read and changed again."""
+    """Another client changed the stream first: read it, and repeat the change."""
 
 
 class Stores:
@@ -131,7 +131,7 @@ class Stores:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
-        """Who opens records with keys of ours."""
+        """Objects that open records with our keys."""
         self._places: dict[tuple[str, str], Place] = {}
         self._seen: set[tuple[str, str]] = set()
         """Streams that were there once: they may come back."""
@@ -144,9 +144,9 @@ class Stores:
         self, address: str, key: ClusterKey | None, call: Call, answer: type[T], *, timeout: float, shown: str, writes: bool = False,
         own: bool = False,
     ) -> T:  # fmt: skip
-        """Send one call and return its answer: with a `key` through a channel, which only its holders and the store can speak in.
+        """Send one call and return its answer. With a `key` it uses a channel that only holders of the key and the store can use.
 
-        `own`: the address is the id of a store, which is asked for what it has under the key.
+        `own`: the address is a store's id, and the call asks what the store has under the key.
 
         Raises:
             StreamError: the store refused, or there is none.
@@ -241,14 +241,15 @@ class Stores:
         return self.known(name, described)
 
     def known(self, name: str, described: Described) -> Known:
-        """Return a described stream with that order of our keys that is in force, or was last; raises StreamError if there is none."""
+        """Return a described stream with the latest order that one of our keys signed. Raises StreamError if there is none."""
         name = split_site(name)[1]
         find_key = self.client.keyring.by_id
         ours = own_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
         latest = in_force(order for order in ours if is_called(order, name))
         if latest is None:
             raise StreamError(
-                name, "the store's description of it is not signed by a key of this keyring"
+                name,
+                "no key of this keyring signed the stream's description; add a key of the stream",
             )
         return Known(latest, described)
 
@@ -334,7 +335,7 @@ class Stores:
         self._places.pop((name, uuid), None)
 
     def keys_changed(self) -> None:
-        """The keyring has changed: look for every stream again, and open nothing with keys that are gone."""
+        """Look for every stream again, and open nothing with keys that are gone, because the keyring has changed."""
         self._places.clear()
         for opener in self.openers:
             opener.forget_keys()

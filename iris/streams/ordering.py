@@ -1,4 +1,4 @@
-"""Orders of streams, as a holder of their keys signs them: to create, change and end one."""
+"""Orders that create, change and end streams, as holders of their keys sign them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from iris.wire.streams import (
 def orders_to_create(
     definition: Definition, keys: Iterable[ClusterKey], uuid: bytes, store: bytes
 ) -> list[SignedOrder]:
-    """Return orders to keep a new stream, under each of the keys; `store` is the store's public key."""
+    """Return orders to keep a new stream, one for each of the keys; `store` is the store's public key."""
     now_us = time.time_ns() // 1000
     return [_signed(key, Order(KEEP, uuid, key.key_id, store, now_us, definition)) for key in keys]
 
@@ -30,9 +30,9 @@ def orders_to_create(
 def orders_to_change(
     definition: Definition, keys: Iterable[ClusterKey], of: Known, keyring: Keyring
 ) -> list[SignedOrder]:
-    """Return orders of the next revision under all keys of ours that the stream has, and under `keys`.
+    """Return orders of the next revision under all our keys of the stream, and under `keys`.
 
-    Our key that signed what is known of the stream countersigns for each that is new to it.
+    Our key that signed the latest known order countersigns the orders of keys that are new to the stream.
     """
     has, issued_us = _ours(of, keyring), _time(of)
     wanted = {key.key_id: key for key in keys}
@@ -43,7 +43,7 @@ def orders_to_change(
 
 
 def orders_to_end(of: Known, keyring: Keyring) -> list[SignedOrder]:
-    """Return orders to end a stream, under all keys of ours that it has."""
+    """Return orders to end a stream, under all our keys of it."""
     definition, issued_us = of.order.definition, _time(of)
     return [
         _signed(key, _next(END, key, of, definition, issued_us)) for key in _ours(of, keyring).values()
@@ -56,10 +56,10 @@ def _ours(of: Known, keyring: Keyring) -> dict[bytes, ClusterKey]:
 
 
 def _time(of: Known) -> int:
-    """Return when orders that replace what is known of a stream are issued: after it, if that is not far from now."""
+    """Return the time for new orders of a stream: now, or just after the known order if that is not far ahead."""
     before_us, now_us = of.order.issued_us, time.time_ns() // 1000
     if before_us - now_us < ORDER_FRESH_US // 2:
-        return max(now_us, before_us + 1)  # stores from before there were revisions go by it
+        return max(now_us, before_us + 1)  # stores from before there were revisions compare it
     return now_us
 
 
@@ -71,7 +71,7 @@ def _next(action: str, key: ClusterKey, of: Known, definition: Definition, issue
 
 
 def _signed(key: ClusterKey, order: Order, by: ClusterKey | None = None) -> SignedOrder:
-    """Return an order signed by its key, and countersigned by another, if that is given."""
+    """Return an order signed by its key, and countersigned by `by` if given."""
     said = encode(order)
     signature = key.sign_order(said)
     if by is None:

@@ -72,7 +72,7 @@ class RecordOpener:
         """The stream: what neither it nor what it is a copy of records is not of it, whatever its store says."""
 
     def forget_keys(self) -> None:
-        """Ask for every key again."""
+        """Look up every key again."""
         self._openers.clear()
 
     def open(self, record: Record, deliveries: int = 1) -> list[StreamMessage] | StreamGap:

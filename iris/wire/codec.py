@@ -34,9 +34,9 @@ END: Final = struct.Struct("<qIIQ")
 HOP: Final = struct.Struct("<IBBIQq")
 """length, kind, flags, alias, hop id, deadline."""
 CAST: Final = struct.Struct("<4xHI28xI")
-"""What a relay reads of a bundle: kind (and flags in the upper byte, which are 0), alias, count."""
+"""The part of a bundle that a relay reads: kind (flags in the upper byte, which are 0), alias, count."""
 ANSWER: Final = struct.Struct("<4xHIQ")
-"""What a relay reads of an answer: kind (and flags likewise), alias, hop id."""
+"""The part of an answer that a relay reads: kind (flags likewise), alias, hop id."""
 CALL: Final = struct.Struct("<4xBBIQqq4xI8x")
 """What a member reads of a request, push or survey: kind, flags, alias, hop id, deadline, sent, count."""
 BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")

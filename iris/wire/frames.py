@@ -107,7 +107,7 @@ FLAG_REFUSED: Final = 0x02
 
 
 STALE: Final = "stale"
-"""What FAIL says of a message below its receiver's replay window: it may have run, and may go out again if idempotent."""
+"""Detail of FAIL for a message below its receiver's replay window. It may have run; if idempotent, it may be sent again."""
 
 
 class Refusal(IntEnum):

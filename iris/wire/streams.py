@@ -26,7 +26,7 @@ MAX_ORDERS: Final = 64
 MAX_LISTED: Final = 64
 """Streams in one answer to "list"."""
 ORDER_FRESH_US: Final = 600_000_000
-"""The clocks of who signs an order and of the store differ by no more than this when it first comes."""
+"""Largest difference between the clocks of an order's signer and the store when the order first arrives."""
 DEAD: Final = ".dead"
 """The dead letters of the stream `orders` are the stream `orders.dead`."""
 DEAD_KIND: Final = 0
@@ -34,7 +34,7 @@ DEAD_KIND: Final = 0
 MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
 NO_PRODUCER: Final = bytes(16)
 NO_LOG: Final = bytes(16)
-"""In place of a log's uuid: the store itself."""
+"""Stands for the store itself where a log's uuid is expected."""
 MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
 """In a Commit or Discard, which is bounded by the message limit besides."""
@@ -120,7 +120,7 @@ def check_definition(definition: Definition) -> None:
 
 
 class Order(Struct, frozen=True):
-    """What a holder of a cluster key wants of one store: to keep a stream as defined, or to end it.
+    """What a holder of a cluster key asks of one store: to keep a stream as defined, or to end it.
 
     There is one for each key id under which the stream is known, and one of them is in force: see `in_force`.
     """
@@ -134,7 +134,7 @@ class Order(Struct, frozen=True):
     definition: Definition
     version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = ORDER_VERSION
     revision: Offset = 0
-    """One above that of the order in force which it replaces; 0 when the stream is created, and in orders from before there were revisions."""
+    """One more than that of the order in force, which it replaces; 0 in "create" and in orders of older clients."""
 
 
 class SignedOrder(Struct, frozen=True, array_like=True):
@@ -144,13 +144,13 @@ class SignedOrder(Struct, frozen=True, array_like=True):
     public_key: Key32
     signature: Signature
     by: Annotated[bytes, Meta(max_length=32)] = b""
-    """Of an order whose key is new to the stream: the public key of one that the stream has ..."""
+    """If the order's key is new to the stream: the public key of one that the stream has ..."""
     countersignature: Annotated[bytes, Meta(max_length=64)] = b""
     """... and its signature over the same bytes."""
 
 
 def in_force(orders: Iterable[Order]) -> Order | None:
-    """Return the order that says what a stream is: that of the highest revision. `issued_us` decides only between those without one."""
+    """Return the order with the highest revision, which defines the stream. Among orders of revision 0 `issued_us` decides."""
     return max(orders, key=lambda order: (order.revision, order.issued_us), default=None)
 
 
@@ -251,7 +251,7 @@ class FindStore(Struct, frozen=True, tag_field="op", tag="store"):
 
 
 class Knock(Struct, frozen=True, tag_field="op", tag="knock"):
-    """To a stream, or to a store itself: who is there? Answered with Door. With Open it makes a channel (`iris.crypto.channel`)."""
+    """Begin to open a channel (`iris.crypto.channel`) to a stream, or to a store itself. Answered with Door, then comes Open."""
 
     nonce: Key32
 
@@ -273,7 +273,7 @@ class Create(Struct, frozen=True, tag_field="op", tag="create"):
 
 
 class ListStreams(Struct, frozen=True, tag_field="op", tag="list"):
-    """To one store: describe its streams under the key of the channel. Answered with Listed."""
+    """Describe the streams of one store under the key of the channel. Answered with Listed."""
 
     after: Annotated[str, Meta(max_length=300)] = ""
     """Where the last answer ended."""
@@ -284,7 +284,7 @@ class Describe(Struct, frozen=True, tag_field="op", tag="describe"):
 
 
 class Change(Struct, frozen=True, tag_field="op", tag="change"):
-    """Orders of the next revision: another definition, or a further key. Answered with Described."""
+    """Orders of the next revision: another definition, or one more key. Answered with Described."""
 
     orders: Orders
 
@@ -439,17 +439,17 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):
-    """Which log of which store was knocked at. `orders` show whose it is, `nonce` belongs into Open, soon."""
+    """Names the store and log that was knocked at. `orders` show whose it is. Use `nonce` in Open, before it expires."""
 
     store: Key32
     uuid: Id16
-    """`NO_LOG`: the store itself."""
+    """Uuid of the log; `NO_LOG` for the store itself."""
     nonce: Key32
     orders: Annotated[list[SignedOrder], Meta(max_length=MAX_ORDERS)] = []
 
 
 class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
-    """The channel is open: from now on calls and answers are authenticated by its keys."""
+    """The channel is open. From now on its keys authenticate calls and answers."""
 
     channel: Offset
     share: Key32

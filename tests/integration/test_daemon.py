@@ -123,7 +123,7 @@ async def main():
 asyncio.run(main())
 """
     with Daemon(tmp_path) as daemon:
-        assert "keys for trying out in" in daemon.log.read_text()
+        assert "development keys in" in daemon.log.read_text()
         done = subprocess.run(
             [sys.executable, "-c", program],
             env=daemon.environ, capture_output=True, text=True, timeout=PATIENCE_S,
@@ -166,7 +166,7 @@ def test_a_development_relay_says_when_programs_take_other_keys_than_its_own(
     keyfiles.create_keys(tmp_path / "keys")
     with Daemon(tmp_path, settings={"IRIS_CONFIG": str(tmp_path / "keys")}) as daemon:
         own = tmp_path / "keys" / keyfiles.KEYRING_FILE
-        assert f"programs of this user take those of {own} instead" in daemon.log.read_text()
+        assert str(own) in daemon.log.read_text()
 
 
 def test_a_network_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
