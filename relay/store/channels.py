@@ -1,7 +1,8 @@
 """Channels of callers: signatures and codes show who may call what; the word of a relay does not count (sans-IO).
 
 The store remembers nothing of a caller until it has signed. The nonce in a door is a code over the question, valid for
-`DOOR_US`. Each key has a share of the open channels. The one that was idle longest makes room, and its caller opens another.
+`DOOR_US`. Each log has a share of the open channels. The one that was idle longest makes room, and its caller opens another.
+Shares are by log, not by key: anybody can make thousands of keys, but a store keeps 500 streams.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 
 MAX_CHANNELS: Final = 16_384
 """Open channels of one store: 2 KB each, 5 KB after long bodies one way ..."""
-MAX_OF_KEY: Final = 4096
-"""... and of one key, which displace each other."""
+MAX_OF_LOG: Final = 4096
+"""... and of one log, or of the store itself. They displace each other."""
 MAX_SPENT: Final = 16_384
+"""Used doors that a store remembers. At one more all doors close, and callers that were opening a channel knock again."""
 DOOR_US: Final = 30_000_000
 UNSEALED: Final = (FindStore, Create, Knock, Open)
 """Calls without a channel: they reveal no secret, or each is signed."""
@@ -46,13 +48,13 @@ class Channels:
     """The open channels of one store, for one session with its relay."""
 
     def __init__(
-        self, key: StoreKey, entropy: Callable[[int], bytes], *, most: int = MAX_CHANNELS, most_of_key: int = MAX_OF_KEY
+        self, key: StoreKey, entropy: Callable[[int], bytes], *, most: int = MAX_CHANNELS, most_of_log: int = MAX_OF_LOG
     ) -> None:  # fmt: skip
         self._key = key
         self._address = public_id(key.public_key).hex()
         self._entropy = entropy
         self._most = most
-        self._most_of_key = most_of_key
+        self._most_of_log = most_of_log
         self.clear()
 
     def __len__(self) -> int:
@@ -64,8 +66,8 @@ class Channels:
         self._next = int.from_bytes(self._entropy(4)) << 24
         """Numbers do not repeat soon, so an old channel is unknown rather than wrong."""
         self._channels: dict[int, Channel] = {}
-        self._of_key: dict[bytes, OrderedDict[int, None]] = {}
-        """Key id -> its channels, the one that was idle longest first."""
+        self._of_log: dict[bytes, OrderedDict[int, None]] = {}
+        """uuid -> its channels, the one that was idle longest first."""
         self._spent: OrderedDict[bytes, int] = OrderedDict()
         """Doors that were used, with the time at which they close, so that a recorded Open opens nothing."""
 
@@ -87,7 +89,6 @@ class Channels:
             raise ChannelRefused("the door is unknown, or older than 30 seconds: knock again")
         if call.door in self._spent:
             raise ChannelRefused("a channel was already opened through this door: knock again")
-        key_id = public_id(call.public_key)
         try:
             channel, share, signature = accept_offer(
                 self._key, uuid, self._next, nonce=call.nonce, door=call.door, public_key=call.public_key,
@@ -97,9 +98,9 @@ class Channels:
             raise ChannelRefused(str(err)) from err
         self._next += 1
         self._spend(call.door, now_us)
-        self._room(key_id)
+        self._room(uuid)
         self._channels[channel.number] = channel
-        self._of_key.setdefault(key_id, OrderedDict())[channel.number] = None
+        self._of_log.setdefault(uuid, OrderedDict())[channel.number] = None
         return Opened(channel.number, share, signature)
 
     def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
@@ -116,7 +117,7 @@ class Channels:
             counter, call = channel.accept(end, body)
         except SealError as err:
             raise ChannelRefused(str(err)) from err
-        self._of_key[channel.key_id].move_to_end(number)
+        self._of_log[channel.uuid].move_to_end(number)
         question.channel, question.counter = channel, counter
         return call
 
@@ -133,19 +134,22 @@ class Channels:
 
     def _spend(self, door: bytes, now_us: int) -> None:
         spent = self._spent
-        while spent and (len(spent) >= MAX_SPENT or next(iter(spent.values())) < now_us):
+        while spent and next(iter(spent.values())) < now_us:
             spent.popitem(last=False)
+        if len(spent) >= MAX_SPENT:  # to forget one would open it to whoever recorded it
+            self._secret = self._entropy(32)
+            spent.clear()
         spent[door] = now_us + DOOR_US
 
-    def _room(self, key_id: bytes) -> None:
-        """Remove the channel that was idle longest: of this key, or of the key with the most."""
-        own = self._of_key.get(key_id, ())
-        if len(own) < self._most_of_key and len(self._channels) < self._most:
+    def _room(self, uuid: bytes) -> None:
+        """Remove the channel that was idle longest: of this log, or of the log with the most."""
+        own = self._of_log.get(uuid, ())
+        if len(own) < self._most_of_log and len(self._channels) < self._most:
             return
-        if len(own) < self._most_of_key:
-            key_id = max(self._of_key, key=lambda one: len(self._of_key[one]))
-        of_key = self._of_key[key_id]
-        number, _ = of_key.popitem(last=False)
+        if len(own) < self._most_of_log:
+            uuid = max(self._of_log, key=lambda one: len(self._of_log[one]))
+        of_log = self._of_log[uuid]
+        number, _ = of_log.popitem(last=False)
         del self._channels[number]
-        if not of_key:
-            del self._of_key[key_id]
+        if not of_log:
+            del self._of_log[uuid]

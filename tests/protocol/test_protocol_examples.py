@@ -571,8 +571,8 @@ def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
         ),
         ("the last 2^17 counters", sframe.WINDOW_COUNTERS == 1 << 17),
         (
-            "of one key and in all | 4,096 and 16,384;",
-            (channels.MAX_OF_KEY, channels.MAX_CHANNELS) == (4096, 16_384),
+            "of one log and in all | 4,096 and 16,384;",
+            (channels.MAX_OF_LOG, channels.MAX_CHANNELS) == (4096, 16_384),
         ),
         ("at most 30 seconds old", channels.DOOR_US == 30_000_000),
         ("below the window of 16,384", channel.WINDOW_CALLS == 16_384),

@@ -16,6 +16,7 @@ from protocol.stores import (
     NAME,
     NOW_US,
     OTHER,
+    STORE_KEY,
     UUID,
     Caller,
     Relay,
@@ -24,14 +25,17 @@ from protocol.stores import (
     open_store,
     order,
     relay_of,
+    state,
 )
 
 from iris.crypto.channel import MARK
-from iris.crypto.keys import verify_order
+from iris.crypto.keys import ClusterKey, verify_order
 from iris.errors import ConnectionLost, Overloaded, RequestTimeout
-from iris.wire import streams
+from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, END_AT, HOP
+from iris.wire.frames import Kind
 from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
+from relay.store.channels import Channels
 from relay.store.keeper import Store
 
 
@@ -306,3 +310,75 @@ def test_a_door_full_of_orders_costs_a_client_no_more_than_a_few_signatures(
         relay.answers = forge
         assert isinstance(relay.ask(Caller(KEY), streams.Describe()), Refused | ConnectionLost)
         assert checked == []
+
+
+# -- channels ----------------------------------------------------------------------------------------------------
+
+
+def test_a_recorded_open_opens_nothing_however_many_channels_others_open(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relay.store.channels.MAX_SPENT", 4)
+    caller = Caller(KEY)
+    assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
+    (declared, opening) = relay.recorded[-2]
+    for _ in range(8):
+        assert isinstance(relay.ask(Caller(KEY), streams.Describe()), streams.Described)
+    held = len(relay.store.channels)
+    relay.hand(declared, opening, caller)
+    (answer,) = relay.heard()
+    refused = decode_answer(bytes(answer[BODY_AT:]))
+    assert isinstance(refused, Refused)
+    assert refused.code == "channel"
+    assert len(relay.store.channels) == held
+    assert len(relay.store.channels._spent) <= 4
+
+
+def test_who_made_up_many_keys_ends_no_channels_of_another_stream(relay: Relay) -> None:
+    table = relay.store.channels = Channels(STORE_KEY, os.urandom, most=8, most_of_log=6)
+    honest = [Caller(KEY) for _ in range(3)]
+    for caller in honest:
+        assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
+    made_up = [ClusterKey(os.urandom(32)) for _ in range(12)]
+    theirs = streams.Create([order(key, uuid=b"o" * 16, name="other") for key in made_up])
+    assert isinstance(
+        relay.ask(Caller(), theirs, key=None, name=relay.store.address), streams.Described
+    )
+    for key in made_up:
+        assert isinstance(
+            relay.ask(Caller(key), streams.Describe(), key=key, name="other"), streams.Described
+        )
+    assert len(table) == 8
+    for caller in honest:
+        assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
+    assert relay.store.refused == 0
+    # And the honest still get in.
+    assert isinstance(relay.ask(Caller(KEY), streams.Describe()), streams.Described)
+
+
+def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
+    relay: Relay,
+) -> None:
+    """After a restart, and in a stream of the same name under another key or uuid, what was recorded is refused."""
+    old = Caller(KEY)
+    assert isinstance(relay.ask(old, append(3), writes=True), streams.Appended)
+    recorded = [(declared, frame) for declared, frame in relay.recorded if frame[BODY_AT] == MARK]
+    again = order(OTHER, uuid=b"s" * 16, name=NAME)
+    made = relay.ask(Caller(OTHER), streams.Create([again]), key=None, name=relay.store.address)
+    assert isinstance(made, streams.Described)
+    other = Caller(OTHER)
+    assert isinstance(relay.ask(other, streams.Describe(), key=OTHER), streams.Described)
+    places = [frames.Declare(0, Kind.STREAM, name, key.key_id, bytes(16))
+              for name in (NAME, UUID.hex(), (b"s" * 16).hex(), relay.store.address) for key in (KEY, OTHER)]  # fmt: skip
+    relay.store.detached()  # our session with the relay ends, and another begins
+    after = Relay(relay.store)
+    before = state(relay.store)
+    for declared in (*places, *(declared for declared, _ in recorded)):
+        for _, frame in recorded:
+            after.hand(declared, frame, old)
+            (answer,) = after.heard()
+            refused = decode_answer(bytes(answer[BODY_AT:]))
+            assert isinstance(refused, Refused)
+            assert refused.code == "channel"
+    assert state(relay.store) == before
+    assert not len(relay.store.channels)

@@ -407,7 +407,7 @@ def test_a_door_closes_after_half_a_minute(relay: Relay) -> None:
 def test_in_a_full_table_the_channel_idle_longest_makes_room_and_is_opened_again(
     relay: Relay,
 ) -> None:
-    table = relay.store.channels = channels.Channels(STORE_KEY, os.urandom, most=4, most_of_key=3)
+    table = relay.store.channels = channels.Channels(STORE_KEY, os.urandom, most=4, most_of_log=3)
     callers = [Caller(KEY) for _ in range(4)]
     for caller in callers[:3]:
         relay.ask(caller, streams.Describe())
@@ -440,7 +440,7 @@ def test_a_client_that_uses_too_many_streams_opens_the_first_again(
 
 
 def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:
-    table = relay.store.channels = channels.Channels(STORE_KEY, os.urandom, most=4, most_of_key=3)
+    table = relay.store.channels = channels.Channels(STORE_KEY, os.urandom, most=4, most_of_log=3)
     relay.ask(Caller(KEY), streams.Create([order(OTHER, uuid=b"o" * 16, name="other")]), key=None, name=relay.store.address)  # fmt: skip
     quiet = Caller(OTHER)
     assert isinstance(relay.ask(quiet, streams.Describe(), key=OTHER, name="other"), streams.Described)  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 CALLS = ("tests/protocol/test_store_calls.py",)
+ATTACKS = ("tests/protocol/test_store_attacks.py",)
 LYING = ("tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py")
 CHANNEL = ("tests/unit/crypto/test_channel.py",)
 
@@ -121,10 +122,37 @@ SABOTAGES = (
         "channel-share",
         "relay/store/channels.py",
         "Channels._room",
-        "len(own) < self._most_of_key and len(self._channels) < self._most",
+        "len(own) < self._most_of_log and len(self._channels) < self._most",
         "True",
         CALLS,
         "channels without a bound",
+    ),
+    Sabotage(
+        "channel-spent-room",
+        "relay/store/channels.py",
+        "Channels._spend",
+        "self._secret = self._entropy(32)",
+        "pass",
+        ATTACKS,
+        "a recorded opening opens a channel once many others were opened",
+    ),
+    Sabotage(
+        "channel-share-of-log",
+        "relay/store/channels.py",
+        "Channels._room",
+        "of_log = self._of_log[uuid]",
+        "of_log = next(iter(self._of_log.values()))",
+        ATTACKS,
+        "who makes up keys ends the channels of others",
+    ),
+    Sabotage(
+        "channel-knock-full",
+        "iris/core/channels.py",
+        "Line._ask",
+        "self._fail(err)",
+        "raise",
+        ATTACKS,
+        "a call without room to knock leaves its channel opening for ever",
     ),
     Sabotage(
         "channel-answer",
