@@ -640,6 +640,9 @@ class Store:
         dead = self.streams.get(dead_uuid(stream.uuid))
         gone = (stream, dead)
         self._places = {place: s for place, s in self._places.items() if s not in gone}
+        for other in self.streams.values():  # which it may have stood before, under a key of both
+            if other is not stream and other.name == stream.name:
+                self._place(other)
 
     def _destroy(self, path: str) -> None:
         """Remove a log that was deleted; what cannot be removed now is removed at the next start."""

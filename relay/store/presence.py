@@ -127,19 +127,31 @@ class Presence:
         for held in (stream, dead):
             if held is not None:
                 uuid = held.uuid.hex()
-                served = self._served.setdefault(stream.uuid, []).append
+                served = self._joined(stream)
                 session.join(uuid, key_ids, _STREAM, held.name, asks.heard(served))
                 session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
         if definition.cluster and recording:
-
-            def joined(member: int) -> None:
-                self.members[member] = stream
-                self._served.setdefault(stream.uuid, []).append(member)
-
-            session.join(definition.cluster, stream.live_ids, _SHARE, "", asks.heard(joined))
+            shares = self._joined(stream, shares=True)
+            session.join(definition.cluster, stream.live_ids, _SHARE, "", asks.heard(shares))
         if definition.topic and recording:
             self._want(session, definition.topic, all_streams, asks)
         asks.sent()
+
+    def _joined(self, stream: Stream, *, shares: bool = False) -> Callable[[int], None]:
+        """Return what notes a member of a stream, or has it leave at once if `leave` came before the relay's answer."""
+        members = self._served.setdefault(stream.uuid, [])
+
+        def joined(member: int) -> None:
+            if self._served.get(stream.uuid) is members:
+                members.append(member)
+                if shares:
+                    self.members[member] = stream
+            elif self.session is not None:
+                asks = Asks(told(stream.name))
+                _leave(self.session, member, asks)
+                asks.sent()
+
+        return joined
 
     def show_again(self, stream: Stream) -> None:
         """A stream's orders name more than those that the relay was shown."""
@@ -153,7 +165,7 @@ class Presence:
         if self.session is not None:
             uuid = dead.uuid.hex()
             asks = Asks(told(dead.name))
-            served = self._served.setdefault(stream.uuid, []).append
+            served = self._joined(stream)
             self.session.join(uuid, stream.key_ids, _STREAM, dead.name, asks.heard(served))
             self.session.join(dead.name, stream.key_ids, _STREAM, uuid, asks.heard(served))
             asks.sent()

@@ -253,4 +253,13 @@ SABOTAGES = (
         CLIENT,
         "a client believes the order with the highest time",
     ),
+    Sabotage(
+        "presence-late-member",
+        "relay/store/presence.py",
+        "Presence._joined",
+        "self._served.get(stream.uuid) is members",
+        "True",
+        ("tests/unit/relay/store/test_races.py",),
+        "a stream that was deleted or paused takes its share of a cluster for ever",
+    ),
 )
