@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from iris.core.aliases import MAX_ALIASES
 from iris.core.guard import Sequence as Expected
 from iris.crypto.keys import ClusterKey
@@ -14,6 +16,8 @@ from iris.wire.codec import metadata_prefix
 from iris.wire.frames import DECLARED_KINDS, Declare, Kind
 
 MAX_OPENERS: Final = 16_384
+MAX_GROUP_BYTES: Final = 64 << 20
+"""Of the names of queue groups that all aliases name; what an alias beyond names is for nobody here."""
 
 
 class NotOurs(Exception):
@@ -59,6 +63,9 @@ class Inbound:
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
         self._strange: dict[int, Declare] = {}
         """Alias -> declaration, for aliases under keys that we did not have at that time."""
+        self._group_bytes: dict[int, int] = {}
+        """Alias -> bytes of the group names that it declares, if any."""
+        self._all_group_bytes = 0
         self.replies: set[int] = set()
         """Aliases of stores' answers."""
 
@@ -73,6 +80,14 @@ class Inbound:
         if declared.kind not in DECLARED_KINDS:
             raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
         self._strange.pop(declared.alias, None)
+        self._all_group_bytes -= self._group_bytes.pop(declared.alias, 0)
+        if declared.groups:
+            size = sum(map(len, declared.groups))
+            if self._all_group_bytes + size > MAX_GROUP_BYTES:
+                declared = msgspec.structs.replace(declared, groups=[])
+            else:
+                self._group_bytes[declared.alias] = size
+                self._all_group_bytes += size
         if declared.kind == Kind.STREAM_REPLY:  # in clear: whose it is, its hop id says
             self._place(declared.alias, None)
             self.replies.add(declared.alias)

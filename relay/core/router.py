@@ -43,6 +43,8 @@ from relay.core.quotas import Quotas
 from relay.core.session import Neighbor, Route, Session
 from relay.core.sites import Wan
 
+MAX_GROUP_BYTES: Final = 64 << 20
+"""Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
 BEAT_STEP_US: Final = 100_000
 """Beats due within this go together, so that many links cost one round a second."""
 
@@ -327,7 +329,15 @@ class Router:
         before = routes[declared.alias]
         if before is not None:
             before.release()
-        routes[declared.alias] = Route(neighbor, declared, self.neighbors)
+            neighbor.group_bytes -= sum(map(len, before.only))
+        route = routes[declared.alias] = Route(neighbor, declared, self.neighbors)
+        if declared.groups and neighbor.hop_class:  # a session's go where its relay says
+            size = sum(map(len, declared.groups))
+            if neighbor.group_bytes + size <= MAX_GROUP_BYTES:
+                neighbor.group_bytes += size
+                route.only = tuple(declared.groups)
+            else:
+                neighbor.untaken += len(declared.groups)
 
     # -- reports ---------------------------------------------------------------------------------------------
 

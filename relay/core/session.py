@@ -161,7 +161,7 @@ class Route:
         self.sender_id = declared.sender_id
         self.plain = declared.plain
         """Over a link: the subscriptions without a group are meant ..."""
-        self.only = tuple(declared.groups)
+        self.only: tuple[str, ...] = ()
         """... and those of these groups."""
         self.hop_class = declared.hop_class
         self.site = declared.site
@@ -319,7 +319,7 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "clock_us", "closed", "gaps", "greeted", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
+        "aliases", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
         "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
@@ -343,6 +343,8 @@ class Neighbor:
         self.own_hop_mask = RELAY_HOP
         self.swept_us = 0
         self.routes: list[Route | None] = []
+        self.group_bytes = 0
+        """Of the queue groups that its aliases name."""
         self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
         self.handed: dict[int, Handed] = {}
         """By the hop id that we gave: what its members run."""

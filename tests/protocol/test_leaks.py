@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from protocol.kit import KEY, OTHER_KEY, Network
-from protocol.test_quotas import HOUR_S, Party
+from protocol.test_quotas import HOUR_S, Party, hear
 
+from iris.core import inbound as inbound_module
 from iris.wire import frames
-from iris.wire.codec import END, HOP, tunnel_frame
-from iris.wire.frames import FLAG_REFUSED, Cause, Kind, Refusal, Serving
+from iris.wire.codec import END, HOP, encode_control, tunnel_frame
+from iris.wire.frames import FLAG_REFUSED, Cause, HopClass, Kind, Refusal, Serving
+from relay.core import router as router_module
 from relay.core.router import Limits
 from relay.core.session import Handed
 
@@ -183,3 +185,77 @@ def test_sessions_that_have_used_up_what_may_wait_cost_one_look_a_second_togethe
         (fail,) = caller.heard(frames.Fail)
         assert fail.cause == Cause.OVERLOADED
     assert looks == 1
+
+
+# -- what is kept of the groups that a DECLARE names ----------------------------------------------------------------
+
+
+def long_groups(number: int) -> list[str]:
+    """Return 200 names of groups, 40 KB together, that no other number has."""
+    return [f"{number}-{n}-".ljust(200, "x") for n in range(200)]
+
+
+def test_groups_that_a_session_names_are_not_kept() -> None:
+    """They are for relays to say; 65,536 aliases of 64 KB would be 4 GB of one session's making."""
+    router = Network().router
+    party = Party(router)
+    for alias in range(8):
+        party.say(frames.Declare(alias, Kind.PUBLISH, "t", KEY_ID, bytes(16), True, long_groups(alias)))  # fmt: skip
+    assert not party.session.closed
+    assert [route.only for route in party.session.routes[:8] if route] == [()] * 8
+
+
+def test_groups_that_a_relay_names_are_kept_within_a_bound_and_its_link_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "MAX_GROUP_BYTES", 100_000)
+    net = Network(relays=2)
+    end, _ = net.link(0, 1)
+
+    def declare(alias: int, groups: list[str]) -> None:
+        body = frames.Declare(
+            alias, Kind.PUBLISH, "t", KEY_ID, bytes(16), False, groups, hop_class=HopClass.MESH
+        )
+        assert not hear(end, body)
+
+    for alias in range(4):
+        declare(alias, long_groups(alias))
+    kept = [len(route.only) for route in end.link.routes[:4] if route]
+    assert (kept, end.link.untaken) == ([200, 200, 0, 0], 400)
+    declare(0, ["g"])
+    declare(2, long_groups(2))
+    kept = [len(route.only) for route in end.link.routes[:4] if route]
+    assert (kept, end.link.untaken) == ([1, 200, 200, 0], 400)
+    assert not end.link.closed
+
+
+def test_groups_that_a_relay_names_to_a_client_are_kept_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inbound_module, "MAX_GROUP_BYTES", 100_000)
+    net = Network()
+    alice = net.host("alice")
+    inbox = alice.subscribe("t", group="g")
+
+    def declare(alias: int, groups: list[str], key_id: bytes = KEY_ID) -> None:
+        alice.hear(
+            encode_control(
+                frames.Declare(alias, Kind.PUBLISH, "t", key_id, bytes(16), False, groups)
+            )
+        )
+
+    for alias in range(100, 102):
+        declare(alias, long_groups(alias))
+    strange = OTHER_KEY.key_id
+    for alias in range(102, 110):  # of keys that are not ours as well
+        declare(alias, long_groups(alias), strange if alias % 2 else KEY_ID)
+    flows, unknown = alice.session._inbound._flows, alice.session._inbound._strange
+    assert [len(flow.groups) for flow in flows[100:110] if flow] == [200, 200, 0, 0, 0, 0]
+    assert [len(declared.groups) for declared in unknown.values()] == [0] * 4
+    declare(100, [])
+    declare(101, [])
+    bob = net.host("bob")
+    bob.publish("t", b"one")
+    net.run()
+    assert inbox.payloads == [b"one"]
+    assert not alice.ended_because

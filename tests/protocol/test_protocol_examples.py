@@ -20,7 +20,7 @@ from protocol import make_examples
 from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENER_EPHEMERAL
 
 from iris.config import ClientConfig
-from iris.core import asks, bundle, guard, tunnel, tunneling
+from iris.core import asks, bundle, guard, inbound, tunnel, tunneling
 from iris.core.aliases import MAX_ALIASES
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.tunnel import prologue
@@ -36,7 +36,7 @@ from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay import compression, ports, sessions
 from relay.compression import expanded, frames_in
 from relay.config import lan
-from relay.core import calls, control, link, overdue, parking, sites
+from relay.core import calls, control, link, overdue, parking, router, sites
 from relay.core.router import Limits
 from relay.store import channels
 from relay.store.authority import Authority
@@ -509,6 +509,10 @@ LIMITS: Final = {
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,
     "queue groups per session, and per relay under one key": control.MAX_GROUPS,
     "queue groups per site under one key, as other sites know them": sites.MAX_SITE_GROUPS,
+    "names of queue groups in the aliases of one connection": (
+        router.MAX_GROUP_BYTES,
+        inbound.MAX_GROUP_BYTES,
+    ),
     "watches per session": control.MAX_WATCHES,
     "members of all sessions of a relay, each counted as its key ids": (
         _CONFIG.max_members,
