@@ -15,6 +15,7 @@
     python bench/proof.py mutations all         # N of our checks taken out, one at a time: the tests have to notice (N or all)
     python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
     python bench/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
+    python bench/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
 and count, in the place of the former one. All but sim, scale, federation, mutations and the steps of hostile in real processes with a relay, keys and sockets of their own.
@@ -53,6 +54,7 @@ AREAS = (
     "mutations",
     "hostile",
     "restarts",
+    "gateway-drains",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241
@@ -104,7 +106,7 @@ def play(name: str, deadline_s: str, options: str) -> None:
     """Be a role: "area.function"."""
     signal.alarm(int(deadline_s))
     area, _, function = name.partition(".")
-    role = getattr(importlib.import_module(f"proofs.{area}"), function)
+    role = getattr(importlib.import_module(_module(area)), function)
     harness.report(name, uvloop.run(role(json.loads(options))))
 
 
@@ -118,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.count is not None and args.count < 1:
         parser.error("N is at least 1")
-    area = importlib.import_module(f"proofs.{args.area}")
+    area = importlib.import_module(_module(args.area))
     most: int | None = getattr(area, "MOST", None)
     if args.count is None and most is None:
         parser.error(f"{args.area} has no end: N is a number")
@@ -136,6 +138,10 @@ def main() -> None:
     print(f"took {time.monotonic() - begin_s:.1f} s; written to {args.record}", file=sys.stderr)
     if proof.broken:
         sys.exit(f"{args.area} {count}: did not hold: {'; '.join(proof.broken)}")
+
+
+def _module(area: str) -> str:
+    return f"proofs.{area.replace('-', '_')}"
 
 
 def _count(text: str) -> int | None:

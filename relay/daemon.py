@@ -182,7 +182,7 @@ class Relay:
             self.driver.turn()
             self.router.drain(int(bound_s * 1000))
             self.driver.settle()
-            if not (self.hub.idle and self._links_idle):
+            if not self._idle:
                 # Who watches would take a drain for a hang.
                 fields = {
                     "sessions": len(self.hub.ports),
@@ -193,10 +193,14 @@ class Relay:
             until_s = time.monotonic() + bound_s
             quiet = 0
             while time.monotonic() < until_s and quiet < DRAIN_QUIET_POLLS:
-                if not self.hub.ports and self._links_idle:
-                    break  # nobody is here
+                if not self.hub.ports and self._idle:
+                    break  # nobody is here, and nothing is in transit
                 await asyncio.sleep(DRAIN_POLL_S)
-                quiet = quiet + 1 if self.hub.idle and self._links_idle else 0
+                quiet = quiet + 1 if self._idle else 0
+            if not self._idle:
+                calls, tunnels = self.router.under_way
+                fields = {"calls": calls, "tunnels": tunnels, "after_s": bound_s}
+                log.warning("relay.cut", extra={"fields": fields})
             if self._store is not None:
                 await self._store.stop()
             await asyncio.gather(*(hub.close() for hub in self._hubs))
@@ -221,8 +225,9 @@ class Relay:
         )
 
     @property
-    def _links_idle(self) -> bool:
-        return all(hub.idle for hub in self._hubs)
+    def _idle(self) -> bool:
+        """Nothing runs, waits or passes through, and nobody can begin anything new that has not heard of the drain."""
+        return self.router.drains.heard and self.hub.idle and all(hub.idle for hub in self._hubs)
 
     def garbled_name(self) -> None:
         """A stranger named a network by what is no text at all."""

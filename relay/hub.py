@@ -296,10 +296,15 @@ class Hub:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits to be written."""
-        return not any(port.unwritten_bytes for port in self.ports)
+        """Nothing waits to be written, and nothing that came or went over a connection has still to end."""
+        return not any(port.unwritten_bytes or _busy(port.link) for port in self.ports)
 
     @property
     def up(self) -> Sequence[LinkPort]:
         """The connections that are no strangers'."""
         return [port for port in self.ports if port.link is not None]
+
+
+def _busy(neighbor: Neighbor | None) -> bool:
+    """Whether calls or tunnels pass over a connection, from here or in transit."""
+    return neighbor is not None and bool(neighbor.handed or neighbor.pending or neighbor.tunnels)

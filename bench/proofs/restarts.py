@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Result, Role
+from harness import Result
 
 import iris
-from iris.keyfiles import create_keys
 from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
+from proofs.restarted import Restarted
 
 CLUSTERS = 6
 PROCESSES = 3
 WORKERS = 8
 AWAY_S = 2.0
 CALL_S = 10.0
-START_S = 20.0
 NOBODY = "127.0.0.1:1"
 """Where no relay answers: looking for one there is what settling costs."""
 
@@ -101,51 +98,11 @@ async def caller(options: dict[str, Any]) -> Result:
 # -- the proof -----------------------------------------------------------------------------------------------
 
 
-class Restarted:
-    """A relay that is started again and again at one socket."""
-
-    def __init__(self, roles: Run, arguments: list[str]) -> None:
-        self._roles = roles
-        directory = roles.directory / "relay"
-        directory.mkdir(mode=0o700)
-        create_keys(roles.directory / "keys")
-        self._socket = directory / "relay.sock"
-        self._command = ["-m", "relay", "--socket", str(self._socket), *arguments]
-        inherited = {name: v for name, v in os.environ.items() if not name.startswith("IRIS_")}
-        self.env = {
-            **inherited, "XDG_RUNTIME_DIR": str(directory), "IRIS_CONFIG": str(roles.directory / "keys"), "IRIS_RELAY": str(self._socket),
-        }  # fmt: skip
-        self.role: Role
-        self.start()
-
-    def start(self) -> None:
-        """Start it; returns when it serves."""
-        before = _identity(self._socket)
-        self.role = self._roles.start("relay", self._command, env=self.env, reports=False)
-        until_s = time.monotonic() + START_S
-        while _identity(self._socket) in (None, before):
-            if self.role.process.poll() is not None or time.monotonic() > until_s:
-                raise self.role.failed("did not open its socket")
-            time.sleep(0.005)
-
-    def end(self, number: signal.Signals) -> None:
-        """Send a signal, and return when the process is gone."""
-        self.role.process.send_signal(number)
-        self.role.process.wait()
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_ctime_ns
-
-
 def restart(arguments: list[str], count: int, rng: random.Random) -> Result:
     """Restart one relay `count` times; return what its callers met."""
     with Run(60.0 + 15 * count) as roles:
         relay = Restarted(roles, arguments)
+        relay.start()
         names = [f"restarts-{number}" for number in range(CLUSTERS)]
         members = [
             start(roles, "restarts.member", relay.env, {"clusters": names[number::PROCESSES]})

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 PROTOCOL_VERSION: Final = 1
 """Major version: both sides must agree on it. It is the first byte of all sealed metadata."""
-PROTOCOL_MINOR: Final = 1
+PROTOCOL_MINOR: Final = 2
 """Minor version: unknown map keys are ignored, so different minors work together."""
 BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""

@@ -54,7 +54,7 @@ class SessionControl:
             frames.Grant: self._on_grant,
             frames.Declare: self._on_declare,
             frames.Join: self._on_join,
-            frames.Leave: self._on_leave,
+            frames.Leave: self.on_leave,
             frames.Subscribe: self._on_subscribe,
             frames.Unsubscribe: self._on_unsubscribe,
             frames.Credit: self._on_credit,
@@ -62,7 +62,7 @@ class SessionControl:
             frames.Unwatch: self._on_unwatch,
             frames.Status: self._on_status,
             frames.Ping: lambda session, ping: session.control(frames.Pong(ping.id)),
-            frames.Pong: lambda session, pong: None,
+            frames.Pong: lambda session, pong: router.drains.answered(session, pong, router.now_us),
             frames.Beat: self._on_beat,
             frames.Bye: self._on_bye,
         }
@@ -192,11 +192,14 @@ class SessionControl:
             return ""
         return members.full(session.user, "members, each counted once per key")
 
-    def _on_leave(self, session: Session, leave: frames.Leave) -> None:
+    def on_leave(self, session: Session, leave: frames.Leave) -> None:
+        """A session takes one of its members away."""
         member = session.members.get(leave.member)
         if member is None or member.left:
             session.control(frames.Ack(leave.id, f"member {leave.member} is not of this session"))
             return
+        if self._router.drains.hold(session, leave):
+            return  # somebody may still call it who has not heard of the drain
         self.leave(member)
         session.control(frames.Ack(leave.id))
 

@@ -15,6 +15,7 @@ from iris.wire.names import printable
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.link import Link
+from relay.core.session import Neighbor
 from relay.core.sites import Wan
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class LinkControl:
             frames.Credit: calls.credited_by_link,
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
+            frames.Ping: _on_ping,
+            frames.Pong: lambda link, pong: router.drains.answered(link, pong, router.now_us),
             frames.Bye: self._on_bye,
             frames.Error: self._on_error,
         }
@@ -102,6 +105,8 @@ class WanControl:
             frames.Credit: calls.credited_by_link,
             frames.Roster: self._on_roster,
             frames.Done: self._on_done,
+            frames.Ping: _on_ping,
+            frames.Pong: lambda wan, pong: router.drains.answered(wan, pong, router.now_us),
             frames.Bye: self._on_bye,
             frames.Error: self._on_error,
         }
@@ -165,3 +170,8 @@ class WanControl:
         """The other gateway says which rule we broke, and ends the connection."""
         wan.port.abort(f"the other gateway says: {printable(error.detail)}")
         self._router.wan_down(wan)
+
+
+def _on_ping(neighbor: Neighbor, ping: frames.Ping) -> None:
+    """The other relay stops, has said so, and asks whether we have heard: what we sent before goes before this answer."""
+    neighbor.control(frames.Pong(ping.id))

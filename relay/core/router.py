@@ -31,6 +31,7 @@ from iris.wire.names import (
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.control import SessionControl
+from relay.core.draining import Draining
 from relay.core.federation import Federation
 from relay.core.interest import MAX_SHOWN, Interest, Member
 from relay.core.link import Link
@@ -122,6 +123,7 @@ class Router:
         casts.abroad = calls.abroad = self.abroad
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
+        self.drains = Draining(self._from_sessions.on_leave)
         self._link_table = _table(casts, calls, self._call, LinkControl(self, calls, casts).frame)
         self._wan_table = _table(casts, calls, self._call, WanControl(self, calls, casts).frame)
 
@@ -158,6 +160,7 @@ class Router:
             self.interest.unwatch(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
         self._calls.neighbor_down(session)
+        self.drains.forget(session, self.now_us)
 
     def hello(self, dial_us: int) -> frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
@@ -182,6 +185,7 @@ class Router:
         link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
         self._calls.neighbor_down(link)
+        self.drains.forget(link, self.now_us)
 
     @property
     def site(self) -> str:
@@ -206,6 +210,7 @@ class Router:
         wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
         self._calls.neighbor_down(wan)
+        self.drains.forget(wan, self.now_us)
 
     def _number(self) -> int:
         self._next_number += 1
@@ -249,7 +254,7 @@ class Router:
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
         mine = min(self._calls.deadline_us, self._pulse_us)
-        return min(self.mesh.deadline_us, self.abroad.deadline_us, mine)
+        return min(self.mesh.deadline_us, self.abroad.deadline_us, self.drains.deadline_us, mine)
 
     def expire(self) -> None:
         """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
@@ -261,6 +266,8 @@ class Router:
             self.abroad.expire(self.now_us)
         if self.now_us >= self._calls.deadline_us:
             self._calls.expire(self.now_us)
+        if self.now_us >= self.drains.deadline_us:
+            self.drains.expire(self.now_us)
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
         """Beat to a neighbor on another host from now on, and end it when it is silent."""
@@ -302,6 +309,8 @@ class Router:
         for session in self.sessions.values():
             if session.greeted:
                 session.control(frames.Drain(grace_ms))
+        there = [neighbor for neighbor in self.neighbors.values() if neighbor.greeted]
+        self.drains.begin(there, grace_ms, self.now_us)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -340,6 +349,14 @@ class Router:
                 neighbor.untaken += len(declared.groups)
 
     # -- reports ---------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Calls that have not ended, surveys as many times as they were handed over, and tunnels."""
+        neighbors = self.neighbors.values()
+        handed = sum(len(neighbor.handed) for neighbor in neighbors)
+        tunnels = sum(len(neighbor.tunnels) for neighbor in neighbors) // 2
+        return handed - tunnels + len(self._calls.parking.waiting), tunnels
 
     @property
     def held_messages(self) -> int:

@@ -1,0 +1,93 @@
+"""A relay that stops: who has heard of it, and when its members may leave.
+
+    drain ── DRAIN, or an empty interest, and PING ──► every session, link and WAN connection
+          ◄── what was sent before they heard, PONG ── heard
+    all have heard, or `HEARD_US` is over ──► LEAVEs that came are done, and nothing new comes any more
+
+A call that its sender sent before it heard finds the members that were there: none leaves before all senders have heard. Who speaks an
+older minor version is not asked: its sessions do not stop calling, and for its relays twice the round trip is waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from iris.wire import frames
+from relay.core.link import Link
+from relay.core.mesh import NEVER_US
+from relay.core.session import Neighbor, Session
+from relay.core.sites import Wan
+
+HEARD_MINOR: Final = 2
+"""Of relays that answer PING, and of sessions that begin nothing new after DRAIN."""
+HEARD_US: Final = 2_000_000
+"""Nobody is waited for any longer; of a short grace a quarter."""
+UNASKED_US: Final = 100_000
+DRAIN_PING: Final = 1
+"""The id of the PING: the relay sends no other."""
+
+
+class Draining:
+    """The drain of one relay. `leave` takes the LEAVEs that were held back."""
+
+    def __init__(self, leave: Callable[[Session, frames.Leave], None]) -> None:
+        self.begun = False
+        self.heard = True
+        """Nobody who has not heard of the drain can send anything new."""
+        self.deadline_us = NEVER_US
+        self._leave = leave
+        self._open: set[int] = set()
+        """Neighbors that have not answered."""
+        self._unasked_us = 0
+        """Until then relays that are not asked may have something on the way."""
+        self._until_us = 0
+        self._leaving: dict[tuple[int, int], tuple[Session, frames.Leave]] = {}
+        """By the numbers of session and member."""
+
+    def begin(self, neighbors: Iterable[Neighbor], grace_ms: int, now_us: int) -> None:
+        """Ask everybody who was told of the drain whether they have heard."""
+        self.begun, self.heard = True, False
+        self._until_us = now_us + min(HEARD_US, 250 * grace_ms)
+        for neighbor in neighbors:
+            if neighbor.minor >= HEARD_MINOR:
+                self._open.add(neighbor.number)
+                neighbor.control(frames.Ping(DRAIN_PING))
+            elif isinstance(neighbor, (Link, Wan)):
+                unasked_us = now_us + UNASKED_US + 2 * neighbor.beats.rtt_us
+                self._unasked_us = max(self._unasked_us, unasked_us)
+        self.expire(now_us)
+
+    def answered(self, neighbor: Neighbor, pong: frames.Pong, now_us: int) -> None:
+        """A PONG came. Others than to our PING are ignored."""
+        if self._open and pong.id == DRAIN_PING:
+            self.forget(neighbor, now_us)
+
+    def forget(self, neighbor: Neighbor, now_us: int) -> None:
+        """A neighbor has heard, or is gone."""
+        if self._open:
+            self._open.discard(neighbor.number)
+            self.expire(now_us)
+
+    def hold(self, session: Session, leave: frames.Leave) -> bool:
+        """Keep the LEAVE of a member until all have heard; False: it goes now. One that is repeated is not kept."""
+        place = (session.number, leave.member)
+        if self.heard or place in self._leaving:
+            return False
+        self._leaving[place] = (session, leave)
+        return True
+
+    def expire(self, now_us: int) -> None:
+        """Go on if all have heard, or time is over."""
+        if self.heard:
+            return
+        until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)
+        if now_us < until_us:
+            self.deadline_us = until_us
+            return
+        self.heard, self.deadline_us = True, NEVER_US
+        self._open.clear()
+        leaving, self._leaving = self._leaving, {}
+        for session, leave in leaving.values():
+            if not session.closed:
+                self._leave(session, leave)

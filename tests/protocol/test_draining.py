@@ -1,0 +1,160 @@
+"""A relay that stops: what was sent before its sender heard of it still finds whom it is for, and nobody holds the relay up for long."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.kit import Host, Network, Result, kind_of
+
+from iris.core.parties import Delivery
+from iris.wire import frames
+from iris.wire.frames import Kind
+from relay.core.draining import HEARD_US, UNASKED_US
+
+GRACE_MS = 10_000
+
+
+def pong(delivery: Delivery) -> None:
+    delivery.reply(b"pong", None, False)
+
+
+def hear_all(host: Host) -> None:
+    """Let a host read what it was sent, without an answer yet."""
+    while host.listen():
+        pass
+
+
+def leave(host: Host, member: int) -> Result:
+    """Take a member away, as its client does when the relay stops."""
+    ack = Result()
+    host.session.ask(lambda number: frames.Leave(number, member), ack)
+    return ack
+
+
+def test_a_call_that_was_sent_before_its_caller_heard_finds_the_member_that_leaves() -> None:
+    net = Network()
+    alice, bob = net.host("alice"), net.host("bob")
+    service = bob.serve("db", pong)
+    alice.request("db")
+    net.run()
+    net.router.drain(GRACE_MS)
+    hear_all(bob)
+    left = leave(bob, service.member)
+    bob.speak()
+    answer = alice.request("db")
+    alice.speak()  # she has not read a word
+    assert not left.done()
+    net.run()
+    assert answer.value == b"pong"
+    assert left.message.error == ""
+    assert net.router.drains.heard
+
+
+def test_a_call_from_another_relay_that_was_on_the_way_finds_the_member_that_leaves() -> None:
+    net = Network(relays=2)
+    here, _ = net.link(0, 1)
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    service = bob.serve("db", pong)
+    answer = alice.request("db")
+    alice.speak()  # it lies on the link
+    net.routers[1].drain(GRACE_MS)
+    hear_all(bob)
+    left = leave(bob, service.member)
+    bob.speak()
+    assert not left.done()
+    assert here.link.port is here
+    net.run()
+    assert answer.value == b"pong"
+    assert left.message.error == ""
+
+
+def test_who_says_nothing_holds_up_a_member_that_leaves_for_two_seconds_and_no_longer() -> None:
+    net = Network()
+    silent, bob = net.host("silent"), net.host("bob")
+    service = bob.serve("db", pong)
+    net.router.drain(GRACE_MS)
+    silent.port.out.clear()
+    left = leave(bob, service.member)
+    net.run()
+    assert not left.done()
+    net.pass_time(HEARD_US / 1e6)
+    net.run()
+    assert left.message.error == ""
+    assert net.router.drains.heard
+
+
+def test_of_a_short_grace_a_quarter_is_waited_for_who_says_nothing() -> None:
+    net = Network()
+    silent, bob = net.host("silent"), net.host("bob")
+    service = bob.serve("db", pong)
+    net.router.drain(400)
+    silent.port.out.clear()
+    left = leave(bob, service.member)
+    net.run()
+    net.pass_time(0.1)
+    net.run()
+    assert left.message.error == ""
+
+
+def test_who_goes_has_heard() -> None:
+    net = Network()
+    silent, bob = net.host("silent"), net.host("bob")
+    service = bob.serve("db", pong)
+    net.router.drain(GRACE_MS)
+    silent.port.out.clear()
+    left = leave(bob, service.member)
+    net.run()
+    assert not left.done()
+    silent.lose()
+    net.run()
+    assert left.message.error == ""
+
+
+def test_a_leave_that_is_repeated_is_not_kept_twice() -> None:
+    net = Network()
+    silent, bob = net.host("silent"), net.host("bob")
+    service = bob.serve("db", pong)
+    net.router.drain(GRACE_MS)
+    silent.port.out.clear()
+    first = leave(bob, service.member)
+    second = leave(bob, service.member)
+    net.run()
+    assert second.message.error == ""
+    net.pass_time(HEARD_US / 1e6)
+    net.run()
+    assert "not of this session" in first.message.error
+
+
+def test_a_session_of_an_older_minor_version_is_told_and_not_asked() -> None:
+    net = Network()
+    old = net.host("old")
+    net.run()
+    old.peer.minor = 1
+    net.router.drain(GRACE_MS)
+    assert [kind_of(frame) for frame in old.port.out] == [Kind.DRAIN]
+    assert net.router.drains.heard
+
+
+@pytest.mark.parametrize("minor", [1, 2])
+def test_a_relay_of_an_older_minor_version_is_not_asked_and_its_round_trip_is_waited(
+    minor: int,
+) -> None:
+    net = Network(relays=2)
+    here, there = net.link(0, 1)
+    net.run()
+    there.link.minor = minor
+    net.routers[1].drain(GRACE_MS)
+    asked = Kind.PING in [kind_of(frame) for frame in there.out]
+    assert asked == (minor == 2)
+    net.run()
+    drains = net.routers[1].drains
+    assert drains.heard == (minor == 2)
+    net.pass_time((UNASKED_US + 2 * there.link.beats.rtt_us) / 1e6)
+    net.run()
+    assert drains.heard
+    assert not here.link.closed
+
+
+def test_a_relay_without_anybody_has_been_heard_at_once() -> None:
+    net = Network()
+    net.router.drain(GRACE_MS)
+    assert net.router.drains.heard
