@@ -132,20 +132,23 @@ async def test_what_the_grace_cuts_is_told_to_both_ends_and_in_the_log(tmp_path:
             told.set()
 
     with Daemon(tmp_path, settings={"IRIS_RELAY_DRAIN_TIMEOUT_S": "0.3"}) as daemon:
-        async with client(daemon.socket) as member, client(daemon.socket) as caller:
-            async with member.serve(service) as binding:
-                tunnel = await caller.open_tunnel("never", timeout=PATIENCE_S)
-                asking = asyncio.create_task(caller.request("never", b"", timeout=3600))
-                await eventually(lambda: binding.running == 2)
-                assert await asyncio.to_thread(daemon.stop) == 0
-                with pytest.raises(iris.TunnelBroken):
-                    await tunnel.recv()
-                with pytest.raises(iris.ConnectionLost) as caught:
-                    await asking
-                assert caught.value.may_have_run
-                await told.wait()
-                await binding.stop()
-                binding.running = 0
+        async with (
+            client(daemon.socket) as member,
+            client(daemon.socket) as caller,
+            member.serve(service) as binding,
+        ):
+            tunnel = await caller.open_tunnel("never", timeout=PATIENCE_S)
+            asking = asyncio.create_task(caller.request("never", b"", timeout=3600))
+            await eventually(lambda: binding.running == 2)
+            assert await asyncio.to_thread(daemon.stop) == 0
+            with pytest.raises(iris.TunnelBroken):
+                await tunnel.recv()
+            with pytest.raises(iris.ConnectionLost) as caught:
+                await asking
+            assert caught.value.may_have_run
+            await told.wait()
+            await binding.stop()
+            binding.running = 0
         (cut,) = [line for line in daemon.lines() if line["event"] == "relay.cut"]
         assert (cut["calls"], cut["tunnels"]) == (1, 1)
 
