@@ -2,7 +2,8 @@
 
 The scenarios are those of `tests/support/proof_streams.py`, which `make test` runs at small counts. For N kills under load, and N more while batches are committed: N/4
 power cuts (and one on a disk that forgets what was synced, which has to be noticed), 3N/2 damaged logs, N/10 ends of relay
-or store while the other runs, one full disk, a read of 50,000 N messages, and N/4 kills of workers that share 50 N. What is broken is told with the seed of its scenario.
+or store while the other runs, one full disk, a read of 50,000 N messages, N/4 kills of workers that share 50 N, and N/5 steps of the store's clock.
+What is broken is told with the seed of its scenario.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run(count: int, seed: int) -> Proof:
     """Prove it with `count` kills."""
     from support import proof_consuming as consuming
     from support import proof_streams as scenarios
-    from support.stores import build_lossy_disk
+    from support.stores import build_lossy_disk, build_shim
 
     proof = Proof()
     with tempfile.TemporaryDirectory(prefix="iris-proof-") as made:
@@ -57,6 +58,8 @@ def run(count: int, seed: int) -> Proof:
         _play(
             proof, "workers", killed, lambda rig: consuming.workers(rig, 50 * count, killed, seed)
         )
+        steps, clock = max(2, count // 10), build_shim("set_clock", Path(made))
+        _play(proof, "clock", steps, lambda rig: consuming.clock_steps(rig, steps, seed, clock))
         _control(proof, lambda rig: scenarios.power(rig, 2, seed, shim, lie=True))
         try:
             _play(proof, "full disk", 10, lambda rig: scenarios.full_disk(rig.directory, seed))

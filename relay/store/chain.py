@@ -181,7 +181,7 @@ class Chain:
 class Draft:
     """Entries on their way to disk, and how the log's end looks when they are there."""
 
-    __slots__ = ("_before", "batch", "full", "next", "open", "rows", "since", "slots")
+    __slots__ = ("_before", "batch", "full", "listed_us", "next", "open", "rows", "since", "slots")
 
     def __init__(
         self, database: Database, at: int, segment: Segment, before: list[Slot] | None
@@ -197,13 +197,15 @@ class Draft:
         self._before = before
         self.rows = False
         """The batch is to be written also if it holds no entry."""
+        self.listed_us = 0
+        """Due times up to here were listed: nothing may come to stand among them."""
 
     def add_entry(
         self, entry: Entry, first: int, count: int, now_us: int, stored_us: int | None = None
     ) -> None:
         """Add a record that was stored at `stored_us`, here or in the log that is copied (now if None); one that is due by now is not deferred."""
         stored_us = now_us if stored_us is None else stored_us
-        deferred = entry.due_us > now_us
+        deferred = entry.due_us > max(now_us, self.listed_us)
         key = KEY.pack(first)
         value = encode_record(key, entry, stored_us, deferred=deferred)
         if entry.key_hash is not None:

@@ -21,6 +21,7 @@ from typing import Final
 from msgspec import Struct
 
 from relay.store import cursor
+from relay.store.clock import Clock
 from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.errors import LogDamaged
 from relay.store.log import MAX_CURSOR_NAME_BYTES, MAX_OFFSET, Log
@@ -106,14 +107,14 @@ class _Basket:
 
 
 class Consumer:
-    """One consumer of a log. Like the log: from one thread at a time, and `now_us` is µs since 1970 and never falls.
+    """One consumer of a log, from one thread at a time. `now_us` is `Clock.elapsed_us`; `clock` tells how others differ from it.
 
     What `take` returned is handed out. A crash between two calls of `save` delivers again what was settled since.
     """
 
     def __init__(
-        self, log: Log, name: str, settings: Settings, start_offset: int, now_us: int
-    ) -> None:
+        self, log: Log, name: str, settings: Settings, start_offset: int, now_us: int, clock: Clock | None = None
+    ) -> None:  # fmt: skip
         """Start at `start_offset`; deferred records below it are not delivered. Raises ValueError."""
         if not 0 <= start_offset <= log.next:
             raise ValueError(f"start_offset: {start_offset} is not between 0 and {log.next}")
@@ -123,6 +124,7 @@ class Consumer:
         self.settings = settings
         self.counts = Counts()
         self._log = log
+        self._clock = clock or Clock()
         self._start = self._position = start_offset
         self._due = (0, 0)
         self._coming: tuple[tuple[int, int, int], tuple[int, int] | None] | None = None
@@ -133,8 +135,12 @@ class Consumer:
         self._oldest = 0
 
     @classmethod
-    def load(cls, log: Log, name: str) -> Consumer:
+    def load(
+        cls, log: Log, name: str, now_us: int | None = None, clock: Clock | None = None
+    ) -> Consumer:
         """Return the consumer that was saved as `name`; what it had handed out is delivered again.
+
+        Delays last no longer than they had to when it was saved, wherever the clock is set. None: `now_us` is by that clock.
 
         Raises:
             KeyError: there is none.
@@ -146,14 +152,18 @@ class Consumer:
             raise KeyError(name)
         state = cursor.decode(name, data)
         try:
-            consumer = cls(log, name, state.settings, state.start, 0)
+            consumer = cls(log, name, state.settings, state.start, now_us or 0, clock)
             if not state.start <= state.position <= log.next:
                 raise ValueError("it is ahead of its log")
-            consumer._table.restore(state.records, state.dead, log.next)
+            ahead_us = 0
+            if now_us is not None:
+                ahead_us = max(consumer._wall_us, state.saved_us) - now_us
+            consumer._table.restore(state.records, state.dead, log.next, ahead_us)
         except (ValueError, LookupError) as err:
             raise CursorDamaged(name, f"it does not fit together or its log: {err}") from err
         consumer._position = state.position
         consumer._due = state.due
+        log.listed(state.due[0])
         consumer.counts = state.counts
         return consumer
 
@@ -300,10 +310,11 @@ class Consumer:
         None = not by time alone. After `expire` it lies ahead. Raises LogDamaged.
         """
         coming = self._next_deferred()
-        if coming is not None and coming[0] <= self._now:  # these wait for a worker, not for time
-            later = self._log.due(MAX_OFFSET, after=(self._now, MAX_OFFSET), limit=1)
+        high_us = self._high_us
+        if coming is not None and coming[0] <= high_us:  # these wait for a worker, not for time
+            later = self._log.due(MAX_OFFSET, after=(high_us, MAX_OFFSET), limit=1)
             coming = later[0] if later else None
-        times = [self._table.next_us, coming[0] if coming else None]
+        times = [self._table.next_us, coming[0] - high_us + self._now if coming else None]
         return min((time for time in times if time is not None), default=None)
 
     # State
@@ -324,9 +335,10 @@ class Consumer:
                 self._start,
                 self._position,
                 self._due,
-                self._table.kept(),
+                self._table.kept(self._clock.wall_ahead_us),
                 list(self._table.dead),
                 self.counts,
+                max(0, self._wall_us),
             )
             self._log.put_cursor(self.name, cursor.encode(state), sync=sync)
             self._table.dirty = False
@@ -349,8 +361,24 @@ class Consumer:
     def _now(self) -> int:
         return self._table.now_us
 
+    @property
+    def _wall_us(self) -> int:
+        return self._table.now_us + self._clock.wall_ahead_us
+
+    @property
+    def _high_us(self) -> int:
+        return self._table.now_us + self._clock.high_ahead_us
+
     def _tell_time(self, now_us: int) -> None:
-        self._table.now_us = max(self._table.now_us, now_us)
+        table = self._table
+        table.now_us = max(table.now_us, now_us)
+        table.awake_us = max(table.awake_us, table.now_us + self._clock.awake_ahead_us)
+
+    def _early_us(self, record: Record) -> int:
+        """Return how long `record` has to wait yet; 0 if its time has come, or had when it was stored."""
+        if record.due_us <= record.stored_us:
+            return 0
+        return max(0, record.due_us - self._wall_us - self._log.steps.grace_us(record.first))
 
     # Inside: handing out
 
@@ -391,7 +419,7 @@ class Consumer:
                 bits = record.bits(parts)
                 if not self._may_hold(basket.worker, bits.bit_count()):
                     return False
-                item = self._log.read(record.first, 1, now_us=self._now).items[0]
+                item = self._log.read(record.first, 1, now_us=self._wall_us).items[0]
                 if not isinstance(item, Record):
                     assert isinstance(item, Hole)
                     self._lose(record, item.reason)
@@ -411,19 +439,20 @@ class Consumer:
     def _take_due(self, basket: _Basket) -> bool:
         """Hand out deferred records that have come due; return whether the basket has room for others."""
         coming = self._next_deferred()
-        if coming is None or coming[0] > self._now:
+        if coming is None or coming[0] > self._high_us:
             return True
-        found = self._log.due(self._now, after=self._due, limit=DUE_BATCH)
+        found = self._log.due(self._high_us, after=self._due, limit=DUE_BATCH)
         for pair in found:
             if basket.full():
                 return False
             if pair[1] >= self._start:
-                item = self._log.read(pair[1], 1, now_us=self._now).items[0]
+                item = self._log.read(pair[1], 1, now_us=self._wall_us).items[0]
                 if not isinstance(item, Record):
                     self.counts.skipped += item.next - pair[1]
                 elif not self._take_record(item, item.first, basket, deferred=True):
                     return False
             self._due = pair
+            self._log.listed(pair[0])
             self._table.dirty = True
         basket.more = len(found) == DUE_BATCH
         return not basket.more
@@ -434,7 +463,7 @@ class Consumer:
             if self._position >= self._log.next or basket.full():
                 return
             room = min(size, basket.max_bytes - basket.bytes)
-            chunk = self._log.read(self._position, room, now_us=self._now, deferred=False)
+            chunk = self._log.read(self._position, room, now_us=self._wall_us, deferred=False)
             for item in chunk.items:
                 if not self._pass(item, basket):
                     return
@@ -473,10 +502,12 @@ class Consumer:
             return False
         record = Open(item.first, item.count, key, deferred)
         bits = record.mask(start, item.next)
-        if self._table.behind(key):
-            if self._table.blocked >= MAX_BLOCKED:
+        early_us = self._early_us(item) if item.due_us else 0
+        if early_us or self._table.behind(key):
+            if self._table.behind(key) and self._table.blocked >= MAX_BLOCKED:
                 return False
-            self._table.add(record, [(bits, 0, 0)])
+            # One that was listed before its time, because the clock was set back, waits here as if it had failed.
+            self._table.add(record, [(bits, 0, self._now + early_us if early_us else 0)])
             return True
         count = bits.bit_count()
         if not self._may_hand_out(count) or not self._may_hold(basket.worker, count):

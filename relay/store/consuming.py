@@ -12,6 +12,7 @@ from iris.errors import IrisError
 from iris.wire import streams
 from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
 from relay.store.answers import told_item
+from relay.store.clock import Clock
 from relay.store.consumers import Consumer, Delivery, Taken
 from relay.store.cursor import CursorDamaged, Dead, Settings
 from relay.store.errors import CursorsFull, LogDamaged, LogError
@@ -41,10 +42,11 @@ class _Waiting:
 
 
 class Consuming:
-    """All consumers of a log."""
+    """All consumers of a log. `now_us` is `Clock.elapsed_us`: a wall clock that is set ends no lease, delay or wait."""
 
-    def __init__(self, log: Log, bury: Bury) -> None:
+    def __init__(self, log: Log, bury: Bury, clock: Clock | None = None) -> None:
         self._log = log
+        self._clock = clock or Clock()
         self._bury = bury
         self._consumers: dict[str, Consumer] = {}
         self._used_us: dict[str, int] = {}
@@ -194,7 +196,7 @@ class Consuming:
             if not call.durable and len(self._used_us) >= MAX_EPHEMERAL:
                 raise ConsumerRefused(f"there are {MAX_EPHEMERAL} ephemeral consumers already")
             start = min(call.start, self._log.next)
-            consumer = Consumer(self._log, call.consumer, settings, start, now_us)
+            consumer = Consumer(self._log, call.consumer, settings, start, now_us, self._clock)
             if call.durable:
                 try:
                     consumer.save(sync=True)
@@ -217,7 +219,8 @@ class Consuming:
 
     def _load(self, name: str) -> Consumer | None:
         try:
-            consumer = self._consumers[name] = Consumer.load(self._log, name)
+            consumer = Consumer.load(self._log, name, self._clock.elapsed_us, self._clock)
+            self._consumers[name] = consumer
         except KeyError:
             return None
         except CursorDamaged as err:

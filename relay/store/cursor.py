@@ -109,6 +109,8 @@ class State(Struct, frozen=True, array_like=True):
     records: list[Kept]
     dead: list[Dead]
     counts: Counts
+    saved_us: int = 0
+    """When that was, by the clock of the due times; 0 in cursors of older stores."""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -32,6 +32,7 @@ from iris.wire.streams import (
 from relay.logs import Quiet
 from relay.store.authority import Authority, Kept, is_promotion, one_definition
 from relay.store.channels import UNSEALED, UPGRADE, Channels
+from relay.store.clock import Clock
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.cursor import Dead
 from relay.store.database import sync_directory
@@ -73,7 +74,7 @@ class Store:
         self.key = key
         self.address = public_id(key.public_key).hex()
         self.label = label
-        self.now_us = 0
+        self.clock = Clock()
         self.presence = Presence(key, self.address)
         self.authority = Authority(key.public_key)
         self.leaving = False
@@ -113,6 +114,28 @@ class Store:
             streams.DeleteConsumer: self._on_delete_consumer,
         }
 
+    # -- time ------------------------------------------------------------------------------------------------
+
+    @property
+    def now_us(self) -> int:
+        """µs since 1970, by a clock that may be set."""
+        return self.clock.wall_us
+
+    @now_us.setter
+    def now_us(self, now_us: int) -> None:
+        self.clock.at(now_us)
+
+    def tell_time(self, wall_us: int, running_us: int) -> None:
+        """Look at the clocks: that of the wall, and one that is never set and passes also while the host sleeps."""
+        if step_us := self.clock.tell(wall_us, running_us):
+            for stream in self.streams.values():
+                stream.stepped(step_us)
+            fields = {
+                "by_s": round(step_us / 1e6, 3),
+                "effect": "leases, delays and waits go on as they were; ttl, deliver_at and max_age go by the new time",
+            }
+            log.warning("store.clock_stepped", extra={"fields": fields})
+
     # -- start and stop --------------------------------------------------------------------------------------
 
     def load(self, now_us: int) -> None:
@@ -135,7 +158,7 @@ class Store:
             self._place(stream)
 
     def _load(self, path: Path, uuid: bytes) -> None:
-        stream = Stream(str(path), uuid, None)
+        stream = Stream(str(path), uuid, None, clock=self.clock)
         try:
             opened = Log.open(str(path))
         except LogError as err:
@@ -290,7 +313,7 @@ class Store:
         """Count and log a call that failed authentication."""
         self.refused += 1
         fields = {"address": question.name, "key_id": question.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
-        self._quiet.warning(log, "store.call_refused", reason, self.now_us / 1e6, fields)
+        self._quiet.warning(log, "store.call_refused", reason, self.clock.elapsed_us / 1e6, fields)
 
     def _touch(self, stream: Stream) -> None:
         if not self._dirty:
@@ -315,7 +338,9 @@ class Store:
 
     def _warn(self, stream: Stream, err: LogError) -> None:
         fields = {"stream": stream.name, "error": str(err)}
-        self._quiet.warning(log, "store.stream_failed", stream.uuid, self.now_us / 1e6, fields)
+        self._quiet.warning(
+            log, "store.stream_failed", stream.uuid, self.clock.elapsed_us / 1e6, fields
+        )
 
     def tend(self) -> None:
         """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
@@ -325,7 +350,7 @@ class Store:
                     stream.expire(self.now_us)
                 if (
                     stream.orders
-                    and stream.reopen_us <= self.now_us
+                    and stream.reopen_us <= self.clock.elapsed_us
                     and (stream.log is None or stream.log.failed)
                 ):
                     was_open = stream.log is not None
@@ -352,7 +377,7 @@ class Store:
 
     def _on_knock(self, question: Question, call: streams.Knock) -> None:
         uuid, orders = self._called(question)
-        question.answer(self.channels.door(question, call, uuid, orders, self.now_us))
+        question.answer(self.channels.door(question, call, uuid, orders, self.clock.elapsed_us))
 
     def _on_open(self, question: Question, call: streams.Open) -> None:
         key_id = public_id(call.public_key)
@@ -361,7 +386,7 @@ class Store:
             raise Refuse("no-stream", f"this store has no stream under key {key_id.hex()[:8]}")
         if uuid != streams.NO_LOG and key_id != question.key_id:
             raise ChannelRefused("the call is addressed under another key than its caller's")
-        question.answer(self.channels.open(question, call, uuid, self.now_us))
+        question.answer(self.channels.open(question, call, uuid, self.clock.elapsed_us))
 
     def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
         """Return the log that a frame is addressed to (`NO_LOG` for the store itself), and its order under the frame's key."""
@@ -413,7 +438,7 @@ class Store:
         kept = _encode(charter.kept)
         write_beside(path + _ORDERS, kept)
         made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
-        stream = self.streams[uuid] = Stream(path, uuid, made, charter)
+        stream = self.streams[uuid] = Stream(path, uuid, made, charter, self.clock)
         self._place(stream)
 
         def served(error: str) -> None:
@@ -568,10 +593,10 @@ class Store:
         consuming = self._consuming(question)
         if self.leaving and call.wait_ms:
             raise Refuse("leaving", "the relay stops")
-        consuming.take(question, call, self.now_us, wait=self.blocked)
+        consuming.take(question, call, self.clock.elapsed_us, wait=self.blocked)
 
     def _on_settle(self, question: Question, call: streams.Settle) -> None:
-        self._consuming(question).settle(question, call, self.now_us)
+        self._consuming(question).settle(question, call, self.clock.elapsed_us)
 
     def _on_consumers(self, question: Question, call: streams.DescribeConsumers) -> None:
         question.answer(streams.Consumers(*self._consuming(question).described(call.after)))
@@ -590,7 +615,7 @@ class Store:
             kept = _encode(Kept(parent=stream.uuid))
             write_beside(path + _ORDERS, kept)
             made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
-            grave = self.streams[uuid] = Stream(path, uuid, made)
+            grave = self.streams[uuid] = Stream(path, uuid, made, clock=self.clock)
             grave.dead = True
             self._place(stream)
             self.presence.serve_dead(stream, grave)

@@ -27,6 +27,7 @@ from msgspec import Struct
 from rocksdict import Rdict
 
 from relay.store.chain import DUE, Chain, Draft
+from relay.store.clock import Steps
 from relay.store.compaction import Compaction
 from relay.store.database import Database, sync_directory
 from relay.store.errors import (
@@ -93,7 +94,7 @@ class Chunk(Struct, frozen=True):
 class Log:
     """The log of one stream. Open one with `open` or `create`; use it from one thread at a time.
 
-    It has no clock: `now_us` is µs since 1970 and does not fall from call to call. After `LogWriteFailed` reads go on
+    It has no clock: `now_us` is µs since 1970 by a clock that may be set, also back. After `LogWriteFailed` reads go on
     and every write is refused until the log is opened again.
     """
 
@@ -115,6 +116,9 @@ class Log:
         self._producers = Producers(database.rows(b"p"))
         self._staged = Staged(database)
         self._cursors = {name.decode() for name, _ in database.rows(b"c")}
+        self._listed_us = int.from_bytes(database.get(b"l") or b"", "big")
+        """Due times up to here were listed, as far as a cursor tells."""
+        self.steps = Steps()
 
     # Opening and closing
 
@@ -242,7 +246,7 @@ class Log:
             LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what was stored.
         """
         counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
-        draft = self._chain.draft()
+        draft = self._draft()
         draft.rows = self._staged.put(draft.batch)
         outcomes: list[Outcome] = []
         try:
@@ -282,7 +286,7 @@ class Log:
             ValueError: an item is malformed, or they do not lie side by side up to there; nothing was written.
             LogWriteFailed: nothing was acknowledged.
         """
-        draft = self._chain.draft()
+        draft = self._draft()
         for item in items:
             draft.add_item(item, now_us)
         if draft.next != end or end >= MAX_OFFSET:
@@ -339,7 +343,7 @@ class Log:
             raise LogWriteFailed(self._path, self._database.failed)
         self.append((), now_us)
         self._staged.check(writer, batch, attempts, now_us)
-        draft = self._chain.draft()
+        draft = self._draft()
         first = draft.next
         for entry, count in self._staged.read(writer, batch, attempts):
             if draft.next + count > MAX_OFFSET:
@@ -430,8 +434,8 @@ class Log:
     ) -> list[tuple[int, int]]:
         """Return (due time, offset) of up to `limit` deferred records that are due, in that order, later than `after`.
 
-        Each is listed until its record is removed. None comes to stand before one that was listed, as long as the clock does not
-        fall, so the last pair is all that a consumer has to remember. Raises LogDamaged.
+        Each is listed until its record is removed. None comes to stand before one that `listed` was told of, so the last pair is
+        all that a consumer has to remember. Raises LogDamaged.
         """
         found: list[tuple[int, int]] = []
         for row, _ in self._database.rows(b"d", DUE.pack(*after)):
@@ -441,6 +445,12 @@ class Log:
             if (due_us, offset) > after:
                 found.append((due_us, offset))
         return found
+
+    def listed(self, due_us: int) -> None:
+        """A consumer goes on behind this due time. What is stored later and due before it is not deferred, and may be ahead of
+        its time then: the clock was set back.
+        """
+        self._listed_us = max(self._listed_us, due_us)
 
     # Retention and compaction
 
@@ -487,6 +497,8 @@ class Log:
         if name not in self._cursors and len(self._cursors) >= MAX_CURSORS:
             raise CursorsFull(self._path, f"it keeps {MAX_CURSORS} cursors already")
         batch = self._database.batch()
+        if self._listed_us:
+            batch.put(b"l", self._listed_us.to_bytes(8, "big"))
         batch.put(b"c" + name.encode(), state)
         self._chain.write(batch, sync=sync)
         self._cursors.add(name)
@@ -521,6 +533,11 @@ class Log:
             raise LogDamaged(self._path, f"its format is {version}, not {_FORMAT}")
         if self.uuid != self._database.uuid:
             raise LogDamaged(self._path, "its mark is another log's")
+
+    def _draft(self) -> Draft:
+        draft = self._chain.draft()
+        draft.listed_us = self._listed_us
+        return draft
 
     def _judge(self, entry: Entry, at: int) -> Outcome | None:
         if entry.stamp is not None:

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 KEY_FILE: Final = "store.key"
 LOCK_FILE: Final = "store.lock"
 TICK_S: Final = 0.05
+RUNNING: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Never set; on Linux it passes also while the host sleeps."""
 GATHER_S: Final = 0.002
 """A commit waits so long at most for more to come, and only while more comes."""
 WRITE_HIGH_BYTES: Final = 16 << 20
@@ -92,6 +94,7 @@ class StoreProcess:
                 self.directory, key, self._label, self._dirty, self._urge, self._entropy
             )
             self.store.load(time.time_ns() // 1000)
+            self._now()
         except OSError as err:
             self._unlock()
             raise ConfigError(f"data: {self.directory}: {err.strerror or err}") from err
@@ -183,7 +186,8 @@ class StoreProcess:
             self._flush()
 
     def _now(self) -> None:
-        self.store.now_us = max(self.store.now_us, time.time_ns() // 1000)
+        running_us = time.clock_gettime_ns(RUNNING) // 1000
+        self.store.tell_time(time.time_ns() // 1000, running_us)
 
     def _tell_time(self, pump: Pump[StoreSession]) -> None:
         self._now()

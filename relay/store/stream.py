@@ -6,7 +6,8 @@
     stage ─────────────────► with the batch ─────┤ a Commit shows it
     copy ────────────────────────────────────────┘ of another log, if this one is a copy: nothing else is written then
 
-Sans-IO but for the log: the store hands in bundles and questions, tells the time, and calls `commit` soon after `dirty`.
+Sans-IO but for the log: the store hands in bundles and questions, tells the time, and calls `commit` soon after `dirty`. `now_us` is
+the wall clock's, which may be set; what waits goes by time that passes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from iris.wire.streams import (
 )
 from relay.store.answers import taken_item, told_items, told_outcome
 from relay.store.authority import NO_CHARTER, Charter
+from relay.store.clock import Clock
 from relay.store.consuming import Consuming
 from relay.store.cursor import Dead
 from relay.store.database import room_to_open
@@ -84,11 +86,13 @@ class Stream:
         uuid: bytes,
         log: Log | None,
         charter: Charter = NO_CHARTER,
+        clock: Clock | None = None,
     ) -> None:
         self.path = path
         self.uuid = uuid
         self.log = log
         self.charter = charter
+        self._clock = clock or Clock()
         self.failed = ""
         self.lost = 0
         """Messages told in gap records."""
@@ -109,7 +113,7 @@ class Stream:
         self._waiting: list[tuple[int, Question, Fetch]] = []
         self._compact_us = 0
         self.reopen_us = 0
-        """A log that failed is opened again then."""
+        """A log that failed is opened again then, in elapsed time."""
         self._pause_us = REOPEN_MIN_US
         self.consuming: Consuming | None = None
         """None while there is no log."""
@@ -127,7 +131,9 @@ class Stream:
     def opened(self, log: Log) -> None:
         """The log can be used, for the first time or again."""
         self.log = log
-        self.consuming = Consuming(log, lambda consumer, dead: self.bury(consumer, dead))
+        self.consuming = Consuming(
+            log, lambda consumer, dead: self.bury(consumer, dead), self._clock
+        )
         self.staging = Staging(log)
 
     # -- what it is ------------------------------------------------------------------------------------------
@@ -201,7 +207,8 @@ class Stream:
             return
         declared = bundle.flow.declared
         place = (declared.kind, 0, declared.name, declared.key_id, declared.sender_id)
-        expected = self._guard.sequence(place, now_us)
+        elapsed_us = self._elapsed_us(now_us)
+        expected = self._guard.sequence(place, elapsed_us)
         if expected is not None:
             if bundle.first < expected.next:
                 return
@@ -209,7 +216,7 @@ class Stream:
                 self.note(missing, "missing on the way")
             expected.next = bundle.first + bundle.count
             expected.known = True
-            expected.used_us = now_us
+            expected.used_us = elapsed_us
         self._add(bundle, None)
 
     def gap(self, gap: frames.Gap, now_us: int) -> None:
@@ -224,7 +231,7 @@ class Stream:
             self.note(before, "missing on the way")
         if here:
             self.note(here, gap.cause)
-        expected.used_us = now_us
+        expected.used_us = self._elapsed_us(now_us)
 
     def note(self, count: int | None, cause: str) -> None:
         """Have a gap record written in its place; neighbours of one cause are one record."""
@@ -450,7 +457,7 @@ class Stream:
 
         A log that can still be read is not given up while the disk has no room for what opening it again writes.
         """
-        self.reopen_us = now_us + self._pause_us
+        self.reopen_us = self._elapsed_us(now_us) + self._pause_us
         self._pause_us = min(2 * self._pause_us, REOPEN_MAX_US)
         if self.log is not None:
             room_to_open(self.path)
@@ -486,7 +493,8 @@ class Stream:
             question.refuse("offset", f"{call.start} is beyond the end, {log.next}")
         elif wait or (call.start == log.next and call.wait_ms):
             if len(self._waiting) < MAX_WAITING:
-                self._waiting.append((now_us + 1000 * call.wait_ms, question, call))
+                until_us = self._elapsed_us(now_us) + 1000 * call.wait_ms
+                self._waiting.append((until_us, question, call))
             else:
                 question.refuse("leaving", f"{MAX_WAITING} readers wait here already")
         else:
@@ -507,7 +515,7 @@ class Stream:
     def wake(self, now_us: int) -> None:
         """Answer whoever waited for more."""
         if self.consuming is not None:
-            self.consuming.wake(now_us)
+            self.consuming.wake(self._elapsed_us(now_us))
         self._answer_waiting(now_us)
 
     def expire(self, now_us: int) -> None:
@@ -519,11 +527,12 @@ class Stream:
             return
         waiting, self._waiting = self._waiting, []
         end = self.log.next if self.log is not None else 0
+        elapsed_us = self._elapsed_us(now_us)
         for entry in waiting:
             until_us, question, call = entry
             if self.log is None:
                 question.refuse("damaged", self.failed)
-            elif call.start < end or until_us <= now_us:
+            elif call.start < end or until_us <= elapsed_us:
                 self._answer(question, call, now_us)
             elif question.session.state == "up":
                 self._waiting.append(entry)
@@ -546,12 +555,24 @@ class Stream:
         log.enforce(self._limits, now_us)
         dropped = 0
         if self.consuming is not None and not log.failed:
-            self.consuming.tend(now_us)
+            self.consuming.tend(self._elapsed_us(now_us))
             dropped = log.tend_staged(now_us)
-        if self.definition.compact and now_us >= self._compact_us:
+        elapsed_us = self._elapsed_us(now_us)
+        if self.definition.compact and elapsed_us >= self._compact_us:
             done = log.compact(now_us)
-            self._compact_us = now_us + (COMPACT_US if done else COMPACT_US // 100)
+            self._compact_us = elapsed_us + (COMPACT_US if done else COMPACT_US // 100)
         return dropped
+
+    def stepped(self, step_us: int) -> None:
+        """The wall clock was set, forward or back."""
+        if self.log is not None:
+            if step_us < 0:
+                self.log.steps.back(-step_us, self.log.next)
+            else:
+                self.log.steps.forward(step_us)
+
+    def _elapsed_us(self, now_us: int) -> int:
+        return now_us - self._clock.wall_ahead_us
 
     def close(self) -> None:
         """Give the files back. Idempotent."""

@@ -86,10 +86,13 @@ class Open:
 
 
 class Unsettled:
-    """The table. `now_us` is the owner's to set and never falls; `dirty` says that `kept` or `dead` changed."""
+    """The table. `now_us` and `awake_us` are the owner's to set and never fall; `dirty` says that `kept` or `dead` changed.
+
+    Delays are by the first, leases by the second (see `clock`).
+    """
 
     def __init__(self, settings: Settings, now_us: int) -> None:
-        self.now_us = now_us
+        self.now_us = self.awake_us = now_us
         self.dirty = True
         self.records: dict[int, Open] = {}
         """By first offset."""
@@ -130,10 +133,10 @@ class Unsettled:
 
     @property
     def next_us(self) -> int | None:
-        """When the next lease or delay ends."""
+        """When the next lease or delay ends, by `now_us`."""
         times = [self._timers[0][0]] if self._timers else []
         if self._leases:
-            times.append(next(iter(self._leases)).due_us)
+            times.append(next(iter(self._leases)).due_us - self.awake_us + self.now_us)
         return min(times, default=None)
 
     # Finding
@@ -160,6 +163,8 @@ class Unsettled:
             self.open += bits.bit_count()
             if deliveries:
                 self.handed_out += bits.bit_count()
+            if due_us > self.now_us:
+                self._time(due_us, record)
         if record.key is not None and record.parts:
             queue = self._keys.setdefault(record.key, deque())
             self.blocked += len(queue) > 0
@@ -198,7 +203,7 @@ class Unsettled:
 
     def lease(self, part: Part) -> None:
         """Start the ack timeout of `part`, which a worker holds, anew."""
-        part.due_us = self.now_us + self._ack_timeout_us
+        part.due_us = self.awake_us + self._ack_timeout_us
         self._leases[part] = None
         self._leases.move_to_end(part)
 
@@ -297,7 +302,7 @@ class Unsettled:
         """Let leases end and delays pass."""
         while self._leases:
             part = next(iter(self._leases))
-            if part.due_us > self.now_us:
+            if part.due_us > self.awake_us:
                 break
             self.again(part, 0, TIMED_OUT)
         while self._timers and self._timers[0][0] <= self.now_us:
@@ -313,34 +318,45 @@ class Unsettled:
 
     # The cursor
 
-    def kept(self) -> list[Kept]:
-        """Return the records for the cursor; what is held or given up, and not listed as dead, waits there."""
+    def kept(self, ahead_us: int) -> list[Kept]:
+        """Return the records for the cursor; what is held or given up, and not listed as dead, waits there.
+
+        Due times are by the wall clock, which is `ahead_us`.
+        """
         kept = []
         last = 0
         for first in self.firsts:
             record = self.records[first]
             kinds: dict[tuple[int, int], int] = {}
             for part in record.parts:
-                kind = (part.deliveries, part.due_us if part.waiting else 0)
+                due_us = part.due_us + ahead_us if part.waiting and part.due_us else 0
+                kind = (part.deliveries, max(0, due_us))
                 kinds[kind] = kinds.get(kind, 0) | part.bits
             parts = cursor.pack_parts(record.count, kinds)
             kept.append(Kept(first - last, record.count, record.deferred, record.key, parts))
             last = first
         return kept
 
-    def restore(self, records: list[Kept], dead: list[Dead], end: int) -> None:
-        """Fill the empty table. Raises ValueError or LookupError if it does not fit together or reaches over `end`."""
+    def restore(self, records: list[Kept], dead: list[Dead], end: int, ahead_us: int) -> None:
+        """Fill the empty table; the clock of its due times is `ahead_us`.
+
+        Raises ValueError or LookupError if it does not fit together or reaches over `end`.
+        """
         first = 0
         for kept in records:
             first += kept.gap
             if not 0 < kept.count <= cursor.MAX_COUNT or first + kept.count > end:
                 raise ValueError("a record is out of range")
             record = Open(first, kept.count, kept.key, kept.deferred)
-            parts = [(cursor.unpack_bits(kept.count, part[0]), *part[1:]) for part in kept.parts]
+            parts = [
+                (
+                    cursor.unpack_bits(kept.count, bits),
+                    deliveries,
+                    due_us and max(1, due_us - ahead_us),
+                )
+                for bits, deliveries, due_us in kept.parts
+            ]
             self.add(record, parts)
-            for _, _, due_us in parts:
-                if due_us:
-                    self._time(due_us, record)
             if parts:
                 self._wake(record)
         for letter in dead:

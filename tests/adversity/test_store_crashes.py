@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 from support import proof_consuming, proof_streams
-from support.stores import POWER_LOST, Outcome, Rig, build_lossy_disk, compiler
+from support.stores import POWER_LOST, Outcome, Rig, build_lossy_disk, build_shim, compiler
 
 pytestmark = pytest.mark.timeout(240)  # a busy machine is slow; all of it takes under a minute
 
@@ -42,6 +42,15 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_lossy_disk(tmp_path_factory.mktemp("shim"))
 
 
+@pytest.fixture(scope="module")
+def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if sys.platform != "linux":
+        pytest.skip("LD_PRELOAD is Linux's")
+    if compiler() is None:
+        cannot("there is no C compiler (gcc and libc6-dev) to build the clock that is set with")
+    return build_shim("set_clock", tmp_path_factory.mktemp("clock"))
+
+
 def cannot(reason: str) -> NoReturn:
     """Skip a test here; where everything has to run (.ci/run), fail it."""
     if os.environ.get("IRIS_TEST_HOSTS") == "required":
@@ -66,6 +75,10 @@ async def test_a_long_read_takes_no_more_memory_than_a_short_one(rig: Rig) -> No
 
 async def test_workers_that_are_killed_leave_no_message_unhandled(rig: Rig) -> None:
     held(await proof_consuming.workers(rig, 300, 3, 6))
+
+
+async def test_a_clock_that_is_set_holds_up_and_kills_nothing(rig: Rig, clock_shim: Path) -> None:
+    held(await proof_consuming.clock_steps(rig, 2, 7, clock_shim))
 
 
 async def test_a_disk_that_loses_power_keeps_what_was_acknowledged(rig: Rig, shim: Path) -> None:

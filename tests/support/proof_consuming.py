@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from support.stores import PATIENCE_S, Outcome, Rig
+from iris.streams import StreamMessage
+from support.stores import PATIENCE_S, Outcome, Rig, WallClock
 from support.stream_worker import CONSUMER, MAX_DELIVER, STREAM
 
 HERE = Path(__file__).parent
@@ -180,4 +182,87 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
         f"{sum(handled.values()):,} times; {twice:,} twice, by workers killed before their ack arrived; {again:,} redelivered"
     )
     outcome.figures["dead letters"] = f"{sum(dead.values()):,}"
+    return outcome
+
+
+async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
+    """Set the store's clock `count` times, an hour and more forward or back, while workers hold, refuse and await messages."""
+    outcome = Outcome(seed)
+    rng = random.Random(seed)
+    clock = WallClock(shim, rig.directory)
+    rig.start_relay()
+    await rig.serve(**clock.environ)
+    lease_s, delay_s = 3.0, 0.5
+    late: list[float] = []
+    async with rig.client() as client:
+        await client.streams.create(STREAM, timeout=PATIENCE_S)
+        async with client.streams.consumer(
+            STREAM, CONSUMER, group=True, ack_timeout=lease_s, max_deliver=2
+        ) as worker:
+
+            async def due(
+                what: str, payload: bytes, since_s: float, after_s: float
+            ) -> StreamMessage:
+                """Return the next message: it is this one, and comes so long after `since_s`."""
+                try:
+                    async with asyncio.timeout(PATIENCE_S / 2):
+                        message = await anext(worker)
+                except TimeoutError:
+                    raise RuntimeError(f"{what} did not come for {PATIENCE_S / 2} s") from None
+                took_s = time.monotonic() - since_s
+                outcome.expect(f"{what} comes: {message.payload!r}", message.payload == payload)
+                outcome.expect(f"{what} is not early: {took_s:.2f} s", took_s > after_s - 0.1)
+                late.append(took_s - after_s)
+                return message
+
+            async def append(payload: bytes, after_s: float) -> None:
+                """Append what is due in `after_s` by the store's clock."""
+                at = datetime.now(UTC) + timedelta(seconds=clock.ahead_s + after_s)
+                await client.streams.append(STREAM, payload, deliver_at=at, timeout=PATIENCE_S)
+
+            for turn in range(count):
+                hours = (1, -1)[turn] if turn < 2 else rng.choice((-2, -1, 1, 2))
+                await client.streams.append(STREAM, b"work", timeout=PATIENCE_S)
+                held = await due("what was appended", b"work", time.monotonic(), 0.0)
+                if hours < 0:
+                    await append(b"deferred before", delay_s)
+                    before_s = time.monotonic()
+                held_s = time.monotonic()
+                clock.set_by(3600 * hours)
+                if hours < 0:
+                    worker.ack(
+                        await due(
+                            "what was deferred before the clock was set",
+                            b"deferred before",
+                            before_s,
+                            delay_s,
+                        )
+                    )
+                await append(b"deferred", delay_s)
+                worker.ack(
+                    await due(
+                        "what is deferred after it was set", b"deferred", time.monotonic(), delay_s
+                    )
+                )
+                # The lease of the first one ends when it has to, and not because of the clock.
+                again = await due("what was not acknowledged", b"work", held_s, lease_s)
+                outcome.expect(
+                    "it was handed out twice", (held.deliveries, again.deliveries) == (1, 2)
+                )
+                worker.ack(again)
+                await client.streams.append(STREAM, b"failed", timeout=PATIENCE_S)
+                worker.nack(
+                    await due("what was appended", b"failed", time.monotonic(), 0.0), delay=delay_s
+                )
+                await worker.flush()
+                refused_s = time.monotonic()
+                clock.set_by(3600 * rng.choice((-2, -1, 1, 2)))
+                worker.ack(await due("what was refused", b"failed", refused_s, delay_s))
+                await worker.flush()
+        found = [c for c in await client.streams.consumers(STREAM) if c.name == CONSUMER]
+        outcome.expect(f"nothing is dead or left: {found}", not (found[0].dead or found[0].lag))
+    said = (rig.directory / "store.log").read_text().count('"store.clock_stepped"')
+    outcome.expect(f"each step is logged once: {said} of {2 * count}", said == 2 * count)
+    outcome.figures["steps of the clock"] = f"{2 * count}, of one or two hours"
+    outcome.figures["latest delivery"] = f"{max(late):.2f} s after its time"
     return outcome

@@ -222,13 +222,13 @@ def compiler() -> str | None:
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
-def build_lossy_disk(directory: Path) -> Path:
-    """Return the shim `lossy_disk.c`, built in `directory`; raises RuntimeError if it cannot be."""
+def build_shim(name: str, directory: Path) -> Path:
+    """Return the shim `name`.c, built in `directory`; raises RuntimeError if it cannot be."""
     cc = compiler()
     if cc is None:
         raise RuntimeError("no C compiler: install gcc and libc6-dev")
-    made = directory / "lossy_disk.so"
-    source = HERE / "lossy_disk.c"
+    made = directory / f"{name}.so"
+    source = HERE / f"{name}.c"
     done = subprocess.run(
         [cc, "-O1", "-fPIC", "-shared", "-o", str(made), str(source), "-ldl", "-lpthread"],
         capture_output=True,
@@ -239,6 +239,27 @@ def build_lossy_disk(directory: Path) -> Path:
     if done.returncode:
         raise RuntimeError(f"{cc}: {done.stderr[-2000:]}")
     return made
+
+
+def build_lossy_disk(directory: Path) -> Path:
+    """Return the shim `lossy_disk.c`, built in `directory`; raises RuntimeError if it cannot be."""
+    return build_shim("lossy_disk", directory)
+
+
+class WallClock:
+    """The wall clock of processes that start with `environ`: it is off by what `set_by` said last."""
+
+    def __init__(self, shim: Path, directory: Path) -> None:
+        self._path = directory / "clock"
+        self.ahead_s = 0
+        self._path.write_bytes(bytes(8))
+        self.environ = {"LD_PRELOAD": str(shim), "SET_CLOCK": str(self._path)}
+
+    def set_by(self, seconds: int) -> None:
+        """Set it forward, or back."""
+        self.ahead_s += seconds
+        with self._path.open("r+b", buffering=0) as file:
+            file.write((self.ahead_s * 10**9).to_bytes(8, sys.byteorder, signed=True))
 
 
 def lossy(
