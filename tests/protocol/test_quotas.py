@@ -553,7 +553,10 @@ def test_a_watch_too_many_is_refused_and_its_session_goes_on(
     assert watch(first, 5) == "this session already has 3 watches"
     assert [bool(watch(second, n)) for n in range(1, 4)] == [False] * 3
     third = Party(router)
-    assert "sessions of uid 1 have their share of the relay's watches, each counted once per key (6 of 8)" in watch(third, 1)
+    assert (
+        "sessions of uid 1 have their share of the relay's watches, each counted once per key (6 of 8)"
+        in watch(third, 1)
+    )
     assert [bool(watch(other, n)) for n in range(1, 4)] == [False, False, True]
     assert "the relay's limit of 8 watches, each counted once per key is reached" in watch(other, 9)
     # Without a watch all of them are answered, and who is in a watch hears of changes.
