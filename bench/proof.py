@@ -12,13 +12,14 @@
     python bench/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
     python bench/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
     python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
-    python bench/proof.py mutations all         # N of our checks taken out, one at a time: the tests have to notice (N or all)
+    python bench/proof.py mutations all         # N of our checks removed, one at a time: a test must fail for each (N or all)
     python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
     python bench/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
     python bench/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in the place of the former one. All but sim, scale, federation, mutations and the steps of hostile in real processes with a relay, keys and sockets of their own.
+and count, in place of the former one. The areas sim, scale, federation and mutations, and the steps of hostile, run in this
+process or in memory. All others run real processes, with a relay, keys and sockets of their own.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def main() -> None:
     area = importlib.import_module(_module(args.area))
     most: int | None = getattr(area, "MOST", None)
     if args.count is None and most is None:
-        parser.error(f"{args.area} has no end: N is a number")
+        parser.error(f"{args.area} has no end: N must be a number")
     count = min(args.count or most, most or args.count)
     # As Ctrl-C: the processes end, and their directory goes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -145,7 +146,7 @@ def _module(area: str) -> str:
 
 
 def _count(text: str) -> int | None:
-    """Return a count; None for all that there are."""
+    """Return a count; None for "all"."""
     return None if text == "all" else int(text)
 
 

@@ -1,11 +1,12 @@
-"""What a flood of a hostile neighbor costs the others in time: p99 of honest requests, with and without, in real processes.
+"""How much a flood by a hostile neighbor slows the others down: p99 of honest requests with and without it, in real processes.
 
     caller ── A ── link or WAN, TLS on loopback ── B ── member
               │                                    │
               └── the hostile relay or site ───────┘
 
-It sends nothing that costs it its connection: INTEREST that changes all the time and is told anew, DECLAREs, GAPs of made-up senders,
-requests of what nobody serves, answers to nothing, beats. It shares the processors with everybody else, so its pace is bounded.
+The hostile neighbor sends only frames that do not end its connection: INTEREST that keeps changing and is sent again in full,
+DECLAREs, GAPs of made-up senders, requests that nobody serves, answers to calls that nobody made, and beats. All processes share
+the processors, so the flood's pace is bounded.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
 CLUSTER: Final = "proof-flood"
 REQUEST_BYTES: Final = 256
 PACE_HZ: Final = 100
-"""Bursts in a second, to each of the two relays."""
+"""Bursts per second, to each of the two relays."""
 SNAPSHOT_EVERY: Final = 100
-"""Bursts from one snapshot to the next."""
+"""Bursts between two snapshots."""
 SNAPSHOT_ENTRIES: Final = 200
 ENTRIES: Final = 4
 LIMIT: Final = 2.0
-"""So many times its p99 without the flood is what an honest request may have in it."""
+"""Largest allowed ratio of the p99 with the flood to the p99 without."""
 TURNS: Final = 9
 TURN_S: Final = 1.0
 MEASURED_ROUNDS: Final = 3
-"""With fewer turns p99 is not judged: the tests run one, to see that everything works."""
+"""With fewer turns p99 is not judged. The tests run one turn, to see that everything works."""
 EVIL_ID: Final = b"\xfe" * 16
 OWN_HOP: Final = 1 << 62
-"""The higher relay id chooses hop ids with this bit."""
+"""The relay with the higher id chooses hop ids with this bit."""
 sys.path.insert(0, str(BENCH.parent / "tests"))
 
 
@@ -64,7 +65,7 @@ async def member(options: dict[str, Any]) -> Result:
 
 
 async def caller(options: dict[str, Any]) -> Result:
-    """At each cue ask one request after the other, for so many seconds."""
+    """At each cue, send one request after the other for a given number of seconds."""
     cues = Cues()
     phases: list[Result] = []
     failed: list[str] = []
@@ -75,7 +76,7 @@ async def caller(options: dict[str, Any]) -> Result:
                     await client.request(CLUSTER, b"", timeout=TIMEOUT_S)
                     break
                 except iris.NoMembers:
-                    await asyncio.sleep(0.05)  # known there a moment after it came
+                    await asyncio.sleep(0.05)  # the member becomes known a moment after it joined
         harness.say_ready()
         for _ in range(options["phases"]):
             await cues.next()
@@ -95,7 +96,7 @@ async def caller(options: dict[str, Any]) -> Result:
 
 
 async def hostile(options: dict[str, Any]) -> Result:
-    """Flood the relays from one cue to the next; report how much that was, and which of its connections ended."""
+    """Flood the relays from one cue to the next; report how much was sent, and which of the connections ended."""
     from support.connection import Connection
 
     cues = Cues()
@@ -144,7 +145,7 @@ async def hostile(options: dict[str, Any]) -> Result:
 
 
 def _credentials(keys: Path, own: str, site: str) -> tuple[ssl.SSLContext, str]:
-    """Return what it dials a relay of its network with, or as the site `own` a gateway of `site`; `keys` has the key files."""
+    """Return credentials to dial a relay of its network, or, as the site `own`, a gateway of `site`. `keys`: the key files."""
     from iris.crypto.certificates import gateway_leaf, site_authority
     from iris.crypto.keys import public_id
     from iris.remote import mutual_context
@@ -167,7 +168,7 @@ def data_frame(kind: int, body: bytes, *, alias: int, hop: int = 0) -> bytes:
 
 
 class Said:
-    """What it says to one relay, as frames: a relay of the network (`own` is empty), or a gateway of the site `own` to `site`."""
+    """The frames that it sends to one relay: as a relay of the network (`own` is empty), or as a gateway of site `own`."""
 
     def __init__(self, own: str, site: str) -> None:
         self.own = own
@@ -181,7 +182,7 @@ class Said:
         self.calls = 0
 
     def hello(self) -> bytes:
-        """Return its greeting, as the side that dialled."""
+        """Return its greeting, as the side that dials."""
         version = frames.PROTOCOL_VERSION, frames.PROTOCOL_MINOR
         now_us = time.monotonic_ns() // 1000
         return encode_control(
@@ -189,7 +190,7 @@ class Said:
         )
 
     def entries(self, first: int, count: int, *, there: bool = True) -> dict[str, Any]:
-        """Return members and subscriptions that come, or go."""
+        """Return members and subscriptions that begin, or end."""
         numbers = range(first, first + count)
         kinds = {int(Kind.REQUEST): 8, int(Kind.BROADCAST): 1}
         if self.own:
@@ -206,7 +207,7 @@ class Said:
         return {"joined": joined, "topics": wanted}
 
     def snapshot(self, count: int) -> list[bytes]:
-        """Return all its interest anew."""
+        """Return a complete snapshot of its interest."""
         self.version += 1
         more = self.entries(0, count)
         return [encode_control(frames.Interest(0, self.version, reset=True, **more))]
@@ -218,16 +219,16 @@ class Said:
         return encode_control(frames.Interest(self.version - 1, self.version, **more))
 
     def beat(self) -> bytes:
-        """Return a sign of life."""
+        """Return a beat."""
         return encode_control(frames.Beat(time.monotonic_ns() // 1000, 0, 0, self.version))
 
     def declare(self, alias: int, kind: int, name: str) -> bytes:
-        """Return an alias of a sender that it made up."""
+        """Return a DECLARE for a sender that it made up."""
         sender = os.urandom(16)
         return encode_control(frames.Declare(alias, kind, name, self.key_id, sender, **self.place))
 
     def burst(self) -> list[bytes]:
-        """Return what it says at once."""
+        """Return the frames of one burst."""
         self.bursts += 1
         out = [self.beat()]
         if self.bursts % SNAPSHOT_EVERY == 1:
@@ -252,7 +253,7 @@ class Said:
 
 
 def scene(roles: Run, site: bool, seconds: float, rounds: int) -> Result:
-    """Measure the honest pair in turns without and with the flood; return all that is to be known of it."""
+    """Measure the honest pair in turns without and with the flood; return all results."""
     keys = roles.directory
     if site:
         pins = {name: create_site_key(keys / f"{name}.toml").fingerprint for name in ("ams", "ber", "evil")}  # fmt: skip
@@ -293,7 +294,7 @@ def scene(roles: Run, site: bool, seconds: float, rounds: int) -> Result:
 
 
 def _kept(relay: IrisRelay) -> bool:
-    """Whether no connection but the hostile one ended, and nothing failed inside the relay."""
+    """Whether only the hostile connection ended, and nothing failed inside the relay."""
     said = relay.role.written()
     ended = [
         line for line in said.splitlines() if '"link.down"' in line or '"gateway.down"' in line
@@ -302,13 +303,13 @@ def _kept(relay: IrisRelay) -> bool:
 
 
 def prove(proof: Proof, seconds: float, rounds: int) -> None:
-    """Measure both adversaries, and hold p99 to `LIMIT`."""
+    """Measure both adversaries, and compare p99 with `LIMIT`."""
     for site, name in ((False, "a hostile relay"), (True, "a hostile site")):
         with Run(60 + 4 * rounds * seconds) as roles:
             result = scene(roles, site, seconds, rounds)
         p99s = [phase["p99_us"] for phase in result["phases"]]
         quiet, flooded = (statistics.median(p99s[n::2]) for n in (0, 1))
-        # Of each turn by itself: what else this machine does changes from turn to turn.
+        # Compare within each turn, because other load on this machine changes between turns.
         ratio = statistics.median(b / a for a, b in zip(p99s[::2], p99s[1::2], strict=True))
         flood_s = rounds * seconds
         share = [
@@ -316,10 +317,15 @@ def prove(proof: Proof, seconds: float, rounds: int) -> None:
             for used in result["cpu_s"]
         ]
         proof.figures[f"p99 of honest requests while {name} floods"] = (
-            f"{flooded:,.0f} us, {quiet:,.0f} us without: {ratio:.2f} x (medians of {rounds} turns of {seconds:g} s, "
-            f"{sum(phase['count'] for phase in result['phases']):,} requests); it sends {result['frames'] / flood_s:,.0f} frames/s, "
-            f"{result['bytes'] / flood_s / 1e6:.2f} MB/s; processor with it: {share[1]}; without: {share[0]}"
+            f"{flooded:,.0f} us, {quiet:,.0f} us without: {ratio:.2f} x"
         )
+        proof.figures[f"{name}: measured"] = (
+            f"medians of {rounds} turns of {seconds:g} s, {sum(phase['count'] for phase in result['phases']):,} requests"
+        )
+        proof.figures[f"{name}: sent"] = (
+            f"{result['frames'] / flood_s:,.0f} frames/s, {result['bytes'] / flood_s / 1e6:.2f} MB/s"
+        )
+        proof.figures[f"{name}: processor"] = f"with it: {share[1]}; without: {share[0]}"
         proof.promise(f"{name}: no honest call failed ({result['failed']})", not result["failed"])
         proof.promise(f"{name}: no connection ended", all(result["kept"]) and not result["ended"])
         if rounds >= MEASURED_ROUNDS:

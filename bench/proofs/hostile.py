@@ -1,8 +1,8 @@
-"""N steps of a relay with the network key and of a pinned site that send whatever is well framed, among honest relays and sessions.
+"""N steps of a hostile relay and a hostile site among honest relays and sessions. They send whatever is well framed.
 
-The adversaries are those of `tests/support/hostile`, which `make test` plays for some seconds. What a seed breaks is named with its
-seed and step. That is in memory and in virtual time. What a flood of theirs costs the others in time is measured in real processes
-(`proofs/flood.py`).
+The hostile relay holds the network key, and the hostile site is pinned. The adversaries are those of `tests/support/hostile`,
+which `make test` runs for some seconds. If a life breaks a promise, its seed and step are named. That part runs in memory and
+in virtual time. `proofs/flood.py` measures in real processes how much a flood slows the others down.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from proofs import flood
 from proofs.common import Proof, shares
 
 LIFE = 5000
-"""Steps of one life; the last ones of all run in one long life, whose memory is looked at."""
+"""Steps of one life. The second half of all steps runs in one long life, whose memory is measured."""
 MEASURED_STEPS = 10_000
-"""With fewer steps the flood is there for a moment only, and nothing is measured by it."""
+"""With fewer steps the flood runs only for a moment, and its p99 is not judged."""
 PROBE_EVERY = 50
 KINDS = (("relay",), ("site",), ("relay", "site"))
 sys.path.insert(0, str(BENCH.parent / "tests"))
 
 
 def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
-    """Play one life of (seed, steps); return its seed, what it broke (empty: nothing), what happened and which rules were broken."""
+    """Play one life of (seed, steps); return its seed, what it broke or "", what happened, and which rules were broken."""
     from support.hostile import Scene
 
     seed, steps = task
@@ -42,7 +42,7 @@ def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
             if number % PROBE_EVERY == PROBE_EVERY - 1:
                 scene.probe()
         scene.rest()
-    except Exception as err:  # whatever it is, it is what this proof looks for
+    except Exception as err:  # any exception is a broken promise
         broken = f"step {scene.steps}: {type(err).__name__}: {err}"
     counted = Counter({f"did {name}": number for name, number in scene.did.items()})
     counted.update(scene.drawn)
@@ -72,7 +72,7 @@ def grown(steps: int, seed: int) -> tuple[float, str]:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` steps, from `seed` on: half of them in lives of their own, half in one long life."""
+    """Run `count` steps, from `seed` on: half of them in short lives, half in one long life."""
     proof = Proof()
     begin_s = time.monotonic()
     total: Counter[str] = Counter()
@@ -91,15 +91,15 @@ def run(count: int, seed: int) -> Proof:
         grown_mb, text = growth.result()
         if text:
             broken.append(f"seed {seed}, {text}")
-    did = {name.removeprefix("did "): n for name, n in total.items() if name.startswith("did ")}
+    did = Counter({name.removeprefix("did "): n for name, n in total.items() if name.startswith("did ")})  # fmt: skip
     proof.figures = {
         "steps": f"{count:,}: {len(tasks)} lives, seeds {seed} to {seed + len(tasks) - 1}, and one of {long:,}",
-        "what they did in the lives of their own": ", ".join(f"{n:,} {name}" for name, n in sorted(did.items(), key=lambda item: -item[1])),
-        "connections of theirs that it cost them": f"{offences.total():,}, by {len(offences)} rules",
-        "times that honest sessions were heard": f"{total['probes']:,}: requests, surveys and publications between 3 relays and 2 sites",
-        "calls that they may have drawn to themselves": f"{total['answered']:,} answered by members, {total['failed']:,} failed, none waits",
-        "the long life's second half took": f"{grown_mb:.1f} MB more",
-        "these took": f"{time.monotonic() - begin_s:,.0f} s on {os.cpu_count()} processors",
+        "steps in short lives": ", ".join(f"{n:,} {name}" for name, n in did.most_common()),
+        "adversaries' connections that were ended": f"{offences.total():,}, by {len(offences)} rules",
+        "checks of honest sessions": f"{total['probes']:,}: requests, surveys, publications, between 3 relays and 2 sites",
+        "calls that adversaries may have attracted": f"{total['answered']:,} answered, {total['failed']:,} failed, none waits",
+        "memory growth in the second half of the long life": f"{grown_mb:.1f} MB",
+        "time": f"{time.monotonic() - begin_s:,.0f} s on {os.cpu_count()} processors",
     }  # fmt: skip
     for what in broken[:5]:
         proof.promise(what, False)

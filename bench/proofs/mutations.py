@@ -1,8 +1,8 @@
-"""One check of ours taken out at a time, and the tests of its area run: each of the first N sabotages has to be noticed.
+"""Remove one of our checks at a time and run the tests named for it: each of the first N sabotages must make a test fail.
 
-`proofs.sabotages` lists them. Each is put into a copy of the tree with an environment of its own, so that processes which the tests
-start import the copy too; a sabotage whose place is not there once fails the run before anything is run. First all tests have to
-pass in a copy as it is. A hang counts as noticed; whatever a run of tests started ends with it.
+`proofs.sabotages` lists them. Each is put into a copy of the tree that has an environment of its own, so that processes which the
+tests start import the copy, too. If the source does not contain a sabotage's expression exactly once, the run fails before it
+begins. First all tests must pass in an unchanged copy. A hang counts as a failure; whatever a test run started ends with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import venv
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -31,10 +32,10 @@ from proofs.sabotages import SABOTAGES, Sabotage
 ROOT = BENCH.parent
 PACKAGES = ("iris", "relay")
 MOST = len(SABOTAGES)
-"""What `N=all` stands for."""
+"""The count for `N=all`."""
 AT_ONCE = 2
 HANGS_S = 180.0
-"""A run of tests that takes longer hangs."""
+"""A test run that takes longer counts as hung."""
 LEFT_OUT = (".*", "__pycache__", "results", "build", "dist", "*.egg-info")
 _SET_CHILD_SUBREAPER = 36
 _PASSED = re.compile(r"(\d+) passed")
@@ -42,10 +43,10 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", re.M)
 
 
 class Outcome(NamedTuple):
-    """What became of a run of tests."""
+    """The result of a test run."""
 
     code: int | None
-    """pytest's own; None if it hung."""
+    """pytest's exit code; None if it hung."""
     by: str
     """The first test that failed."""
     passed: int
@@ -58,7 +59,7 @@ class Outcome(NamedTuple):
 
     @property
     def noticed(self) -> bool:
-        """Whether a test failed, hung or took the interpreter with it; what cannot be imported was not noticed by a test."""
+        """Whether a test failed, hung or crashed the interpreter. An import error does not count."""
         return self.code is None or self.code == 1 or self.code < 0
 
 
@@ -66,7 +67,7 @@ class Outcome(NamedTuple):
 
 
 def sabotaged(sabotage: Sabotage, source: str) -> str:
-    """Return the module with the sabotage in it; raises BenchError if its place is not there exactly once."""
+    """Return the module's source with the sabotage in it. Raises BenchError if its expression is not there exactly once."""
     start, end = _span(sabotage, source)
     # The formatter may break a line elsewhere.
     pattern = r"\s+".join(re.escape(word) for word in sabotage.find.split())
@@ -79,7 +80,7 @@ def sabotaged(sabotage: Sabotage, source: str) -> str:
     try:
         same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
     except SyntaxError as err:
-        raise BenchError(f"{where}: what comes out is no Python: {err}") from err
+        raise BenchError(f"{where}: the result is not valid Python: {err}") from err
     if same:
         raise BenchError(f"{where}: it changes nothing")
     return changed
@@ -101,8 +102,9 @@ def _span(sabotage: Sabotage, source: str) -> tuple[int, int]:
 
 
 def faults(sabotages: Sequence[Sabotage], root: Path = ROOT) -> list[str]:
-    """Return what of a list does not fit the tree at `root`."""
-    found = [f"{one.id}: it is there twice" for one in sabotages if sum(other.id == one.id for other in sabotages) > 1]  # fmt: skip
+    """Return the errors of a list of sabotages against the tree at `root`."""
+    ids = Counter(one.id for one in sabotages)
+    found = [f"{one.id}: the id is used twice" for one in sabotages if ids[one.id] > 1]
     for sabotage in sabotages:
         try:
             sabotaged(sabotage, (root / sabotage.path).read_text())
@@ -126,11 +128,11 @@ def _missing(test: str, root: Path) -> Iterator[str]:
 
 
 def copy_tree(place: Path) -> Path:
-    """Make a copy of this tree at `place`, with an environment whose interpreter imports it whatever its variables say."""
+    """Copy this tree to `place`, with an environment whose interpreter imports the copy, whatever its variables say."""
     shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
     venv.EnvBuilder(symlinks=True).create(place / ".venv")
     (packages,) = (place / ".venv" / "lib").glob("python*/site-packages")
-    # In this order: what is installed here has a path to this tree, too.
+    # In this order, because the packages installed here include a path to this tree.
     (packages / "a.pth").write_text(f"{place}\n")
     installed = [path for path in sys.path if path.endswith("-packages")]
     (packages / "b.pth").write_text("".join(f"{path}\n" for path in installed))
@@ -149,7 +151,7 @@ def copy_tree(place: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: Sequence[str], hangs_s: float = HANGS_S) -> Outcome:
-    """Run tests in a copy; whatever they started has ended when this returns. In a process that `adopt` was called in."""
+    """Run tests in a copy. Whatever they started has ended when this returns. Call `adopt` in the process first."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "PYTEST_ADDOPTS", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     scratch = tree.with_name(tree.name + "t")
@@ -179,13 +181,13 @@ def run_tests(tree: Path, tests: Sequence[str], hangs_s: float = HANGS_S) -> Out
 
 
 def adopt() -> None:
-    """Be the parent of every descendant whose own has ended."""
+    """Become the parent of every descendant whose own parent has ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise BenchError(f"no subreaper: {os.strerror(ctypes.get_errno())}")
 
 
 def end_descendants(running: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Kill every process that this one started, directly or not, by its own id; `running` is the direct one."""
+    """Kill every process that this one started, directly or not, each by its id; `running` is the direct one."""
     while found := _descendants():
         for pid in found:
             try:
@@ -219,7 +221,7 @@ def _descendants() -> list[int]:
 
 
 def _own_tree(place: Path) -> Path:
-    """Return the copy of this worker, made when it is first asked for."""
+    """Return this worker's copy of the tree, made at first use."""
     tree = place / f"w{os.getpid()}"
     if not tree.exists():
         adopt()
@@ -243,7 +245,7 @@ def _broken(place: Path, sabotage: Sabotage) -> Outcome:
 
 
 def _write(path: Path, text: str) -> None:
-    # What was compiled is told by second and size, which may be the same.
+    # Python compares compiled files by second and size, which may be the same.
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
     path.write_text(text)
@@ -253,7 +255,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def run(count: int, seed: int, sabotages: Sequence[Sabotage] = SABOTAGES) -> Proof:
-    """Prove that the tests notice each of the first `count` sabotages; the seed is of nothing here."""
+    """Show that the tests notice each of the first `count` sabotages. The seed is not used."""
     proof = Proof()
     if wrong := faults(sabotages):
         raise BenchError("; ".join(wrong))
@@ -261,18 +263,20 @@ def run(count: int, seed: int, sabotages: Sequence[Sabotage] = SABOTAGES) -> Pro
     sets = list(dict.fromkeys(one.tests for one in chosen))
     begin_s = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="iris-m-"))
-    # Tests give up root's rights and go on in it.
+    # The tests drop root's rights and continue inside it.
     place.chmod(0o755)
     pool = ProcessPoolExecutor(min(AT_ONCE, len(chosen)))
     try:
         passed = 0
         for tests, outcome in _each([(one, pool.submit(_untouched, place, one)) for one in sets]):
             _told(" ".join(tests), outcome)
-            if not outcome.green:  # a busy machine is no reason to give up
+            if not outcome.green:  # on a busy machine a test may fail once: run it again
                 outcome = pool.submit(_untouched, place, tests).result()
                 _told(" ".join(tests), outcome)
             if not outcome.green:
-                raise BenchError(f"{' '.join(tests)} fails as it is: {outcome.said}")
+                raise BenchError(
+                    f"{' '.join(tests)} fails without a sabotage; mend it first: {outcome.said}"
+                )
             passed += outcome.passed
         killed = 0
         figures = {}

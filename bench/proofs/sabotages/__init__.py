@@ -1,7 +1,7 @@
-"""Sabotages: one expression of a check each, by the function that it stands in, and the tests that have to notice.
+"""Sabotages: each replaces one expression of a check, and names the tests that must notice.
 
-`find` is there once in the function; `put` takes its place and takes the check away, or turns it round. One that nobody could
-notice, because something else refuses the same, does not belong here.
+`find` occurs once in the function; `put` replaces it, and so removes or inverts the check. Leave out a sabotage that nobody could
+notice because another check refuses the same.
 """
 
 from __future__ import annotations

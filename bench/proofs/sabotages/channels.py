@@ -1,4 +1,4 @@
-"""Calls of stores, which they and their callers authenticate themselves; and what a caller believes of its relay."""
+"""Channels: stores and callers authenticate calls and answers themselves, and do not rely on a relay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SABOTAGES = (
         "self._window.check(counter)",
         "pass",
         CALLS,
-        "a relay has a call done twice",
+        "a relay makes a call run twice",
     ),
     Sabotage(
         "channel-marked",
@@ -35,7 +35,7 @@ SABOTAGES = (
         "self._window.mark(counter)",
         "pass",
         CALLS,
-        "a call that was done is not remembered",
+        "a call that ran is not remembered",
     ),
     Sabotage(
         "channel-end-fields",
@@ -53,7 +53,7 @@ SABOTAGES = (
         "body: Buffer",
         '_: Buffer, body: Buffer = b""',
         CALLS,
-        "a relay changes what a call says",
+        "a relay changes the body of a call",
     ),
     Sabotage(
         "channel-long-body",
@@ -71,7 +71,7 @@ SABOTAGES = (
         "return keys[:64], keys[64:]",
         "return keys[:64], keys[:64]",
         CHANNEL,
-        "a relay gives a caller its own call for an answer",
+        "a relay returns a caller's own call as the answer",
     ),
     Sabotage(
         "channel-caller",
@@ -80,7 +80,7 @@ SABOTAGES = (
         "verify_caller(public_key, signature, said)",
         "pass",
         CALLS,
-        "whoever knows a public key calls as its holder",
+        "anybody who knows a public key calls as its holder",
     ),
     Sabotage(
         "channel-store",
@@ -116,7 +116,7 @@ SABOTAGES = (
         "self._place(channel) != (question.name, question.key_id)",
         "False",
         CALLS,
-        "a call of one stream is done to another",
+        "a call for one stream is carried out on another",
     ),
     Sabotage(
         "channel-share",
@@ -125,7 +125,7 @@ SABOTAGES = (
         "len(own) < self._most_of_log and len(self._channels) < self._most",
         "True",
         CALLS,
-        "channels without a bound",
+        "a store holds any number of channels",
     ),
     Sabotage(
         "channel-spent-room",
@@ -161,7 +161,7 @@ SABOTAGES = (
         "counter == called.counter",
         "True",
         CALLS,
-        "the answer to one call passes for that of another",
+        "the answer to one call is accepted for another",
     ),
     Sabotage(
         "channel-needed",
@@ -197,7 +197,7 @@ SABOTAGES = (
         "find_key(public_id(signed.public_key)) is None",
         "False",
         CALLS,
-        "an order under a stranger's key makes a store ours",
+        "an order under a stranger's key makes a client trust a store",
     ),
     Sabotage(
         "channel-own-store",
@@ -206,7 +206,7 @@ SABOTAGES = (
         "(order.key_id, order.action, order.store) == (key_id, KEEP, store)",
         "(order.key_id, order.action) == (key_id, KEEP)",
         CALLS,
-        "an order to one store is shown by another",
+        "one store shows an order for another",
     ),
     Sabotage(
         "channel-own-name",
@@ -215,7 +215,7 @@ SABOTAGES = (
         "name == bare or is_called(order, name)",
         "True",
         CALLS,
-        "a store shows one stream for another",
+        "a store shows one stream as another",
     ),
     Sabotage(
         "retry-idempotent",
@@ -224,7 +224,7 @@ SABOTAGES = (
         "pending.idempotent and pending.attempts",
         "pending.attempts",
         LYING,
-        "a relay has a payment made twice",
+        "a relay makes a payment run twice",
     ),
     Sabotage(
         "stale-may-have-run",
@@ -233,6 +233,6 @@ SABOTAGES = (
         "fail.may_have_run or is_stale(fail)",
         "fail.may_have_run",
         LYING,
-        "a caller hears that nothing ran, and something did",
+        "a caller is told that nothing ran, but something did",
     ),
 )

@@ -1,4 +1,4 @@
-"""Who may connect: sockets, certificates, and what a session may say before it has shown a key."""
+"""Who may connect: sockets, certificates, and what a session may do before it has proven a key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SABOTAGES = (
         "found.st_mode & 0o022",
         "False",
         SOCKET,
-        "others may put a socket of theirs in the place of the relay's",
+        "other users can replace the relay's socket",
     ),
     Sabotage(
         "socket-directory-link",
@@ -64,7 +64,7 @@ SABOTAGES = (
         "answer in (0, errno.EAGAIN)",
         "False",
         SOCKET,
-        "the socket of a relay that runs is not known as one",
+        "the socket of a running relay is not recognized",
     ),
     Sabotage(
         "socket-release",
@@ -73,7 +73,7 @@ SABOTAGES = (
         "_identity(self.path) == self._identity",
         "True",
         SOCKET,
-        "a relay that ends takes away the socket of the next one",
+        "a relay that ends removes the socket of the next one",
     ),
     Sabotage(
         "tls-verify",
@@ -82,7 +82,7 @@ SABOTAGES = (
         "context.verify_mode = ssl.CERT_REQUIRED",
         "context.verify_mode = ssl.CERT_NONE",
         TLS,
-        "anybody is taken for a relay of our network",
+        "anybody is accepted as a relay of our network",
     ),
     Sabotage(
         "tls-version",
@@ -91,7 +91,7 @@ SABOTAGES = (
         "context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3",
         "context.minimum_version = ssl.TLSVersion.TLSv1_2",
         TLS,
-        "older versions of TLS are spoken",
+        "older versions of TLS are accepted",
     ),
     Sabotage(
         "tls-tickets",
@@ -100,7 +100,7 @@ SABOTAGES = (
         "context.num_tickets = 0",
         "pass",
         TLS,
-        "a connection is resumed without a look at its certificate",
+        "a connection is resumed without checking its certificate",
     ),
     Sabotage(
         "tls-alpn",
@@ -109,7 +109,7 @@ SABOTAGES = (
         "chosen != expected",
         "False",
         TLS,
-        "a session is taken for a link",
+        "a session is accepted as a link",
     ),
     Sabotage(
         "tls-one-name",
@@ -118,7 +118,7 @@ SABOTAGES = (
         "len(uris) == 1",
         "uris",
         TLS,
-        "a certificate of two names passes for the first",
+        "a certificate with two names is accepted for the first",
     ),
     Sabotage(
         "tls-name-kind",
@@ -136,7 +136,7 @@ SABOTAGES = (
         "return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME",
         "return None",
         TLS,
-        "whoever names no network of ours goes on",
+        "a peer that names another network is accepted",
     ),
     Sabotage(
         "tls-access",
@@ -163,7 +163,7 @@ SABOTAGES = (
         "found[1] != site",
         "False",
         GATEWAY_TLS,
-        "a gateway of one site passes for one of another",
+        "a gateway of one site is accepted as one of another",
     ),
     Sabotage(
         "gateway-pin",
@@ -172,7 +172,7 @@ SABOTAGES = (
         "ssl.PROTOCOL_TLS_SERVER, alpn=WAN_ALPN, leaf=leaf, trusted=authority",
         "ssl.PROTOCOL_TLS_SERVER, alpn=WAN_ALPN, leaf=leaf, trusted=first",
         GATEWAY_TLS,
-        "the second key that is pinned for a site is not the one it is held against",
+        "a site's second pinned key is ignored",
     ),
     Sabotage(
         "gateway-hello",
@@ -210,7 +210,7 @@ SABOTAGES = (
         'return f"key {key_id.hex()[:8]} was not proven in this session"',
         "continue",
         UNPROVEN,
-        "a session takes a cluster's requests without its key",
+        "a session receives a cluster's requests without its key",
     ),
     Sabotage(
         "prove-subscribe",
@@ -219,7 +219,7 @@ SABOTAGES = (
         "error = self._unproven(session, unproven) or _grammar(check_filter, subscribe.filter)",
         "error = _grammar(check_filter, subscribe.filter)",
         UNPROVEN,
-        "a session gets what is published under a key that it does not have",
+        "a session receives publications under a key that it does not have",
     ),
     Sabotage(
         "prove-members",
@@ -246,7 +246,7 @@ SABOTAGES = (
         "session.proofs > self._router.limits.keys",
         "False",
         UNPROVEN,
-        "a session has the relay check signatures for ever",
+        "a session makes the relay check signatures without end",
     ),
     Sabotage(
         "declare-hop-class",
@@ -255,7 +255,7 @@ SABOTAGES = (
         "declared.hop_class != HopClass.LOCAL",
         "False",
         ("tests/protocol/test_mesh.py",),
-        "a session passes for a link",
+        "a session is treated as a link",
     ),
     Sabotage(
         "joins-limit",
@@ -273,7 +273,7 @@ SABOTAGES = (
         "not set(join.kinds) <= SERVED_KINDS",
         "False",
         RULES,
-        "a session serves what is no kind of call",
+        "a session serves kinds that are not calls",
     ),
     Sabotage(
         "subscriptions-limit",
@@ -300,7 +300,7 @@ SABOTAGES = (
         "not session.ours",
         "False",
         GRANTS,
-        "another user's process is a store",
+        "another user's process is accepted as a store",
     ),
     Sabotage(
         "grant-order",
@@ -327,7 +327,7 @@ SABOTAGES = (
         "length < 2 or length > self.limit",
         "length < 2",
         FRAMES,
-        "a peer names a length, and we keep room for it",
+        "memory is reserved for any length that a peer names",
     ),
     Sabotage(
         "control-length",
@@ -345,7 +345,7 @@ SABOTAGES = (
         "uid != 0 and uid not in _trusted(relay_user)",
         "False",
         DIALLING,
-        "a process goes to a relay of anybody's",
+        "a process uses any user's relay",
     ),
     Sabotage(
         "dial-skipped",
@@ -363,7 +363,7 @@ SABOTAGES = (
         "status.st_uid != 0 and status.st_uid not in owners",
         "False",
         DIALLING,
-        "a directory of somebody else's passes for ours",
+        "another user's directory is accepted as ours",
     ),
     Sabotage(
         "dial-directory-mode",
@@ -390,7 +390,7 @@ SABOTAGES = (
         "welcome.minor < BOUND_PROOF_MINOR",
         "False",
         BOUND,
-        "a relay in the middle says that it is old, and has a proof that another takes",
+        "a relay in the middle claims to be old, and gets a proof that another relay accepts",
     ),
     Sabotage(
         "proof-channel",
@@ -399,7 +399,7 @@ SABOTAGES = (
         'channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""',
         'channel = b""',
         BOUND,
-        "a proof over TLS holds at another relay",
+        "a proof over TLS is valid at another relay",
     ),
     Sabotage(
         "status-names",
@@ -417,7 +417,7 @@ SABOTAGES = (
         "end.poison()",
         "pass",
         ("tests/integration/test_fork.py",),
-        "in the child of a fork a tunnel's nonces come again",
+        "the child of a fork repeats a tunnel's nonces",
     ),
     Sabotage(
         "goodbye-known",
@@ -435,7 +435,7 @@ SABOTAGES = (
         "target.stranger and not self._may_dial(address)",
         "False",
         DIALS,
-        "anybody on the LAN has relays dial a host as often as it likes",
+        "anybody on the LAN makes relays dial a host without limit",
     ),
     Sabotage(
         "store-directory",
@@ -462,7 +462,7 @@ SABOTAGES = (
         "made.stranger and not target.stranger",
         "False",
         DIALS,
-        "adverts push out relays that were linked",
+        "adverts displace relays that were linked",
     ),
     Sabotage(
         "advert-subnet",
@@ -471,6 +471,6 @@ SABOTAGES = (
         "else:\n            continue",
         "else:\n            distance = 2",
         ("tests/unit/relay/test_discovery.py",),
-        "an advert has us dial any host of the internet",
+        "an advert makes us dial any host on the internet",
     ),
 )

@@ -1,4 +1,4 @@
-"""What keys are for: seals, tunnels, proofs, and the files that hold them."""
+"""Keys: seals, tunnels, proofs, and key files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SABOTAGES = (
         "self._counter = counter + 1",
         "self._counter = counter",
         SFRAME,
-        "a counter seals twice",
+        "one counter seals two messages",
     ),
     Sabotage(
         "open-header",
@@ -45,7 +45,7 @@ SABOTAGES = (
         "first <= counter <= last",
         "True",
         SFRAME,
-        "a header with another sender's number, or longer than it has to be, passes",
+        "a header with another sender's number, or one that is too long, is accepted",
     ),
     Sabotage(
         "seal-limit",
@@ -90,7 +90,7 @@ SABOTAGES = (
         "counter <= self._highest - self._size",
         "False",
         WINDOW,
-        "a message from before the window is accepted again",
+        "a message from before the window is accepted",
     ),
     Sabotage(
         "tunnel-nonce",
@@ -126,7 +126,7 @@ SABOTAGES = (
         "if not self.ended:",
         "self.peer_finished = self.peer_closed = True\n        if not self.ended:",
         TUNNELS,
-        "a relay ends a tunnel and it looks like the other side's close",
+        "a relay ends a tunnel, and that looks like the other side's close",
     ),
     Sabotage(
         "tunnel-credit",
@@ -171,7 +171,7 @@ SABOTAGES = (
         "session_id + challenge + key_id",
         "session_id + key_id",
         KEYS,
-        "a proof once heard holds for ever",
+        "a recorded proof is valid forever",
     ),
     Sabotage(
         "proof-signature",
@@ -180,7 +180,7 @@ SABOTAGES = (
         "except (InvalidSignature, ValueError):\n            pass",
         "except (InvalidSignature, ValueError):\n            return",
         KEYS,
-        "any signature will do",
+        "any signature is accepted",
     ),
     Sabotage(
         "order-signature",
@@ -189,7 +189,7 @@ SABOTAGES = (
         '_verify(public_key, signature, _ORDER + order, "the signature of the order does not hold")',
         "pass",
         ("tests/protocol/test_grants.py",),
-        "an order that no key holder signed is taken",
+        "an order that no key holder signed is accepted",
     ),
     Sabotage(
         "store-proof-order",
@@ -207,7 +207,7 @@ SABOTAGES = (
         '_derive(self._secret, b"iris-key-hash-1")',
         '_derive(self._secret, b"iris-seal-root-1")',
         ("tests/unit/crypto/test_keys.py", "tests/protocol/test_protocol_examples.py"),
-        "the key that hashes message keys is the one that seals",
+        "message keys are hashed with the sealing key",
     ),
     Sabotage(
         "key-file-mode",
@@ -252,7 +252,7 @@ SABOTAGES = (
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC",
         "os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC",
         KEYFILES,
-        "new keys overwrite those that are there",
+        "new keys overwrite existing ones",
     ),
     Sabotage(
         "keyring-retire",
@@ -261,7 +261,7 @@ SABOTAGES = (
         "key == keys[0]",
         "False",
         KEYRING,
-        "the key that seals is retired",
+        "the sealing key can be retired",
     ),
     Sabotage(
         "topic-key",
@@ -306,7 +306,7 @@ SABOTAGES = (
         "expected.known and flow.plain",
         "False",
         GUARDING,
-        "publications are missing and nobody is told",
+        "missing publications are not reported",
     ),
     Sabotage(
         "count-of-bundle",
@@ -324,7 +324,7 @@ SABOTAGES = (
         "sender.window.check(counter)",
         "pass",
         GUARDING,
-        "a relay has a request run twice",
+        "a relay makes a request run twice",
     ),
     Sabotage(
         "marked-request",
@@ -351,7 +351,7 @@ SABOTAGES = (
         "+ answer_suffix(pending.sender_id, pending.counter)",
         "+ answer_suffix(pending.sender_id, pending.counter)[:16]",
         LYING,
-        "the answer to one request passes for that of another",
+        "the answer to one request is accepted for another",
     ),
     Sabotage(
         "answer-address",
@@ -378,7 +378,7 @@ SABOTAGES = (
         "entry.used_us < oldest",
         "True",
         GUARDING,
-        "made-up senders push out what a true one's replays are known by",
+        "made-up senders displace the replay windows of real ones",
     ),
     Sabotage(
         "half-open",
@@ -387,7 +387,7 @@ SABOTAGES = (
         "not self._shares.has_room(key_id, self._session.guard.keys)",
         "False",
         (*TUNNELS, *GUARDING),
-        "tunnels that are never finished fill our memory",
+        "unfinished tunnels fill our memory",
     ),
     Sabotage(
         "guard-share",
@@ -396,7 +396,7 @@ SABOTAGES = (
         "used.get(key_id, 0) < share",
         "False",
         GUARDING,
-        "who holds one key fills the tables for every other",
+        "a holder of one key fills the tables for all other keys",
     ),
     Sabotage(
         "strange-key",
@@ -405,7 +405,7 @@ SABOTAGES = (
         "self._not_ours(buf, start, end)",
         "raise",
         STRANGE,
-        "a frame under a key that is not ours ends the session",
+        "a frame under an unknown key ends the session",
     ),
     Sabotage(
         "strange-counted",
@@ -414,7 +414,7 @@ SABOTAGES = (
         "self.drop(NOT_OURS, count)",
         "pass",
         STRANGE,
-        "what comes under a key that is not ours is not counted",
+        "messages under an unknown key are not counted",
     ),
     Sabotage(
         "retired-ring",
@@ -423,7 +423,7 @@ SABOTAGES = (
         "self._rings = [self.keyring]",
         "pass",
         RETIRED,
-        "a retired key opens messages for ever",
+        "a retired key opens messages forever",
     ),
     Sabotage(
         "retired-records",
@@ -434,7 +434,7 @@ SABOTAGES = (
         (
             "tests/integration/test_streams.py::test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile",
         ),
-        "a reader goes on with a retired key",
+        "a reader keeps using a retired key",
     ),
     Sabotage(
         "told-loss",
@@ -443,7 +443,7 @@ SABOTAGES = (
         "self.told, self.known = end, True",
         "self.next, self.known = end, True",
         ("tests/protocol/test_passing_on.py",),
-        "a relay's word of a loss hides messages that come all the same",
+        "a loss that a relay announces hides messages that arrive",
     ),
     Sabotage(
         "group-alone",

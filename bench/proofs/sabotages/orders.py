@@ -26,7 +26,7 @@ SABOTAGES = (
         "order.store != self._store",
         "False",
         ORDERS,
-        "an order for one store holds at another",
+        "an order for one store is accepted by another",
     ),
     Sabotage(
         "order-key",
@@ -35,7 +35,7 @@ SABOTAGES = (
         "(order.key_id, order.uuid, order.action) != (key_id, uuid, action)",
         "(order.uuid, order.action) != (uuid, action)",
         ORDERS,
-        "an order counts for another key than the one that it names",
+        "an order is accepted for another key than the one that it names",
     ),
     Sabotage(
         "order-uuid",
@@ -71,7 +71,7 @@ SABOTAGES = (
         "_check_fresh(order, now_us)",
         "None",
         ORDERS,
-        "a stream is created by an order that was kept",
+        "an old recorded order creates a stream",
     ),
     Sabotage(
         "change-retry",
@@ -89,7 +89,7 @@ SABOTAGES = (
         "_check_countersigned(key_id, one, charter.orders)",
         "None",
         ORDERS,
-        "who has no key of a stream takes it over",
+        "a party without a key of a stream takes it over",
     ),
     Sabotage(
         "change-step",
@@ -107,7 +107,7 @@ SABOTAGES = (
         "_check_fresh(order, now_us)",
         "None",
         ORDERS,
-        "a change that was recorded is made later",
+        "a recorded change is applied later",
     ),
     Sabotage(
         "define-fixed",
@@ -125,7 +125,7 @@ SABOTAGES = (
         "key_id not in charter.orders",
         "False",
         ORDERS,
-        "who has no key of a stream ends it",
+        "a party without a key of a stream ends it",
     ),
     Sabotage(
         "end-step",
@@ -134,7 +134,7 @@ SABOTAGES = (
         "_check_step(charter, order)",
         "None",
         ORDERS,
-        "an end that was recorded ends a stream that was changed since",
+        "a recorded end ends a stream that was changed since",
     ),
     Sabotage(
         "end-fresh",
@@ -143,7 +143,7 @@ SABOTAGES = (
         "_check_fresh(order, now_us)",
         "None",
         ORDERS,
-        "an end that was recorded ends a stream later",
+        "a recorded end ends a stream later",
     ),
     Sabotage(
         "countersigned-by",
@@ -152,7 +152,7 @@ SABOTAGES = (
         "by not in keys",
         "False",
         ORDERS,
-        "a new key countersigns for itself",
+        "a new key countersigns its own order",
     ),
     Sabotage(
         "countersignature",
@@ -161,7 +161,7 @@ SABOTAGES = (
         "verify_countersignature(one.by, one.countersignature, one.order)",
         "public_id(one.by)",
         ORDERS,
-        "a new key names one of the stream's as its countersigner",
+        "a new key names a key of the stream as countersigner without its signature",
     ),
     Sabotage(
         "revision-above",
@@ -170,7 +170,7 @@ SABOTAGES = (
         "order.revision != due",
         "order.revision < due",
         ORDERS,
-        "a revision is jumped to",
+        "an order skips revisions",
     ),
     Sabotage(
         "revision-below",
@@ -179,7 +179,7 @@ SABOTAGES = (
         "order.revision != due",
         "order.revision > due",
         ORDERS,
-        "an order of an earlier revision is in force",
+        "an order of an earlier revision takes effect",
     ),
     Sabotage(
         "fresh-ahead",
@@ -188,7 +188,7 @@ SABOTAGES = (
         "abs(ahead_us) > ORDER_FRESH_US",
         "-ahead_us > ORDER_FRESH_US",
         ORDERS,
-        "an order from the future is kept for later",
+        "an order dated in the future is accepted",
     ),
     Sabotage(
         "fresh-behind",
@@ -197,7 +197,7 @@ SABOTAGES = (
         "abs(ahead_us) > ORDER_FRESH_US",
         "ahead_us > ORDER_FRESH_US",
         ORDERS,
-        "an order that was recorded is given later",
+        "an old recorded order is accepted",
     ),
     Sabotage(
         "start-line",
@@ -206,7 +206,7 @@ SABOTAGES = (
         "key_id not in keys",
         "False",
         ORDERS,
-        "a key that nobody countersigned is a stream's after a restart",
+        "after a restart a stream accepts a key that was never countersigned",
     ),
     Sabotage(
         "start-countersignature",
@@ -215,7 +215,7 @@ SABOTAGES = (
         "_check_countersigned(key_id, one, keys)",
         "None",
         ORDERS,
-        "a forged countersignature on the disk is believed",
+        "a forged countersignature on disk is accepted",
     ),
     Sabotage(
         "in-force-revision",
@@ -224,7 +224,7 @@ SABOTAGES = (
         "(order.revision, order.issued_us)",
         "order.issued_us",
         ORDERS,
-        "the order with the highest time is in force for ever",
+        "the order with the latest time stays in force forever",
     ),
     Sabotage(
         "create-uuid",
@@ -233,7 +233,7 @@ SABOTAGES = (
         "uuid in self.streams",
         "False",
         ORDERS,
-        "the orders beside a log are overwritten by a create with its uuid",
+        "a create with a log's uuid overwrites the orders beside it",
     ),
     Sabotage(
         "delete-dead",
@@ -242,7 +242,7 @@ SABOTAGES = (
         "stream.dead",
         "False",
         ORDERS,
-        "dead letters are ended by themselves, and later ones are gone after a restart",
+        "dead letters are ended on their own, and later ones are lost at a restart",
     ),
     Sabotage(
         "client-in-force",
@@ -251,7 +251,7 @@ SABOTAGES = (
         "in_force(order for order in ours if is_called(order, name))",
         "max((o for o in ours if is_called(o, name)), key=lambda o: o.issued_us, default=None)",
         CLIENT,
-        "a client believes the order with the highest time",
+        "a client trusts the order with the latest time",
     ),
     Sabotage(
         "presence-late-member",

@@ -1,4 +1,4 @@
-"""Where messages go in a site, and the accounts of all that did not arrive."""
+"""Routing within a site, and the accounts of messages that did not arrive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SABOTAGES = (
         "route.neighbor.hop_class != HopClass.MESH",
         "True",
         MESH,
-        "what came over a link goes on over the next, and round in circles",
+        "a message from one link is forwarded to the next, in circles",
     ),
     Sabotage(
         "call-onward",
@@ -41,7 +41,7 @@ SABOTAGES = (
         "route.neighbor.hop_class != HopClass.MESH",
         "True",
         MESH,
-        "a call that came over a link goes on over another",
+        "a call from one link is forwarded to another",
     ),
     Sabotage(
         "link-hop-class",
@@ -59,7 +59,7 @@ SABOTAGES = (
         "route is None or route.kind != kind",
         "route is None",
         ("tests/protocol/test_fairness.py",),
-        "a frame of one kind goes where those of another were declared for",
+        "a frame of one kind uses another kind's alias",
     ),
     Sabotage(
         "cast-count",
@@ -68,7 +68,7 @@ SABOTAGES = (
         "not 0 < 4 * count < end - start",
         "False",
         RULES,
-        "a session spoils the accounts by a count that it makes up",
+        "a session falsifies the accounts with a made-up count",
     ),
     Sabotage(
         "cast-in",
@@ -77,7 +77,7 @@ SABOTAGES = (
         "accounts.in_ += count",
         "accounts.in_ += 1",
         SCENARIOS,
-        "what comes in is counted wrongly",
+        "incoming messages are counted wrongly",
     ),
     Sabotage(
         "cast-unwanted",
@@ -86,7 +86,7 @@ SABOTAGES = (
         'accounts.drop("not allowed" if route.barred else "unwanted", count)',
         "pass",
         SCENARIOS,
-        "what nobody wants is gone without a trace",
+        "messages that nobody wants are not counted",
     ),
     Sabotage(
         "cast-slow-told",
@@ -95,7 +95,7 @@ SABOTAGES = (
         "target.neighbor.dropped(target.delivery, first, count)",
         "pass",
         SCENARIOS,
-        "a slow receiver is not told what it missed",
+        "a slow receiver gets no report of what it missed",
     ),
     Sabotage(
         "cast-slow-counted",
@@ -104,7 +104,7 @@ SABOTAGES = (
         'self._accounts.drop("slow receiver", count)',
         "pass",
         SCENARIOS,
-        "what was dropped for a slow receiver is not counted",
+        "messages dropped for a slow receiver are not counted",
     ),
     Sabotage(
         "link-lost-told",
@@ -113,7 +113,7 @@ SABOTAGES = (
         "self._casts.link_lost(link)",
         "pass",
         MESH,
-        "what was on its way over a lost link is lost in silence",
+        "messages on a lost link are lost without a report",
     ),
     Sabotage(
         "call-in",
@@ -122,7 +122,7 @@ SABOTAGES = (
         "self._accounts.in_ += 1",
         "pass",
         SCENARIOS,
-        "calls are not counted when they come",
+        "incoming calls are not counted",
     ),
     Sabotage(
         "call-out",
@@ -131,7 +131,7 @@ SABOTAGES = (
         "self._accounts.out += 1",
         "pass",
         SCENARIOS,
-        "calls are not counted when they go",
+        "outgoing calls are not counted",
     ),
     Sabotage(
         "call-expired",
@@ -149,7 +149,7 @@ SABOTAGES = (
         "hop & neighbor.own_hop_mask == neighbor.own_hop",
         "False",
         RULES,
-        "a session takes the hop ids of others",
+        "a session uses the hop ids of others",
     ),
     Sabotage(
         "call-lost",
@@ -158,7 +158,7 @@ SABOTAGES = (
         "if not handed.origin.closed and not told:",
         "if False:",
         SCENARIOS,
-        "a caller waits for ever for a member that is gone",
+        "a caller waits forever for a member that is gone",
     ),
     Sabotage(
         "call-late-answer",
@@ -167,7 +167,7 @@ SABOTAGES = (
         'accounts.drop("late answer", 1)\n            return',
         "return",
         GUARDING,
-        "answers that nobody waits for are gone without a trace",
+        "answers that nobody waits for are not counted",
     ),
     Sabotage(
         "refused-changed",
@@ -176,7 +176,7 @@ SABOTAGES = (
         "handed.load.kind != buf[start + KIND_AT] or handed.size != end - start",
         "False",
         RULES,
-        "a member gives back another message than it was handed",
+        "a member returns another message than it was handed",
     ),
     Sabotage(
         "refused-tried",
@@ -185,7 +185,7 @@ SABOTAGES = (
         "handed.tried.append(handed.load)",
         "pass",
         SCENARIOS,
-        "who refused a message is handed it again",
+        "a member that refused a message is handed it again",
     ),
     Sabotage(
         "credit-twice",
@@ -194,7 +194,7 @@ SABOTAGES = (
         "len(distinct) < len(credit.hops) or not load.handed.keys() >= distinct",
         "False",
         SCENARIOS,
-        "a member gives credit for what it was not handed",
+        "a member gives credit for messages that it was not handed",
     ),
     Sabotage(
         "balance-bytes",
@@ -221,7 +221,7 @@ SABOTAGES = (
         "not count and end - start > TUNNEL_BODY_AT + 1",
         "False",
         RULES,
-        "ends of tunnels, which no queue bounds, carry data",
+        "tunnel ends carry data, and no queue bounds them",
     ),
     Sabotage(
         "tunnel-lost",
@@ -248,7 +248,7 @@ SABOTAGES = (
         "not entry.kinds.keys() <= SERVED_KINDS",
         "False",
         MESH,
-        "a relay tells of members of no kind",
+        "a relay announces members that serve no kind",
     ),
     Sabotage(
         "groups-limit",
@@ -266,7 +266,7 @@ SABOTAGES = (
         "part.header != header",
         "False",
         FRAGMENTS,
-        "pieces of two messages make one",
+        "fragments of two messages are joined into one",
     ),
     Sabotage(
         "pieces-limit",
@@ -275,7 +275,7 @@ SABOTAGES = (
         "len(part.frame) - 4 + piece > self._limit",
         "False",
         FRAGMENTS,
-        "pieces without end fill our memory",
+        "an endless fragmented message fills our memory",
     ),
     Sabotage(
         "pieces-many",
@@ -284,7 +284,7 @@ SABOTAGES = (
         "len(self._parts) >= MAX_OPEN",
         "False",
         FRAGMENTS,
-        "bodies that are never finished fill our memory",
+        "unfinished messages fill our memory",
     ),
     Sabotage(
         "port-control",
@@ -293,7 +293,7 @@ SABOTAGES = (
         "self._control_bytes > CONTROL_LIMIT_BYTES",
         "False",
         SESSION_PORT,
-        "who does not read its answers fills our memory",
+        "a session that does not read its answers fills our memory",
     ),
     Sabotage(
         "port-lost",
@@ -302,7 +302,7 @@ SABOTAGES = (
         "self._router.accounts.drop(cause, self._held)",
         "pass",
         SESSION_PORT,
-        "what was queued for a session that ended is not counted",
+        "messages queued for an ended session are not counted",
     ),
     Sabotage(
         "session-hello",
@@ -320,7 +320,7 @@ SABOTAGES = (
         "not neighbor.hop_class or neighbor.minor",
         "False",
         FLAGS,
-        "a session says in a frame what is its relay's to say, and cuts a link",
+        "a session sets a flag that only relays may set, and cuts a link",
     ),
     Sabotage(
         "flags-refusal",
@@ -329,7 +329,7 @@ SABOTAGES = (
         "flags == FLAG_REFUSED | reason << 4 and reason in _REASONS",
         "True",
         FLAGS,
-        "a refusal carries a flag that the next relay takes for its own",
+        "a refusal carries a flag that the next relay acts on",
     ),
     Sabotage(
         "flags-cast",
@@ -338,7 +338,7 @@ SABOTAGES = (
         "clear_flags(neighbor, buf, start)",
         "pass",
         FLAGS,
-        "a publication with flags goes on as it came",
+        "a publication with flags is forwarded unchanged",
     ),
     Sabotage(
         "flags-call",
@@ -347,7 +347,7 @@ SABOTAGES = (
         "clear_flags(neighbor, buf, start)",
         "pass",
         FLAGS,
-        "a call with flags goes on as it came",
+        "a call with flags is forwarded unchanged",
     ),
     Sabotage(
         "flags-tunnel",
@@ -356,7 +356,7 @@ SABOTAGES = (
         "clear_flags(neighbor, buf, start)",
         "pass",
         FLAGS,
-        "a tunnel's record with flags goes on as it came",
+        "a tunnel's record with flags is forwarded unchanged",
     ),
     Sabotage(
         "answer-name",
@@ -365,7 +365,7 @@ SABOTAGES = (
         "route.name != asked.name",
         "False",
         ANSWERS,
-        "an answer comes under an alias of another cluster",
+        "an answer uses the alias of another cluster",
     ),
     Sabotage(
         "answer-key",
@@ -376,7 +376,7 @@ SABOTAGES = (
         (
             "tests/integration/test_links.py::test_an_answer_under_another_key_ends_the_answerer_at_its_own_relay",
         ),
-        "whoever answers a request ends the caller's session",
+        "an answer under another key ends the caller's session",
     ),
     Sabotage(
         "answer-kind",
@@ -385,7 +385,7 @@ SABOTAGES = (
         "asked.kind not in _ANSWERS[route.kind]",
         "False",
         ANSWERS,
-        "a request is answered by what answers surveys",
+        "a survey's answer is accepted for a request",
     ),
     Sabotage(
         "answer-offence",
@@ -394,7 +394,7 @@ SABOTAGES = (
         "not neighbor.hop_class",
         "False",
         ANSWERS,
-        "a session that answers for others stays",
+        "a session that answers for others is not ended",
     ),
     Sabotage(
         "tunnel-record-length",
@@ -403,7 +403,7 @@ SABOTAGES = (
         "not TUNNEL_BODY_AT <= end - start <= MAX_RECORD_FRAME",
         "end - start < TUNNEL_BODY_AT",
         ("tests/protocol/test_passing_on.py",),
-        "a session cuts a link with a record that is too long for it",
+        "a session cuts a link with a record that is too long",
     ),
     Sabotage(
         "quota-user",
@@ -412,7 +412,7 @@ SABOTAGES = (
         "and mine <= all_but_a_quarter(self.limit)",
         "",
         QUOTAS,
-        "one user fills a table that all share",
+        "one user fills a shared table",
     ),
     Sabotage(
         "quota-total",
@@ -421,7 +421,7 @@ SABOTAGES = (
         "self.total + count <= self.limit and",
         "",
         QUOTAS,
-        "users together fill a table beyond its bound",
+        "users together exceed a table's bound",
     ),
     Sabotage(
         "quota-given",
@@ -430,7 +430,7 @@ SABOTAGES = (
         "self.total -= count",
         "pass",
         QUOTAS,
-        "what a session gave back is never free again",
+        "places that a session gave back are never free again",
     ),
     Sabotage(
         "share-session",
@@ -457,7 +457,7 @@ SABOTAGES = (
         "share.more()",
         "pass",
         QUOTAS,
-        "calls over a link count in nobody's share",
+        "calls over a link are counted in no share",
     ),
     Sabotage(
         "members-quarter",
@@ -475,7 +475,7 @@ SABOTAGES = (
         "now_us >= self._overdue.due_us",
         "False",
         QUOTAS,
-        "a call without a deadline holds its place for ever",
+        "a call without a deadline holds its place forever",
     ),
     Sabotage(
         "member-handed",
@@ -484,6 +484,6 @@ SABOTAGES = (
         "len(neighbor.handed) >= MAX_HANDED",
         "False",
         QUOTAS,
-        "a member that finishes nothing is handed without end",
+        "a member that finishes nothing is handed calls without end",
     ),
 )

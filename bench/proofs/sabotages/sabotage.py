@@ -1,4 +1,4 @@
-"""What a sabotage is."""
+"""The type of a sabotage."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Sabotage(NamedTuple):
-    """A check taken out."""
+    """One check to remove, and the tests that must notice."""
 
     id: str
     path: str
-    """Of the module, from the root of the tree."""
+    """Module path, relative to the repository root."""
     function: str
-    """As "Class.method"."""
+    """Qualified name within the module, such as "Class.method"."""
     find: str
-    """Part of the function, as it stands there but for line breaks."""
+    """Expression in the function, exactly as written except for line breaks."""
     put: str
     tests: tuple[str, ...]
-    """Files, or tests in them, as pytest takes them."""
+    """Test files, or tests in them, in pytest's notation."""
     breaks: str
-    """What somebody could do then."""
+    """What becomes possible without the check."""

@@ -1,4 +1,4 @@
-"""What crosses to other sites, and the bridges to other protocols."""
+"""Traffic to other sites, and the bridges to other protocols."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SABOTAGES = (
         "any( matches(text, name) for text in self._denied )",
         "False",
         POLICY,
-        "what is denied to other sites crosses",
+        "messages that are denied to other sites cross",
     ),
     Sabotage(
         "policy-stores",
@@ -44,7 +44,7 @@ SABOTAGES = (
         "declared.hop_class != HopClass.TO_WAN",
         "False",
         SITES,
-        "another site speaks as if it were of ours",
+        "another site's connection is treated as a link of ours",
     ),
     Sabotage(
         "wan-site",
@@ -53,7 +53,7 @@ SABOTAGES = (
         "declared.site != self._router.site",
         "False",
         SITES,
-        "another site has us pass its messages to a third",
+        "another site makes us forward its messages to a third",
     ),
     Sabotage(
         "wan-entering",
@@ -62,7 +62,7 @@ SABOTAGES = (
         "declared.kind not in _ANSWER_KINDS",
         "False",
         SITES,
-        "what we do not import comes in",
+        "messages that we do not import come in",
     ),
     Sabotage(
         "wan-speaks-for",
@@ -71,7 +71,7 @@ SABOTAGES = (
         "any(site != wan.site for site in spoken)",
         "False",
         SITES,
-        "a site draws a third one's messages to itself",
+        "a site attracts a third one's messages",
     ),
     Sabotage(
         "wan-leaving",
@@ -80,7 +80,7 @@ SABOTAGES = (
         "link.routes[declared.alias].barred = rule",
         "pass",
         SITES,
-        "a gateway takes messages out that are not exported",
+        "a gateway sends messages that are not exported",
     ),
     Sabotage(
         "wan-told",
@@ -89,7 +89,7 @@ SABOTAGES = (
         "exported = self.policy.exports(serving, name, key_id, tag)",
         "exported = dict(serving)",
         SITES,
-        "another site is told of clusters that are not exported",
+        "clusters that are not exported are announced to another site",
     ),
     Sabotage(
         "wan-imports",
@@ -98,7 +98,7 @@ SABOTAGES = (
         "kinds = policy.imports(cluster.kinds, cluster.name, cluster.key_id)",
         "kinds = cluster.kinds",
         SITES,
-        "our calls go to clusters of other sites that are not imported",
+        "our calls go to clusters that we do not import",
     ),
     Sabotage(
         "wan-topics",
@@ -107,7 +107,7 @@ SABOTAGES = (
         "topic.count and way.own and not policy.exported.may_allow(topic.filter)",
         "False",
         SITES,
-        "another site hears topics that are not exported",
+        "another site receives topics that are not exported",
     ),
     Sabotage(
         "wan-gap-count",
@@ -116,7 +116,7 @@ SABOTAGES = (
         'count=UNKNOWN_COUNT, site=""',
         'site=""',
         SITES,
-        "another site names a loss so large that a true sender's messages count as late",
+        "another site reports a loss so large that a sender's real messages count as late",
     ),
     Sabotage(
         "wan-gap-policy",
@@ -125,7 +125,7 @@ SABOTAGES = (
         "not self._router.abroad.policy.entering(gap.kind, gap.name, gap.key_id)",
         "True",
         SITES,
-        "another site tells of losses in what we do not import",
+        "another site reports losses of topics that we do not import",
     ),
     Sabotage(
         "wan-printable",
@@ -134,7 +134,7 @@ SABOTAGES = (
         "printable(fail.detail)",
         "fail.detail",
         SITES,
-        "another site moves the cursor of a terminal here",
+        "another site's names move the cursor of a terminal here",
     ),
     Sabotage(
         "wan-home-only",
@@ -143,7 +143,7 @@ SABOTAGES = (
         "kind == Kind.STREAM",
         "False",
         SITES,
-        "a stream's name means another log when its store is away",
+        "a stream's name leads to another site's log when its store is away",
     ),
     Sabotage(
         "wan-wanted-limit",
@@ -181,7 +181,7 @@ SABOTAGES = (
         "not address.is_loopback and not self.config.allow_remote",
         "False",
         ("tests/interop/iris1/test_endings.py",),
-        "the bridge, which knows no authentication, listens to the network unasked",
+        "the bridge, which has no authentication, listens on the network by default",
     ),
     Sabotage(
         "bridge-clients",
@@ -190,7 +190,7 @@ SABOTAGES = (
         "len(self._admitted) >= self.config.max_clients",
         "False",
         IRIS1,
-        "clients of a bridge without a bound",
+        "a bridge has any number of clients",
     ),
     Sabotage(
         "bridge-ipc-mode",

@@ -1,4 +1,4 @@
-"""Durable streams: who may have one, and that every message is there once."""
+"""Durable streams: who may have one, and that each message is stored once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SABOTAGES = (
         "state is not None and stamp.epoch < state.epoch",
         "False",
         MODEL,
-        "an older self of a producer goes on writing",
+        "an older instance of a producer keeps writing",
     ),
     Sabotage(
         "producer-duplicate",
@@ -31,7 +31,7 @@ SABOTAGES = (
         "stamp.sequence <= state.last",
         "False",
         MODEL,
-        "an append that was tried again is not known as one",
+        "a repeated append is not recognized",
     ),
     Sabotage(
         "producer-order",
@@ -40,7 +40,7 @@ SABOTAGES = (
         "None if stamp.sequence == state.last + 1 else OutOfOrder(state.last + 1)",
         "None",
         MODEL,
-        "an append is stored before an earlier one that is still on its way",
+        "an append is stored before an earlier one that is still under way",
     ),
     Sabotage(
         "producer-epoch",
@@ -49,7 +49,7 @@ SABOTAGES = (
         "None if stamp.sequence == 0 else OutOfOrder(0)",
         "None",
         MODEL,
-        "a producer that was forgotten goes on in the middle",
+        "a forgotten producer continues in the middle",
     ),
     Sabotage(
         "producer-batch",
@@ -76,7 +76,7 @@ SABOTAGES = (
         "entry.expect is not None and entry.expect != at",
         "False",
         LOG,
-        "an append at a certain offset goes to another",
+        "an append for one offset is stored at another",
     ),
     Sabotage(
         "append-sync",
@@ -94,7 +94,7 @@ SABOTAGES = (
         "key != KEY.pack(at)",
         "False",
         LOG,
-        "entries are missing from a log and nobody is told",
+        "entries missing from a log are not noticed",
     ),
     Sabotage(
         "log-identity",
@@ -103,7 +103,7 @@ SABOTAGES = (
         "self.uuid != self._database.uuid",
         "False",
         LOG,
-        "a log passes for another",
+        "one log is accepted as another",
     ),
     Sabotage(
         "stage-twice",
@@ -148,7 +148,7 @@ SABOTAGES = (
         "len({attempt for attempt, _ in attempts}) < len(attempts)",
         "False",
         STAGING,
-        "what a task staged is committed twice",
+        "an attempt is committed twice in one commit",
     ),
     Sabotage(
         "commit-row",
@@ -166,7 +166,7 @@ SABOTAGES = (
         "self.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES",
         "False",
         STAGING,
-        "what is staged and never committed fills the disk",
+        "records that are staged and never committed fill the disk",
     ),
     Sabotage(
         "ack-never-handed",
@@ -175,7 +175,7 @@ SABOTAGES = (
         "mask & record.fresh",
         "False",
         CONSUMERS,
-        "a worker settles what nobody was handed",
+        "a worker settles messages that nobody was handed",
     ),
     Sabotage(
         "ack-ahead",
@@ -202,7 +202,7 @@ SABOTAGES = (
         "not held or held + count <= self.settings.max_pending_per_worker",
         "True",
         CONSUMERS,
-        "one worker takes all",
+        "one worker takes all messages",
     ),
     Sabotage(
         "nack-others",
@@ -211,7 +211,7 @@ SABOTAGES = (
         "part.worker != worker or not bits",
         "not bits",
         CONSUMERS,
-        "a worker gives back what another works on",
+        "a worker returns messages that another one works on",
     ),
     Sabotage(
         "key-order",
@@ -220,7 +220,7 @@ SABOTAGES = (
         "self._keys[record.key][0] is not record",
         "False",
         CONSUMERS,
-        "of one key a later message is worked on before an earlier one is done",
+        "a later message of a key is processed before an earlier one is done",
     ),
     Sabotage(
         "dead-letters",
@@ -229,7 +229,7 @@ SABOTAGES = (
         "0 < self._max_deliver <= part.deliveries",
         "False",
         CONSUMERS,
-        "a message that no worker can take is delivered for ever",
+        "a message that no worker can process is delivered forever",
     ),
     Sabotage(
         "settle-ranges",
@@ -240,7 +240,7 @@ SABOTAGES = (
         (
             "tests/integration/test_consumers.py::test_a_settle_that_names_what_is_not_there_is_refused",
         ),
-        "one call keeps a store busy for ever",
+        "one call keeps a store busy forever",
     ),
     Sabotage(
         "consumer-settings",
@@ -251,7 +251,7 @@ SABOTAGES = (
         (
             "tests/integration/test_consumers.py::test_a_consumer_that_is_there_with_other_settings_is_not_taken",
         ),
-        "two programs share a consumer, and each thinks it is another",
+        "two programs share a consumer with different settings",
     ),
     Sabotage(
         "consumer-again",
@@ -260,7 +260,7 @@ SABOTAGES = (
         "if message.offset not in self._held",
         "if True",
         ("tests/unit/core/test_stream_worker.py",),
-        "what was handed out once more after a lost answer is worked on twice",
+        "messages handed out again after a lost answer are processed twice",
     ),
     Sabotage(
         "reader-holes",
@@ -269,7 +269,7 @@ SABOTAGES = (
         "item.offset > at",
         "False",
         READER,
-        "a store leaves messages out and the reader goes on",
+        "a store leaves messages out, and the reader does not notice",
     ),
     Sabotage(
         "reader-end",
@@ -298,7 +298,7 @@ SABOTAGES = (
         "bundle.first < expected.next",
         "False",
         RECORDING,
-        "a publication that comes twice is recorded twice",
+        "a repeated publication is recorded twice",
     ),
     Sabotage(
         "record-missing",
@@ -307,7 +307,7 @@ SABOTAGES = (
         "if expected.known and",
         "if False and",
         RECORDING,
-        "a stream misses publications and says nothing",
+        "a stream misses publications without a gap",
     ),
     Sabotage(
         "record-unrecorded",
@@ -316,7 +316,7 @@ SABOTAGES = (
         "self._unrecorded += count",
         "pass",
         RECORDING,
-        "what a full disk did not take is missing without a word",
+        "messages that a full disk could not store leave no gap",
     ),
     Sabotage(
         "push-credit",
@@ -336,7 +336,7 @@ SABOTAGES = (
         "if self.definition.mirror:",
         "if False:",
         ("tests/integration/test_mirror.py::test_a_copy_takes_nothing_but_copies",),
-        "somebody appends to a copy, which then is none",
+        "appends to a copy make it differ from its source",
     ),
     Sabotage(
         "mirror-source",
@@ -347,7 +347,7 @@ SABOTAGES = (
         (
             "tests/integration/test_mirror.py::test_a_copy_that_comes_again_or_of_another_log_changes_nothing",
         ),
-        "a copy takes what another log holds",
+        "a copy accepts records of another log",
     ),
     Sabotage(
         "mirror-start",
@@ -358,7 +358,7 @@ SABOTAGES = (
         (
             "tests/integration/test_mirror.py::test_a_copy_that_comes_again_or_of_another_log_changes_nothing",
         ),
-        "what lies elsewhere in its source is copied to the end of a copy",
+        "records from elsewhere in the source are copied to the end of a copy",
     ),
     Sabotage(
         "create-deleted",
@@ -369,7 +369,7 @@ SABOTAGES = (
         (
             "tests/integration/test_streams.py::test_the_first_order_of_a_deleted_stream_makes_no_new_one",
         ),
-        "an empty log takes the place of one that was deleted, by its first order",
+        "a deleted log's first order creates an empty log in its place",
     ),
     Sabotage(
         "create-key",
@@ -389,7 +389,7 @@ SABOTAGES = (
         (
             "tests/integration/test_streams.py::test_a_stream_of_a_cluster_takes_nothing_of_another_whatever_the_relay_says",
         ),
-        "a relay has a stream record what was sent to another cluster",
+        "a relay makes a stream record what was sent to another cluster",
     ),
     Sabotage(
         "store-key-mode",

@@ -85,7 +85,7 @@ def test_a_sabotage_changes_its_own_function_wherever_the_lines_break(
         ("Guard.check", "number > 3", "False", "2 times"),
         ("Guard.gone", "number > 3", "False", "no function"),
         ("Guard", "number != 7", "False", "no function"),
-        ("check", "return number > 3", "return number >", "no Python"),
+        ("check", "return number > 3", "return number >", "not valid Python"),
         ("Guard.check", "number != 7", "(number != 7)", "changes nothing"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_test_that_is_gone_is_a_fault_and_so_is_an_id_that_is_there_twice(
         "other: test_it.py has no test test_gone",
         "other: there is no test_that.py",
     ]
-    assert mutations.faults([fits, fits], tmp_path) == ["one: it is there twice"] * 2
+    assert mutations.faults([fits, fits], tmp_path) == ["one: the id is used twice"] * 2
 
 
 @pytest.mark.parametrize(
