@@ -1,4 +1,4 @@
-"""What offenders do to others of their relay, and another cluster's tunnel that must not notice.
+"""Sessions that break rules, and another cluster's tunnel that must not be affected.
 
 async with vault(caller_path, member_path) as open_vault:
     assert "flags" in await say_more(caller_path)
@@ -23,12 +23,12 @@ from iris.wire.codec import HOP
 from iris.wire.frames import FLAG_MORE, Kind
 
 STRANGE_KEY = ClusterKey(bytes(range(2, 34)))
-"""Of the offender alone."""
+"""A key that only the offender has."""
 PLACE = "news"
 
 
 class Vault:
-    """A caller with a tunnel open in `vault`, who asks `echo`, too, under another key."""
+    """A caller with a tunnel open in `vault`, which also calls `echo` under another key."""
 
     def __init__(self, caller: iris.Client, tunnel: iris.Tunnel) -> None:
         self.caller = caller
@@ -36,7 +36,7 @@ class Vault:
         self.sent = 0
 
     async def check(self) -> None:
-        """The tunnel passes messages both ways."""
+        """Check that the tunnel passes messages both ways."""
         self.sent += 1
         async with asyncio.timeout(PATIENCE_S):
             await self.tunnel.send(b"%d" % self.sent)
@@ -48,7 +48,7 @@ class Vault:
                 await self.caller.request("echo", b"ping", timeout=PATIENCE_S)
 
     async def ask_a_liar(self) -> None:
-        """Ask `echo`, whose only member answers under a key that is not its own; the call ends, and nothing else."""
+        """Call `echo`, whose only member answers under a key that is not its own; only that call ends."""
         with pytest.raises(iris.ConnectionLost) as lost:
             await self._ask()
         assert lost.value.may_have_run
@@ -79,7 +79,7 @@ async def vault(caller_path: Path, member_path: Path) -> AsyncIterator[Vault]:
 
 
 async def _opened(caller: iris.Client) -> AbstractAsyncContextManager[iris.Tunnel]:
-    """Open it once the caller's relay has heard of the member."""
+    """Open it once the caller's relay knows the member."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
@@ -91,7 +91,7 @@ async def _opened(caller: iris.Client) -> AbstractAsyncContextManager[iris.Tunne
 
 
 async def say_more(path: Path, kind: int) -> str:
-    """Send frames that go on, as only pieces between relays do, where `PLACE` is; return what the relay says of that."""
+    """Send frames with `more` to `PLACE`, as only relays may; return the relay's error."""
     async with Wire(path) as wire:
         await wire.prove()
         if kind == Kind.TUNNEL_DATA:
@@ -108,7 +108,7 @@ async def say_more(path: Path, kind: int) -> str:
 
 @asynccontextmanager
 async def wanting(path: Path) -> AsyncIterator[Wire]:
-    """Serve, and subscribe to, `PLACE`, so that what is sent there crosses to this relay."""
+    """Serve and subscribe to `PLACE`, so that messages for it cross to this relay."""
     async with Wire(path) as wire:
         await wire.prove()
         await wire.join(PLACE, Kind.REQUEST)
@@ -120,7 +120,7 @@ async def wanting(path: Path) -> AsyncIterator[Wire]:
 
 @asynccontextmanager
 async def liar(path: Path) -> AsyncIterator[asyncio.Task[str]]:
-    """Be the member of `echo` that answers one request under a key of its own; gives what the relay says of that."""
+    """Act as the member of `echo` that answers one request under its own key; yields the relay's error."""
     async with Wire(path) as wire:
         await wire.prove()
         await wire.send(wire.proof(STRANGE_KEY))
@@ -143,7 +143,7 @@ async def liar(path: Path) -> AsyncIterator[asyncio.Task[str]]:
 
 @asynccontextmanager
 async def silent(path: Path) -> AsyncIterator[Wire]:
-    """Be a member of `echo` that answers nothing."""
+    """Act as a member of `echo` that answers nothing."""
     async with Wire(path) as wire:
         await wire.prove()
         await wire.join("echo", Kind.REQUEST)

@@ -339,7 +339,7 @@ def unaccounted(status: dict[str, Any]) -> int:
 def tables(status: dict[str, Any]) -> dict[str, Any]:
     """Return what of a status must be as it was once an offender is gone."""
     sessions = [
-        # Who behaves well proves its keys as it needs them.
+        # A well-behaved client proves its keys when it needs them.
         {name: value for name, value in session.items() if name != "keys"}
         for session in status["sessions"]
     ]

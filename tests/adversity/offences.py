@@ -357,7 +357,7 @@ async def a_stores_answer_to_a_survey(wire: Wire) -> None:
 
 
 async def answer_under(wire: Wire, kind: int, name: str, asked: int) -> None:
-    """Ask oneself, and answer with a frame of `kind` of the cluster `name`."""
+    """Call the own session, and answer with a frame of `kind` for the cluster `name`."""
     await wire.prove()
     await wire.join(CLUSTER, asked)
     await wire.send(wire.declare(0, asked, CLUSTER), wire.sealed(asked, CLUSTER, hop=6))

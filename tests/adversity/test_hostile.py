@@ -1,4 +1,4 @@
-"""A hostile relay and a hostile site among honest ones: whatever they send, those that do not talk to them go on.
+"""A hostile relay and a hostile site among honest ones: whatever they send, sessions that do not talk to them go on.
 
 `support.hostile` plays them, on real routers and sessions joined by memory. `make proof AREA=hostile N=100000` takes more steps.
 """
@@ -13,7 +13,7 @@ from support.hostile import DEEDS, Scene
 
 
 class Hostilities(RuleBasedStateMachine):
-    """Hypothesis says who does what next, and shortens what broke something."""
+    """Hypothesis chooses the next step, and shortens a sequence that broke something."""
 
     scene: Scene
 
@@ -32,7 +32,7 @@ class Hostilities(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 32),
     )
     def deed(self, who: int, deed: str, times: int, seed: int) -> None:
-        """One adversary does the same some times, each time in another way."""
+        """Let one adversary repeat a step, with other random choices each time."""
         self.scene.rng.seed(seed)
         for _ in range(times):
             self.scene.step(who, deed)
@@ -44,7 +44,7 @@ class Hostilities(RuleBasedStateMachine):
 
     @rule()
     def probe(self) -> None:
-        """Whoever does not talk to them goes on."""
+        """Check that sessions that do not talk to them go on."""
         self.scene.probe()
 
     @invariant()

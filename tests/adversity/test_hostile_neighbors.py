@@ -1,4 +1,4 @@
-"""A hostile relay and a hostile gateway over real TLS, attack by attack: an honest pair that does not talk to them notices nothing.
+"""A hostile relay and a hostile gateway over real TLS, attack by attack: an honest pair beside them notices nothing.
 
 `test_hostile` plays them at random, in memory; `test_links` and `integration/test_gateways` have what strangers and liars get.
 """
@@ -35,7 +35,7 @@ GUESSES = range(1, 200)
 
 
 class Honest:
-    """A caller with an open tunnel at one relay, and whoever serves it and listens at the other."""
+    """A caller with an open tunnel at one relay, and its member and subscriber at the other."""
 
     def __init__(self, relays: tuple[Relay, Relay], caller: iris.Client, member: iris.Client) -> None:  # fmt: skip
         self.relays = relays
@@ -69,7 +69,7 @@ class Honest:
         await self.caller.publish("calm.news", self.said[-1])
 
     async def check(self) -> None:
-        """A request, the tunnel, and all that was published, once each and in order."""
+        """Check a request, the tunnel, and all publications: once each and in order."""
         text = b"%d" % len(self.said)
         async with asyncio.timeout(PATIENCE_S):
             await self.publish()
@@ -81,7 +81,7 @@ class Honest:
 
 
 class Hostile:
-    """What holds the network's key, or is a pinned site; `relays` are the honest ones, and the honest pair is at both."""
+    """A holder of the network key, or a pinned site. `relays` are the honest ones; the honest pair uses both."""
 
     def __init__(
         self, relays: tuple[Relay, Relay], connect: Callable[[Relay], Connection], hello: dict[str, Any]
@@ -92,11 +92,11 @@ class Hostile:
         self._hello = frames.LinkHello(1, 1, RELAY, 5, 5, 1 << 20, **hello)
         self.version = 1000
         self.cut = 0
-        """How often it gave a relay reason to end its connection."""
+        """Number of its violations that make a relay end its connection."""
 
     @asynccontextmanager
     async def at(self, relay: Relay) -> AsyncIterator[Connection]:
-        """Give a connection of its own to a relay, up."""
+        """Return an established connection of its own to a relay."""
         async with self.connect(relay) as wire:
             await wire.say(self._hello)
             await wire.hear(frames.Interest)
@@ -105,11 +105,11 @@ class Hostile:
         await eventually(lambda: self.neighbor(relay) is None)
 
     def neighbor(self, relay: Relay) -> Neighbor | None:
-        """Return what a relay knows of it while it is connected."""
+        """Return a relay's neighbor object for it while it is connected."""
         return (relay.router.wans if self.own else relay.router.links).get(RELAY)
 
     def place(self, relay: Relay) -> dict[str, Any]:
-        """Return where its frames say that they go."""
+        """Return the class of relays that its frames name."""
         if self.own:
             return {"hop_class": int(HopClass.TO_WAN), "site": relay.router.site}
         return {"hop_class": int(HopClass.MESH)}
@@ -121,13 +121,13 @@ class Hostile:
         return {"topics": [frames.TopicEntry(topic, KEY.key_id, "", 1)]}
 
     async def heard(self, relay: Relay, wire: Connection) -> None:
-        """Return once a relay has taken all that it was told: a snapshot with a version of its own comes last."""
+        """Return once a relay has processed everything: a snapshot with a new version is sent last."""
         self.version += 1
         await wire.say(frames.Interest(0, self.version, reset=True, **self.wanting("calm.>")))
         await eventually(lambda: self.version_at(relay) == self.version)
 
     def version_at(self, relay: Relay) -> int:
-        """Return the version of its interest that a relay has; what is more than is kept is no reason to end its connection."""
+        """Return the version of its interest that a relay has. Its connection must not have ended."""
         neighbor: Any = self.neighbor(relay)
         assert neighbor is not None, "its connection ended"
         return int((neighbor if self.own else neighbor.copy).version)
@@ -150,7 +150,7 @@ class Hostile:
 
 
 async def pieces(hostile: Hostile, honest: Honest) -> None:
-    """Pieces of bodies that never end, that mix, and that go beyond what is kept of them."""
+    """Send fragments that never end, that are mixed, and that exceed the bounds."""
 
     def piece(alias: int, size: int = 1000, hop: int = 0) -> bytes:
         return data_frame(Kind.PUBLISH, bytes(size), alias=alias, hop=hop, flags=FLAG_MORE)
@@ -158,7 +158,7 @@ async def pieces(hostile: Hostile, honest: Honest) -> None:
     for relay in hostile.relays:
         async with hostile.at(relay) as wire:
             await wire.say(*(piece(alias) for alias in range(60)))
-            await hostile.heard(relay, wire)  # what is unfinished is no offence yet
+            await hostile.heard(relay, wire)  # unfinished messages are allowed
             await honest.check()
     offences = {
         "mixed": [piece(1), piece(1, hop=9)],
@@ -175,7 +175,7 @@ async def pieces(hostile: Hostile, honest: Honest) -> None:
 
 
 async def losses(hostile: Hostile, honest: Honest) -> None:
-    """Losses of an honest publisher of another relay, which never were: of the next message, of many, of past ones."""
+    """Report losses of an honest publisher that never happened: of the next message, of many, and of past ones."""
     first, second = hostile.relays
     async with hostile.at(first) as here, hostile.at(second) as there:
         publisher = asyncio.create_task(here.hear(frames.Declare))
@@ -202,7 +202,7 @@ def _made_up(number: int, site: str) -> frames.Gap:
 
 
 async def answers(hostile: Hostile, honest: Honest) -> None:
-    """Answers, failures and ends of calls that it was not handed, while one is under way from relay to relay."""
+    """Answer, fail and end calls that it was not handed, while a call is under way between the relays."""
     honest.hold.clear()
     honest.asked.clear()
     asking = asyncio.create_task(honest.caller.request("quiet", b"held", timeout=PATIENCE_S))
@@ -233,7 +233,7 @@ async def answers(hostile: Hostile, honest: Honest) -> None:
 
 
 async def interest(hostile: Hostile, honest: Honest) -> None:
-    """Members and topics over the bounds: counted and not taken, by changes and by a snapshot."""
+    """Announce members and topics beyond the bounds, by changes and by a snapshot: they are counted and dropped."""
     count = 2 * BOUND
     for relay in hostile.relays:
         async with hostile.at(relay) as wire:
@@ -257,7 +257,7 @@ async def interest(hostile: Hostile, honest: Honest) -> None:
 
 
 def _taken(hostile: Hostile, relay: Relay) -> tuple[int, int]:
-    """Return how many members and topics of its a relay keeps."""
+    """Return how many of its members and topics a relay keeps."""
     neighbor: Any = hostile.neighbor(relay)
     if hostile.own:
         return len(neighbor.way.clusters), len(neighbor.way.topics)
@@ -272,7 +272,7 @@ DEEDS: list[Callable[[Hostile, Honest], Awaitable[None]]] = [pieces, losses, ans
 
 @asynccontextmanager
 async def hostile_relay(directory: Path) -> AsyncIterator[Hostile]:
-    """Two relays of one network, and one that has its key, too."""
+    """Two relays of one network, and a hostile one that also has its key."""
     async with AsyncExitStack() as stack:
         one = await test_links.start(directory / "one")
         stack.push_async_callback(one.stop, drain_s=0)
@@ -284,7 +284,7 @@ async def hostile_relay(directory: Path) -> AsyncIterator[Hostile]:
 
 @asynccontextmanager
 async def hostile_site(directory: Path) -> AsyncIterator[Hostile]:
-    """Two sites, and one that both have pinned."""
+    """Two sites, and a hostile one that both have pinned."""
     world = test_gateways.World(directory)
     async with AsyncExitStack() as stack:
         eu = await world.start("eu", world.peer("us"), world.peer("evil"))
@@ -299,7 +299,7 @@ async def hostile_site(directory: Path) -> AsyncIterator[Hostile]:
 
 @asynccontextmanager
 async def honest_pair(one: Relay, two: Relay) -> AsyncIterator[Honest]:
-    """A caller and publisher at `one`; who answers and listens at `two`."""
+    """A caller and publisher at `one`; its member and subscriber at `two`."""
     ring = iris.Keyring.single(KEY)
     async with (
         iris.connect(one.config.socket_path, keyring=ring) as caller,

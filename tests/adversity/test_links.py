@@ -144,13 +144,13 @@ async def test_a_foreign_certificate_under_our_networks_name_is_refused(
     await still_links(relay, tmp_path)
 
 
-async def test_an_access_file_is_no_relay(relay: Relay, tmp_path: Path) -> None:
+async def test_an_access_file_is_not_accepted_as_a_relay(relay: Relay, tmp_path: Path) -> None:
     stranger = Stranger(relay, showing(make_access(NETWORK), tmp_path))
     await refused(relay, "foreign certificate", stranger)
     await still_links(relay, tmp_path)
 
 
-async def test_who_shows_no_certificate_is_refused(relay: Relay, tmp_path: Path) -> None:
+async def test_a_peer_without_a_certificate_is_refused(relay: Relay, tmp_path: Path) -> None:
     await refused(relay, "no certificate", Stranger(relay, blind()))
     await still_links(relay, tmp_path)
 

@@ -322,7 +322,7 @@ async def test_a_forged_failure_is_an_error_and_says_so(tmp_path: Path) -> None:
 
 
 def failing(cause: Cause, detail: str) -> Any:
-    """Return a script that lets the member have every message and tells the sender that it has not run."""
+    """Return a script that delivers every message and tells its sender that it has not run."""
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, bytes):
@@ -366,7 +366,7 @@ async def test_a_relay_that_always_says_stale_is_not_asked_for_ever(tmp_path: Pa
 
 
 async def test_a_relay_that_hangs_up_after_each_message_gets_each_once(tmp_path: Path) -> None:
-    """What was on its way when the connection ended is not sent again, unless it is idempotent."""
+    """A message under way when the connection ends is sent again only if it is idempotent."""
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, bytes):
@@ -393,8 +393,8 @@ async def test_a_relay_that_hangs_up_after_each_message_gets_each_once(tmp_path:
         assert max(sent) == 1
 
 
-async def test_what_a_relay_says_is_never_taken_for_what_a_member_said(tmp_path: Path) -> None:
-    """RemoteError is what a key holder sealed; the text of a relay has a class of its own."""
+async def test_a_relays_text_is_never_reported_as_a_members(tmp_path: Path) -> None:
+    """A key holder sealed the text of a RemoteError; a relay's text has another class."""
     script = failing(Cause.REFUSED, "ValueError: the account is empty")
     async with Liar(tmp_path, script) as liar, liar.client() as client:
         for idempotent in (False, True):
@@ -452,7 +452,7 @@ async def test_who_holds_one_key_does_not_speak_for_topics_of_another(tmp_path: 
 
 
 def noting(ran: list[bytes]) -> iris.Service:
-    """Return a service of the cluster "db" that keeps what it is sent in `ran`."""
+    """Return a service of the cluster "db" that records its messages in `ran`."""
     service = iris.Service("db")
     for register in (service.on_request, service.on_push, service.on_survey, service.on_broadcast):
         register(lambda payload: ran.append(payload))
@@ -620,7 +620,7 @@ def test_what_a_relay_gets_wrong_is_never_blamed_on_the_user() -> None:
 
 
 class Heard:
-    """What a subscription or service took, and what it was told is missing."""
+    """The messages that a subscription or service received, and its reports of losses."""
 
     def __init__(self) -> None:
         self.payloads: list[bytes] = []
@@ -634,10 +634,10 @@ class Heard:
 
 
 @pytest.mark.parametrize("member_here", [False, True])
-async def test_a_message_that_a_relay_gives_to_a_group_alone_is_told_to_who_wants_all(
+async def test_a_message_that_a_relay_gives_only_to_a_group_is_reported_to_all_other_subscribers(
     member_here: bool, tmp_path: Path
 ) -> None:
-    """It opens, so nothing is forged; it reaches nobody who asked for it, so it is lost, also when nothing follows."""
+    """The message opens, so it is not forged. It reaches none of its subscribers, so it is lost, even if nothing follows."""
     every, shared = Heard(), Heard()
     async with (
         Liar(tmp_path, acknowledging) as liar,
@@ -667,10 +667,10 @@ async def test_a_message_that_a_relay_gives_to_a_group_alone_is_told_to_who_want
         assert (every.payloads, every.gaps) == ([b"0", b"5", b"8"], [1, 3, 2])
 
 
-async def test_a_subscription_that_ended_is_told_nothing_of_what_goes_to_its_group(
+async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group(
     tmp_path: Path,
 ) -> None:
-    """A frame that was on its way when it ended is no lie: a group's share follows what was for all."""
+    """A frame that was under way when the subscription ended is legitimate."""
     every, shared = Heard(), Heard()
     async with (
         Liar(tmp_path, acknowledging) as liar,
@@ -717,10 +717,10 @@ async def test_a_publication_that_is_said_to_be_for_a_member_comes_once(tmp_path
         assert heard.payloads == [b"once"]
 
 
-async def test_what_comes_for_a_group_whose_last_member_has_left_ends_nothing(
+async def test_a_publication_for_a_group_whose_last_member_has_left_ends_nothing(
     tmp_path: Path,
 ) -> None:
-    """Honest: it was on its way. Or a lie: nobody here was ever in that group."""
+    """Either it was under way, or the relay lies and nobody here was ever in that group."""
     shared = Heard()
     async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
         async with client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"):
@@ -737,10 +737,10 @@ async def test_what_comes_for_a_group_whose_last_member_has_left_ends_nothing(
 
 
 @pytest.mark.parametrize("plain", [True, False])
-async def test_a_broadcast_to_nobody_hides_none_and_makes_none_run_twice(
+async def test_a_broadcast_for_no_member_neither_hides_nor_repeats_another(
     plain: bool, tmp_path: Path
 ) -> None:
-    """A relay that names a member before it joined, or says that a broadcast is for a queue group."""
+    """The relay names a member before it joined, or gives a broadcast to a queue group."""
     heard = Heard()
     service = iris.Service("db")
     service.on_broadcast(heard.take)
@@ -777,10 +777,10 @@ async def test_a_broadcast_to_nobody_hides_none_and_makes_none_run_twice(
 @pytest.mark.parametrize(
     "kind", [Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.PUBLISH, Kind.TUNNEL_OPEN]
 )
-async def test_after_a_reload_nothing_is_taken_under_a_retired_key(
+async def test_after_a_reload_nothing_is_accepted_under_a_retired_key(
     kind: Kind, tmp_path: Path
 ) -> None:
-    """Whoever stole the old key has the relay's help: the process does not depend on what the relay thinks was proven."""
+    """The relay helps the thief of the old key. The process does not rely on which keys the relay considers proven."""
     ran: list[bytes] = []
     service = noting(ran)
 

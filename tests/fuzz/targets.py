@@ -536,7 +536,7 @@ def store(data: bytes) -> None:
 
 
 def channel(data: bytes) -> None:
-    """What comes behind the mark, of one who does not hold a channel's keys: nothing opens, and the store opens no channel."""
+    """Parse authenticated bodies from a sender without the channel's keys: nothing opens, and no channel is made."""
     ours, theirs = (
         Channel(1, bytes(16), KEY.key_id, *keys) for keys in ((bytes(64), b"s" * 64), (b"s" * 64, bytes(64)))
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A relay that takes sessions over TLS, for whoever wants one."""
+"""Fixture: a relay that accepts sessions over TLS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NETWORK = NetworkKey(bytes(range(32)))
 
 @pytest.fixture
 async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
-    """A relay that takes sessions over TLS on a free port, and is linked to nobody."""
+    """A relay that accepts sessions over TLS on a free port, without links."""
     directory = tmp_path / "run"
     directory.mkdir(0o700)
     config = RelayConfig(

@@ -159,6 +159,6 @@ asyncio.run(main())
 """
 
 
-def test_a_forked_child_seals_nothing_with_a_session_that_is_being_left() -> None:
-    """A client that moves to another session keeps the one before until its tunnels and requests have ended."""
+def test_a_forked_child_seals_nothing_with_a_session_that_drains() -> None:
+    """A client that moves to another session keeps the old one until its tunnels and requests have ended."""
     run(DRAINING, "0 b'x'\n")

@@ -303,7 +303,7 @@ async def test_a_request_crosses_from_site_to_site(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.REQUEST, Kind.TUNNEL_DATA])
-async def test_a_session_does_not_part_two_sites_with_flags(kind: int, world: World) -> None:
+async def test_a_session_cannot_cut_two_sites_apart_with_flags(kind: int, world: World) -> None:
     eu = await world.start("eu", world.peer("us"))
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
@@ -321,7 +321,7 @@ async def test_a_session_does_not_part_two_sites_with_flags(kind: int, world: Wo
 
 
 async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world: World) -> None:
-    """A member there, whose own relay ends it; and a whole site that lies, whose word is dropped."""
+    """First a member, which its own relay ends. Then a lying site, whose answer is dropped."""
     eu = await world.start("eu", world.peer("us"))
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
@@ -1067,7 +1067,7 @@ async def test_a_gateway_that_stops_says_goodbye(world: World) -> None:
 # -- what sessions can do to them --------------------------------------------------------------------------------
 
 
-async def test_thousands_of_joins_under_keys_of_its_own_part_no_sites(world: World) -> None:
+async def test_thousands_of_joins_under_made_up_keys_do_not_cut_sites_apart(world: World) -> None:
     eu = await world.start("eu", world.peer("us"), max_members=65_536)
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
@@ -1089,7 +1089,7 @@ async def test_thousands_of_joins_under_keys_of_its_own_part_no_sites(world: Wor
         assert "16384 members" in errors[-1]
         (wan,) = us.router.wans.values()
         await eventually(lambda: len(wan.way.clusters) == 64 * taken)
-        # Somebody else's members are told of, and called.
+        # Other users' members are announced and can be called.
         async with (
             iris.connect(eu.config.socket_path, keyring=iris.Keyring.single(KEY)) as member,
             iris.connect(us.config.socket_path, keyring=iris.Keyring.single(KEY)) as caller,

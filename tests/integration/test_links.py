@@ -584,7 +584,7 @@ def test_a_development_relay_has_no_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.REQUEST, Kind.TUNNEL_DATA])
-async def test_a_session_does_not_cut_a_link_with_flags(kind: int, site: Site) -> None:
+async def test_a_session_cannot_cut_a_link_with_flags(kind: int, site: Site) -> None:
     one = await site.start()
     two = await site.start(one)
     await eventually(lambda: linked(one, two))

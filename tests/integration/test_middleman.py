@@ -1,4 +1,4 @@
-"""A relay in the middle of a session over TLS: it holds the network key, and so makes any certificate, but no cluster key."""
+"""A relay in the middle of a session over TLS. It has the network key, so it can make any certificate, but no cluster key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unchanged(welcome: frames.Welcome) -> frames.Welcome:
 
 
 class Middleman:
-    """Takes sessions under a certificate of its own that names `relay_id`, and passes all on to `relay` and back.
+    """Accepts sessions under its own certificate, which names `relay_id`, and forwards all frames to `relay` and back.
 
     `rewrite` changes the WELCOME that the client sees.
     """
@@ -98,10 +98,10 @@ def through(middle: Middleman, access: Path) -> iris.Client:
     return iris.connect(config=ClientConfig(relay=middle.address, access=access), keyring=KEYS)
 
 
-async def test_a_proof_said_to_a_relay_in_the_middle_does_not_hold_at_another(
+async def test_a_proof_given_to_a_relay_in_the_middle_is_not_valid_at_another(
     relay: Relay, access: Path
 ) -> None:
-    """Its certificate names the very relay whose WELCOME it passes on; it is still not that relay's certificate."""
+    """Its certificate names the relay whose WELCOME it forwards, but is not that relay's certificate."""
     async with (
         Middleman(relay, access, relay.router.relay_id) as middle,
         through(middle, access) as client,
@@ -136,7 +136,7 @@ async def test_a_relay_whose_certificate_names_another_is_refused(
 
 
 class Far:
-    """A session over TLS by hand, of minor version `minor`."""
+    """A hand-made session over TLS, of minor version `minor`."""
 
     def __init__(self, relay: Relay, access: Path, minor: int) -> None:
         assert relay.remote is not None
@@ -174,7 +174,7 @@ class Far:
         return decode_control(memoryview(frame), 0, len(frame))
 
     async def prove(self, channel: bytes) -> Control:
-        """Prove our key as over `channel`; return what the relay says to it and a PING behind it."""
+        """Prove our key over `channel`; return the relay's answers to that and to a PING after it."""
         signature = KEY.sign_proof(
             relay_id=self.welcome.relay_id, session_id=self.welcome.session_id,
             challenge=self.welcome.challenge, channel=channel,

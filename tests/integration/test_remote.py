@@ -263,7 +263,7 @@ async def test_a_host_and_port_without_tls_is_named_as_wrong(
 async def test_a_remote_process_sees_numbers_and_no_names_in_the_status(
     relay: Relay, access: Path
 ) -> None:
-    """An access file admits; what others on the host do is theirs."""
+    """An access file admits a session, but does not show what others on the host do."""
     config = ClientConfig(relay=relay.config.socket_path, label="payroll")
     service = iris.Service("salaries")
     service.on_request(lambda payload: payload)
@@ -284,10 +284,10 @@ async def test_a_remote_process_sees_numbers_and_no_names_in_the_status(
     assert "relay's own user" in told["limited"]
 
 
-async def test_who_may_not_see_all_clusters_promotes_no_default_key(
+async def test_a_client_that_may_not_see_all_clusters_cannot_promote_the_default_key(
     relay: Relay, access: Path
 ) -> None:
-    """The check that every member holds the new key needs the names of all clusters: without them it has to fail."""
+    """The check that every member holds the new key needs the names of all clusters. Without them it must fail."""
     host, port = place(relay)
     environ = {
         "PATH": os.environ["PATH"], "IRIS_CONFIG": str(access.parent / "config"),

@@ -155,7 +155,7 @@ async def test_a_retired_key_opens_and_serves_nothing_any_more() -> None:
                 assert got.messages == []
 
 
-async def test_what_goes_on_under_a_retired_key_ends_with_the_drain_time() -> None:
+async def test_work_under_a_retired_key_ends_with_the_drain_time() -> None:
     both = iris.Keyring.single(NEW).add("default", OLD)
     service, started, ended = iris.Service("db"), asyncio.Event(), asyncio.Event()
 
@@ -248,7 +248,7 @@ async def test_watches_and_members_go_on_after_a_reload() -> None:
             await changes.aclose()
 
 
-async def test_a_stream_is_written_and_read_under_each_key_and_no_channel_of_a_retired_one_is_left(
+async def test_a_stream_is_used_under_each_key_and_a_retired_key_keeps_no_channel(
     tmp_path: Path,
 ) -> None:
     keyring = iris.Keyring.single(OLD)
@@ -261,7 +261,7 @@ async def test_a_stream_is_written_and_read_under_each_key_and_no_channel_of_a_r
         written = [await streams.append("orders", b"0")]
 
         def shown() -> set[bytes]:
-            """Return the ids of the keys that open channels of this session show."""
+            """Return the ids of the keys whose channels are open in this session."""
             attachment: Any = client._attachment
             return {place[1] for place in attachment.session.calling._lines}
 
@@ -281,7 +281,7 @@ async def test_a_stream_is_written_and_read_under_each_key_and_no_channel_of_a_r
         assert shown() == {NEW.key_id}
         async with streams.consumer("orders", "all") as work:
             found = await work.batch()
-        # What only the retired key opens is told as such, not left out.
+        # Records under the retired key are reported, not left out.
         readable = {m.offset for m in found if m.payload}
         assert 5 in readable
         assert readable.isdisjoint({0, 1})

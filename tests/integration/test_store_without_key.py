@@ -1,4 +1,4 @@
-"""A site that holds no key of a stream, behind a gateway whose relay swears that it does: real stores, relays and gateways."""
+"""A site without a key of a stream, behind a gateway whose relay claims that it has one: real stores, relays, gateways."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Swear(set[bytes]):
-    """The keys that a session has proven, as a relay says that lies: all."""
+    """The proven keys of a session, as a lying relay reports them: all keys."""
 
     def __contains__(self, key_id: object) -> bool:
         return True
 
 
 class Claimed:
-    """A key of which only the id is known."""
+    """A key with a known id, but without its secret."""
 
     key_id = KEY.key_id
 
@@ -52,7 +52,7 @@ def client(relay: Relay, key: iris.ClusterKey) -> iris.Client:
 
 
 def orders(info: Any, action: str) -> list[SignedOrder]:
-    """Return what the site without a key can sign."""
+    """Return the signed orders that a site without a key can make."""
     order = streams.Order(
         action, bytes.fromhex(info.uuid), OTHER_KEY.key_id, bytes(32), 1 << 62, streams.Definition(info.name, max_messages=1)
     )  # fmt: skip
@@ -69,7 +69,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
         await owner.streams.append_many("orders", [b"%d" % n for n in range(50)])
         async with owner.streams.consumer("orders", "billing") as work:
             work.ack(*await work.batch())
-        # Who holds the key does all of it from over there ...
+        # A holder of the key can do all of it from there ...
         async with asyncio.timeout(20.0):
             while True:
                 try:
@@ -80,7 +80,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
         before = await owner.streams.describe("orders")
         places = await owner.streams.consumers("orders")
 
-        # ... and who does not, nothing, though the relay and its gateway pass all of it on.
+        # ... and others nothing, although the relay and its gateway forward all of it.
         for session in us.router.sessions.values():
             session.proven = Swear(session.proven)
         await thief.status()
@@ -118,7 +118,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
                 answer = await call(attack, name)
                 assert isinstance(answer, Refused), attack
                 assert "upgrade the client" in answer.detail
-        # With a channel it would have to sign by the key.
+        # To open a channel it would have to sign with the key.
         offer = Offer(OTHER_KEY, os.urandom)
         door = await call(streams.Knock(offer.nonce), f"eu:{made.uuid}")
         assert isinstance(door, streams.Door)

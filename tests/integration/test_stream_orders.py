@@ -1,4 +1,4 @@
-"""Who may change and end a stream: another site without a key may not, and holders of a key who do it at once do not undo each other."""
+"""Who may change and end a stream: a site without a key may not, and holders of a key do not undo each other's changes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ OWNER, STRANGER = ClusterKey(b"o" * 32), ClusterKey(b"z" * 32)
 
 
 class Claimed:
-    """Names a key as its own that it does not have."""
+    """Claims a key that it does not have."""
 
     key_id = OWNER.key_id
 
 
 def foreign(first: SignedOrder, action: str = KEEP, **changes: Any) -> SignedOrder:
-    """Return an order of a key that the stream does not have, for the rest as one that was seen on the way."""
+    """Return an order under a key that the stream does not have, otherwise like one that was seen on the way."""
     seen = decode_order(first.order)
     smaller = structs.replace(seen.definition, max_messages=1)
     said = encode(
@@ -54,7 +54,7 @@ def foreign(first: SignedOrder, action: str = KEEP, **changes: Any) -> SignedOrd
     return SignedOrder(said, STRANGER.public_key, STRANGER.sign_order(said))
 
 
-async def test_a_site_without_a_key_takes_no_stream_over_and_ends_none(
+async def test_a_site_without_a_key_can_neither_take_over_nor_end_a_stream(
     world: World,  # noqa: F811 - a fixture
     tmp_path: Path,
 ) -> None:
@@ -72,14 +72,14 @@ async def test_a_site_without_a_key_takes_no_stream_over_and_ends_none(
         await other.status()
         session = other._attachment.session
         for theirs in us.router.sessions.values():
-            theirs.proven.add(OWNER.key_id)  # as a relay of its own would
+            theirs.proven.add(OWNER.key_id)  # as its own relay could claim
         session.out._proven.add(OWNER.key_id)
 
         async def attack(call: Change | Delete, *, channel: bool) -> Any:
             address, body = f"eu:{made.uuid}", encode(call)
             while True:
                 waiter = asyncio.get_running_loop().create_future()
-                if channel:  # of the owner's: an order has to show its right all the same
+                if channel:  # the owner's channel: an order must still prove its right
                     session.calling.send(address, OWNER, body, timeout_ms=5000, waiter=waiter)
                 else:
                     session.calling.plain(
@@ -88,7 +88,7 @@ async def test_a_site_without_a_key_takes_no_stream_over_and_ends_none(
                 other.touch()
                 try:
                     return await waiter
-                except (NoMembers, NoStream):  # its gateway has not said yet that it is there
+                except (NoMembers, NoStream):  # its gateway has not announced it yet
                     await asyncio.sleep(0.01)
 
         for channel in (False, True):
@@ -120,7 +120,7 @@ async def setting(tmp_path: Path) -> AsyncIterator[Any]:
 def before_each(
     client: iris.Client, kind: type, work: Callable[[], Awaitable[object]], times: int
 ) -> None:
-    """Have `work` done before each of the first calls of a kind that a client sends, after it has read what it changes."""
+    """Run `work` before each of a client's first calls of a kind, after the client has read what it changes."""
     stores = client.streams._stores
     ask = stores.ask
     left = times
@@ -144,7 +144,7 @@ async def test_two_changes_at_once_are_both_made(setting: Any) -> None:
     assert await client.streams.describe("orders") == changed
 
 
-async def test_a_change_that_others_outrun_again_and_again_says_so(setting: Any) -> None:
+async def test_a_change_that_loses_to_others_every_time_raises_an_error(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders", max_messages=100)
     before_each(other, Change, lambda: client.streams.change("orders", max_messages=5), 100)
@@ -162,7 +162,7 @@ async def test_a_stream_that_was_changed_meanwhile_is_deleted_all_the_same(setti
         await client.streams.describe("orders")
 
 
-async def test_two_who_promote_a_copy_at_once_both_have_it_promoted(setting: Any) -> None:
+async def test_two_clients_that_promote_a_copy_at_once_both_succeed(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders", topic="orders")
     async with client.streams.mirror("orders", "copy", follow=False) as mirror:
@@ -172,7 +172,7 @@ async def test_two_who_promote_a_copy_at_once_both_have_it_promoted(setting: Any
     assert (promoted.mirror, promoted.topic) == ("", "")  # as who came first wanted it
 
 
-async def test_a_client_from_before_revisions_is_told_to_be_upgraded(
+async def test_a_client_from_before_revisions_is_refused_with_the_advice_to_upgrade(
     setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, client, _ = setting
@@ -185,7 +185,7 @@ async def test_a_client_from_before_revisions_is_told_to_be_upgraded(
     assert not (await client.streams.describe("orders")).paused
 
 
-async def test_a_client_whose_clock_is_wrong_is_told_by_how_much(
+async def test_a_client_whose_clock_is_wrong_learns_the_difference(
     setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, client, _ = setting
@@ -219,7 +219,7 @@ async def test_a_client_believes_the_order_of_the_highest_revision(setting: Any)
         assert (found.order.definition.max_messages, found.revision) == (2, 2)
 
 
-async def test_what_an_order_far_in_the_future_defined_is_changed_all_the_same(
+async def test_a_definition_from_an_order_far_in_the_future_can_be_changed(
     setting: Any,
 ) -> None:
     cluster, client, _ = setting
@@ -275,7 +275,7 @@ async def test_holders_of_different_keys_of_a_stream_change_it_in_turn(tmp_path:
                 assert changed.max_messages == number
 
 
-async def test_who_holds_a_key_that_the_stream_does_not_have_yet_deletes_it_with_the_other(
+async def test_a_client_with_a_key_that_is_new_to_the_stream_deletes_it_with_the_other_key(
     tmp_path: Path,
 ) -> None:
     async with LocalCluster(data=tmp_path) as cluster:

@@ -204,7 +204,7 @@ async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadca
 
 
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.BROADCAST])
-async def test_a_stream_of_a_cluster_takes_nothing_of_another_whatever_the_relay_says(
+async def test_a_stream_of_a_cluster_records_nothing_of_another_whatever_the_relay_says(
     setting: Any, kind: int
 ) -> None:
     cluster, client, _ = setting
@@ -717,7 +717,7 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
 async def test_a_relay_that_denies_a_delivered_append_has_it_stored_once(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is sent in another epoch the store cannot tell from new, so a relay's "it has not run" is not enough for that."""
+    """In a new epoch the store cannot recognize a repeated record, so a relay's "it has not run" does not suffice."""
     delivered, second = asyncio.Event(), asyncio.Event()
     appends = 0
     async with LocalCluster(data=tmp_path) as cluster, cluster.client() as client:
@@ -787,7 +787,7 @@ async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_m
 
 @pytest.mark.parametrize("stored_first", [False, True])
 @pytest.mark.parametrize("retired", [False, True])
-async def test_what_was_sealed_under_the_old_key_and_lost_is_never_stored_under_the_new_one(
+async def test_a_lost_record_sealed_under_the_old_key_is_never_stored_under_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retired: bool, stored_first: bool
 ) -> None:
     old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
@@ -816,7 +816,7 @@ async def test_what_was_sealed_under_the_old_key_and_lost_is_never_stored_under_
         promoted = both.promote("default")
         await writer.reload_keys(promoted.retire("default") if retired else promoted)
         going.set()
-        if retired:  # nobody can say what became of it, and its key is gone
+        if retired:  # nobody knows whether it was stored, and its key is gone
             with pytest.raises(StreamUnavailable) as caught:
                 await appending
             assert caught.value.may_have_run
@@ -830,7 +830,7 @@ async def test_what_was_sealed_under_the_old_key_and_lost_is_never_stored_under_
 
 
 @pytest.mark.parametrize("retired", [False, True])
-async def test_what_was_sealed_under_the_old_key_and_refused_unstored_is_readable_in_the_end(
+async def test_a_refused_record_sealed_under_the_old_key_is_stored_and_readable_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retired: bool
 ) -> None:
     old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)

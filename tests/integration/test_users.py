@@ -1,4 +1,4 @@
-"""Users of one relay: what the kernel says of who connects, and what is kept for the others. Needs root, to be somebody else."""
+"""Users of one relay: the kernel says who connects, and a quarter is kept for others. Needs root to change its user."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @asynccontextmanager
 async def crowd(uid: int, relay: Path, count: int) -> AsyncIterator[None]:
-    """So many connections of another user."""
+    """Open connections as another user."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CROWD, str(uid), str(relay), str(count),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,

@@ -353,7 +353,7 @@ def derived() -> dict[str, dict[str, Any]]:
 
 
 class Opening:
-    """The channel of the examples: what opens it, and both of its sides."""
+    """The channel of the examples: the calls that open it, and both of its sides."""
 
     def __init__(self, uuid: bytes) -> None:
         drawn = iter((KNOCK_NONCE, CALLER_SHARE))
@@ -401,7 +401,7 @@ def long_code() -> dict[str, Any]:
 
 
 def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
-    """Return what opens a channel to a store, an append of one sealed record, and the answer to a fetch that holds it."""
+    """Return the calls that open a channel, an append of one sealed record, and the answer to a fetch that holds it."""
     prefix = metadata_prefix(Kind.STREAM, STREAM, KEY.key_id, APPENDER)
     end = END.pack(SENT_US, 0, 1, 0)
     body = Sealer(KEY, APPENDER).seal(encode_bundle([b"paid"], None, False), prefix + end)

@@ -28,7 +28,7 @@ Frames = Callable[[bytearray], list[bytearray]]
 
 
 class Waiter:
-    """Holds what a call ended with."""
+    """Holds a call's result."""
 
     def __init__(self) -> None:
         self.got: Any = UNASKED
@@ -87,14 +87,14 @@ class Caller:
 
 
 class Relay:
-    """Joins callers with a store that it attaches to itself. `calls` and `answers` are what it does with a frame."""
+    """A relay between callers and a store. `calls` and `answers` are the functions that it applies to frames."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.calls: Frames = lambda frame: [frame]
         self.answers: Frames = lambda frame: [frame]
         self.recorded: list[tuple[frames.Declare, bytes]] = []
-        """Every call that came to the store, as it was addressed."""
+        """Every call that reached the store, with its address."""
         self._hops: dict[int, tuple[Caller, int]] = {}
         self._next = 0
         self._aliases: dict[tuple[str, bytes], int] = {}
@@ -108,7 +108,7 @@ class Relay:
         self.session.frame(buf, 0, len(buf))
 
     def heard(self) -> list[bytearray]:
-        """Take what the store said: it is acknowledged, and its answers returned."""
+        """Acknowledge the store's frames, and return its answers."""
         answers: list[bytearray] = []
         while self.session.out.chunks:
             said = memoryview(b"".join(self.session.out.chunks))
@@ -127,7 +127,7 @@ class Relay:
         return answers
 
     def hand(self, declared: frames.Declare, frame: bytes, caller: Caller) -> None:
-        """Give the store a call, whoever sent it, under whatever address, and swear that its sender holds the key."""
+        """Give the store a call of any sender under any address, and claim that the sender holds the key."""
         place = (declared.name, declared.key_id)
         alias = self._aliases.get(place)
         if alias is None:
@@ -143,7 +143,7 @@ class Relay:
         self.session.frame(out, 0, len(out))
 
     def run(self, *callers: Caller) -> None:
-        """Pass frames on until nobody says anything more."""
+        """Forward frames until there are no more."""
         busy = True
         while busy:
             busy = False
@@ -167,13 +167,13 @@ class Relay:
         caller.frame(frame)
 
     def ask(self, caller: Caller, call: Any, *, key: ClusterKey | None = KEY, name: str = NAME, own: bool = False, writes: bool = False) -> Any:  # fmt: skip
-        """Return what becomes of a call."""
+        """Return the result of a call."""
         waiter = self.send(caller, call, key=key, name=name, own=own, writes=writes)
         self.run(caller)
         return waiter.got
 
     def send(self, caller: Caller, call: Any, *, key: ClusterKey | None = KEY, name: str = NAME, own: bool = False, writes: bool = False) -> Waiter:  # fmt: skip
-        """Let a caller make a call; `run` passes it on."""
+        """Let a caller make a call; `run` forwards it."""
         waiter = Waiter()
         caller.session.calling.send(
             name, key, encode(call), timeout_ms=5000, waiter=waiter, writes=writes, own=own
@@ -231,7 +231,7 @@ ATTACKS: dict[str, Any] = {
 
 
 def raw(relay: Relay, body: bytes, *, name: str = UUID.hex(), key_id: bytes = KEY.key_id) -> Any:
-    """Hand a body straight to the store, as a relay may that swears its sender has proven the key; return the answer."""
+    """Hand a body directly to the store, as a relay that claims its sender has proven the key; return the answer."""
     caller = Caller()
     declared = frames.Declare(0, Kind.STREAM, name, key_id, bytes(16))
     end = NOW_US.to_bytes(8, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(8)

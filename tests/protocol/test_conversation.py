@@ -586,7 +586,7 @@ def test_a_process_of_another_user_of_this_host_sees_numbers_and_no_names(net: N
     assert "clusters" not in limited
 
 
-def test_a_status_that_is_too_long_for_a_frame_is_answered_with_numbers(
+def test_a_status_that_does_not_fit_a_frame_is_replaced_by_numbers(
     net: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = net.host("own")

@@ -54,7 +54,7 @@ def test_a_key_is_checked_only_so_often_however_often_it_is_proven() -> None:
     assert "more than 3 keys" in host.ended_because
 
 
-def test_a_session_has_so_many_members_and_the_next_is_refused() -> None:
+def test_a_session_has_a_limit_of_members() -> None:
     net = Network(limits=Limits(joins=2))
     host = net.host()
     for name in ("a", "b"):
@@ -67,7 +67,7 @@ def test_a_session_has_so_many_members_and_the_next_is_refused() -> None:
     assert len(host.peer.members) == 2
 
 
-def test_a_session_has_so_many_tokens_of_filters_and_what_is_beyond_is_refused() -> None:
+def test_a_session_has_a_limit_of_filter_tokens() -> None:
     net = Network(limits=Limits(subscriptions=4))
     host = net.host()
     host.subscribe("a.b.c")

@@ -1,4 +1,4 @@
-"""Every flag of every data frame in every direction: who may say what, what a relay passes on, and whom it costs."""
+"""Every flag of every data frame in every direction: who may set it, what a relay forwards, and which connection ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASTS = (Kind.PUBLISH, Kind.BROADCAST)
 EVERY = (*CALLS, *ANSWERS, *CASTS, *TUNNEL_KINDS)
 SENDER = b"\x77" * 16
 FOREIGN = [FLAG_MORE, 0x04, 0x08, 0x10, 0x80, 0xF0, 0xFF]
-"""Flags that no session sends, in whatever frame."""
+"""Flags that a session may not send in any frame."""
 BAD_REASONS = [
     FLAG_REFUSED | reason << 4 for reason in range(16) if reason not in {int(r) for r in Refusal}
 ]
@@ -54,7 +54,7 @@ def declared(kind: int, hop_class: int = 0, site: str = "") -> bytes:
         *((kind, FLAG_REFUSED | Refusal.FULL << 4 | FLAG_MORE) for kind in CALLS),
     ],
 )
-def test_a_session_that_says_what_is_not_its_to_say_is_ended(kind: int, flags: int) -> None:
+def test_a_session_that_sets_flags_of_a_relay_is_ended(kind: int, flags: int) -> None:
     net = Network()
     alice, bob = net.host("alice"), net.host("bob")
     bob.serve("db")
@@ -70,7 +70,7 @@ def test_a_session_that_says_what_is_not_its_to_say_is_ended(kind: int, flags: i
 
 
 @pytest.mark.parametrize("kind", [*CALLS, *CASTS])
-def test_what_the_relay_hands_on_has_no_flags(kind: int) -> None:
+def test_frames_that_the_relay_forwards_have_no_flags(kind: int) -> None:
     net = Network(relays=2)
     net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
@@ -98,7 +98,7 @@ def test_what_the_relay_hands_on_has_no_flags(kind: int) -> None:
 
 
 def pair(minor: int) -> tuple[Network, LinkEnd]:
-    """Two relays, and the end of the second, to which the first says what we make it say."""
+    """Two relays, and the link's end at the second, which receives frames that we make."""
     net = Network(relays=2)
     _, there = net.link(0, 1)
     there.link.minor = minor
@@ -114,7 +114,7 @@ def told(there: LinkEnd, data: bytes) -> None:
 
 @pytest.mark.parametrize("flags", [0x04, 0x08, 0x10, 0xF0, FLAG_REFUSED | 0x10])
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_relay_that_checks_its_sessions_is_held_to_its_flags(kind: int, flags: int) -> None:
+def test_a_relay_of_minor_1_is_ended_for_wrong_flags(kind: int, flags: int) -> None:
     if kind in CALLS and flags & FLAG_REFUSED:
         return
     _, there = pair(frames.PROTOCOL_MINOR)
@@ -126,7 +126,7 @@ def test_a_relay_that_checks_its_sessions_is_held_to_its_flags(kind: int, flags:
 
 @pytest.mark.parametrize("flags", [FLAG_MORE, 0x04, 0x08, 0x10, 0xF0, FLAG_REFUSED | 0x10])
 @pytest.mark.parametrize("kind", EVERY)
-def test_what_an_older_relay_passes_on_costs_it_nothing(kind: int, flags: int) -> None:
+def test_flags_that_an_older_relay_forwards_cost_it_nothing(kind: int, flags: int) -> None:
     if (kind in CALLS and flags & FLAG_REFUSED) or (flags & FLAG_MORE and kind not in TUNNEL_KINDS):
         return
     net, there = pair(0)
@@ -154,9 +154,7 @@ def test_what_an_older_relay_passes_on_costs_it_nothing(kind: int, flags: int) -
 
 @pytest.mark.parametrize("flags", [*BAD_REASONS, FLAG_REFUSED | Refusal.FULL << 4 | 0x0C])
 @pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
-def test_a_refusal_without_a_reason_is_an_older_relays_and_nobody_elses(
-    flags: int, minor: int
-) -> None:
+def test_only_an_older_relay_may_forward_a_refusal_without_a_reason(flags: int, minor: int) -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)
     here.link.minor = minor

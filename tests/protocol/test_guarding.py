@@ -111,7 +111,7 @@ def test_a_message_refused_before_it_ran_may_come_again(net: Network) -> None:
 
 
 @pytest.mark.parametrize("idempotent", [False, True])
-def test_a_counter_below_the_window_is_stale_and_only_what_may_run_twice_is_sealed_anew(
+def test_a_counter_below_the_window_is_stale_and_only_an_idempotent_request_is_sealed_again(
     net: Network, idempotent: bool
 ) -> None:
     caller, member = net.host(), net.host()
@@ -209,7 +209,7 @@ def sharing(net: Network, **bounds: int) -> Host:
 
 
 @pytest.mark.parametrize("flooding", [KEY, OTHER_KEY])
-def test_who_holds_one_key_does_not_fill_the_replay_windows_of_another(
+def test_a_holder_of_one_key_does_not_fill_the_replay_windows_of_another(
     net: Network, flooding: ClusterKey
 ) -> None:
     other = OTHER_KEY if flooding is KEY else KEY
@@ -229,7 +229,9 @@ def test_who_holds_one_key_does_not_fill_the_replay_windows_of_another(
 
 
 @pytest.mark.parametrize("kind", [Kind.PUBLISH, Kind.BROADCAST])
-def test_who_holds_one_key_does_not_fill_the_sequences_of_another(net: Network, kind: Kind) -> None:
+def test_a_holder_of_one_key_does_not_fill_the_sequences_of_another(
+    net: Network, kind: Kind
+) -> None:
     receiver = sharing(net, max_sequences=16)
     mine, theirs = receiver.serve("mine"), receiver.serve("theirs", keys=(OTHER_KEY,))
     inbox = receiver.subscribe("mine")
@@ -248,7 +250,7 @@ def test_who_holds_one_key_does_not_fill_the_sequences_of_another(net: Network, 
     assert len(receiver.losses) == 28
 
 
-def test_what_one_key_used_is_for_others_again_when_it_is_too_old(net: Network) -> None:
+def test_entries_of_one_key_are_free_for_others_when_they_are_too_old(net: Network) -> None:
     member = sharing(net, max_senders=4)
     member.serve("theirs", echo, keys=(OTHER_KEY,))
     for _ in range(3):
@@ -441,7 +443,7 @@ def test_a_changed_byte_of_what_is_authenticated_is_noticed(net: Network, at: in
 def test_a_bundle_that_does_not_hold_as_many_messages_as_it_says_is_lost_as_a_whole(
     net: Network,
 ) -> None:
-    """The count is sealed too: only a member can lie about it, and then the relays' accounts are wrong, not the receiver's."""
+    """The count is sealed, too. Only a member can falsify it, and then only the relays' accounts are wrong."""
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
     out = sender.session.out

@@ -559,7 +559,7 @@ def test_an_alias_of_another_hop_class_ends_the_link(hop_class: int) -> None:
     assert "hop class" in there.why
 
 
-def test_a_member_of_no_kind_that_there_is_ends_the_link() -> None:
+def test_a_member_of_an_unknown_kind_ends_the_link() -> None:
     net = Network(relays=2)
     here, there = net.link(0, 1)
     member = frames.MemberEntry(1, "db", [KEY.key_id], {int(Kind.REPLY): 1})

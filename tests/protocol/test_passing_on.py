@@ -1,4 +1,4 @@
-"""What a relay is told by another relay or site and what it passes on: nobody but who lied may suffer from it."""
+"""What other relays and sites send, and what a relay forwards: only the liar may lose something."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(host: Host, kind: int) -> Any:
 
 
 def answer(end: LinkEnd, kind: int, name: str, key_id: bytes, hop_class: int, site: str = "") -> None:  # fmt: skip
-    """Let the other side of a connection answer all that it was handed."""
+    """Let the other side of a connection answer all calls that it was handed."""
     declared = frames.Declare(900, kind, name, key_id, SENDER, True, [], 0, hop_class, site)
     hops = list(end.link.handed)
     for data in (encode_control(declared), *(misfit(kind, hop) for hop in hops)):
@@ -121,8 +121,8 @@ def test_an_answer_of_a_site_that_is_of_another_address_or_kind_stops_at_the_gat
     net.check()
 
 
-def test_credit_of_what_was_given_up_costs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site that ends nothing: the caller's relay forgets what is late, and the gateway may hear the end of it still."""
+def test_credit_for_a_call_that_was_given_up_ends_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that finishes nothing: the caller's relay forgets late calls, and the gateway may still get their ends."""
     monkeypatch.setattr(overdue, "LATE_US", 0)
     net = Sites("ams", "ams", "ber")
     for router in net.routers:
@@ -143,7 +143,7 @@ def test_credit_of_what_was_given_up_costs_no_link(monkeypatch: pytest.MonkeyPat
     assert not any(end.why for end in (*link, *wans))
 
 
-def test_credit_for_what_is_no_push_is_the_offence_of_who_gives_it() -> None:
+def test_credit_for_a_message_that_is_not_a_push_ends_its_sender() -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
@@ -191,7 +191,7 @@ def test_sites_that_name_more_than_a_frame_holds_end_no_link_and_no_session(
 
 
 def test_a_loss_that_names_many_groups_ends_no_link() -> None:
-    """As long as a frame may be, and longer with what it left out."""
+    """A frame of the largest size, which grows when its default fields are added."""
     net = Sites("ams", "ams", "ber")
     link = net.ends[:2]
     ours, _ = net.connect(0, 2)
@@ -221,8 +221,8 @@ def test_a_loss_that_names_many_groups_ends_no_link() -> None:
 # -- records of tunnels --------------------------------------------------------------------------------------------
 
 
-def test_a_record_that_is_too_long_ends_the_session_that_sent_it() -> None:
-    """The next relay would refuse the frame, and with it the link."""
+def test_a_record_that_is_too_long_ends_its_sender() -> None:
+    """The next relay would refuse the frame and end the link."""
     net = Network(relays=2)
     here, there = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
@@ -239,7 +239,7 @@ def test_a_record_that_is_too_long_ends_the_session_that_sent_it() -> None:
 
 
 @pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
-def test_a_record_that_an_older_relay_passed_on_breaks_its_tunnel_alone(minor: int) -> None:
+def test_a_long_record_that_an_older_relay_forwards_breaks_only_its_tunnel(minor: int) -> None:
     net = Network(relays=2)
     here, there = net.link(0, 1)
     there.link.minor = minor
@@ -276,7 +276,7 @@ def test_a_record_that_an_older_relay_passed_on_breaks_its_tunnel_alone(minor: i
 @pytest.mark.parametrize("over_a_link", [False, True])
 @pytest.mark.parametrize("group", ["", "g"])
 def test_a_loss_that_a_relay_makes_up_hides_no_message(over_a_link: bool, group: str) -> None:
-    """It names a sender of another relay, and a sequence that never comes."""
+    """The GAP names a sender of another relay, and a sequence that never arrives."""
     net = Network(relays=2)
     _, there = net.link(0, 1)
     alice, bob = net.host("alice", relay=1), net.host("bob", relay=1)

@@ -111,7 +111,7 @@ def test_the_limits_of_compression_are_those_of_the_code() -> None:
     assert f"more than {compression.LONG_BYTES >> 10} KiB" in section
 
 
-def test_a_store_takes_the_countersigned_order_after_the_first() -> None:
+def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:
     first = decode_control(memoryview(HEX["grant"]), 0, len(HEX["grant"]))
     assert isinstance(first, frames.Grant)
     created = SignedOrder(first.order, first.public_key, first.signature)
@@ -436,7 +436,7 @@ CODED: Final = [name for name, said in JSON.items() if "code" in said and "frame
 
 
 def test_a_channel_is_opened_as_written() -> None:
-    """From §19.9 alone: what both sign, and what the keys follow from."""
+    """Check, from §19.9 alone, what both sign and how the keys are derived."""
     knock, door, opening, opened = (
         JSON[f"stream-{name}"]["body"] for name in ("knock", "door", "open", "opened")
     )

@@ -1,4 +1,4 @@
-"""Shares: nobody fills what others need too, and what a peer tells beyond a bound costs nobody a connection."""
+"""Shares: nobody fills a shared table, and entries that a peer announces beyond a bound end no connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOUR_S = 3600
 
 
 class Party:
-    """A session by hand, whose keys count as proven: what it asks is answered at once."""
+    """A hand-made session whose keys count as proven; its calls are answered at once."""
 
     def __init__(
         self, router: Router, user: str = "uid 1", keys: tuple[bytes, ...] = (KEY_ID,)
@@ -48,7 +48,7 @@ class Party:
         self.router.frame_in(self.session, memoryview(frame), 0, len(frame))
 
     def heard(self, cls: type) -> list[Any]:
-        """Return the control frames of a type that came since this was asked last."""
+        """Return the control frames of a type that arrived since the last call."""
         bodies = [decode_control(memoryview(f), 0, len(f)) for f in self.port.out if f[4] < 0x40]
         self.port.out.clear()
         return [body for body in bodies if isinstance(body, cls)]
@@ -70,7 +70,7 @@ class Party:
         return self.ask(lambda number: frames.Subscribe(number, pattern, self.keys, group))
 
     def call(self, kind: Kind, hop: int, name: str = "db", *, deadline_us: int = 0) -> None:
-        """Send one, under an alias that is declared the first time."""
+        """Send one frame; its alias is declared the first time."""
         if not self.session.routes:
             for alias, each in enumerate((Kind.REQUEST, Kind.PUSH, Kind.SURVEY)):
                 self.say(frames.Declare(alias, each, name, KEY_ID, bytes(16)))
@@ -80,7 +80,7 @@ class Party:
 
 
 def hear(end: LinkEnd, *bodies: frames.Control) -> str:
-    """Have one end of a link take these; return which rule they broke, if one."""
+    """Give frames to one end of a link; return the rule that they broke, if any."""
     for body in bodies:
         feed(end.reader, encode_control(body))
     return end.why
@@ -93,7 +93,7 @@ def never(delivery: Any) -> None:
 # -- what a relay is told ----------------------------------------------------------------------------------------
 
 
-def test_members_beyond_the_bound_end_no_link_and_nor_does_their_leaving(
+def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link_module, "MAX_COPY", 4)
@@ -111,7 +111,7 @@ def test_members_beyond_the_bound_end_no_link_and_nor_does_their_leaving(
     assert not hear(end, frames.Interest(11, 12, left=[4, 5]))
     (told,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
     assert told["untaken"] == 4
-    # As many as were not taken may leave unknown, and no more.
+    # As many unknown members may leave as were dropped, and no more.
     assert "had not joined" in hear(end, frames.Interest(12, 13, left=[4]))
 
 
@@ -135,7 +135,7 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
     assert [place[2] for place in link.topics] == ["g2", "g1"]
 
 
-def test_sessions_with_many_filters_do_not_part_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_with_many_filters_do_not_break_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (link_module, mesh_module):
         monkeypatch.setattr(module, "MAX_COPY", 64)
     net = Network(relays=2)
@@ -149,7 +149,7 @@ def test_sessions_with_many_filters_do_not_part_the_mesh(monkeypatch: pytest.Mon
     assert len(net.router.links) == len(net.routers[1].links) == 1
 
 
-def test_what_sessions_of_one_user_ask_for_leaves_a_quarter_to_others() -> None:
+def test_sessions_of_one_user_leave_a_quarter_to_others() -> None:
     router = Network(limits=Limits(all_members=16, all_subscriptions=16)).router
     first, second, other = Party(router), Party(router), Party(router, "uid 2")
     crowd = [Party(router) for _ in range(3)]
@@ -201,7 +201,7 @@ def test_one_user_does_not_take_all_queue_groups_of_a_key() -> None:
     assert "already in 128 queue groups" in parties[2].subscribe("jobs", "another")
 
 
-def test_the_store_that_the_relay_runs_is_locked_out_by_nobody() -> None:
+def test_nobody_locks_out_the_store_that_the_relay_runs() -> None:
     router = Network(limits=Limits(all_members=4, all_subscriptions=4)).router
     for user in ("uid 1", "uid 2"):
         party = Party(router, user)
@@ -213,7 +213,7 @@ def test_the_store_that_the_relay_runs_is_locked_out_by_nobody() -> None:
     assert not any(store.join(f"log{number}") for number in range(1))
 
 
-def test_who_makes_many_keys_costs_those_who_ask_for_a_name_nothing() -> None:
+def test_many_made_up_keys_cost_callers_of_a_name_nothing() -> None:
     net = Network()
     keys = [n.to_bytes(4, "big") + bytes(12) for n in range(1000)]
     for at in range(0, len(keys), 50):
@@ -229,13 +229,13 @@ def test_who_makes_many_keys_costs_those_who_ask_for_a_name_nothing() -> None:
 
 
 def told_at_most(entries: int, monkeypatch: pytest.MonkeyPatch) -> Sites:
-    """Return two sites that tell each other of so many clusters and of so many topics."""
+    """Return two sites that announce a number of clusters and topics to each other."""
     for module in (sites_module, federation_module):
         monkeypatch.setattr(module, "MAX_WANTED", entries)
     return Sites("ams", "ber")
 
 
-def test_what_a_site_has_no_room_to_tell_is_kept_back_and_told_when_there_is(
+def test_entries_without_room_are_held_back_and_announced_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net = told_at_most(8, monkeypatch)
@@ -265,7 +265,7 @@ def test_what_a_site_has_no_room_to_tell_is_kept_back_and_told_when_there_is(
     assert net.router.status()["sites_untold"] == 0
 
 
-def test_what_was_kept_back_is_told_when_something_else_ends(
+def test_an_entry_that_was_held_back_is_announced_when_another_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net = told_at_most(4, monkeypatch)
@@ -302,7 +302,7 @@ def test_as_many_queue_groups_of_a_site_are_told_as_an_alias_can_name() -> None:
     assert net.router.status()["sites_untold"] == 384 - sites_module.MAX_SITE_GROUPS
 
 
-def test_sites_that_want_much_do_not_part_a_gateway_from_its_own_relays(
+def test_sites_with_much_interest_do_not_cut_a_gateway_off_from_its_own_relays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(federation_module, "MAX_COPY", 8)
@@ -331,7 +331,7 @@ def test_sites_that_want_much_do_not_part_a_gateway_from_its_own_relays(
 
 
 def fill(host: Host, count: int, **options: Any) -> int:
-    """Send so many requests that nobody answers; return how many were refused."""
+    """Send requests that nobody answers; return how many were refused."""
     answers = [host.request("db", timeout_ms=60_000, **options) for _ in range(count)]
     host.net.run()
     assert all(isinstance(answer.error, Overloaded) for answer in answers if answer.done())
@@ -356,7 +356,7 @@ def test_one_session_does_not_take_all_the_places_of_a_link_or_wan(wan: bool) ->
     net.settle()
     alice, carol, dora = (net.host(name, user=name[0]) for name in ("alice", "ada", "dora"))
     assert fill(alice, 16) == 8
-    # A second session of the same user gets what its user may have.
+    # A second session of the same user gets the rest of its user's share.
     assert fill(carol, 16) == 12
     assert fill(dora, 4) == 0
     assert fill(dora, 1) == 1
@@ -379,7 +379,7 @@ def test_one_session_does_not_take_all_the_places_of_a_link_or_wan(wan: bool) ->
     net.check()
 
 
-def test_a_user_that_comes_anew_has_no_new_share() -> None:
+def test_a_user_that_reconnects_has_no_new_share() -> None:
     net = Network(relays=2, limits=Limits(pending=16))
     net.link(0, 1)
     service = net.host("bob", relay=1).serve("db", never, concurrency=100)
@@ -451,7 +451,7 @@ def test_a_call_without_a_deadline_is_given_up_after_an_hour() -> None:
     assert all(router.accounts.balance() == 0 for router in net.routers)
 
 
-def test_credit_for_a_push_that_was_given_up_comes_too_late_and_is_no_fault() -> None:
+def test_late_credit_for_a_push_that_was_given_up_is_ignored() -> None:
     net = Network(relays=2)
     ends = net.link(0, 1)
     assert not Party(net.routers[1]).join("db")
@@ -469,7 +469,7 @@ def test_credit_for_a_push_that_was_given_up_comes_too_late_and_is_no_fault() ->
     assert [fail.cause for fail in caller.heard(frames.Fail)] == [Cause.LOST] * 2
     assert [fail.cause for fail in near_caller.heard(frames.Fail)] == [Cause.LOST] * 2
     assert not link.handed
-    # What a member of this relay runs stays in its account until it says that it is done.
+    # A call at a member of this relay stays in that member's account until it ends.
     (member,) = near.session.members.values()
     near.say(frames.Credit(member.serial, Kind.PUSH, list(near.session.handed)))
     assert not near.session.handed
@@ -518,7 +518,7 @@ def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
     assert net.router.accounts.balance() == 0
 
 
-def test_a_member_that_finishes_nothing_is_not_handed_more_than_is_kept(
+def test_a_member_that_finishes_nothing_is_handed_a_bounded_number_of_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calls_module, "MAX_HANDED", 4)

@@ -451,7 +451,7 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         assert not end.hear(frames.Interest(0, 9, reset=True, more=True, **entries))
         assert not end.hear(frames.Interest(0, 9, **entries))
         assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 7)
-        # Nor does a change bring in more than a snapshot may.
+        # A change has the same bound as a snapshot.
         ((kind, (first, *_)),) = entries.items()
         named = "name" if kind == "clusters" else "filter"
         late = msgspec.structs.replace(first, **{named: "late"})
@@ -459,7 +459,7 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 8)
         (told,) = net.router.abroad.status()["sites"]
         assert told["untaken"] == 8
-        # What was too much ends without offence, and makes room for nobody twice.
+        # The end of a dropped entry is no violation, and frees no room twice.
         ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]
         assert not end.hear(frames.Interest(10, 11, **{kind: ended}))
         assert (len(way.clusters) + len(way.topics), way.untaken) == (0, 8)
@@ -678,7 +678,7 @@ def test_an_error_of_the_other_gateway_ends_the_connection_with_its_words(net: S
     assert not net.router.abroad.ways
 
 
-def test_what_another_site_says_of_a_call_cannot_move_a_cursor_here() -> None:
+def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
     net = Sites("ams", "ber")
     ours, _ = net.connect(0, 1)
     alice = net.host("alice")
@@ -760,7 +760,7 @@ def test_a_bundle_crosses_once_although_one_copy_lags_behind(net: Sites) -> None
     assert (plain.payloads, group.payloads) == ([b"one"], [b"one"])
 
 
-def test_a_loss_in_what_a_site_does_not_import_is_told_to_nobody(net: Sites) -> None:
+def test_a_loss_of_messages_that_a_site_does_not_import_is_not_reported(net: Sites) -> None:
     end, _ = net.connect(0, 2)
     net.router.abroad.policy = Policy([], ["news"])
     alice = net.host("alice")

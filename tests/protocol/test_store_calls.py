@@ -1,4 +1,4 @@
-"""A store believes nobody's relay: what is not authenticated by a holder of the stream's key is refused, and changes nothing.
+"""A store relies on no relay: a call that no holder of the stream's key authenticated is refused, and changes nothing.
 
 The relay between them says whatever a test wants.
 """
@@ -59,7 +59,7 @@ def relay(store: Store) -> Relay:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_whatever_a_relay_swears_a_call_without_the_key_is_refused_and_changes_nothing(
+def test_a_call_without_the_key_is_refused_and_changes_nothing_whatever_a_relay_claims(
     relay: Relay, name: str
 ) -> None:
     before = state(relay.store)
@@ -70,17 +70,17 @@ def test_whatever_a_relay_swears_a_call_without_the_key_is_refused_and_changes_n
     assert relay.store.refused == 1
 
 
-def test_who_holds_no_key_learns_no_name_of_a_stream(relay: Relay) -> None:
+def test_a_party_without_the_key_learns_no_name_of_a_stream(relay: Relay) -> None:
     store = relay.store.address
     old = streams.msgspec.msgpack.encode({"op": "list", "key_ids": [KEY.key_id], "after": ""})
     answer = raw(relay, old, name=store, key_id=NO_KEY)
     assert isinstance(answer, Refused)
     assert "upgrade the client" in answer.detail
-    # Nor does the holder of another key, by a channel of its own.
+    # A holder of another key cannot, either, through its own channel.
     answer = relay.ask(Caller(OTHER), streams.ListStreams(), key=OTHER, name=store, own=True)
     assert isinstance(answer, Refused)
     assert answer.code == "no-stream"
-    # Each key's holder sees what is there under that key.
+    # The holder of each key sees the streams of that key.
     theirs = b"o" * 16
     relay.ask(Caller(), streams.Create([order(OTHER, uuid=theirs, name="other")]), key=None, name=store)  # fmt: skip
     for key, uuid in ((KEY, UUID), (OTHER, theirs)):
@@ -144,7 +144,7 @@ def test_a_share_of_low_order_opens_nothing(relay: Relay) -> None:
 
 
 def flipped(at: int) -> Frames:
-    """Change one bit of what is authenticated; what opens a channel passes."""
+    """Change one bit of authenticated bodies; calls that open a channel pass unchanged."""
 
     def change(frame: bytearray) -> list[bytearray]:
         if frame[BODY_AT] == MARK:
@@ -177,7 +177,7 @@ def test_an_altered_call_is_refused_and_not_done(relay: Relay, part: str, size: 
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_an_altered_answer_is_no_answer(relay: Relay, part: str) -> None:
+def test_an_altered_answer_is_dropped(relay: Relay, part: str) -> None:
     relay.answers = flipped(PARTS[part])
     caller = Caller(KEY)
     answer = relay.ask(caller, append(3), writes=True)
@@ -201,7 +201,7 @@ def test_a_replayed_call_is_done_once_and_its_answer_cannot_replace_the_first(re
     caller = Caller(KEY)
     settle = streams.Settle("billing", b"w" * 16, failed=[streams.Range(0, 1)])
     assert relay.ask(caller, settle, writes=True) == streams.Settled(1)
-    # The second is refused without a code: a refusal with one could pass for the answer to the first.
+    # The second is refused without a code, because a refusal with one would fit the first call.
     refusals = [decode_answer(body) for body in answers if body[0] != MARK]
     assert [r.code for r in refusals if isinstance(r, Refused)] == ["channel"]
     assert relay.store.refused == 1
@@ -223,7 +223,7 @@ def test_calls_that_overtake_each_other_are_each_done(relay: Relay) -> None:
     assert [w.got.items[0].offset for w in waiters] == [0, 1, 2]
 
 
-def test_an_answer_to_another_call_is_no_answer(relay: Relay) -> None:
+def test_an_answer_to_another_call_is_dropped(relay: Relay) -> None:
     caller = Caller(KEY)
     relay.ask(caller, streams.Describe())
     waiters = [relay.send(caller, streams.Fetch(n, 1 << 20)) for n in range(2)]
@@ -243,7 +243,7 @@ def test_an_answer_to_another_call_is_no_answer(relay: Relay) -> None:
     assert [type(w.got) for w in waiters] == [ConnectionLost, ConnectionLost]
 
 
-def test_what_a_relay_answers_in_a_store_s_place_is_not_believed(relay: Relay) -> None:
+def test_an_answer_that_a_relay_makes_up_for_a_store_is_not_believed(relay: Relay) -> None:
     forged = encode(streams.Appended([streams.Outcome(streams.STORED, 99)]))
 
     def forge(frame: bytearray) -> list[bytearray]:
@@ -273,7 +273,7 @@ def test_a_forged_refusal_never_means_that_a_write_was_not_done(relay: Relay) ->
         answer = relay.ask(Caller(KEY), append(0, code.ljust(16).encode()), writes=True)
         assert isinstance(answer, ConnectionLost)
         assert answer.may_have_run
-        # A call that changes nothing is made once more, and no oftener.
+        # A call that changes nothing is repeated once.
         count = len(relay.recorded)
         answer = relay.ask(Caller(KEY), streams.Describe())
         assert isinstance(answer, ConnectionLost)
@@ -283,7 +283,7 @@ def test_a_forged_refusal_never_means_that_a_write_was_not_done(relay: Relay) ->
 # -- who the store is --------------------------------------------------------------------------------------------
 
 
-def test_a_store_without_the_key_that_the_order_names_is_no_store(relay: Relay) -> None:
+def test_a_store_without_the_key_that_the_order_names_is_not_accepted(relay: Relay) -> None:
     liar = StoreKey(bytes(range(3, 35)))
     signed = relay.store.streams[UUID].orders[KEY.key_id][1]
     other = encode(
@@ -461,7 +461,7 @@ def test_calls_that_wait_for_a_channel_leave_in_order_and_not_if_they_were_given
     assert caller.session.calling.writes == 0
 
 
-def test_a_session_that_ends_says_of_calls_that_waited_that_they_were_not_made(
+def test_calls_that_wait_when_their_session_ends_are_reported_as_not_run(
     relay: Relay,
 ) -> None:
     caller = Caller(KEY)
@@ -498,7 +498,7 @@ def test_garbage_behind_the_mark_is_refused(relay: Relay) -> None:
         assert answer.code == "channel"
 
 
-def test_a_call_through_a_channel_that_is_no_call_is_refused_with_a_code(relay: Relay) -> None:
+def test_an_unknown_call_through_a_channel_is_refused_with_a_code(relay: Relay) -> None:
     caller, waiter = Caller(KEY), Waiter()
     caller.session.calling.send(NAME, KEY, b"\x80", timeout_ms=5000, waiter=waiter)
     relay.run(caller)
@@ -506,7 +506,7 @@ def test_a_call_through_a_channel_that_is_no_call_is_refused_with_a_code(relay: 
     assert waiter.got.code == "invalid"
 
 
-def test_a_channel_of_one_log_is_none_to_another_of_the_same_key(relay: Relay) -> None:
+def test_a_channel_to_one_log_is_refused_at_another_log_of_the_same_key(relay: Relay) -> None:
     relay.ask(Caller(KEY), streams.Create([order(uuid=b"o" * 16, name="other")]), key=None, name=relay.store.address)  # fmt: skip
     caller = Caller(KEY)
     relay.ask(caller, streams.Describe())
@@ -522,7 +522,7 @@ def test_a_channel_of_one_log_is_none_to_another_of_the_same_key(relay: Relay) -
     assert state(relay.store) == before
 
 
-def test_a_relay_s_nonsense_in_a_store_s_answer_frame_is_its_own_offence() -> None:
+def test_a_malformed_store_answer_from_a_relay_ends_the_session_with_it() -> None:
     caller = Caller(KEY)
     with pytest.raises(PeerProtocolError):
         caller.frame(HOP.pack(20, Kind.STREAM_REPLY, 0, 0, 1, 0))

@@ -1,4 +1,4 @@
-"""A relay that declares what is none of ours: that is dropped and counted, and everything else goes on."""
+"""A relay that declares keys and addresses that are not ours: their frames are dropped and counted; the rest goes on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_answer_under_another_key_ends_its_request_alone(kind: int, key_id: b
     assert alice.session.state == "up"
 
 
-def test_of_a_survey_the_others_answers_count() -> None:
+def test_in_a_survey_the_answers_of_others_count() -> None:
     net = Network()
     alice, bob = net.host("alice"), net.host("bob")
     service = bob.serve("db")
@@ -99,7 +99,7 @@ def test_an_alias_that_came_before_its_key_opens_with_it() -> None:
     assert bob.inboxes[0].payloads == [b"two"]
 
 
-def test_an_alias_declared_anew_means_what_it_was_declared_for_last() -> None:
+def test_an_alias_declared_again_means_its_last_declaration() -> None:
     net = Network()
     alice, bob = net.host("alice"), net.host("bob")
     inbox = bob.subscribe("news")
@@ -124,7 +124,7 @@ def test_an_alias_declared_anew_means_what_it_was_declared_for_last() -> None:
     assert bob.session.dropped == {NOT_OURS: 1}
 
 
-def test_a_stores_answer_under_any_key_is_its_hop_ids() -> None:
+def test_a_stores_answer_belongs_to_its_hop_id_under_any_key() -> None:
     net = Network()
     alice = net.host("alice")
     hear(alice, Kind.STREAM_REPLY, hop=3)
@@ -132,7 +132,7 @@ def test_a_stores_answer_under_any_key_is_its_hop_ids() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.TUNNEL_DATA, Kind.HELLO, 0x7F])
-def test_an_alias_for_what_has_none_stays_the_relays_fault(kind: int) -> None:
+def test_an_alias_for_a_kind_without_aliases_ends_the_session(kind: int) -> None:
     net = Network()
     alice = net.host("alice")
     with pytest.raises(Exception, match="alias for frames of kind"):

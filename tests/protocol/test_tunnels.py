@@ -309,7 +309,7 @@ def test_half_open_tunnels_are_bounded(net: Network) -> None:
     assert all(end.broken for end in ends)
 
 
-def test_who_holds_one_key_does_not_fill_the_half_open_tunnels_of_another(net: Network) -> None:
+def test_a_holder_of_one_key_does_not_fill_the_half_open_tunnels_of_another(net: Network) -> None:
     guard = Guard(FRESHNESS_US)
     guard.keys = 2
     thief, caller = net.host(keys=(OTHER_KEY,)), net.host()

@@ -56,7 +56,7 @@ class Broken(AssertionError):
 
 
 class RawPort(Port):
-    """The adversary's end: remembers a little of what an honest relay told it."""
+    """The adversary's end of a connection. It remembers some of what an honest relay sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class RawPort(Port):
         """Kind and hop id of calls that it was handed."""
         self.declared: dict[int, frames.Declare] = {}
         self.frames: deque[tuple[bytes, frames.Declare | None]] = deque(maxlen=MAX_SEEN)
-        """What honest senders said, and whose it was."""
+        """Frames of honest senders, with their senders."""
 
     def _see(self, frame: bytes) -> None:
         kind = frame[KIND_AT]
@@ -106,7 +106,7 @@ class Adversary:
         self.connect()
 
     def connect(self) -> None:
-        """Greet the honest relay anew."""
+        """Greet the honest relay again."""
         rng = self.scene.rng
         self.port = RawPort()
         hello = frames.LinkHello(
@@ -160,7 +160,7 @@ class Adversary:
         return rng.choice(ODD_NAMES) if rng.random() < 0.005 else rng.choice(names)
 
     def claimed(self) -> tuple[str, bytes]:
-        """An address that it says it serves: not those that the probes need."""
+        """Return an address that it claims to serve, but none that the probes need."""
         name, key_id = self.name(CLUSTERS), self.key_id()
         if name in HONEST and key_id == KEY.key_id:
             name = "contested"
@@ -171,7 +171,7 @@ class Adversary:
         return rng.choice(HUGE) if rng.random() < 0.3 else rng.randrange(4)
 
     def hop(self) -> int:
-        """A hop id: of a call that it was handed, one of its own, or a guess."""
+        """Return a hop id: of a call that it was handed, one of its own, or a guess."""
         rng = self.scene.rng
         way = rng.random()
         if way < 0.6 and self.port.hops:
@@ -189,7 +189,7 @@ class Adversary:
         return {int(kind): rng.choice((1, 16, 1 << 20)) for kind in kinds}
 
     def reached(self) -> str:
-        """A site that it says it reaches, mostly."""
+        """Return a site, usually one that it claims to reach."""
         rng = self.scene.rng
         reached = [
             site
@@ -200,7 +200,7 @@ class Adversary:
         return rng.choice(reached) if reached and rng.random() < 0.98 else rng.choice(SITES)
 
     def interest(self) -> None:
-        """What it says it wants, in sequence or not, of whoever it is."""
+        """Send INTEREST, in sequence or not, of any site."""
         rng = self.scene.rng
         more: dict[str, Any] = {}
         size = 200 if rng.random() < 0.02 else 4
@@ -275,7 +275,7 @@ class Adversary:
         self.say(frames.Interest(base, version, more=rng.random() < 0.1, **more))
 
     def declare(self) -> None:
-        """An alias, mostly one that it may declare."""
+        """Send a DECLARE, usually a valid one."""
         rng = self.scene.rng
         relay = self.kind == "relay"
         kind = (
@@ -300,7 +300,7 @@ class Adversary:
         )  # fmt: skip
 
     def data(self) -> None:
-        """A data frame of any kind under any alias."""
+        """Send a data frame of any kind under any alias."""
         rng = self.scene.rng
         way = rng.random()
         if way < 0.25 and self.port.frames:
@@ -367,7 +367,7 @@ class Adversary:
         self.send(HOP.pack(22 + len(body), kind, flags, alias, hop, deadline) + body)
 
     def answer(self) -> None:
-        """An answer to something that it was handed: of its address, or of another."""
+        """Answer a call that it was handed, with its address or another."""
         rng = self.scene.rng
         handed = list(self.neighbor.handed.items())[:32]
         if not handed:
@@ -389,7 +389,7 @@ class Adversary:
         self.send(HOP.pack(22 + len(body), kind, 0, 18, hop, 0) + body)
 
     def misanswer(self) -> None:
-        """It draws a call to itself and answers as another address or kind: the caller hears at once that nothing came of it."""
+        """Attract a call and answer with another address or kind; the caller must get an error at once."""
         rng, net = self.scene.rng, self.scene.net
         if self.neighbor.closed:
             self.connect()
@@ -432,7 +432,7 @@ class Adversary:
         self.scene.drawn["misanswered"] += 1
 
     def fill(self) -> None:
-        """As much of everything as a small table does not hold."""
+        """Announce more of everything than a small table holds."""
         self.version += 1
         key_id, kinds, numbers = OTHER_KEY.key_id, {int(Kind.PUSH): 1}, range(40)
         more: dict[str, Any] = {
@@ -458,7 +458,7 @@ class Adversary:
         )
 
     def gap(self) -> None:
-        """A loss that never was, of anybody."""
+        """Report a loss that never happened, of any sender."""
         rng = self.scene.rng
         name = self.name(("calm.news", "calm.news", "quiet", "other.topic"))
         if not name:
@@ -523,7 +523,7 @@ class Adversary:
         )
 
     def small(self) -> None:
-        """RESYNC, LOADS, peers, and frames that only sessions send."""
+        """Send RESYNC, LOADS, peers, and frames that only sessions may send."""
         rng = self.scene.rng
         loads = [
             frames.Load(
@@ -547,7 +547,7 @@ class Adversary:
         self.say(rng.choice(bodies))
 
     def port_full(self) -> None:
-        """It stops reading, or reads again."""
+        """Stop reading, or read again."""
         self.port.room = self.scene.rng.choice((None, 0, 3))
         self.router.writable(self.neighbor)
 
@@ -556,7 +556,7 @@ class Adversary:
         self.connect()
 
     def act(self, deed: str = "") -> str:
-        """Do one thing; return what."""
+        """Do one random thing, and return its name."""
         if self.neighbor.closed:
             self.connect()
         if not deed:
@@ -573,7 +573,7 @@ _WEIGHTS: Final = (20, 20, 40, 8, 6, 6, 8, 5, 5, 4, 5, 1, 1, 1, 1)
 
 
 def pong(delivery: Delivery) -> None:
-    """Answer a request or survey, and be done with a push."""
+    """Answer a request or survey, and finish a push."""
     if delivery.flow.kind == Kind.PUSH:
         delivery.finish()
     else:
@@ -581,16 +581,16 @@ def pong(delivery: Delivery) -> None:
 
 
 class Scene:
-    """Two relays, a friendly site, their sessions, and the adversaries. One seed says everything that happens."""
+    """Two relays, a friendly site, their sessions, and the adversaries. The seed determines everything."""
 
     def __init__(self, seed: int, kinds: Sequence[str] = ("relay", "site")) -> None:
         self.rng = random.Random(seed)
         self.steps = 0
         self.did: Counter[str] = Counter()
         self.full: set[str] = set()
-        """Tables that were seen at their bounds."""
+        """Names of tables that reached their bounds."""
         self.drawn: Counter[str] = Counter()
-        """How the calls ended that adversaries may have drawn to themselves."""
+        """Results of the calls that adversaries may have attracted."""
         self.net = net = Network(relays=3, limits=Limits(aliases=1024, pending=256))
         net.now_us += seed % 1000
         for router, site in zip(net.routers, ("ams", "ams", "ber"), strict=True):
@@ -647,7 +647,7 @@ class Scene:
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, who: int = -1, deed: str = "") -> None:
-        """One adversary does something; from time to time what it caused moves on, and honest sessions call what it claims."""
+        """Let one adversary act. From time to time deliver pending frames, and let honest sessions call what it claims."""
         self.steps += 1
         rng = self.rng
         number = rng.randrange(len(self.adversaries)) if who < 0 else who % len(self.adversaries)
@@ -661,7 +661,7 @@ class Scene:
             self.net._move()
 
     def draw(self) -> None:
-        """Honest sessions use what the adversaries may have claimed: that may fail, and must end."""
+        """Let honest sessions call addresses that adversaries may have claimed. The calls may fail, but must end."""
         rng = self.rng
         host = rng.choice(self.sessions)
         way = rng.randrange(5)
@@ -680,7 +680,7 @@ class Scene:
     # -- what must hold --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Nothing honest ended, all accounts balance, every table is within its bound."""
+        """Check that nothing honest ended, all accounts balance, and every table is within its bound."""
         for end in self.honest:
             if end.link.closed or end.why:
                 raise Broken(f"an honest connection ended: {end.why!r}")
@@ -715,7 +715,7 @@ class Scene:
                 raise Broken(f"{name} of a neighbor: {size}, and the bound is {most}")
 
     def probe(self) -> None:
-        """The honest sessions talk to each other, and nobody hinders them."""
+        """Check that the honest sessions can talk to each other."""
         self.settle()
         self.check()
         self._sum_up()
@@ -773,7 +773,7 @@ class Scene:
         inbox.gaps.clear()
 
     def rest(self) -> None:
-        """The adversaries go: every call ends, and nothing is left of them."""
+        """Remove the adversaries: every call must end, and nothing of them may be left."""
         for adversary in self.adversaries:
             adversary.disconnect()
         self.net.pass_time(12)

@@ -1,4 +1,4 @@
-"""A store without a process or a relay: calls are put to it, and a stand-in for its session accepts all that it asks of its relay."""
+"""A store without a process or a relay. Tests put calls to it; a stand-in for its session accepts everything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = Definition("orders", "orders.>", max_messages=1)
 
 
 class Asked:
-    """A question; `said` is what was answered."""
+    """A question; `said` is the answer."""
 
     def __init__(self, name: str, key: ClusterKey, call: Call) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Asked:
 
 
 class Session:
-    """Of a relay that accepts everything; `shown` are the orders that it was shown."""
+    """A session with a relay that accepts everything; `shown` are the orders that it got."""
 
     def __init__(self) -> None:
         self.shown: list[SignedOrder] = []
@@ -73,7 +73,7 @@ class Session:
 
 
 class Keeper:
-    """A store on a directory. Calls are put to it as `STREAM` frames that its relay handed over would be."""
+    """A store on a directory. Calls reach it as `STREAM` frames from its relay would."""
 
     def __init__(self, directory: Path, *, key: StoreKey = STORE, now_us: int = NOW_US) -> None:
         self.directory = directory
@@ -83,7 +83,7 @@ class Keeper:
         self.start()
 
     def start(self) -> None:
-        """Open what the directory has."""
+        """Open the streams of the directory."""
         self.store = Store(self.directory, self.key, "here", lambda: None, lambda: None)
         self.store.load(self.now_us)
         self.session = Session()
@@ -117,7 +117,7 @@ class Keeper:
 
     @property
     def max_messages(self) -> int:
-        """What the definition in force of the one stream says."""
+        """The definition in force of the only stream."""
         return self.store.streams[UUID].definition.max_messages
 
 
@@ -132,7 +132,7 @@ def order(
     signer: ClusterKey | None = None,
     **more: Any,
 ) -> SignedOrder:
-    """Return a signed order; `signer`: another key than that which it names."""
+    """Return a signed order; `signer` may be another key than the one in the order."""
     said = encode(Order(action, uuid, key.key_id, store.public_key, issued_us, definition, **more))
     by = signer or key
     return SignedOrder(said, by.public_key, by.sign_order(said))

@@ -1,4 +1,4 @@
-"""Which socket a process goes to, and who may listen there."""
+"""Which socket a client uses, and who may listen there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 class Relay:
-    """A socket that somebody listens at."""
+    """A listening socket."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Relay:
 
     @property
     def met(self) -> bool:
-        """Whether a client has come."""
+        """Whether a client has connected."""
         try:
             connection, _ = self.listener.accept()
         except BlockingIOError:
@@ -67,7 +67,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
 
 
 async def go(environ: dict[str, str], relay: Path | None = None, relay_user: str = "iris") -> None:
-    """Attach a protocol that says nothing."""
+    """Attach a silent protocol."""
     made: list[asyncio.BaseTransport] = []
 
     class Silent(asyncio.BufferedProtocol):
@@ -87,7 +87,7 @@ def here(runtime: Path) -> dict[str, str]:
 
 @contextmanager
 def listening_as_another(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernel says of a listener who it was when it began to listen."""
+    """The kernel reports the user that a listener had when it began to listen."""
     if os.geteuid() == 0:
         os.seteuid(NOBODY)
         try:
@@ -147,7 +147,7 @@ async def test_a_link_in_place_of_the_directory_does_not_hide_the_host_s(
 async def test_a_directory_that_others_may_rename_does_not_hide_the_host_s(
     runtime: Path, own: Relay, host: Relay, mode: int, trusted: bool
 ) -> None:
-    """In a sticky directory, as /tmp, only the owner of a name may."""
+    """In a sticky directory such as /tmp only the owner of an entry may rename it."""
     os.chmod(runtime, mode)
     await go(here(runtime))
     assert (own.met, host.met) == (trusted, not trusted)

@@ -1,4 +1,4 @@
-"""What `make` installs is named, pinned and hashed, all of it."""
+"""Everything that `make` installs is named, pinned and hashed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_there_is_a_file_for_every_environment() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_line_is_a_pinned_version_with_its_hashes(path: Path) -> None:
-    """So pip refuses any other file, and no registry is named."""
+    """So pip refuses any other file. No registry is named."""
     assert ENTRY.sub("", path.read_text()) == ""
     allowed = pins("constraints.txt", "bench/constraints.txt")
     assert {name: allowed.get(name) for name in locked(path)} == locked(path), "run `make lock`"
@@ -55,8 +55,8 @@ def test_whatever_the_project_names_is_locked() -> None:
         assert names <= {key for path in FILES for key in locked(path)}, f"{name}: run `make lock`"
 
 
-def test_nothing_is_installed_past_the_hashes() -> None:
-    """But the project itself, from this folder."""
+def test_nothing_is_installed_without_a_hash() -> None:
+    """Except the project itself, from this folder."""
     installs = [
         row
         for file in ("Makefile", "bench/install.sh")

@@ -15,7 +15,7 @@ LYING = ("tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py
 TUNNELS = ("tests/protocol/test_tunnels.py",)
 STRANGE = ("tests/protocol/test_strange_keys.py",)
 RETIRED = (
-    "tests/adversity/test_lying_relay.py::test_after_a_reload_nothing_is_taken_under_a_retired_key",
+    "tests/adversity/test_lying_relay.py::test_after_a_reload_nothing_is_accepted_under_a_retired_key",
     "tests/integration/test_rotation.py",
 )
 

@@ -387,7 +387,7 @@ SABOTAGES = (
         "not stream.shares(declared.name, declared.key_id)",
         "False",
         (
-            "tests/integration/test_streams.py::test_a_stream_of_a_cluster_takes_nothing_of_another_whatever_the_relay_says",
+            "tests/integration/test_streams.py::test_a_stream_of_a_cluster_records_nothing_of_another_whatever_the_relay_says",
         ),
         "a relay makes a stream record what was sent to another cluster",
     ),

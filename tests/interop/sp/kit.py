@@ -86,7 +86,7 @@ class Bridge(Process):
 
     @property
     def hit_by_nng(self) -> bool:
-        """Whether nng's own fault over ws ended it: `docs/bridges-sp.md` says which."""
+        """Whether nng's fault over ws ended it; see `docs/bridges-sp.md`."""
         aborted = self.process.poll() == -signal.SIGABRT
         return aborted and "panic: pthread_mutex_lock" in self.written()
 
@@ -292,7 +292,7 @@ def make_ws_bridge(world: World) -> Bridge:
 
 
 def outlives_nng(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Run a test of ws again, with another bridge, if nng's own fault has ended the first: at most twice."""
+    """Repeat a test of ws with a new bridge if nng's fault ended the first; at most twice."""
 
     @functools.wraps(test)
     async def run(world: World, ws_bridge: Bridge, **others: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sabotages are told apart: those that apply, those whose place is gone, and what a run of tests makes of them."""
+"""Sabotages: which ones apply, which have lost their expression, and how a test run is judged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_sabotage_changes_its_own_function_wherever_the_lines_break(
         ("Guard.check", "number != 7", "(number != 7)", "changes nothing"),
     ],
 )
-def test_a_sabotage_whose_place_is_not_there_once_is_a_fault(
+def test_a_sabotage_whose_expression_is_not_there_exactly_once_is_an_error(
     mutations: ModuleType, sabotage: Callable[..., Any], tmp_path: Path, function: str, find: str, put: str, told: str
 ) -> None:  # fmt: skip
     (tmp_path / "guard.py").write_text(SOURCE)
@@ -98,7 +98,7 @@ def test_a_sabotage_whose_place_is_not_there_once_is_a_fault(
     assert told in fault
 
 
-def test_a_test_that_is_gone_is_a_fault_and_so_is_an_id_that_is_there_twice(
+def test_a_missing_test_and_a_repeated_id_are_errors(
     mutations: ModuleType, sabotage: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "guard.py").write_text(SOURCE)
@@ -122,7 +122,7 @@ def test_a_test_that_is_gone_is_a_fault_and_so_is_an_id_that_is_there_twice(
         ("import os\ndef test_it(): os.abort()", -6, True, ""),
     ],
 )
-def test_tests_that_fail_notice_and_tests_that_do_not_run_do_not(
+def test_failing_tests_count_as_noticed_and_import_errors_do_not(
     tmp_path: Path, test: str, code: int, noticed: bool, by: str
 ) -> None:
     assert run_tests(tmp_path, test, 60) == [code, noticed, by]
@@ -135,7 +135,7 @@ def test_a_hang_is_noticed_and_leaves_no_process(tmp_path: Path) -> None:
 
 
 def run_tests(directory: Path, test: str, hangs_s: float) -> list[Any]:
-    """Run a test in a tree of its own, by a process of its own: it ends all that it started."""
+    """Run a test in its own tree and process, which ends everything that the test started."""
     tree = directory / "tree"
     tree.mkdir()
     (tree / ".venv").symlink_to(sys.prefix)

@@ -1,4 +1,4 @@
-"""A reader of a stream believes no store that leaves something out."""
+"""A reader of a stream detects a store that leaves something out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAM = Definition("orders")
 
 
 class Stores:
-    """A store that says what it is told to."""
+    """A store with scripted answers."""
 
     def __init__(self, *answers: tuple[Sequence[Item], int]) -> None:
         self.answers = list(answers)
@@ -71,7 +71,7 @@ async def test_gaps_and_holes_side_by_side_are_told_and_end_the_read() -> None:
     ],
     ids=["in the middle", "at the beginning", "at the end", "more than it says"],
 )
-async def test_a_store_that_leaves_offsets_out_is_not_read_on(
+async def test_a_reader_stops_at_a_store_that_leaves_offsets_out(
     items: list[Item], end: int, left_out: str
 ) -> None:
     messages = reader((items, end), (items, end))

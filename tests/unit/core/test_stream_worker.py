@@ -1,4 +1,4 @@
-"""A worker of a consumer is given each message once, although its store hands out again what it cannot know to have arrived."""
+"""A worker gets each message once, although its store repeats an answer that may have been lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEALER = Sealer(KEY, SENDER)
 
 
 class Stores:
-    """A store that answers calls to consume as it is told to."""
+    """A store with scripted answers to calls to consume."""
 
     def __init__(self, *answers: Delivered | Exception) -> None:
         self.answers = list(answers)
@@ -71,7 +71,7 @@ def delivered(*offsets: int) -> Delivered:
     return Delivered(items, LOG)
 
 
-async def test_what_is_handed_out_again_after_a_lost_answer_is_given_once() -> None:
+async def test_messages_handed_out_again_after_a_lost_answer_are_given_once() -> None:
     lost = RequestTimeout("orders", "the store did not answer in time")
     stores: Any = Stores(delivered(0, 1), lost, delivered(0, 1, 2, 3))
     worker = Consumer(

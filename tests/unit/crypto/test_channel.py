@@ -1,4 +1,4 @@
-"""Channels of calls: each direction, counter and body has a code of its own."""
+"""Channels of calls: each direction, counter and body has its own code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(number: int = 7) -> tuple[Channel, Channel]:
 
 
 @pytest.mark.parametrize("size", [0, 1, LONG_BYTES, LONG_BYTES + 1, 100_000])
-def test_a_call_and_its_answer_come_as_they_were_said(size: int) -> None:
+def test_a_call_and_its_answer_arrive_unchanged(size: int) -> None:
     caller, store = opened()
     call = caller.seal(3, END, b"c" * size) + b"c" * size
     counter, body = store.accept(END, memoryview(call))
@@ -39,7 +39,7 @@ def test_a_call_and_its_answer_come_as_they_were_said(size: int) -> None:
         store.accept(END, memoryview(call))
 
 
-def test_what_one_side_said_is_never_taken_for_the_others_word() -> None:
+def test_a_body_of_one_side_is_never_accepted_as_the_others() -> None:
     caller, store = opened()
     with pytest.raises(OpenError):
         caller.open(END, memoryview(caller.seal(0, END, b"call") + b"call"))

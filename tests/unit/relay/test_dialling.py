@@ -224,7 +224,7 @@ def advert(net: Net, relay_id: bytes, *addresses: Address, gone: bool = False) -
 
 
 async def linked(net: Net, relay_id: bytes, *addresses: Address) -> Target:
-    """A relay that was announced, and is linked."""
+    """Return a relay that was announced and is linked."""
     net.at[addresses[0]] = Outcome(UP, relay_id)
     advert(net, relay_id, *addresses)
     target = net.target(relay_id)
@@ -233,7 +233,7 @@ async def linked(net: Net, relay_id: bytes, *addresses: Address) -> Target:
 
 
 async def test_a_goodbye_does_not_make_us_forget_a_relay_that_is_linked(net: Net) -> None:
-    """Anybody can say it: when the link is lost later, its relay is dialled as ever."""
+    """Anybody can send a goodbye. When the link is lost later, its relay is dialled as usual."""
     await linked(net, X, GOOD)
     net.tried.clear()
     advert(net, X, GOOD, gone=True)
@@ -277,7 +277,7 @@ async def test_a_relay_that_said_goodbye_is_given_up_when_it_stays_away(
     await until(lambda: X in net.up)
 
 
-async def test_a_relay_that_is_heard_again_did_not_take_leave(net: Net) -> None:
+async def test_a_relay_that_is_heard_again_after_a_goodbye_is_kept(net: Net) -> None:
     target = await linked(net, X, GOOD)
     advert(net, X, GOOD, gone=True)
     advert(net, X, GOOD)
@@ -295,8 +295,8 @@ async def test_a_relay_that_was_never_linked_is_forgotten_at_its_goodbye(net: Ne
     assert net.keys == []
 
 
-async def test_changing_adverts_do_not_have_a_stranger_dialled_again_and_again(net: Net) -> None:
-    """Each change would be dialled at once, as that of a relay which moved is."""
+async def test_changing_adverts_do_not_make_us_redial_a_stranger(net: Net) -> None:
+    """Without the limit each change would be dialled at once, as for a relay that moved."""
     for number in range(200):
         advert(net, X, ("10.0.0.5", 1000 + number))
         await asyncio.sleep(0)
@@ -330,7 +330,7 @@ async def test_one_host_is_not_flooded_with_dials_whatever_is_announced(net: Net
     assert net.dialler.status()["held_back"]
 
 
-async def test_all_adverts_together_have_so_many_addresses_dialled_and_no_more(net: Net) -> None:
+async def test_dials_because_of_adverts_are_limited_in_total(net: Net) -> None:
     began_s = time.monotonic()
     for number in range(1000):
         advert(net, number.to_bytes(16, "little"), (f"10.0.{number >> 8}.{number & 255}", 7430))
@@ -343,7 +343,7 @@ async def test_all_adverts_together_have_so_many_addresses_dialled_and_no_more(n
     await until(lambda: Y in net.up)
 
 
-async def test_a_stranger_that_never_answers_is_dialled_ever_more_seldom(net: Net) -> None:
+async def test_a_stranger_that_never_answers_is_dialled_at_growing_intervals(net: Net) -> None:
     advert(net, X, DEAD)
     target = net.target(X)
     await until(lambda: target.timer and target.failures)
@@ -354,7 +354,7 @@ async def test_a_stranger_that_never_answers_is_dialled_ever_more_seldom(net: Ne
     assert net.dialler._backoff_s(seed) <= BACKOFF_MAX_S
 
 
-async def test_adverts_push_out_neither_seeds_nor_relays_that_were_linked_nor_what_peers_told(
+async def test_adverts_displace_neither_seeds_nor_linked_relays_nor_targets_from_peers(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relay.dialling.MAX_TARGETS", 4)
@@ -370,8 +370,8 @@ async def test_adverts_push_out_neither_seeds_nor_relays_that_were_linked_nor_wh
     assert len(net.keys) == 4
 
 
-async def test_an_advert_with_other_addresses_does_not_hide_where_a_relay_was(net: Net) -> None:
-    """Anybody may announce a relay that we know, at addresses where it is not."""
+async def test_an_advert_with_other_addresses_does_not_hide_the_last_good_one(net: Net) -> None:
+    """Anybody can announce a known relay at wrong addresses."""
     target = await linked(net, X, GOOD)
     advert(net, X, DEAD)
     net.up.discard(X)
@@ -381,7 +381,7 @@ async def test_an_advert_with_other_addresses_does_not_hide_where_a_relay_was(ne
     assert net.tried == [DEAD, GOOD]
 
 
-async def test_changing_adverts_do_not_have_a_known_relay_dialled_again_and_again(net: Net) -> None:
+async def test_changing_adverts_do_not_make_us_redial_a_known_relay(net: Net) -> None:
     target = await linked(net, X, GOOD)
     net.at[GOOD] = Outcome("no answer")
     net.up.discard(X)

@@ -192,8 +192,8 @@ def test_the_nearest_address_is_dialled_first() -> None:
 
 
 @pytest.mark.parametrize("ip", ["203.0.113.9", "10.9.0.7", "10.0.1.9", "127.0.0.1", "169.254.1.2", "2001:db8:1::9"])  # fmt: skip
-def test_what_is_on_no_subnet_of_ours_is_not_dialled_because_an_advert_says_so(ip: str) -> None:
-    """Adverts go no further than a link. 10.9.0.7 would be on one, were its interface up; loopback is nobody else's."""
+def test_addresses_outside_our_subnets_are_not_dialled_because_of_an_advert(ip: str) -> None:
+    """Adverts stay on a link. 10.9.0.7 would be on one if its interface were up; loopback is only for this host."""
     ours = frozenset({ETH, ETH6, WIFI, DEAD, Address("eth0", 2, "2001:db8::5", 64)})
     assert best_first([ip], 7, ours) == ()
     assert best_first([ip, "192.168.1.9"], 7, ours) == (("192.168.1.9", 7),)
@@ -205,7 +205,7 @@ def test_relays_without_a_router_or_an_interface_meet_all_the_same() -> None:
     assert best_first(["127.0.0.1"], 7, frozenset({LO})) == (("127.0.0.1", 7),)
 
 
-def test_an_advert_has_a_few_of_its_addresses_dialled_the_best_ones() -> None:
+def test_only_the_best_addresses_of_an_advert_are_dialled() -> None:
     advertised = ["10.0.0.5", *(f"10.0.0.{n}" for n in range(40, 60))]
     found = best_first(advertised, 7, frozenset({ETH}))
     assert len(found) == MAX_DIALLED

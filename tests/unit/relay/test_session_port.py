@@ -1,4 +1,4 @@
-"""A session's port: what it keeps for a process that does not read, and what is counted when that process is gone."""
+"""A session's port: what it queues for a process that does not read, and what it counts when that process is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Connection(asyncio.Transport):
-    """Takes what is written and keeps none of it."""
+    """Accepts all writes and discards them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ async def port() -> SessionPort:
     return port
 
 
-async def test_what_waits_for_a_session_that_ends_was_never_sent_and_is_counted_as_lost(
+async def test_messages_queued_for_a_session_that_ends_are_counted_as_lost(
     port: SessionPort,
 ) -> None:
     accounts = port._router.accounts
@@ -69,10 +69,10 @@ async def test_what_waits_for_a_session_that_ends_was_never_sent_and_is_counted_
     assert accounts.balance() == 0
 
 
-async def test_a_session_that_reads_none_of_its_answers_is_read_from_no_more_and_then_cut(
+async def test_a_session_that_reads_no_answers_is_paused_and_then_cut(
     port: SessionPort,
 ) -> None:
-    """Others' doings are told to it, too: that it is not read from bounds nothing."""
+    """Frames caused by others are queued for it, too, so pausing its input does not bound the queue."""
     connection: Any = port._transport
     answer = encode_control(Report(1, "x" * MIB))
     for _ in range(CONTROL_LIMIT_BYTES // len(answer)):

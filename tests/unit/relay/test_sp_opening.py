@@ -1,4 +1,4 @@
-"""How an entry's socket is opened: who may reach it from its first moment on, and whose TLS key is taken."""
+"""How an entry's socket is opened: who may reach it from the first moment, and which TLS keys are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from relay.bridges.sp.opening import new_socket, start
 def test_an_ipc_socket_has_its_mode_before_anybody_can_connect(
     tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nng sets it between bind and listen: nobody has to narrow it afterwards."""
+    """nng sets the mode between bind and listen, so that it is never wider."""
     monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
     path = tmp_path / "socket"
     config = SocketConfig(protocol="rep", cluster="answers", listen=f"ipc://{path}", ipc_mode=mode)

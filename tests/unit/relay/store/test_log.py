@@ -542,7 +542,7 @@ def test_a_record_that_is_missing_between_others_is_damage_and_never_skipped(log
 
 
 def test_every_append_is_marked_as_synced_before_it_is_acknowledged(path: str, log: Log) -> None:
-    """The mark is beside the database, and behind its sync: a disk that forgets is found out."""
+    """The mark is written beside the database, after its sync, so that a disk that loses writes is detected."""
     mark = Path(path, MARK_NAME)
     marks = [mark.read_bytes()]
     for number in range(3):

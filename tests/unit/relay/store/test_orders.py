@@ -1,4 +1,4 @@
-"""Who may keep, change and end a stream: every order that a store takes shows what it has to, and no other has any effect."""
+"""Who may keep, change and end a stream: a store accepts only valid orders, and others have no effect."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_orders_of_one_create_define_one_stream(tmp_path: Path) -> None:
     keeper.store.close()
 
 
-def test_a_create_again_is_answered_as_the_first_time_also_later(keeper: Keeper) -> None:
+def test_a_repeated_create_gets_the_first_answer_even_later(keeper: Keeper) -> None:
     keeper.now_us = LATER_US
     answer = keeper.create(order())
     assert (answer.uuid, len(keeper.store.streams)) == (UUID, 1)
@@ -176,7 +176,7 @@ def test_nobody_creates_a_stream_at_a_revision(tmp_path: Path, revision: int) ->
         (NOW_US - ORDER_FRESH_US - 1_000_000, "601 s before the time of the store's clock"),
     ],
 )
-def test_orders_that_come_late_or_early_are_refused_with_the_difference_of_the_clocks(
+def test_late_and_early_orders_are_refused_with_the_difference_of_the_clocks(
     keeper: Keeper, issued_us: int, text: str
 ) -> None:
     refused(keeper.create(order(STRANGER, uuid=OTHER_UUID, issued_us=issued_us)), "order", text)
@@ -225,7 +225,9 @@ def test_a_change_under_a_foreign_key_is_refused_whenever_it_was_issued(keeper: 
     assert (keeper.max_messages, key_ids(keeper)) == (1000, {OWNER.key_id})
 
 
-def test_a_change_without_a_revision_says_to_upgrade_the_client(keeper: Keeper) -> None:
+def test_a_change_without_a_revision_is_refused_with_the_advice_to_upgrade_the_client(
+    keeper: Keeper,
+) -> None:
     for one in (order(definition=SMALL), order(SECOND, SMALL)):
         refused(keeper.change(one), "order", "upgrade the client")
     refused(keeper.delete(order(action=END)), "order", "upgrade the client")
@@ -233,7 +235,7 @@ def test_a_change_without_a_revision_says_to_upgrade_the_client(keeper: Keeper) 
 
 
 @pytest.mark.parametrize("revision", [2, 3, FAR_US, (1 << 63) - 1])
-def test_no_revision_is_jumped_to(keeper: Keeper, revision: int) -> None:
+def test_no_revision_is_skipped(keeper: Keeper, revision: int) -> None:
     refused(keeper.change(order(definition=SMALL, revision=revision)), "revision", "the next is 1")
     refused(keeper.delete(order(action=END, revision=revision)), "revision", "the next is 1")
     assert keeper.max_messages == 1000
@@ -255,7 +257,7 @@ def test_the_higher_revision_is_in_force_however_it_was_issued(keeper: Keeper) -
     assert keeper.max_messages == 1
 
 
-def test_a_change_again_is_answered_as_the_first_time_also_later(keeper: Keeper) -> None:
+def test_a_repeated_change_gets_the_first_answer_even_later(keeper: Keeper) -> None:
     change = order(definition=SMALL, revision=1)
     assert isinstance(keeper.change(change), Described)
     keeper.now_us = LATER_US
@@ -307,7 +309,7 @@ def test_a_promoted_copy_records_what_its_source_did_and_nothing_else(tmp_path: 
 # -- keys --------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_key_comes_with_the_countersignature_of_one_that_is_there(keeper: Keeper) -> None:
+def test_a_new_key_needs_the_countersignature_of_a_key_of_the_stream(keeper: Keeper) -> None:
     answer = keeper.change(order(revision=1), countersigned())
     assert isinstance(answer, Described)
     assert key_ids(keeper) == {OWNER.key_id, SECOND.key_id}
@@ -345,7 +347,7 @@ def bad_countersignatures() -> dict[str, SignedOrder]:
 
 
 @pytest.mark.parametrize("what", bad_countersignatures())
-def test_no_key_comes_by_another_countersignature(keeper: Keeper, what: str) -> None:
+def test_no_other_countersignature_admits_a_key(keeper: Keeper, what: str) -> None:
     bad = bad_countersignatures()[what]
     for orders in ([bad], [bad, order(revision=1)], [countersigned(), bad], [bad, countersigned()]):
         refused(keeper.change(*orders), "order", "")
@@ -362,7 +364,7 @@ def test_the_relay_is_shown_the_order_of_a_new_key(keeper: Keeper) -> None:
 # -- delete ------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_of_the_stream_ends_it_and_again_that_is_answered_as_the_first_time(
+def test_a_key_of_the_stream_ends_it_and_a_repeated_end_gets_the_first_answer(
     keeper: Keeper,
 ) -> None:
     end = order(action=END, revision=1)
@@ -389,14 +391,14 @@ def test_nobody_ends_a_stream_under_a_key_that_it_does_not_have(keeper: Keeper) 
     assert UUID in keeper.store.streams
 
 
-def test_an_end_that_was_recorded_does_not_end_the_stream_after_a_change(keeper: Keeper) -> None:
+def test_a_recorded_end_does_not_end_the_stream_after_a_change(keeper: Keeper) -> None:
     end = order(action=END, revision=1)
     keeper.change(order(definition=SMALL, revision=1))
     refused(keeper.delete(end), "revision", "the next is 2")
     assert UUID in keeper.store.streams
 
 
-def test_an_end_that_was_recorded_does_not_end_the_stream_later(keeper: Keeper) -> None:
+def test_a_recorded_end_does_not_end_the_stream_later(keeper: Keeper) -> None:
     end = order(action=END, revision=1)
     keeper.now_us = NOW_US + ORDER_FRESH_US + 1
     refused(keeper.delete(end), "order", "before the time")
@@ -427,7 +429,7 @@ encode = msgspec.msgpack.encode
 
 
 def written(directory: Path, definition: bytes, beside: bytes | None = None) -> Keeper:
-    """Return a store on a directory with one log, which holds these orders."""
+    """Return a store on a directory with one log, which has these orders."""
     (directory / "streams").mkdir()
     path = directory / "streams" / UUID.hex()
     Path(f"{path}.orders").write_bytes(definition if beside is None else beside)
@@ -465,7 +467,7 @@ def test_dead_letters_from_before_there_were_revisions_go_on(tmp_path: Path) -> 
     keeper.store.close()
 
 
-def test_the_old_orders_of_a_damaged_log_say_whose_it_is(tmp_path: Path) -> None:
+def test_the_old_orders_of_a_damaged_log_name_its_owner(tmp_path: Path) -> None:
     keeper = written(tmp_path, bytes.fromhex(OLD["kept"]))
     keeper.store.close()
     for file in (tmp_path / "streams" / UUID.hex()).glob("*"):
@@ -478,7 +480,7 @@ def test_the_old_orders_of_a_damaged_log_say_whose_it_is(tmp_path: Path) -> None
     keeper.store.close()
 
 
-def test_the_orders_in_force_of_a_damaged_log_say_whose_it_is(keeper: Keeper) -> None:
+def test_the_orders_in_force_of_a_damaged_log_name_its_owner(keeper: Keeper) -> None:
     keeper.change(countersigned(definition=SMALL))
     keeper.store.close()
     for file in Path(keeper.store.streams[UUID].path).glob("*"):
@@ -489,7 +491,7 @@ def test_the_orders_in_force_of_a_damaged_log_say_whose_it_is(keeper: Keeper) ->
     assert isinstance(keeper.delete(order(action=END, revision=2)), Settled)
 
 
-def test_a_stream_that_was_taken_over_before_there_were_revisions_is_won_back(
+def test_a_stream_that_was_taken_over_before_there_were_revisions_can_be_recovered(
     tmp_path: Path,
 ) -> None:
     taken = Kept([order(issued_us=1), order(STRANGER, SMALL, issued_us=FAR_US)])
@@ -502,7 +504,7 @@ def test_a_stream_that_was_taken_over_before_there_were_revisions_is_won_back(
     keeper.store.close()
 
 
-def test_what_an_older_store_wrote_of_a_revision_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_revision_that_an_older_store_wrote_is_accepted(tmp_path: Path) -> None:
     keeper = written(tmp_path, encode(Kept([order(issued_us=1), order(SECOND, SMALL, revision=4)])))
     assert (keeper.max_messages, len(key_ids(keeper))) == (1, 2)
     assert isinstance(keeper.change(order(revision=5)), Described)
@@ -510,7 +512,7 @@ def test_what_an_older_store_wrote_of_a_revision_is_taken_as_it_is(tmp_path: Pat
 
 
 def planted() -> dict[str, Kept]:
-    """Return what somebody might write to the disk for a key to be taken for the stream's."""
+    """Return files that somebody might write to disk to make the stream accept a key."""
     roots = [OWNER.key_id]
     forged = structs.replace(order(), signature=bytes(64))
     return {
@@ -557,7 +559,7 @@ def test_a_stream_whose_orders_do_not_hold_is_not_served(tmp_path: Path, what: s
 
 
 @pytest.mark.parametrize("what", planted())
-def test_nor_is_a_damaged_one_by_what_lies_beside_it(tmp_path: Path, what: str) -> None:
+def test_a_damaged_log_is_not_taken_over_by_the_orders_beside_it(tmp_path: Path, what: str) -> None:
     keeper = written(tmp_path, encode(Kept([order()])), encode(planted()[what]))
     keeper.store.close()
     for file in (tmp_path / "streams" / UUID.hex()).glob("*"):
@@ -569,7 +571,7 @@ def test_nor_is_a_damaged_one_by_what_lies_beside_it(tmp_path: Path, what: str) 
     keeper.store.close()
 
 
-def test_a_log_that_can_be_opened_again_says_itself_what_it_is(
+def test_a_log_that_opens_again_uses_its_own_definition(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(keeper.store.streams[UUID].path)
@@ -592,7 +594,7 @@ def test_a_log_that_can_be_opened_again_says_itself_what_it_is(
 
 
 class OldSigned(msgspec.Struct, array_like=True):
-    """A signed order as it was before there were revisions."""
+    """A signed order from before there were revisions."""
 
     order: bytes
     public_key: bytes
@@ -600,7 +602,7 @@ class OldSigned(msgspec.Struct, array_like=True):
 
 
 class OldKept(msgspec.Struct):
-    """What was kept of a stream then."""
+    """A definition file from that time."""
 
     orders: list[OldSigned] = []
     parent: bytes = b""

@@ -1,4 +1,4 @@
-"""What a stream records is there once and in order; what is not there is told."""
+"""A stream records each message once and in order, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stream(tmp_path: Path) -> Stream:
 
 
 def recorded(stream: Stream) -> list[Any]:
-    """Return the bodies, and of what is missing how much and why."""
+    """Return the bodies, and the number and cause of each gap."""
 
     def shown(item: Item) -> Any:
         if isinstance(item, Record):
@@ -54,7 +54,7 @@ def test_a_publication_that_comes_again_or_late_is_recorded_once(stream: Stream)
     assert stream.lost == 0
 
 
-def test_what_is_missing_between_publications_stands_in_its_place(stream: Stream) -> None:
+def test_a_gap_between_publications_is_recorded_in_its_place(stream: Stream) -> None:
     stream.record(bundle(0, 2), 5)
     stream.record(bundle(5), 5)
     stream.gap(frames.Gap(Kind.PUBLISH, "orders", b"k" * 16, b"s" * 16, 6, 4, "slow receiver"), 5)
@@ -65,7 +65,9 @@ def test_what_is_missing_between_publications_stands_in_its_place(stream: Stream
     assert stream.lost == 7
 
 
-def test_what_a_full_disk_did_not_take_is_told_when_it_takes_again(stream: Stream) -> None:
+def test_messages_that_a_full_disk_could_not_store_are_reported_when_it_has_room(
+    stream: Stream,
+) -> None:
     stream.record(bundle(0), 5)
     stream.commit(5)
     assert stream.log is not None

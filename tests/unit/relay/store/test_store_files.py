@@ -1,4 +1,4 @@
-"""What a store takes for its own: a key and a directory that nobody else can read or replace."""
+"""A store uses only a key and a directory that nobody else can read or replace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_store_makes_its_key_for_itself_alone_and_keeps_it(tmp_path: Pat
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o602, 0o666])
 async def test_a_key_that_others_can_read_or_replace_is_refused(tmp_path: Path, mode: int) -> None:
-    """Whoever read it can pass for this store."""
+    """Whoever has read the key can act as this store."""
     data = tmp_path / "data"
     made = await public_key(data)
     (data / "store.key").chmod(mode)
@@ -72,8 +72,8 @@ async def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, m
     assert list(data.iterdir()) == []
 
 
-async def test_a_directory_that_others_may_only_read_is_taken(tmp_path: Path) -> None:
-    """As systemd makes them; what is inside is closed."""
+async def test_a_directory_that_others_may_only_read_is_accepted(tmp_path: Path) -> None:
+    """A directory as systemd makes it; the files inside are private."""
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
     assert await public_key(data)
