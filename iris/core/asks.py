@@ -242,8 +242,9 @@ class Asks:
 
     def done(self, done: frames.Done) -> None:
         """No more answers come for a survey."""
-        pending = self._pending.pop(done.hop, None)
+        pending = self._pending.get(done.hop)
         if pending is not None and pending.survey is not None:
+            del self._pending[done.hop]
             pending.survey.done(done.lost, None)
 
     def expire(self, mono_us: int) -> int:

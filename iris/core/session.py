@@ -232,6 +232,9 @@ class Session:
         if self.state == "ended":
             return
         self.state = "ended"
+        self._table = [
+            self._late
+        ] * 256  # what else came with BYE in one read: nobody could answer it
         self.asks.end(reason, routed=routed)
         self.tunneling.end(reason)
         self.calling.end(reason)
@@ -239,6 +242,10 @@ class Session:
         for _, waiter, _ in acks.values():
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("relay", reason))
+
+    def _late(self, buf: memoryview, start: int, end: int) -> None:
+        """A frame came after the relay's last word."""
+        self.drop("after BYE")
 
     def poison(self) -> None:
         """Seal nothing from now on: in the child of a fork, counters and nonces belong to the parent."""
