@@ -93,6 +93,10 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _check_path(relay: str) -> None:
+    if "\0" in relay:
+        raise ConfigError(
+            f"relay: {relay!r} is no path: an abstract socket is whose process comes first, and no relay has one"
+        )
     if "://" in relay:
         raise ConfigError(f"relay: {relay!r} is neither a path nor tls://host:port")
     if _HOST_AND_PORT.fullmatch(relay) and not os.path.exists(relay):
@@ -255,7 +259,7 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
     except OSError as err:
         connection.close()
         raise RelayUnavailable(
-            f"no relay at {path} ({err.strerror}); start one with `iris relay`, or to try things out on this host alone with "
+            f"no relay at {path} ({err.strerror or err}); start one with `iris relay`, or to try things out on this host alone with "
             "`iris relay --dev`"
         ) from err
     except BaseException:

@@ -7,16 +7,16 @@ import logging
 import os
 import pwd
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from iris import paths
+from iris import dialling, paths
 from iris.config import ClientConfig
 from iris.dialling import reach
-from iris.errors import RelayUnavailable
+from iris.errors import ConfigError, RelayUnavailable
 
 NOBODY = 65534
 
@@ -207,3 +207,116 @@ async def test_a_relay_of_the_configured_user_is_accepted(
     with listening_as_another(own, monkeypatch):
         await go({}, own.path, user)
     assert own.met
+
+
+async def test_a_socket_that_leads_elsewhere_is_judged_by_who_listens_there(
+    tmp_path: Path, runtime: Path, host: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link in our own directory is our own word: it is followed, and the listener's uid still decides."""
+    elsewhere = Relay(tmp_path / "elsewhere" / "relay.sock")
+    (runtime / "iris").mkdir(mode=0o700)
+    (runtime / "iris" / "relay.sock").symlink_to(elsewhere.path)
+    await go(here(runtime))
+    assert elsewhere.met
+    with (
+        listening_as_another(elsewhere, monkeypatch),
+        pytest.raises(RelayUnavailable, match="neither us, root nor 'iris'"),
+    ):
+        await go(here(runtime))
+    elsewhere.listener.close()
+
+
+async def test_a_link_to_nothing_does_not_hide_the_host_s(
+    tmp_path: Path, runtime: Path, host: Relay
+) -> None:
+    (runtime / "iris").mkdir(mode=0o700)
+    (runtime / "iris" / "relay.sock").symlink_to(tmp_path / "gone")
+    await go(here(runtime))
+    assert host.met
+
+
+async def test_links_in_a_circle_do_not_hide_the_host_s(runtime: Path, host: Relay) -> None:
+    (runtime / "iris").mkdir(mode=0o700)
+    (runtime / "iris" / "relay.sock").symlink_to(runtime / "iris" / "relay.sock")
+    await go(here(runtime))
+    assert host.met
+
+
+async def test_a_socket_that_is_replaced_after_the_look_is_judged_by_who_listens_then(
+    runtime: Path, own: Relay, host: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look at the directory is for those who hide a relay; who is there is what the kernel says of the connection."""
+    replaced: list[Relay] = []
+    look = dialling.find_relay
+
+    def find_and_replace(environ: Mapping[str, str], relay_user: str) -> Path:
+        path = look(environ, relay_user)
+        own.listener.close()
+        path.unlink()
+        replaced.append(Relay(path))
+        return path
+
+    monkeypatch.setattr(dialling, "find_relay", find_and_replace)
+    await go(here(runtime))
+    assert replaced[0].met
+    replaced[0].listener.close()
+    dial = dialling.dial
+
+    async def dial_a_replaced_one(path: Path, relay_user: str) -> socket.socket:
+        os.unlink(path)
+        replaced.append(Relay(path))
+        with listening_as_another(replaced[-1], monkeypatch):
+            return await dial(path, relay_user)
+
+    monkeypatch.setattr(dialling, "find_relay", look)
+    monkeypatch.setattr(dialling, "dial", dial_a_replaced_one)
+    with pytest.raises(RelayUnavailable, match="neither us, root nor 'iris'"):
+        await go(here(runtime))
+    assert not host.met
+    replaced[-1].listener.close()
+
+
+@pytest.mark.parametrize("how", ["environment", "configuration", "runtime directory"])
+async def test_a_name_that_is_too_long_for_a_socket_is_an_error_with_the_name(
+    tmp_path: Path, how: str
+) -> None:
+    long = tmp_path / ("x" * 120)
+    environ = {"IRIS_RELAY": str(long)} if how == "environment" else {}
+    if how == "runtime directory":
+        (long / "iris").mkdir(mode=0o700, parents=True)
+        (long / "iris" / "relay.sock").touch()
+        environ = {"XDG_RUNTIME_DIR": str(long)}
+    with pytest.raises(RelayUnavailable, match=r"x{120}.*too long"):
+        await go(environ, long if how == "configuration" else None)
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "nothing", "fifo"])
+async def test_what_is_no_socket_is_no_relay(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "named.sock"
+    if what == "file":
+        path.touch()
+    elif what == "directory":
+        path.mkdir()
+    elif what == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(RelayUnavailable, match=r"no relay at .*named\.sock"):
+        await go({}, path)
+
+
+@pytest.mark.parametrize("name", ["\0iris-relay", "/tmp/a\0b", "@iris-relay"])
+@pytest.mark.parametrize("how", ["environment", "configuration"])
+async def test_an_abstract_socket_is_never_gone_to(
+    name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in no directory, and whoever comes first has it."""
+    monkeypatch.chdir(tmp_path)
+    name = f"{name}-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name.lstrip("\0@"))
+        listener.listen()
+        listener.setblocking(False)
+        environ = {"IRIS_RELAY": name} if how == "environment" else {}
+        with pytest.raises(RelayUnavailable if name[0] == "@" else ConfigError):
+            await go(environ, Path(name) if how == "configuration" else None)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
