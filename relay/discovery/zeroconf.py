@@ -46,6 +46,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from relay.discovery import Sighting
 from relay.discovery.adverts import (
+    MAX_ADDRESSES,
     SERVICE_TYPE,
     Advert,
     BadAdvert,
@@ -502,7 +503,9 @@ class MulticastDiscovery:
             self._follow_later(info.name, _RECHECK_S, resolve=False)
             self._forget(relay_id, silently=True)
         # As announced: a link-local address has a scope only when it was heard over IPv6.
-        place = frozenset((ip, info.port) for ip in info.parsed_addresses())
+        # As many as an honest one announces: an advert may have a thousand.
+        listed = sorted(info.parsed_addresses())[:MAX_ADDRESSES]
+        place = frozenset((ip, info.port) for ip in listed)
         replaced = self._places.get(place)
         if replaced is not None:
             # Two cannot listen there: it crashed and is back under a new id. Were the new one a lie,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ from protocol.kit import KEY, OTHER_KEY, Network
 from protocol.test_quotas import HOUR_S, Party, hear
 
 from iris.core import inbound as inbound_module
+from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import END, HOP, encode_control, tunnel_frame
+from iris.wire.codec import END, HOP, PREFIX, encode_control, tunnel_frame
 from iris.wire.frames import FLAG_REFUSED, Cause, HopClass, Kind, Refusal, Serving
 from relay.core import router as router_module
 from relay.core.router import Limits
@@ -259,3 +261,45 @@ def test_groups_that_a_relay_names_to_a_client_are_kept_within_a_bound(
     net.run()
     assert inbox.payloads == [b"one"]
     assert not alice.ended_because
+
+
+# -- what STATUS tells ----------------------------------------------------------------------------------------------
+
+
+def test_status_tells_a_session_of_another_user_numbers_alone_whoever_asks_at_the_same_time() -> (
+    None
+):
+    net = Network()
+    router = net.router
+    member = Party(router, "uid 1")
+    member.session.label, member.session.pid = "billing", 4711
+    serve(member, "payroll")
+    ours, theirs = Party(router), Party(router, "uid 2")
+    theirs.session.ours = False
+    parties = (ours, theirs, ours, theirs)
+    for number, party in enumerate(parties):
+        party.say(frames.Status(number))
+    documents = {}
+    for party in (ours, theirs):
+        reports = party.heard(frames.Report)
+        assert [report.id for report in reports] == [n for n, p in enumerate(parties) if p is party]
+        documents[party] = {report.document for report in reports}
+        assert len(documents[party]) == 1
+    (full,), (limited,) = documents[ours], documents[theirs]
+    for secret in ("billing", "4711", "payroll", "uid 1", "uid 2", KEY_ID.hex()[:8]):
+        assert secret in full or secret == KEY_ID.hex()[:8]
+        assert secret not in limited
+    assert json.loads(limited).keys() == {"relay", "site", "draining", "limited", "sessions", "links", "counts", "accounts"}  # fmt: skip
+    assert json.loads(limited)["counts"]["sessions"] == 3
+
+
+@pytest.mark.parametrize("body", [b"", b"\x80", b"\x81\xa2id\xff", b"\x81\xa2id\xcf" + b"\xff" * 8, b"\x81\xa2id\x01" + bytes(70_000)])  # fmt: skip
+def test_a_status_of_the_wrong_size_or_form_ends_its_session_alone(body: bytes) -> None:
+    router = Network().router
+    other, party = Party(router), Party(router, "uid 2")
+    kind = frames.CONTROL_TYPES[frames.Status]
+    with pytest.raises(PeerProtocolError, match="STATUS frame"):
+        party.say(PREFIX.pack(2 + len(body), kind, 0) + body)
+    other.heard(object)
+    other.say(frames.Status(1))
+    assert len(other.heard(frames.Report)) == 1
