@@ -43,6 +43,10 @@ Cast = tuple[int, str, bytes, Headers | None, bool]
 """kind, name, payload, headers, packed: a publication or broadcast that no bundle took yet."""
 
 
+LOOK_S: Final = 0.005
+"""Between two looks at what a session that is being left still has to finish."""
+
+
 def never() -> bool:
     """Nothing is looked at: the next attempt is made when its pause is over."""
     return False
@@ -86,6 +90,12 @@ class Attachment:
         self._pumps: WeakSet[Pump[Session]] = WeakSet()
         """Pumps of all sessions that may still send: the one in use, old ones that drain, and new ones."""
         self._up = asyncio.Event()
+        self._vacant = asyncio.Event()
+        """There is no session in use: the next relay is looked for."""
+        self._leaving: dict[Pump[Session], asyncio.Task[None]] = {}
+        """Sessions whose relay stops, until they have ended, and who ends them well."""
+        self._missed = ""
+        """Why the session in use was left, until those who may have missed something have heard of it."""
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
@@ -104,6 +114,8 @@ class Attachment:
 
     async def say_bye(self) -> None:
         """Flush, and return when the relay has routed all of it and ended the session."""
+        if self._leaving:
+            await asyncio.wait(list(self._leaving.values()))
         if self.pump is not None:
             await self._bye(self.pump, "client closed")
 
@@ -112,6 +124,10 @@ class Attachment:
         self.state = "closed"
         if self._task is not None:
             self._task.cancel()
+        for leaving in self._leaving.values():
+            leaving.cancel()
+        for pump in [*self._leaving]:
+            pump.abort("the client was closed")
         if self.pump is not None:
             self.pump.abort("the client was closed")
         offline, self._offline = self._offline, deque()
@@ -129,7 +145,13 @@ class Attachment:
         async with self._replacing:
             await self.ready("relay", self._config.connect_timeout_s)
             old = self.pump
-            new = await self._attach(hold=True)
+            try:
+                new = await self._attach(hold=True)
+            except RelayUnavailable:
+                if old is None or old.session.drain_ms is None:
+                    raise
+                await self.ready("relay", self._config.connect_timeout_s)
+                return
             if old is None or not old.connected:
                 new.release_casts()
                 self._take(new)
@@ -142,6 +164,12 @@ class Attachment:
                         await self._fence(old)
                 # All that was routed to the old session before the new one was registered has been read.
                 new.release_casts()
+                if (
+                    old.session.drain_ms is not None
+                ):  # whoever looks for the next relay has begun already
+                    new.abort("the relay is about to stop")
+                    await self.ready("relay", self._config.connect_timeout_s)
+                    return
                 if self.pump is not old:
                     self._take(new)
                     return
@@ -160,7 +188,7 @@ class Attachment:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._config.drain_timeout_s):
                             while old.session.busy and old.connected:
-                                await asyncio.sleep(0.005)
+                                await asyncio.sleep(LOOK_S)
                                 old.turn()
                                 old.flush()  # `touch` is for the session in use
                     async with asyncio.timeout(self._config.connect_timeout_s):
@@ -200,15 +228,14 @@ class Attachment:
     async def _run(self) -> None:
         """Find a relay again whenever one is lost."""
         while self.state == "open":
-            pump = self.pump
-            if pump is not None:
-                await pump.closed.wait()
+            if self.pump is not None:
+                await self._vacant.wait()
                 continue
             pause_s = self._config.reconnect_min_s
             arrived = self._watch()
             while self.state == "open" and self.pump is None:
                 try:
-                    self._take(await self._attach())
+                    await self._move()
                 except (IrisError, OSError) as err:
                     log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
                     await self._pause(pause_s * random.uniform(0.5, 1.0), arrived)
@@ -224,6 +251,21 @@ class Attachment:
             away_s = now_s - self._lost_s if self._lost_s is not None else 0.0
             look_s = min(max(LOOK_MIN_S, away_s * LOOK_SHARE), LOOK_MAX_S)
             await asyncio.sleep(min(look_s, until_s - now_s))
+
+    async def _move(self) -> None:
+        """Take the next session into use, behind what those that are being left still have for us."""
+        new = await self._attach(hold=bool(self._missed))
+        try:
+            for old in [*self._leaving]:
+                with contextlib.suppress(ConnectionLost, TimeoutError):
+                    async with asyncio.timeout(self._config.connect_timeout_s):
+                        await self._fence(old)
+            self._tell_missed()
+            new.release_casts()
+            self._take(new)
+        except BaseException:  # cancelled, or it has ended already
+            new.abort("not taken into use")
+            raise
 
     async def _attach(self, *, hold: bool = False) -> Pump[Session]:
         """Return a pump whose session is up, with everything registered; `hold`: until it is told to release casts."""
@@ -250,6 +292,8 @@ class Attachment:
                 pump.flush()
                 if registered:
                     await asyncio.gather(*registered)
+                if session.drain_ms is not None:
+                    raise RelayUnavailable("the relay is about to stop")
         except TimeoutError:
             pump.abort("no answer in time")
             raise RelayUnavailable(
@@ -273,6 +317,9 @@ class Attachment:
         """From now on everything goes through this session; raises RelayUnavailable if it has ended meanwhile."""
         if not pump.connected:
             raise RelayUnavailable(pump.reason or "the relay closed the connection")
+        if pump.session.drain_ms is not None:
+            raise RelayUnavailable("the relay is about to stop")
+        self._vacant.clear()
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
         self.blocked = False
         if self._lost_s is not None:
@@ -290,6 +337,55 @@ class Attachment:
                 self._lost(cast, str(err))
         pump.touch()
         self._up.set()
+        self._wake_writers()
+
+    # -- a relay that stops ----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """The relay of a session stops: nothing new is begun there. What was accepted is written now; what runs may finish."""
+        pump = self.pump
+        if pump is None or pump.session.drain_ms is None or self.state != "open":
+            return
+        pump.session.flush()
+        pump.write()
+        self._missed = "the relay was stopped"
+        self._vacate("the relay is about to stop")
+        leaving = self._loop.create_task(self._leave(pump), name="iris-leaving")
+        self._leaving[pump] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(pump, None))
+
+    async def _leave(self, pump: Pump[Session]) -> None:
+        """Take nothing new, end what runs within the relay's grace, and say goodbye: the relay has routed all that was accepted then."""
+        grace_s = (pump.session.drain_ms or 0) / 1000
+        try:
+            with contextlib.suppress(IrisError, TimeoutError):
+                # The goodbye has to be read before the relay ends the session.
+                async with asyncio.timeout(grace_s - min(1.0, grace_s / 5)):
+                    await self._fence(pump)  # every JOIN is answered
+                    await self._leave_all(pump)
+                    while pump.session.busy and pump.connected:  # noqa: ASYNC110 - handlers and callers have no event for all of it
+                        await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    await self._bye(pump, "moved on: the relay is about to stop")
+        finally:
+            pump.abort("the relay was stopped")
+
+    def _tell_missed(self) -> None:
+        """Subscriptions and services hear that nobody can say how much they miss."""
+        missed, self._missed = self._missed, ""
+        if missed:
+            self._client.detached(missed)
+
+    def _vacate(self, reason: str) -> None:
+        """There is no session in use any more."""
+        self.session = self.out = self.pump = None
+        self.blocked = True
+        self._up.clear()
+        self._vacant.set()
+        if self.state == "open":
+            self._lost_s = self._loop.time()
+            log.info("client.disconnected", extra={"fields": {"reason": reason}})
         self._wake_writers()
 
     # -- use -------------------------------------------------------------------------------------------------
@@ -336,6 +432,8 @@ class Attachment:
         """Something is to be written at the end of this turn."""
         if self.pump is not None:
             self.pump.touch()
+        for pump in self._leaving:
+            pump.touch()
 
     def writable(self) -> Awaitable[None] | None:
         """Return None if there is room to write, else what to await."""
@@ -355,14 +453,14 @@ class Attachment:
 
     def messages(self, direction: str) -> int:
         """Return the data messages "sent" or "received" over all sessions, accepted or not."""
-        live = 0
-        if self.session is not None:
-            live = (
-                self.session.out.sent_messages
-                if direction == "sent"
-                else self.session.received_messages
-            )
-        return self._ended[direction] + live
+        count = self._ended[direction]
+        pumps = [*self._leaving] if self.pump is None else [*self._leaving, self.pump]
+        for pump in pumps:
+            if pump.connected:
+                session = pump.session
+                sent = direction == "sent"
+                count += session.out.sent_messages if sent else session.received_messages
+        return count
 
     def poison(self) -> None:
         """In the child of a fork: counters, nonces and socket are the parent's."""
@@ -378,6 +476,8 @@ class Attachment:
         """Enough is framed to be worth a write before the turn ends."""
         if self.pump is not None:
             self.pump.write()
+        for pump in self._leaving:
+            pump.write()
 
     def writing_paused(self, pump: Pump[Session]) -> None:
         """The write buffer is over its high-water mark."""
@@ -399,18 +499,16 @@ class Attachment:
         for cause, count in session.dropped.items():
             self._client.count_dropped(cause, count)
         self._client.ended(session)
+        if pump in self._leaving:
+            self._tell_missed()
         if pump is not self.pump:
             return
-        self.session = self.out = self.pump = None
-        self.blocked = True
-        self._up.clear()
+        self._missed = ""
+        self._vacate(reason)
         for cast in session.out.unsent():
             try:
                 self.keep(cast)
             except ConnectionLost as err:
                 self._lost(cast, err.detail)
         if self.state == "open":
-            self._lost_s = self._loop.time()
-            log.info("client.disconnected", extra={"fields": {"reason": reason}})
             self._client.detached(reason)
-        self._wake_writers()

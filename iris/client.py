@@ -698,8 +698,10 @@ class Client:
         self._registry.detached(reason)
 
     def draining(self) -> None:
-        """The relay is stopping. What is in flight goes on; when the connection ends we look for a relay again."""
+        """A relay is stopping: nothing new goes there, what is in flight goes on, and we look for another."""
         log.info("client.relay_draining")
+        if self._attachment is not None:
+            self._attachment.drain()
 
     def out_full(self) -> None:
         """Enough is framed to be worth a write before the turn ends."""

@@ -78,6 +78,8 @@ class Session:
         self.dropped: dict[str, int] = {}
         self.relay_id = b""
         self.session_id = b""
+        self.drain_ms: int | None = None
+        """The relay stops, and ends this session after so long; None: it has not said so."""
         self.minor = 0
         """Minor version of the relay, from WELCOME."""
         self.asks = asks = Asks(self)
@@ -132,7 +134,7 @@ class Session:
             frames.Welcome: self._on_welcome,
             frames.Error: self._on_error,
             frames.Bye: self._on_bye,
-            frames.Drain: lambda _: self.owner.draining(),
+            frames.Drain: self._on_drain,
             frames.Ack: self._on_ack,
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
@@ -497,6 +499,11 @@ class Session:
 
     def _on_bye(self, bye: frames.Bye) -> None:
         self.end(bye.reason or "the relay said goodbye", routed=True)
+
+    def _on_drain(self, drain: frames.Drain) -> None:
+        if self.drain_ms is None:
+            self.drain_ms = drain.grace_ms
+            self.owner.draining()
 
     def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong) -> None:
         entry = self._acks.get(ack.id)

@@ -216,10 +216,12 @@ class Bye(Struct, frozen=True):
     """Nothing follows. Answered with Bye when all that came before it has been routed."""
 
     reason: Text = ""
+    complete: bool = False
+    """To a store, from a relay that stops: nothing that the store records was lost, or can be sent before another relay starts."""
 
 
 class Drain(Struct, frozen=True):
-    """The relay is stopping: finish what runs, send nothing new."""
+    """The relay is stopping: send nothing new, finish what runs, say goodbye, and look for another."""
 
     grace_ms: U32
 
