@@ -1,7 +1,7 @@
 """A consumer of a log: hands its messages to workers until each is settled, at least once (sans-IO).
 
-A record is handed out whole, with a bitmap of the messages that are meant; acks are per message. What is read and not
-settled is in the table of `unsettled`; its bytes are in `cursor`.
+A record is sealed as a whole and handed out so, with a bitmap of the messages that are meant: no more than the worker asked for, so
+that others get the rest. Acks are per message. What is read and not settled is in the table of `unsettled`; its bytes are in `cursor`.
 
 In a group the records of a key go one after the other: each waits until those before it are settled or dead, so a failed one
 comes again first. A deferred record queues when it comes due. Records without a key are free.
@@ -26,7 +26,7 @@ from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.errors import LogDamaged
 from relay.store.log import MAX_CURSOR_NAME_BYTES, MAX_OFFSET, Log
 from relay.store.records import Gap, Hole, Item, Reason, Record
-from relay.store.unsettled import Open, Part, Unsettled
+from relay.store.unsettled import Open, Part, Unsettled, lowest
 
 MAX_BLOCKED: Final = 4096
 ENVELOPE_BYTES: Final = 448
@@ -98,12 +98,15 @@ class _Basket:
         self.more = self.bytes >= self.max_bytes or self.messages >= self.max_messages
         return self.more
 
-    def fits(self, size: int, messages: int) -> bool:
-        """Return whether there is room; the first always has it, or it would never go."""
-        self.more = self.messages > 0 and (
-            self.bytes + size > self.max_bytes or self.messages + messages > self.max_messages
-        )
+    def fits(self, size: int) -> bool:
+        """Return whether there is room for a record of so many bytes; the first always has it, or it would never go."""
+        self.more = self.room <= 0 or (self.messages > 0 and self.bytes + size > self.max_bytes)
         return not self.more
+
+    @property
+    def room(self) -> int:
+        """How many messages there is room for."""
+        return self.max_messages - self.messages
 
 
 class Consumer:
@@ -172,7 +175,8 @@ class Consumer:
     def take(self, worker: bytes, max_bytes: int, max_messages: int, now_us: int) -> Taken:
         """Hand messages to `worker`: what failed before, then deferred records that are due, then new ones.
 
-        At least one record if there is any for it, further ones while they fit into both limits.
+        At least one message if there is any for it. A record of which not all fits into `max_messages` is cut, and what is left of it
+        comes next, to whoever takes; one that does not fit into `max_bytes` comes first, or it would never go.
 
         Raises:
             ValueError: a limit is below 1.
@@ -411,13 +415,13 @@ class Consumer:
                     if record is not None:
                         record.queued = False
                     continue
-                fresh = (record.bits(parts) & record.fresh).bit_count()
+                wanted = lowest(record.bits(parts), basket.room)
+                fresh = (wanted & record.fresh).bit_count()
                 if fresh and not self._may_hand_out(fresh):
                     # It waits for acks, and those perhaps for redeliveries behind it.
                     aside.append(heapq.heappop(self._table.ready))
                     continue
-                bits = record.bits(parts)
-                if not self._may_hold(basket.worker, bits.bit_count()):
+                if not self._may_hold(basket.worker, wanted.bit_count()):
                     return False
                 item = self._log.read(record.first, 1, now_us=self._wall_us).items[0]
                 if not isinstance(item, Record):
@@ -425,8 +429,9 @@ class Consumer:
                     self._lose(record, item.reason)
                     self._tell(basket)
                     continue
-                if not basket.fits(len(item.body) + ENVELOPE_BYTES, bits.bit_count()):
+                if not basket.fits(len(item.body) + ENVELOPE_BYTES):
                     return False
+                parts = self._table.cut(record, parts, basket.room)
                 if record.key is not None:
                     heapq.heappop(self._table.ready)
                     record.queued = False
@@ -509,13 +514,14 @@ class Consumer:
             # One that was listed before its time, because the clock was set back, waits here as if it had failed.
             self._table.add(record, [(bits, 0, self._now + early_us if early_us else 0)])
             return True
-        count = bits.bit_count()
+        count = min(bits.bit_count(), basket.room)
         if not self._may_hand_out(count) or not self._may_hold(basket.worker, count):
             return False
-        if not basket.fits(len(item.body) + ENVELOPE_BYTES, count):
+        if not basket.fits(len(item.body) + ENVELOPE_BYTES):
             return False
         self._table.add(record, [(bits, 0, 0)])
-        self._give(item, record, record.parts, basket)
+        self._give(item, record, self._table.cut(record, list(record.parts), count), basket)
+        self._table.wait(record)
         return True
 
     def _may_hand_out(self, count: int) -> bool:

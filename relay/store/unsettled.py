@@ -85,6 +85,20 @@ class Open:
         return (1 << high) - (1 << low) if low < high else 0
 
 
+def lowest(bits: int, most: int) -> int:
+    """Return the lowest `most` set bits."""
+    if bits.bit_count() <= most:
+        return bits
+    low, high = 0, bits.bit_length()
+    while low < high:
+        middle = (low + high) // 2
+        if (bits & (1 << middle) - 1).bit_count() < most:
+            low = middle + 1
+        else:
+            high = middle
+    return bits & (1 << low) - 1
+
+
 class Unsettled:
     """The table. `now_us` and `awake_us` are the owner's to set and never fall; `dirty` says that `kept` or `dead` changed.
 
@@ -147,6 +161,10 @@ class Unsettled:
         places = self.firsts[low : bisect_left(self.firsts, end)]
         return [self.records[place] for place in places if self.records[place].next > first]
 
+    def wait(self, record: Open) -> None:
+        """What is left of `record` waits for whoever takes next, or for its turn."""
+        self._stir(record)
+
     def behind(self, key: bytes | None) -> bool:
         """Return whether a record of `key` would have to wait."""
         return key in self._keys
@@ -181,6 +199,23 @@ class Unsettled:
         if held or any(part.due_us > self.now_us for part in waiting):
             return []
         return waiting
+
+    def cut(self, record: Open, parts: list[Part], most: int) -> list[Part]:
+        """Return of waiting `parts` those of the first `most` messages, parted from the rest, which goes on waiting."""
+        bits = record.bits(parts)
+        wanted = lowest(bits, most)
+        if wanted == bits:
+            return parts
+        found = []
+        for part in parts:
+            rest = part.bits & ~wanted
+            if rest == part.bits:
+                continue
+            if rest:
+                part.bits ^= rest
+                record.parts.append(Part(record, rest, part.deliveries, part.due_us))
+            found.append(part)
+        return found
 
     def give(self, record: Open, parts: Sequence[Part], worker: bytes) -> list[Part]:
         """Hand `parts` of `record` to `worker`; return them by message, those of one count as one."""

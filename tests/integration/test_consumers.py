@@ -92,6 +92,34 @@ async def test_the_workers_of_a_group_share_each_message_once(setting: Any) -> N
     assert len(by_worker) > 1
 
 
+async def test_a_bundle_is_shared_as_the_workers_asked_for_it(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(1000)])
+    by_worker: list[list[int]] = [[], [], []]
+
+    async def worker(mine: list[int]) -> None:
+        async with other.streams.consumer(
+            "orders", "invoices", group=True, max_messages=10
+        ) as work:
+            async for batch in work.batches():
+                assert 0 < len(batch) <= 10
+                mine += [int(message.payload) for message in batch]
+                work.ack(*batch)
+                await work.flush()
+
+    workers = [asyncio.create_task(worker(mine)) for mine in by_worker]
+    async with asyncio.timeout(15.0):
+        while sum(map(len, by_worker)) < 1000:
+            assert not any(one.done() for one in workers)
+            await asyncio.sleep(0.01)
+    for one in workers:
+        one.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+    assert sorted(n for mine in by_worker for n in mine) == list(range(1000))
+    assert min(map(len, by_worker)) >= 100, "each had a share"
+
+
 async def test_what_a_worker_leaves_unsettled_goes_to_another(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders")

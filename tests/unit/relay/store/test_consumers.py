@@ -123,10 +123,10 @@ def test_a_start_within_a_record_means_its_later_messages(log: Log) -> None:
     assert places(all_of(consumer(log, 2))) == [(0, 0b1100, 1)]
 
 
-def test_a_take_stays_within_its_limits_but_for_the_first_record(log: Log) -> None:
+def test_a_take_stays_within_its_limits_but_for_the_bytes_of_the_first_record(log: Log) -> None:
     log.append([entry(b"x" * 100, count=5)] * 4, 1)
     one = consumer(log)
-    taken = one.take(ANN, 1, 1, 1)
+    taken = one.take(ANN, 1, 5, 1)
     assert (firsts(taken), taken.more) == ([0], True)
     room = 2 * (100 + ENVELOPE_BYTES) + 50
     assert firsts(one.take(ANN, room, 1000, 1)) == [5, 10]
@@ -135,10 +135,64 @@ def test_a_take_stays_within_its_limits_but_for_the_first_record(log: Log) -> No
         one.take(ANN, 0, 1, 1)
 
 
+def test_a_record_is_cut_at_what_a_worker_asked_for_and_others_get_the_rest(log: Log) -> None:
+    log.append([entry(count=1000), entry(count=3)], 1)
+    one = consumer(log, group=True)
+    handed: dict[bytes, int] = {}
+    for turn in range(99):
+        worker = (ANN, BOB, b"cid")[turn % 3]
+        taken = one.take(worker, MANY, 10, 1)
+        assert (taken.messages, taken.more) == (10, True)
+        assert places(taken) == [(0, (1 << 10) - 1 << 10 * turn, 1)]
+        handed[worker] = handed.get(worker, 0) + taken.messages
+    assert handed == {ANN: 330, BOB: 330, b"cid": 330}
+    assert places(one.take(ANN, MANY, 12, 1)) == [(0, (1 << 10) - 1 << 990, 1), (1000, 0b11, 1)]
+    assert places(one.take(ANN, MANY, 12, 1)) == [(1000, 0b100, 1)]
+    assert one.ack(ANN, 0, 1003, 1) == 1003
+    assert one.info().lag == 0
+
+
+def test_what_failed_of_a_cut_record_comes_before_what_is_left_of_it(log: Log) -> None:
+    log.append([entry(count=9)], 1)
+    one = consumer(log, group=True)
+    assert places(one.take(ANN, MANY, 3, 1)) == [(0, 0b111, 1)]
+    with pytest.raises(ValueError, match="not all of them were handed out"):
+        one.ack(ANN, 0, 9, 1)
+    one.nack(ANN, 1, 3, 0, "", 1)
+    taken = [places(one.take(BOB, MANY, 4, 1)) for _ in range(3)]
+    assert sum(bits for take in taken for _, bits, _ in take) == 0b111111110
+    assert {(bits, n) for take in taken for _, bits, n in take if n > 1} == {(0b110, 2)}
+    assert all(sum(bits.bit_count() for _, bits, _ in take) <= 4 for take in taken)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_cut_record_of_a_key_goes_to_one_worker_at_a_time_and_in_order(
+    log: Log, saved: bool
+) -> None:
+    log.append([entry(key=1, count=5), entry(key=1), entry()], 1)
+    one = consumer(log, group=True)
+    order = []
+    assert places(one.take(ANN, MANY, 2, 1)) == [(0, 0b11, 1)]
+    assert places(one.take(BOB, MANY, 2, 1)) == [(6, 1, 1)], "the key is taken"
+    one.nack(ANN, 1, 2, 0, "", 1)
+    assert places(one.take(BOB, MANY, 2, 1)) == []
+    one.ack(ANN, 0, 1, 1)
+    if saved:
+        one.ack(BOB, 6, 7, 1)
+        one.save()
+        one = Consumer.load(log, "c")
+    for _ in range(5):
+        for first, bits, _ in places(one.take(BOB, MANY, 1, 1)):
+            offset = first + bits.bit_length() - 1
+            order.append(offset)
+            one.ack(BOB, offset, offset + 1, 1)
+    assert order == [1, 2, 3, 4, 5]
+
+
 def test_what_was_never_handed_out_cannot_be_acked(log: Log) -> None:
     log.append([entry(count=2, key=1), entry(count=2, key=1), entry()], 1)
     one = consumer(log, group=True)
-    one.take(ANN, 1, 1, 1)
+    one.take(ANN, 1, 2, 1)
     for call in (one.ack, one.touch):
         with pytest.raises(ValueError, match="handed out"):
             call(ANN, 0, 3, 1)
@@ -461,7 +515,7 @@ def test_deferred_records_come_when_they_are_due(log: Log) -> None:
 def test_a_deferred_record_ahead_of_the_reader_is_settled_once(log: Log) -> None:
     log.append([entry(count=2), entry(due_us=20, count=2), entry()], 10)
     one = consumer(log)
-    assert firsts(one.take(ANN, 1, 1, 30)) == [2]
+    assert firsts(one.take(ANN, 1, 2, 30)) == [2]
     assert one.ack(ANN, 2, 4, 30) == 2
     assert one.ack(ANN, 2, 4, 30) == 0
     with pytest.raises(ValueError, match="handed out"):
@@ -663,7 +717,9 @@ class Machine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from([ANN, BOB]), most=st.sampled_from([1, 4, 100]))
     def take(self, worker: bytes, most: int) -> None:
         self.lapse()
-        for item in self.consumer.take(worker, MANY, most, self.now_us).items:
+        taken = self.consumer.take(worker, MANY, most, self.now_us)
+        assert taken.messages <= most
+        for item in taken.items:
             assert isinstance(item, Delivery)
             first = item.record.first
             count, key, due_us = self.records[first]
