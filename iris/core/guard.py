@@ -68,7 +68,7 @@ class Sequence:
         self.next = 0
         """Numbers below are late or repeated. Only a message that opened moves it."""
         self.told = 0
-        """Losses below were announced by a relay. If such a message arrives, the announcement was wrong and is withdrawn."""
+        """Losses below were announced by a relay. If such a message arrives, the announcement was wrong and is ignored."""
         self.known = False
         """Whether deliveries without a queue group were followed without a pause, so that a jump is a gap."""
         self.used_us = 0
@@ -119,7 +119,7 @@ class Guard:
         self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
         self._sequences: dict[Place, Sequence] = {}
         self._announced: dict[Place, Sequence] = {}
-        """Sequences of senders whose losses a relay announced, but of which no message has opened yet."""
+        """Sequences of senders whose losses a relay announced before any message of theirs opened."""
         self._sender_shares = Shares(max_senders)
         self._sequence_shares = Shares(max_sequences)
         self.refused_senders = 0

@@ -111,7 +111,7 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     assert not hear(end, frames.Interest(11, 12, left=[4, 5]))
     (told,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
     assert told["untaken"] == 4
-    # As many unknown members may leave as were dropped, and no more.
+    # Only as many unknown members may leave as were dropped.
     assert "had not joined" in hear(end, frames.Interest(12, 13, left=[4]))
 
 

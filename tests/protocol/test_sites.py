@@ -459,7 +459,7 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 8)
         (told,) = net.router.abroad.status()["sites"]
         assert told["untaken"] == 8
-        # The end of a dropped entry is no violation, and frees no room twice.
+        # The end of a dropped entry breaks no rule, and does not free room twice.
         ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]
         assert not end.hear(frames.Interest(10, 11, **{kind: ended}))
         assert (len(way.clusters) + len(way.topics), way.untaken) == (0, 8)

@@ -337,7 +337,7 @@ async def test_dials_because_of_adverts_are_limited_in_total(net: Net) -> None:
     await until(lambda: net.dialler.dials >= 1000)
     passed_s = time.monotonic() - began_s
     assert len(net.tried) <= STRANGERS_BURST + STRANGERS_PER_S * passed_s + 1
-    # Seeds, and relays that were linked before, are none of them.
+    # Seeds, and relays that were linked before, are not strangers.
     net.at[GOOD] = Outcome(UP, Y)
     net.see(GOOD)
     await until(lambda: Y in net.up)
