@@ -23,6 +23,7 @@ from iris.errors import (
     ConfigError,
     NoStream,
     OffsetConflict,
+    RequestError,
     StreamError,
     StreamExists,
     StreamUnavailable,
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from iris.client import Client
 
 MAX_PRODUCERS: Final = 1024
+MAX_FOUND: Final = 16_384
+"""Streams or consumers that one store is believed to have: three times what it keeps."""
 _ConsumerInfos = list[ConsumerInfo]
 _Keys = list[ClusterKey]
 _Infos = list["StreamInfo"]
@@ -203,7 +206,11 @@ class Streams:
         return _info(await self._stores.describe(name, uuid, timeout=timeout))
 
     async def list(self, *, timeout: float = 5.0) -> _Infos:
-        """Return all streams under our keys, of every store that our relay knows, by name."""
+        """Return all streams under our keys, of every store that our relay knows, by name.
+
+        Raises:
+            StreamUnavailable: one of the stores did not answer.
+        """
         infos = [_info(known) for known in await self._known(timeout)]
         return sorted(infos, key=lambda info: (info.name, info.uuid))
 
@@ -227,7 +234,7 @@ class Streams:
         """Return the streams that one store has under one key."""
         found: _Found = []
         after, more = "", True
-        while more:
+        while more and len(found) < MAX_FOUND:
             call = ListStreams(after)
             try:
                 listed = await self._stores.ask(
@@ -235,6 +242,8 @@ class Streams:
                 )
             except NoStream:
                 break  # the store has nothing under the key, or has just gone
+            except RequestError as err:
+                raise StreamUnavailable("streams", f"store {address[:8]}: {err}") from err
             found += [one for one in listed.streams if public_id(one.store).hex() == address]
             more = listed.more and bool(listed.streams)
             if more:
@@ -477,10 +486,12 @@ class Streams:
         """Return where the consumers of a stream are, by name. Raises StreamError."""
         check_address(name)
         found: _ConsumerInfos = []
-        more = True
-        while more:
+        more, until_s = True, time.monotonic() + timeout
+        while more and len(found) < MAX_FOUND:
             call = DescribeConsumers(found[-1].name if found else "")
-            answer = await self._stores.ask_stream(name, uuid, call, Consumers, timeout=timeout)
+            answer = await self._stores.ask_stream(
+                name, uuid, call, Consumers, timeout=_left(until_s)
+            )
             found += answer.consumers
             more = answer.more and bool(answer.consumers)
         return found
