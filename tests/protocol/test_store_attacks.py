@@ -382,3 +382,21 @@ def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
             assert refused.code == "channel"
     assert state(relay.store) == before
     assert not len(relay.store.channels)
+
+
+def test_a_key_that_is_retired_while_its_channel_opens_or_is_refused_leaves_nobody_waiting(
+    relay: Relay,
+) -> None:
+    """The calls that were made under it end with an answer; a session of the new keyring opens channels of its own."""
+    caller = Caller(KEY)
+    opening = [relay.send(caller, streams.Describe()), relay.send(caller, append(3), writes=True)]
+    caller.keys.clear()
+    relay.run(caller)
+    assert [type(waiter.got) for waiter in opening] == [streams.Described, streams.Appended]
+    refuse_sealed(relay)
+    under_way = [relay.send(caller, streams.Describe()), relay.send(caller, append(4), writes=True)]
+    relay.run(caller)
+    assert [type(waiter.got) for waiter in under_way] == [ConnectionLost, ConnectionLost]
+    assert under_way[1].got.may_have_run
+    assert not caller.session.calling._pending
+    assert caller.session.calling.writes == 0

@@ -185,6 +185,20 @@ def test_late_and_early_orders_are_refused_with_the_difference_of_the_clocks(
     assert (list(keeper.store.streams), keeper.max_messages) == ([UUID], 1000)
 
 
+def test_after_a_clock_was_set_back_orders_of_now_are_taken_and_those_of_before_are_not(
+    keeper: Keeper,
+) -> None:
+    hour_us = 3_600_000_000
+    keeper.store.tell_time(NOW_US, 5_000_000)
+    keeper.store.tell_time(NOW_US - hour_us, 5_000_050)
+    keeper.now_us = NOW_US - hour_us  # what `ask` tells the store again
+    for wrong_us in (NOW_US, NOW_US - hour_us + ORDER_FRESH_US + 1, FAR_US):
+        late = order(definition=SMALL, revision=1, issued_us=wrong_us)
+        refused(keeper.change(late), "order", "set the clocks")
+    now = order(definition=SMALL, revision=1, issued_us=NOW_US - hour_us)
+    assert isinstance(keeper.change(now), Described)
+
+
 def test_clocks_may_be_ten_minutes_apart(keeper: Keeper) -> None:
     for revision, issued_us in ((1, NOW_US - ORDER_FRESH_US), (2, NOW_US + ORDER_FRESH_US)):
         answer = keeper.change(order(revision=revision, issued_us=issued_us))
