@@ -14,8 +14,9 @@ from integration.stores import stored
 
 import iris
 from iris.errors import StreamError
-from iris.wire.streams import Append, Change, Delete, Knock, Refused, encode
+from iris.wire.streams import Append, Change, ConsumerInfo, Delete, Knock, Refused, encode
 from relay.store.channels import Channels
+from relay.store.consuming import Consuming
 from relay.store.session import StoreSession
 
 pytestmark = pytest.mark.timeout(60)
@@ -145,3 +146,22 @@ async def test_an_append_whose_first_answer_is_withheld_is_stored_once(
         forger.code = ""
         assert await appending == list(range(20))
         assert (await client.streams.describe("orders")).next == 20
+
+
+async def test_a_store_that_always_has_more_is_asked_for_no_more_than_a_store_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def endless(consuming: Consuming, after: str) -> tuple[list[ConsumerInfo], bool]:
+        asked.append(after)
+        told = [ConsumerInfo(f"c{len(asked):06}.{n}", *[False] * 2, *[0] * 6) for n in range(10)]
+        return told, True
+
+    monkeypatch.setattr(Consuming, "described", endless)
+    monkeypatch.setattr("iris.streams.MAX_FOUND", 200)
+    async with stored(tmp_path) as (_, client, _other):
+        await client.streams.create("orders")
+        async with asyncio.timeout(20):
+            assert len(await client.streams.consumers("orders")) == 200
+        assert len(asked) == 20
