@@ -41,14 +41,12 @@ from relay.ports import Driver
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.remote import RemoteListener
 from relay.sessions import SessionHub
+from relay.stopping import Stopping
 from relay.supervisor import StoreSupervisor
 from relay.tls import garbled_names_told
 
 log = logging.getLogger(__name__)
 
-DRAIN_POLL_S = 0.02
-DRAIN_QUIET_POLLS = 5
-"""A relay has drained when nothing ran and nothing waited so many times in a row."""
 SETTLE_S = 1.0
 """A relay that looks for others says "nobody serves it" only after this."""
 NOTHING_FOUND_S = 3.0
@@ -179,28 +177,7 @@ class Relay:
             for hub in self._hubs:
                 await hub.stop_dialling()
             await self._stop_discovery()
-            self.driver.turn()
-            self.router.drain(int(bound_s * 1000))
-            self.driver.settle()
-            if not self._idle:
-                # Who watches would take a drain for a hang.
-                fields = {
-                    "sessions": len(self.hub.ports),
-                    "within_s": bound_s,
-                    "try": "a second signal ends it now",
-                }
-                log.info("relay.draining", extra={"fields": fields})
-            until_s = time.monotonic() + bound_s
-            quiet = 0
-            while time.monotonic() < until_s and quiet < DRAIN_QUIET_POLLS:
-                if not self.hub.ports and self._idle:
-                    break  # nobody is here, and nothing is in transit
-                await asyncio.sleep(DRAIN_POLL_S)
-                quiet = quiet + 1 if self._idle else 0
-            if not self._idle:
-                calls, tunnels = self.router.under_way
-                fields = {"calls": calls, "tunnels": tunnels, "after_s": bound_s}
-                log.warning("relay.cut", extra={"fields": fields})
+            await Stopping(self.driver, self.hub, self._hubs).run(bound_s)
             if self._store is not None:
                 await self._store.stop()
             await asyncio.gather(*(hub.close() for hub in self._hubs))
@@ -223,11 +200,6 @@ class Relay:
             "relay.stopped",
             extra={"fields": {"relay": self.router.relay_id.hex(), "account": account}},
         )
-
-    @property
-    def _idle(self) -> bool:
-        """Nothing runs, waits or passes through, and nobody can begin anything new that has not heard of the drain."""
-        return self.router.drains.heard and self.hub.idle and all(hub.idle for hub in self._hubs)
 
     def garbled_name(self) -> None:
         """A stranger named a network by what is no text at all."""

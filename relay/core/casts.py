@@ -17,7 +17,7 @@ from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.ports import Accounts
-from relay.core.session import Neighbor, Route, Target
+from relay.core.session import Neighbor, Route, Session, Target
 
 if TYPE_CHECKING:
     from relay.core.federation import Federation
@@ -269,6 +269,21 @@ class Casts:
                 self._tell_here(gap)
             elif not self.abroad.leaving:  # nothing new came this way since we said so
                 self._gap_to_site(route, msgspec.structs.replace(gap, site=route.site))
+
+    def unread(self, session: Session) -> None:
+        """What a session has sent is not read to the end: other relays and sites that get its casts hear that nobody knows how much that is."""
+        for route in session.routes:
+            if route is None or route.barred or route.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+                continue
+            if route.version != self._interest.version:
+                self._resolve(route)
+            targets = [*route.many]
+            for name, takers in route.groups:
+                groups = (name,) if name else ()
+                targets += [route.target(t, 0, not name, groups) for t in dict.fromkeys(takers)]
+            for target in targets:
+                if target.neighbor.hop_class:  # a session's connection ends, which says the same
+                    target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, "a relay on the way was stopped")  # fmt: skip
 
     def wan_lost(self, wan: Wan) -> None:
         """As `link_lost`, for a WAN connection: the relays of this site hear of it, too."""

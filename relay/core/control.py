@@ -339,11 +339,20 @@ class SessionControl:
 
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Everything before it is routed: the frames of one session are taken in order.
+        if not self._router.drains.keep_bye(session):
+            self.end(session)
+
+    def end(self, session: Session, *, complete: bool = False) -> None:
+        """Answer a BYE, or say one: nothing follows."""
         if session.gaps:
             session.tell_gaps()
-        session.port.control(encode_control(frames.Bye()))
+        session.port.control(encode_control(frames.Bye(complete=complete)))
         session.port.finish()
+        busy = session.handed or session.pending or session.tunnels
+        before = self._router.under_way if busy and self._router.draining else (0, 0)
         self._router.session_down(session)
+        if before != (0, 0):
+            self._router.drains.cut(before, self._router.under_way)
 
     def _member_id(self, member: Member) -> str:
         """Return relay id (hex), '.', serial: never reused."""

@@ -29,10 +29,16 @@ DRAIN_PING: Final = 1
 
 
 class Draining:
-    """The drain of one relay. `leave` takes the LEAVEs that were held back."""
+    """The drain of one relay. `leave` takes the LEAVEs that were held back, `bye` answers the BYE of a session."""
 
-    def __init__(self, leave: Callable[[Session, frames.Leave], None]) -> None:
+    def __init__(
+        self, leave: Callable[[Session, frames.Leave], None], bye: Callable[[Session], None]
+    ) -> None:
         self.begun = False
+        self.cut_calls = self.cut_tunnels = 0
+        """Under way when a session that took part in them said goodbye."""
+        self._bye = bye
+        self._byes: dict[int, Session] = {}
         self.heard = True
         """Nobody who has not heard of the drain can send anything new."""
         self.deadline_us = NEVER_US
@@ -68,6 +74,26 @@ class Draining:
         if self._open:
             self._open.discard(neighbor.number)
             self.expire(now_us)
+
+    def keep_bye(self, session: Session) -> bool:
+        """Keep the BYE of a session until its pushes have ended, whose failures it is told; False: it is answered now."""
+        if not self.begun or session.minor < HEARD_MINOR or not session.pending:
+            return False
+        self._byes[session.number] = session
+        return True
+
+    def answer_byes(self, *, over: bool = False) -> None:
+        """Answer those that wait for nothing more, or all if the grace is `over`."""
+        for session in list(self._byes.values()):
+            if session.closed or over or not session.pending:
+                del self._byes[session.number]
+                if not session.closed:
+                    self._bye(session)
+
+    def cut(self, before: tuple[int, int], after: tuple[int, int]) -> None:
+        """The goodbye of a session ended calls and tunnels: what was under way before and after it."""
+        self.cut_calls += before[0] - after[0]
+        self.cut_tunnels += before[1] - after[1]
 
     def hold(self, session: Session, leave: frames.Leave) -> bool:
         """Keep the LEAVE of a member until all have heard; False: it goes now. One that is repeated is not kept."""

@@ -31,7 +31,7 @@ from iris.wire.names import (
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.control import SessionControl
-from relay.core.draining import Draining
+from relay.core.draining import HEARD_MINOR, Draining
 from relay.core.federation import Federation
 from relay.core.interest import MAX_SHOWN, Interest, Member
 from relay.core.link import Link
@@ -123,7 +123,7 @@ class Router:
         casts.abroad = calls.abroad = self.abroad
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
-        self.drains = Draining(self._from_sessions.on_leave)
+        self.drains = Draining(self._from_sessions.on_leave, self._from_sessions.end)
         self._link_table = _table(casts, calls, self._call, LinkControl(self, calls, casts).frame)
         self._wan_table = _table(casts, calls, self._call, WanControl(self, calls, casts).frame)
 
@@ -312,6 +312,14 @@ class Router:
         there = [neighbor for neighbor in self.neighbors.values() if neighbor.greeted]
         self.drains.begin(there, grace_ms, self.now_us)
 
+    def unread(self, session: Session) -> None:
+        """This relay stops, and has not read all that a session sent: whoever would have got it elsewhere hears of it."""
+        self._casts.unread(session)
+
+    def end(self, session: Session, *, complete: bool) -> None:
+        """Say goodbye to a store: it is sent nothing more. `complete`: see `frames.Bye`."""
+        self._from_sessions.end(session, complete=complete and session.minor >= HEARD_MINOR)
+
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _call(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
@@ -331,6 +339,8 @@ class Router:
             (check_topic if declared.kind == Kind.PUBLISH else check_cluster)(declared.name)
         except InvalidName as err:
             raise PeerProtocolError(str(err)) from err
+        if declared.kind in (Kind.PUBLISH, Kind.BROADCAST):
+            neighbor.casts = True
         routes = neighbor.routes
         if declared.alias >= len(routes):
             size = min(self.limits.aliases, max(16, 2 * declared.alias + 1))

@@ -319,7 +319,7 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
+        "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
         "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
@@ -341,6 +341,8 @@ class Neighbor:
         self.own_hop = RELAY_HOP
         """What a hop id that we chose has in the bits of `own_hop_mask`: both sides number their own."""
         self.own_hop_mask = RELAY_HOP
+        self.casts = False
+        """It has declared an alias for publications or broadcasts."""
         self.swept_us = 0
         self.routes: list[Route | None] = []
         self.group_bytes = 0
@@ -422,15 +424,16 @@ class Neighbor:
         elif gap is not None or len(self.gaps) < MAX_GAPS:
             self.gaps[delivery] = [first, count]
             if plain:
-                self._tell(delivery, first, 0, "slow receiver")
+                self.tell(delivery, first, 0, "slow receiver")
 
     def tell_gaps(self) -> None:
         """Send the losses remembered: there is room again."""
         gaps, self.gaps = self.gaps, {}
         for delivery, (first, count) in gaps.items():
-            self._tell(delivery, first, count, "slow receiver")
+            self.tell(delivery, first, count, "slow receiver")
 
-    def _tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
+    def tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
+        """Tell it of a loss on the way to it."""
         kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
         # `first` is the sender's word, and `count` a sum: they may not fit the fields.
         first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)

@@ -22,11 +22,12 @@ from iris.crypto.keys import ClusterKey, NetworkKey
 from iris.wire.frames import Kind
 from relay.addresses import show
 from relay.config import RelayConfig
-from relay.daemon import DRAIN_QUIET_POLLS, Relay
+from relay.daemon import Relay
 from relay.discovery import Sighting
 from relay.linkport import LinkPort
 from relay.links import LinkHub
 from relay.sessions import SessionHub
+from relay.stopping import DRAIN_QUIET_POLLS
 
 pytestmark = pytest.mark.timeout(60)
 
