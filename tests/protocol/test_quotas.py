@@ -611,3 +611,26 @@ async def test_a_watcher_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch
     net.run()
     await watchers[1].first()
     assert len(watchers[1].members()) == 0
+
+
+def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above with what is told beyond the bound at the receiver alone: 17 sessions, the last of them one too many."""
+    monkeypatch.setattr(link_module, "MAX_COPY", 16 * 64)
+    monkeypatch.setattr(mesh_module, "MAX_COPY", 16 * 64)
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    parties = [Party(net.router) for _ in range(17)]
+    for number, party in enumerate(parties):
+        assert not any(party.subscribe(f"t{number}x{n}") for n in range(64))
+    net.run()
+    assert [end.why for end in ends] == ["", ""]
+    there = ends[1].link
+    assert (len(there.topics), there.untaken) == (16 * 64, 64)
+    for party in parties:
+        net.router.session_down(party.session)
+    net.run()
+    assert [end.why for end in ends] == ["", ""]
+    assert not there.topics
+    assert not parties[0].router.mesh._topics
