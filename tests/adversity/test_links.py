@@ -19,8 +19,8 @@ from iris.crypto.certificates import network_authority, relay_leaf
 from iris.crypto.keys import NetworkKey
 from iris.remote import mutual_context
 from iris.wire import frames
-from iris.wire.codec import encode_control
-from iris.wire.frames import FLAG_MORE, Control, Kind
+from iris.wire.codec import END, encode_control
+from iris.wire.frames import FLAG_MORE, Control, HopClass, Kind
 from relay import links
 from relay.config import RelayConfig
 from relay.daemon import Relay
@@ -434,3 +434,22 @@ async def test_an_address_that_no_host_can_have_costs_a_dial_and_no_more(
 
         await eventually(lambda: failures() and failures()[0] > 1)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_body_that_a_newer_link_interrupts_is_finished_by_nothing(relay: Relay) -> None:
+    """What its first pieces began ends with the old link: the next frame of that alias is one of its own."""
+    declared = frames.Declare(1, Kind.PUBLISH, "t", bytes(16), bytes(16), hop_class=HopClass.MESH)
+    async with Impostor(relay) as older, Impostor(relay) as newer:
+        await older.link()
+        await older.say(declared, pieces(1, 3), frames.AskPeers())
+        await older.hear(frames.Beat)
+        await newer.say(newer.hello(dial_us=6))
+        await newer.hear(frames.Interest)
+        await older.gone()
+        before = relay.router.accounts.in_
+        await newer.say(declared, data_frame(Kind.PUBLISH, b"body of its own", alias=1, end=END.pack(0, 0, 1, 0)))  # fmt: skip
+        await eventually(lambda: relay.router.accounts.in_ > before)
+        assert (before, relay.router.accounts.in_) == (0, 1)
+        assert relay.router.accounts.dropped == {"unwanted": 1}
+        await newer.hear(frames.Beat)
+        assert hub(relay).protocol_errors == 0
