@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,11 +64,17 @@ def _listen(socket: Any, config: SocketConfig) -> Any:
     pynng.check_err(lib.nng_listener_create(found, socket.socket, str(config.listen).encode()))
     listener = pynng.Listener(found, socket)
     socket._listeners[listener.id] = listener
-    if config.scheme == "ipc":
-        pynng.check_err(
-            lib.nng_listener_set_int(listener.listener, b"ipc:permissions", config.ipc_mode)
-        )
-    pynng.check_err(lib.nng_listener_start(listener.listener, 0))
+    if config.scheme != "ipc":
+        pynng.check_err(lib.nng_listener_start(listener.listener, 0))
+        return listener
+    mode = config.ipc_mode
+    pynng.check_err(lib.nng_listener_set_int(listener.listener, b"ipc:permissions", mode))
+    # nng binds, sets the mode, and listens. Who passed the kernel's look at the mode in between, and is held up, would get in.
+    before = os.umask(0o777 & ~mode)
+    try:
+        pynng.check_err(lib.nng_listener_start(listener.listener, 0))
+    finally:
+        os.umask(before)
     return listener
 
 

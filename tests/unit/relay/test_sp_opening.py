@@ -33,6 +33,7 @@ def test_an_ipc_socket_has_its_mode_before_anybody_can_connect(
     try:
         with new_socket(config) as socket:
             assert start(socket, config) == config.listen
+            assert os.umask(0) == 0  # given back
             assert stat.S_IMODE(path.stat().st_mode) == mode
             assert len(socket.listeners) == 1
     finally:
