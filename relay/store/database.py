@@ -366,6 +366,22 @@ def _recovered(path: str, sequence: int) -> Rdict:
     return _rocksdb(path, mode, AccessType.read_write())
 
 
+def write_beside(path: str, data: bytes) -> None:
+    """Write a small file whole or not at all. Raises LogWriteFailed."""
+    try:
+        descriptor = os.open(
+            path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".new", path)
+        sync_directory(os.path.dirname(path))
+    except OSError as err:
+        raise LogWriteFailed(path, str(err)) from err
+
+
 def sync_directory(path: str) -> None:
     """Make what was created or renamed in `path` last. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

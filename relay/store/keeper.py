@@ -35,7 +35,8 @@ from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.clock import Clock
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.cursor import Dead
-from relay.store.database import sync_directory
+from relay.store.database import write_beside
+from relay.store.ended import Ended
 from relay.store.errors import ChannelRefused, LogDamaged, LogError, LogWriteFailed, Refuse
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
@@ -52,8 +53,6 @@ COMMIT_BYTES: Final = 1 << 20
 _UUID: Final = re.compile("[0-9a-f]{32}")
 _ORDERS: Final = ".orders"
 """A file beside the log: its orders once more, for when the log cannot be opened."""
-_ENDED: Final = ".ended"
-"""An empty file in place of a log that was deleted."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
 
@@ -71,6 +70,7 @@ class Store:
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.directory = directory / STREAMS
+        self._ended = Ended(self.directory)
         self.key = key
         self.address = public_id(key.public_key).hex()
         self.label = label
@@ -141,10 +141,10 @@ class Store:
     def load(self, now_us: int) -> None:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
         self.now_us = now_us
-        for path in sorted(self.directory.glob(f"*{_ENDED}")):
-            if _UUID.fullmatch(path.stem):
-                for uuid in (bytes.fromhex(path.stem), dead_uuid(bytes.fromhex(path.stem))):
-                    self._destroy(str(self.directory / uuid.hex()))
+        self._ended.load()
+        for ended in self._ended.uuids:
+            for uuid in (ended, dead_uuid(ended)):
+                self._destroy(str(self.directory / uuid.hex()))
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
@@ -426,7 +426,7 @@ class Store:
             )
         if uuid in self.streams:
             raise Refuse("order", "another stream of this store has this uuid")
-        if os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
+        if uuid in self._ended:
             raise Refuse("order", "this log was deleted; create the stream again, with a new uuid")
         if dead_uuid(uuid) in self.streams or any(uuid == dead_uuid(u) for u in self.streams):
             raise Refuse("order", "the dead letters of another stream have this uuid")
@@ -528,8 +528,7 @@ class Store:
                 "invalid", "dead letters cannot be deleted on their own; delete their stream"
             )
         self.authority.end(stream.charter, call.orders, stream.uuid, self.now_us)
-        # Whoever kept the first order cannot have an empty log pass for this one.
-        write_beside(str(self.directory / (stream.uuid.hex() + _ENDED)), b"")
+        self._ended.add(stream.uuid, self.now_us)
         self._remove(stream, "the stream was deleted")
         question.answer(streams.Settled())
         log.info(
@@ -539,7 +538,7 @@ class Store:
 
     def _was_ended(self, call: streams.Delete) -> bool:
         uuid = decode_order(call.orders[0].order).uuid
-        if not os.path.lexists(self.directory / (uuid.hex() + _ENDED)):
+        if uuid not in self._ended:
             return False
         self.authority.read(call.orders, uuid, action=END)
         return True
@@ -687,22 +686,6 @@ class Store:
             if gone is not None:
                 gone.end(reason)
                 self._destroy(gone.path)
-
-
-def write_beside(path: str, data: bytes) -> None:
-    """Write a small file whole or not at all. Raises LogWriteFailed."""
-    try:
-        descriptor = os.open(
-            path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-        )
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path + ".new", path)
-        sync_directory(os.path.dirname(path))
-    except OSError as err:
-        raise LogWriteFailed(path, str(err)) from err
 
 
 def _order_of_list(stream: Stream) -> str:

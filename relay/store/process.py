@@ -31,8 +31,8 @@ from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
-from relay.store.database import sync_directory
-from relay.store.keeper import COMMIT_BYTES, STREAMS, Store, write_beside
+from relay.store.database import sync_directory, write_beside
+from relay.store.keeper import COMMIT_BYTES, STREAMS, Store
 from relay.store.session import StoreSession
 
 log = logging.getLogger(__name__)

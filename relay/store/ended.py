@@ -1,0 +1,69 @@
+"""Which logs were deleted: an empty file marks each, so that nobody who kept its first order can have an empty log pass for it.
+
+A mark is needed while such an order is fresh. Marks are kept longer, up to a bound.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from iris.wire.streams import ORDER_FRESH_US
+from relay.store.database import write_beside
+from relay.store.errors import LogWriteFailed, Refuse
+
+MAX_ENDED: Final = 16_384
+NEEDED_US: Final = 2 * ORDER_FRESH_US
+"""Orders are fresh for half of it; the rest is for a clock that is set."""
+SUFFIX: Final = ".ended"
+
+
+class Ended:
+    """The marks in one directory, which `load` reads."""
+
+    def __init__(self, directory: Path, most: int = MAX_ENDED) -> None:
+        self._directory = directory
+        self._most = most
+        self._marks: dict[bytes, int] = {}
+        """uuid -> time of the deletion, µs since 1970; the oldest first."""
+
+    @property
+    def uuids(self) -> list[bytes]:
+        """The logs that were deleted, in that order."""
+        return list(self._marks)
+
+    def __contains__(self, uuid: bytes) -> bool:
+        return uuid in self._marks
+
+    def load(self) -> None:
+        """Read the marks. Raises OSError."""
+        found = []
+        for path in self._directory.glob(f"*{SUFFIX}"):
+            if len(path.stem) == 32 and not set(path.stem) - set("0123456789abcdef"):
+                found.append((path.stat().st_mtime_ns // 1000, bytes.fromhex(path.stem)))
+        self._marks = {uuid: ended_us for ended_us, uuid in sorted(found)}
+
+    def add(self, uuid: bytes, now_us: int) -> None:
+        """Mark a log, on disk. The oldest marks make room once they are no longer needed.
+
+        Raises:
+            Refuse: all marks are still needed.
+            LogWriteFailed: the disk refused.
+        """
+        while len(self._marks) >= self._most:
+            oldest, ended_us = next(iter(self._marks.items()))
+            if now_us - ended_us < NEEDED_US:
+                raise Refuse(
+                    "full",
+                    f"{self._most} streams were deleted within {NEEDED_US // 60_000_000} minutes; delete this one later",
+                )
+            try:
+                self._path(oldest).unlink(missing_ok=True)
+            except OSError as err:
+                raise LogWriteFailed(str(self._path(oldest)), str(err)) from err
+            del self._marks[oldest]
+        write_beside(str(self._path(uuid)), b"")
+        self._marks[uuid] = now_us
+
+    def _path(self, uuid: bytes) -> Path:
+        return self._directory / (uuid.hex() + SUFFIX)
