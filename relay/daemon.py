@@ -143,6 +143,7 @@ class Relay:
         self.hub.listen(self._socket.listener)
         self._task(self.hub.sweep(), "iris-sweep")
         if self._store is not None:
+            self.router.stores.starts_one(time.monotonic_ns() // 1000)
             self._task(self._store.run(), "iris-store")
         if self.links is not None:
             if self.config.port is None and self.links.port != DEFAULT_PORT:

@@ -377,7 +377,9 @@ class Streams:
                 future, place = producer.add(data, headers, packed, extras)
                 return await asyncio.shield(future) + place
         except TimeoutError:
-            detail = f"not acknowledged within {timeout:g} s; it may still be stored"
+            detail = (
+                f"not acknowledged within {timeout:g} s; it may still be stored{self._stores.why}"
+            )
             raise StreamUnavailable(name, detail, may_have_run=True) from None
 
     async def append_many(
@@ -396,7 +398,7 @@ class Streams:
                 if places:  # waiting cancels none of them
                     await asyncio.wait({future for future, _ in places})
         except TimeoutError:
-            detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored"
+            detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored{self._stores.why}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
         return [future.result() + place for future, place in places]
 

@@ -135,6 +135,8 @@ class Stores:
         self._places: dict[tuple[str, str], Place] = {}
         self._seen: set[tuple[str, str]] = set()
         """Streams that were there once: they may come back."""
+        self._starting: list[str] = []
+        """Hosts where a store was on its way when our relay was asked last."""
         self._key_uuids: dict[bytes, bytes] = {}
         """By a log's uuid, the one that its key hashes are made with: it does not change."""
 
@@ -223,9 +225,10 @@ class Stores:
                 if time.monotonic() + pause_s >= until_s:
                     if isinstance(err, StreamError):
                         raise
-                    raise StreamUnavailable(name, str(err), may_have_run=True) from err
+                    detail = f"{err}{self.why}"
+                    raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestTimeout as err:
-                detail = f"no answer within {timeout:g} s"
+                detail = f"no answer within {timeout:g} s{self.why}"
                 raise StreamUnavailable(name, detail, may_have_run=True) from err
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
@@ -252,6 +255,12 @@ class Stores:
                 "no key of this keyring signed the stream's description; add a key of the stream",
             )
         return Known(latest, described)
+
+    @property
+    def why(self) -> str:
+        """Return what is added to an error of a call that was not answered in time: a store is on its way, perhaps."""
+        where = ", ".join(self._starting)
+        return f"; a store is still starting: {where}" if where else ""
 
     # -- finding ---------------------------------------------------------------------------------------------
 
@@ -301,6 +310,7 @@ class Stores:
                     address, key, Describe(), Described, timeout=timeout, shown=name
                 )
                 place = Place(found.uuid, key, time.monotonic() + PLACE_S, site)
+            self._starting = []
             if len(self._places) >= MAX_PLACES or len(self._seen) >= MAX_PLACES:
                 self._places.clear()
                 self._seen.clear()
@@ -360,9 +370,11 @@ class Stores:
                 session.out.prove(key)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         found: list[frames.MemberInfo] = []
+        starting: list[str] = []
 
         def heard(membership: frames.Membership) -> None:
             found.extend(membership.joined)
+            starting.extend(membership.starting)
             if not membership.more and not done.done():
                 done.set_result(None)
 
@@ -377,6 +389,7 @@ class Stores:
             ) from None
         finally:
             session.unwatch(number)
+        self._starting = starting
         return [
             Holder(info.tag, info.key_ids, info.member)
             for info in found

@@ -420,6 +420,8 @@ class Membership(Struct, frozen=True):
     """The first answer goes on in the next frame."""
     sites: dict[str, int] = {}
     """Members of the same address in other sites, in the first frame of an answer."""
+    starting: list[Annotated[str, Meta(max_length=64)]] = []
+    """Of streams, likewise: the relays, by their hosts' names, a store of which is on its way."""
 
 
 class Status(Struct, frozen=True):
@@ -558,6 +560,8 @@ class Interest(Struct, frozen=True):
     sites: list[SiteEntry] = []
     clusters: list[SiteCluster] = []
     site_topics: list[SiteTopic] = []
+    starting: bool = False
+    """A store of the sending relay is on its way: it may hold a stream that nobody serves."""
 
 
 class Resync(Struct, frozen=True):

@@ -77,7 +77,9 @@ class Calls:
         """Members that this relay had before it was restarted, while they are waited for ..."""
         self.awaited_until_us = 0
         """... until then."""
-        self.parking = Parking(accounts, interest, quotas.parked, self._prospect, self._unparked)
+        self.parking = Parking(
+            accounts, interest, quotas.parked, self._prospect, self._unparked, self._waited_for
+        )
         self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
         self.surveys = Surveys(
             relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
@@ -281,6 +283,12 @@ class Calls:
         if route.loads or route.peers or route.sites:
             return Prospect.SERVED
         return Prospect.HOPED if self._might_serve(route) else Prospect.NONE
+
+    def _waited_for(self, route: Route) -> str:
+        """Return what a call has waited for until its deadline."""
+        if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
+            return f"no store holds it yet, and a store is still starting: {', '.join(where[:4])}"
+        return "the relay that served it did not come back before the deadline"
 
     def _unparked(self, entry: Parked, *, served: bool) -> None:
         """Hand a call that waited to a member that serves it now, or end it."""

@@ -18,6 +18,7 @@ from iris.wire.frames import (
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
     SERVED_KINDS,
+    STORES,
     HopClass,
     Kind,
 )
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 MAX_WATCHES: Final = 1024
 MAX_INFOS: Final = 4096
 """Members named in one frame."""
+MAX_STARTING: Final = 8
+"""Relays with a store on its way that are named."""
 NOT_OURS: Final = "names are shown only to the relay's own user and to root, on its own host; run the command there"
 TOO_LONG: Final = "the full report does not fit a frame"
 MAX_GROUPS: Final = 128
@@ -62,7 +65,7 @@ class SessionControl:
             frames.Unwatch: self._on_unwatch,
             frames.Status: self._on_status,
             frames.Ping: lambda session, ping: session.control(frames.Pong(ping.id)),
-            frames.Pong: lambda session, pong: router.drains.answered(session, pong, router.now_us),
+            frames.Pong: self._on_pong,
             frames.Beat: self._on_beat,
             frames.Bye: self._on_bye,
         }
@@ -117,6 +120,10 @@ class SessionControl:
 
     def _on_beat(self, session: Session, beat: frames.Beat) -> None:
         session.beat_came(beat, self._router.now_us)
+
+    def _on_pong(self, session: Session, pong: frames.Pong) -> None:
+        self._router.drains.answered(session, pong, self._router.now_us)
+        self._router.stores.answered(session, pong, self._router.now_us)
 
     def _on_prove(self, session: Session, prove: frames.Prove) -> None:
         session.proofs += 1
@@ -177,6 +184,8 @@ class SessionControl:
         self._router.interest.join(member)
         self._router.mesh.joined(member, self._router.now_us)
         session.control(frames.Ack(join.id, "", serial))
+        if join.name == STORES and NO_KEY in key_ids:
+            self._router.stores.joined(session, self._router.now_us)
         for watch in self._watchers(member):
             watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
 
@@ -313,9 +322,10 @@ class SessionControl:
             for short, count in there.others(ask.name, ask.key_ids).items():
                 others[short] = others.get(short, 0) + count
         away = {} if ask.streams else self._router.abroad.members(ask.name, ask.key_ids)
+        starting = self._router.mesh.starting_stores()[:MAX_STARTING] if ask.streams else []
         for at in range(0, max(1, len(found)), MAX_INFOS):
             part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
-            first = ({}, more, {}) if at else (others, more, away)
+            first = ({}, more, {}) if at else (others, more, away, starting)
             session.control(frames.Membership(ask.id, part, [], *first))
 
     def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:

@@ -73,6 +73,11 @@ class Mesh:
         self.resyncs = 0
         self.leaving = False
         """Links are told of no interest any more: what runs here may finish."""
+        self.label = ""
+        """Our host's name, for people."""
+        self.starting = False
+        """A store of ours is on its way."""
+        self._told_starting = False
         self.version = 1
         """Of our interest."""
         self._joined: dict[int, Member] = {}
@@ -256,10 +261,15 @@ class Mesh:
         sites, clusters, site_topics = self.abroad.mesh_changes(self._sites)
         if self.leaving:
             sites, clusters, site_topics = [], [], []
-        for part in cut(
-            joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics
-        ):  # fmt: skip
-            frame = encode_control(frames.Interest(self.version, self.version + 1, **part))
+        parts = list(
+            cut(joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics)
+        )  # fmt: skip
+        starting, told = self.starting and not self.leaving, self._told_starting
+        self._told_starting = starting
+        for part in parts or [{}] * (starting != told):
+            frame = encode_control(
+                frames.Interest(self.version, self.version + 1, **part, starting=starting)
+            )
             self.version += 1
             for link in self.links.values():
                 link.port.control(frame)
@@ -287,9 +297,17 @@ class Mesh:
             )
             parts = list(every) or [{}]
             last = len(parts) - 1
+            starting = self.starting and not self.leaving
             self._snapshot = [
                 encode_control(
-                    frames.Interest(0, self.version, **part, reset=index == 0, more=index < last)
+                    frames.Interest(
+                        0,
+                        self.version,
+                        **part,
+                        reset=index == 0,
+                        more=index < last,
+                        starting=starting,
+                    )
                 )
                 for index, part in enumerate(parts)
             ]
@@ -304,6 +322,7 @@ class Mesh:
     # -- their interest, to us -------------------------------------------------------------------------------
 
     def _on_interest(self, link: Link, change: frames.Interest) -> None:
+        link.copy.starting = change.starting
         if change.reset:
             copy = link.copy
             link.waiting = Copy(copy.relay, copy.site, copy.label)
@@ -474,10 +493,24 @@ class Mesh:
         return found
 
     def might_serve(self, kind: int, name: str, key_id: bytes, now_us: int) -> bool:
-        """Whether nobody is not final: a relay whose link was lost may come back with members, or none was found yet."""
-        return self.settling(now_us) or any(
-            copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values()
-        )
+        """Whether nobody is not final: a relay whose link was lost may come back with members, a store is on its way, or no relay was found yet."""
+        return (
+            self.settling(now_us)
+            or (kind == Kind.STREAM and bool(self.starting_stores()))
+            or any(copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values())
+        )  # fmt: skip
+
+    def store_starts(self, starting: bool, now_us: int) -> None:
+        """A store of this relay is on its way, or is not any more."""
+        if starting != self.starting:
+            self.starting = starting
+            self._interest.version += 1  # what waits for it is looked at
+            self.gather(now_us)
+
+    def starting_stores(self) -> list[str]:
+        """Return the relays, by their hosts' names, a store of which is on its way: this one first."""
+        there = [copy.label or copy.relay[:8] for copy in self.copies.values() if copy.starting]
+        return [self.label or self._relay_id.hex()[:8], *there] if self.starting else there
 
     def settling(self, now_us: int) -> bool:
         """Whether a relay was not found yet, or its snapshot has not come."""

@@ -52,7 +52,10 @@ class Unparked(Protocol):
 
 
 class Parking:
-    """The waiting calls of one relay. `prospect` says whether a route is served; `unparked` receives calls that stop waiting."""
+    """The waiting calls of one relay.
+
+    `prospect` says whether a route is served; `unparked` receives calls that stop waiting; `why` says what one waited for in vain.
+    """
 
     def __init__(
         self,
@@ -61,12 +64,14 @@ class Parking:
         quota: Table,
         prospect: Callable[[Route], Prospect],
         unparked: Unparked,
+        why: Callable[[Route], str],
     ) -> None:
         self._accounts = accounts
         self._interest = interest
         self._quota = quota
         self._prospect = prospect
         self._unparked = unparked
+        self._why = why
         self.waiting: deque[Parked] = deque()
         self._openings: set[tuple[int, int]] = set()
         """Waiting tunnel openings: (number of the opener, its hop id)."""
@@ -139,8 +144,7 @@ class Parking:
             self._forget(entry)
             if late:
                 self._accounts.expired += 1
-                detail = "the relay that served it did not come back before the deadline"
-                origin.control(Fail(entry.hop, Cause.EXPIRED, detail))
+                origin.control(Fail(entry.hop, Cause.EXPIRED, self._why(route)))
             else:
                 self._unparked(entry, served=prospect is Prospect.SERVED)
 

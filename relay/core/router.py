@@ -43,6 +43,7 @@ from relay.core.ports import Accounts, Port
 from relay.core.quotas import Quotas
 from relay.core.session import Neighbor, Route, Session
 from relay.core.sites import Wan
+from relay.core.stores import StoreWatch
 
 MAX_GROUP_BYTES: Final = 64 << 20
 """Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
@@ -106,6 +107,7 @@ class Router:
         self._casts = casts = Casts(self.accounts, self.interest)
         self.mesh = Mesh(relay_id, self.interest, casts)
         self.mesh.members = self._members
+        self.mesh.label = label
         self.links = self.mesh.links
         self.abroad = Federation(
             self.interest, self.mesh, casts, policy or Policy(), self._number, site
@@ -120,6 +122,7 @@ class Router:
             self.quotas,
             self.neighbors,
         )
+        self.stores = StoreWatch(self.mesh)
         casts.abroad = calls.abroad = self.abroad
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
@@ -161,6 +164,7 @@ class Router:
             self.quotas.watches.give(session.user, len(watch.key_ids))
         self._calls.neighbor_down(session)
         self.drains.forget(session, self.now_us)
+        self.stores.gone(session, self.now_us)
 
     def hello(self, dial_us: int) -> frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
@@ -253,8 +257,8 @@ class Router:
     @property
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
-        mine = min(self._calls.deadline_us, self._pulse_us)
-        return min(self.mesh.deadline_us, self.abroad.deadline_us, self.drains.deadline_us, mine)
+        mine = min(self._calls.deadline_us, self._pulse_us, self.drains.deadline_us)
+        return min(self.mesh.deadline_us, self.abroad.deadline_us, self.stores.deadline_us, mine)
 
     def expire(self) -> None:
         """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
@@ -268,6 +272,8 @@ class Router:
             self._calls.expire(self.now_us)
         if self.now_us >= self.drains.deadline_us:
             self.drains.expire(self.now_us)
+        if self.now_us >= self.stores.deadline_us:
+            self.stores.expire(self.now_us)
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
         """Beat to a neighbor on another host from now on, and end it when it is silent."""
@@ -304,6 +310,7 @@ class Router:
     def drain(self, grace_ms: int) -> None:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
         self.draining = True
+        self.stores.end(self.now_us)
         self.mesh.leave()
         self.abroad.leave()
         for session in self.sessions.values():

@@ -1,0 +1,79 @@
+"""Whether a store of this relay is on its way: calls of streams wait for it then, here and at the relays that are linked.
+
+    the relay starts a store, or one was lost ── on its way ──► it has joined for every stream: up
+                                                            ──► nobody starts it, and `BACK_US` is over: there is none
+
+A store joins for the stores first, then for each stream, in one go. So the relay asks it by PING at the first: its PONG follows the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from iris.wire import frames
+from relay.core.draining import HEARD_MINOR
+from relay.core.mesh import NEVER_US, Mesh
+from relay.core.quotas import RELAYS_STORE
+from relay.core.session import Session
+
+BACK_US: Final = 5_000_000
+"""A store that this relay does not start itself is waited for so long, once it was lost."""
+STORE_PING: Final = 2
+"""The id of the PING; of a drain's it is another."""
+
+
+class StoreWatch:
+    """The stores of one relay."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.deadline_us = NEVER_US
+        self._mesh = mesh
+        self._starts_one = False
+        self._ended = False
+        self._asked: set[int] = set()
+        self._up: dict[int, str] = {}
+        """Number of its session -> user."""
+
+    def starts_one(self, now_us: int) -> None:
+        """This relay has a store that it starts whenever there is none."""
+        self._starts_one = True
+        self._tell(now_us)
+
+    def end(self, now_us: int) -> None:
+        """This relay stops: no store comes back to it."""
+        self._ended, self.deadline_us = True, NEVER_US
+        self._tell(now_us)
+
+    def joined(self, session: Session, now_us: int) -> None:
+        """A store is there, and about to say which streams it holds; one of an older minor version counts as up at once."""
+        self._asked.add(session.number)
+        if session.minor >= HEARD_MINOR:
+            session.control(frames.Ping(STORE_PING))
+        else:
+            self.answered(session, frames.Pong(STORE_PING), now_us)
+
+    def answered(self, session: Session, pong: frames.Pong, now_us: int) -> None:
+        """A PONG came. Others than to our PING are ignored."""
+        if pong.id == STORE_PING and session.number in self._asked:
+            self._asked.discard(session.number)
+            self._up[session.number] = session.user
+            self.deadline_us = NEVER_US
+            self._tell(now_us)
+
+    def gone(self, session: Session, now_us: int) -> None:
+        """A session has ended."""
+        self._asked.discard(session.number)
+        if self._up.pop(session.number, None) is not None and not self._ended:
+            self.deadline_us = now_us + BACK_US
+            self._tell(now_us)
+
+    def expire(self, now_us: int) -> None:
+        """A store did not come back."""
+        if now_us >= self.deadline_us:
+            self.deadline_us = NEVER_US
+            self._tell(now_us)
+
+    def _tell(self, now_us: int) -> None:
+        ours = self._starts_one and RELAYS_STORE not in self._up.values()
+        back = now_us < self.deadline_us < NEVER_US
+        self._mesh.store_starts((ours or back) and not self._ended, now_us)

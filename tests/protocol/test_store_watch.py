@@ -1,0 +1,116 @@
+"""A relay says where a store is on its way, and calls of streams wait there and here until it has said what it holds."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.kit import KEY, Host, Network, Result, kind_of
+
+from iris.errors import NoMembers, RequestTimeout
+from iris.wire import frames
+from iris.wire.frames import NO_KEY, STORES, Kind, Serving
+from relay.core.quotas import RELAYS_STORE
+from relay.core.stores import BACK_US
+
+SERVING = {int(Kind.STREAM): Serving(16, 1 << 20)}
+
+
+def call(host: Host, name: str = "orders", timeout_ms: int = 60_000) -> Result:
+    """Ask a stream something; nobody here answers."""
+    result = Result()
+    host.session.turn(host.net.now_us, host.mono_us)
+    host.session.out.prove(KEY)
+    host.session.calling.plain(name, KEY, b"?", timeout_ms=timeout_ms, waiter=result, shown=name)  # type: ignore[arg-type]  # as a session's own waiter
+    host.net.run()
+    return result
+
+
+def join(host: Host, name: str, key_id: bytes) -> None:
+    """Serve streams, as a store does."""
+    host.session.out.prove(KEY)
+    host.session.ask(lambda number: frames.Join(number, name, [key_id], SERVING), Result())
+
+
+def up(host: Host) -> None:
+    """Be a store that holds `orders`."""
+    join(host, STORES, NO_KEY)
+    join(host, "orders", KEY.key_id)
+    host.net.run()
+
+
+@pytest.mark.parametrize("relay", [0, 1])
+def test_a_call_waits_for_a_store_that_is_started_wherever_it_comes_from(relay: int) -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    net.router.stores.starts_one(net.router.now_us)
+    net.run()
+    caller = net.host("caller", relay=relay)
+    waiting, vain = call(caller), call(caller, "nothing")
+    assert not waiting.done()
+    assert len(net.routers[relay].mesh.starting_stores()) == 1
+    store = net.host("store", user=RELAYS_STORE)
+    net.tamper = lambda host, frame: () if kind_of(frame) == Kind.STREAM else (frame,)
+    up(store)
+    assert not waiting.done()
+    assert len(store.peer.handed) == 1, "it was handed over"
+    with pytest.raises(NoMembers):
+        _ = vain.value
+    assert not net.routers[relay].mesh.starting_stores()
+
+
+def test_streams_are_waited_for_and_nothing_else_is() -> None:
+    net = Network()
+    net.router.stores.starts_one(net.router.now_us)
+    answer = net.host("caller").request("orders")
+    net.run()
+    with pytest.raises(NoMembers):
+        _ = answer.value
+
+
+def test_a_call_that_waits_in_vain_says_what_for() -> None:
+    net = Network()
+    net.router.stores.starts_one(net.router.now_us)
+    waiting = call(net.host("caller"), timeout_ms=500)
+    net.pass_time(1)
+    with pytest.raises(RequestTimeout, match="a store is still starting"):
+        _ = waiting.value
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_store_that_was_lost_is_waited_for(ours: bool) -> None:
+    """One that the relay starts itself until it is back, another one for a while."""
+    net = Network(relays=2)
+    net.link(0, 1)
+    store = net.host("store", user=RELAYS_STORE if ours else "uid 7")
+    if ours:
+        net.router.stores.starts_one(net.router.now_us)
+    up(store)
+    caller = net.host("caller", relay=1)
+    store.lose()
+    net.run()
+    waiting = call(caller)
+    assert not waiting.done()
+    net.pass_time(BACK_US / 1e6 + 0.1)
+    assert waiting.done() is not ours
+
+
+def test_a_relay_that_stops_waits_for_no_store() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    net.router.stores.starts_one(net.router.now_us)
+    net.run()
+    waiting = call(net.host("caller", relay=1))
+    assert not waiting.done()
+    net.router.drain(10_000)
+    net.run()
+    with pytest.raises(NoMembers):
+        _ = waiting.value
+
+
+def test_a_store_of_an_older_minor_version_is_up_when_it_joins() -> None:
+    net = Network()
+    net.router.stores.starts_one(net.router.now_us)
+    store = net.host("store", user=RELAYS_STORE)
+    store.peer.minor = 1
+    join(store, STORES, NO_KEY)
+    net.run()
+    assert not net.router.mesh.starting_stores()
