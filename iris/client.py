@@ -101,7 +101,7 @@ class Client:
         self.losses: deque[Lost] = deque(maxlen=MAX_LOSSES)
         """The latest losses that were told, oldest first."""
         self.on_loss: Callable[[Lost], object] | None = None
-        """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast."""
+        """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast, what was dropped here unhandled."""
         self.counters: dict[str, int] = {}
         """Messages dropped here, by cause, and handlers that failed."""
         self.working: set[Subscription] = set()
@@ -695,7 +695,8 @@ class Client:
 
     def detached(self, reason: str) -> None:
         """There is no relay."""
-        self._registry.detached(reason)
+        for lost in self._registry.detached(reason):
+            self.tell(lost)
 
     def draining(self) -> None:
         """A relay is stopping: nothing new goes there, what is in flight goes on, and we look for another."""
@@ -718,15 +719,19 @@ class Client:
         return self._attachment.writable() if self._attachment is not None else None
 
     def lost(self, lost: Lost) -> None:
-        """Messages were lost: remembered, told, and logged once in a while if nobody listens."""
+        """Messages of ours, or for us, were lost. Subscriptions and services log what they miss; what we sent is logged here."""
+        if not lost.source and self.on_loss is None and self._may_log():
+            log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
+        self.tell(lost)
+
+    def tell(self, lost: Lost) -> None:
+        """Remember a loss that is counted and logged, and tell `on_loss`."""
         self.losses.append(lost)
         if self.on_loss is not None:
             try:
                 self.on_loss(lost)
             except (Exception, asyncio.CancelledError):
                 self.handler_failed("on_loss")
-        elif self._may_log():
-            log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
 
     def handler_failed(self, what: str) -> None:
         """A user's handler raised: counted always, logged with its traceback once in a while."""

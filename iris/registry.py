@@ -321,19 +321,27 @@ class Registry:
         for member in session.members:
             self._bindings.pop(member, None)
 
-    def detached(self, reason: str) -> None:
-        """There is no relay: nobody can say how much is missed until there is one."""
+    def detached(self, reason: str) -> list[Lost]:
+        """There is no relay: nobody can say how much is missed until there is one. Return what every subscription and service was told."""
+        told: list[Lost] = []
         for (pattern, _), subscriptions in self._subscriptions.items():
+            lost = Lost("publish", pattern, b"", None, reason)
+            told.append(lost)
             for subscription in subscriptions:
-                subscription.gap(Lost("publish", pattern, b"", None, reason))
+                subscription.gap(lost)
         for binding in self.services:
-            binding.gap(Lost("broadcast", binding.service.name, b"", None, reason))
+            if binding.misses_casts:
+                lost = Lost("broadcast", binding.service.name, b"", None, reason)
+                told.append(lost)
+                binding.gap(lost)
+        return told
 
     def end(self) -> None:
         """The client is closed: whoever iterates or waits goes on."""
         for subscriptions in self._subscriptions.values():
             for subscription in subscriptions:
                 subscription.end()
+                subscription.said_all()
         for watcher in self.watchers:
             watcher.end()
 

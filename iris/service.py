@@ -17,6 +17,7 @@ from iris.core.parties import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
 from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
+from iris.losses import LossLog
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
@@ -149,6 +150,7 @@ class ServiceBinding:
         self._stop_by_s: float | None = None
         """It was stopped, and waits no longer than this for its tasks."""
         self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
+        self._log = LossLog("service", service.name)
 
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
         """It is this member from now on; a reconnect makes it another."""
@@ -157,6 +159,11 @@ class ServiceBinding:
         self.key_ids.update(key_ids)
 
     # -- what the session calls ------------------------------------------------------------------------------
+
+    @property
+    def misses_casts(self) -> bool:
+        """Whether a broadcast that does not come is a loss: it has a handler, or hears of gaps."""
+        return self._broadcast_handler is not None or self.service.gap_handler is not None
 
     def admit(self, kind: int, size: int) -> Refusal | None:
         """Refuse before opening what there is no room for."""
@@ -217,14 +224,12 @@ class ServiceBinding:
         if handler is None:
             return
         if self._stop_by_s is not None:
-            self._casts_lost(messages)
+            self._casts_lost(messages, "member stopped")
         elif not handler.is_coroutine:
             for message in messages:
                 self._cast(handler, message)
         elif self._casts and self._cast_bytes + size > self._limits.queue_bytes:
-            first = messages[0]
-            self._client.count_dropped("slow member", len(messages))
-            self.gap(Lost("broadcast", first.name, first.source, len(messages), "slow member"))
+            self._casts_lost(messages, "slow member")
         else:
             self._casts.append((messages, size))
             self._cast_bytes += size
@@ -246,6 +251,8 @@ class ServiceBinding:
 
     def gap(self, gap: Lost) -> None:
         """Some broadcasts did not come."""
+        listens = self.service.gap_handler is not None or self._client.on_loss is not None
+        self._log.add(gap, heard=listens)
         if self.service.gap_handler is not None:
             try:
                 self.service.gap_handler(gap)
@@ -351,6 +358,7 @@ class ServiceBinding:
             _, stuck = await asyncio.wait(tasks, timeout=left_s)
             if stuck:
                 log.warning("service.stuck", extra={"fields": {"handlers": len(stuck)}})
+        self._log.end()
 
     def _give_up_queued(self) -> None:
         """No task takes these any more: those that have them were cancelled before they started on them."""
@@ -366,13 +374,15 @@ class ServiceBinding:
         while self._casts:
             messages, size = self._casts.popleft()
             self._cast_bytes -= size
-            self._casts_lost(messages)
+            self._casts_lost(messages, "member stopped")
             self.done()
 
-    def _casts_lost(self, messages: list[Message]) -> None:
+    def _casts_lost(self, messages: list[Message], cause: str) -> None:
         first = messages[0]
-        self._client.count_dropped("member stopped", len(messages))
-        self.gap(Lost("broadcast", first.name, first.source, len(messages), "member stopped"))
+        self._client.count_dropped(cause, len(messages))
+        lost = Lost("broadcast", first.name, first.source, len(messages), cause)
+        self.gap(lost)
+        self._client.tell(lost)
 
     def finish_one(self, delivery: Delivery, value: object) -> None:
         """A handler returned `value`: answer with it, or give a push's credit back."""

@@ -14,6 +14,7 @@ from iris.core.message import Message
 from iris.core.parties import Lost
 from iris.errors import ConfigError, IrisError, Overloaded
 from iris.handlers import stopping
+from iris.losses import LossLog
 
 if TYPE_CHECKING:
     from iris.client import Client
@@ -27,7 +28,7 @@ class Subscription:
     """Made by `Client.subscribe`. Registered from then on; `ready` waits until the relay knows.
 
     Queue: `limit_bytes` of frames not yet handled. When full, `drop-new` drops what comes, `drop-old` what waits longest,
-    `cut` ends the subscription with Overloaded; each loss is in `lost` and told to `on_gap`.
+    `cut` ends the subscription with Overloaded; each loss is in `lost`, told to `on_gap`, and in the client's `losses` and log.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Subscription:
         self._policy = policy
         self._limit_bytes = limit_bytes
         self._on_gap = on_gap
+        self._log = LossLog("subscription", pattern)
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._queued_bytes = 0
         self._batch: Iterator[Message] = iter(())
@@ -79,6 +81,7 @@ class Subscription:
             self.give_up()
             raise
         await self.finish()
+        self._log.end()
 
     async def finish(self) -> None:
         """Return when a coroutine handler has handled what was accepted, or the time for that is over (for the client)."""
@@ -104,9 +107,10 @@ class Subscription:
         rest = list(self._batch)
         for messages in (rest, *(queued for queued, _ in self._queue)):
             if messages:
-                self._client.lost(self._drop(messages, "subscription closed"))
+                self._drop(messages, "subscription closed")
         self._queue.clear()
         self._queued_bytes = 0
+        self._log.end()
 
     def stop(self) -> None:
         """End it without waiting for the relay: what is queued is still delivered. Idempotent."""
@@ -156,11 +160,16 @@ class Subscription:
     def gap(self, gap: Lost) -> None:
         """Some messages did not come."""
         self.lost += gap.count or 0
+        self._log.add(gap, heard=self._on_gap is not None or self._client.on_loss is not None)
         if self._on_gap is not None:
             try:
                 self._on_gap(gap)
             except (Exception, asyncio.CancelledError):
                 self._client.handler_failed(f"on_gap of {self.filter}")
+
+    def said_all(self) -> None:
+        """The client is closed: the log waits for no more losses."""
+        self._log.end()
 
     def end(self, error: IrisError | None = None) -> None:
         """No more comes; iteration ends after what is queued."""
@@ -215,12 +224,12 @@ class Subscription:
                     )
                 )
 
-    def _drop(self, messages: list[Message], cause: str = "slow subscriber") -> Lost:
+    def _drop(self, messages: list[Message], cause: str = "slow subscriber") -> None:
         first = messages[0]
         self._client.count_dropped(cause, len(messages))
         lost = Lost("publish", first.name, first.source, len(messages), cause)
         self.gap(lost)
-        return lost
+        self._client.tell(lost)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

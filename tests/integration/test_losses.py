@@ -1,0 +1,130 @@
+"""A loss is told in one way, wherever it happened: counted, in `losses`, to `on_loss`, and in the log."""
+
+# ruff: noqa: SIM117 - one `async with` per party shows who is inside whom
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from integration.kit import Collector, freeze, named, until
+
+import iris
+from iris.config import Limits
+from iris.testing import LocalCluster
+
+
+def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+    """Return the fields of every line of an event."""
+    return [r.__dict__["fields"] for r in caplog.records if r.getMessage() == event]
+
+
+async def flood(client: iris.Client, topic: str, bodies: int) -> None:
+    """Publish messages that travel one by one."""
+    for n in range(bodies):
+        await client.publish(topic, b"%d" % n + bytes(1000))
+        await client.flush()
+
+
+async def test_a_subscriber_that_is_slow_in_its_own_process_hears_of_every_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    told: list[iris.Lost] = []
+    async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
+        sub.on_loss = told.append
+        async with sub.subscribe("t.>", limit_bytes=2000) as messages:
+            await flood(pub, "t.a", 50)
+            await cluster.settle()
+            assert messages.lost >= 47
+            assert sum(lost.count or 0 for lost in sub.losses) == messages.lost
+            assert (sub.losses[0].kind, sub.losses[0].name) == ("publish", "t.a")
+            assert told == list(sub.losses)
+            assert sub.counters["slow subscriber"] == messages.lost
+    lines = logged(caplog, "client.lost")
+    assert sum(line["messages"] for line in lines) == messages.lost
+    assert len(lines) == 2  # at once, and the rest when it ended
+    assert lines[0] == {
+        "subscription": "t.>",
+        "messages": 1,
+        "losses": 1,
+        "topic": "t.a",
+        "cause": "slow subscriber",
+    }
+
+
+async def test_losses_of_a_subscription_that_listens_are_no_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    got = Collector()
+    async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
+        async with sub.subscribe("t", limit_bytes=2000, on_gap=got.gap):
+            await flood(pub, "t", 10)
+            await cluster.settle()
+        assert list(sub.losses) == got.gaps
+    assert {r.levelname for r in caplog.records if r.getMessage() == "client.lost"} == {"INFO"}
+
+
+async def test_a_broadcast_handler_that_is_slow_hears_of_every_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    service = iris.Service("caches", limits=Limits(queue_bytes=2000))
+    go = asyncio.Event()
+
+    @service.on_broadcast
+    async def slow(payload: bytes) -> None:
+        await go.wait()
+
+    told: list[iris.Lost] = []
+    async with LocalCluster() as cluster, cluster.client() as sender, cluster.client() as member:
+        member.on_loss = told.append
+        async with member.serve(service):
+            for _ in range(50):
+                await sender.broadcast("caches", bytes(1000))
+                await sender.flush()
+            await cluster.settle()
+            lost = member.counters["slow member"]
+            assert lost >= 46
+            assert sum(each.count or 0 for each in member.losses) == lost
+            assert told == list(member.losses)
+            go.set()
+    lines = logged(caplog, "client.lost")
+    assert sum(line["messages"] for line in lines) == lost
+    assert {line["service"] for line in lines} == {"caches"}
+
+
+async def test_a_relay_that_goes_is_a_loss_of_unknown_count_for_each_subscription(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with LocalCluster() as cluster, named(cluster, "sub") as sub:
+        async with sub.subscribe("t.*"):
+            await cluster.stop_relay()
+            await until(lambda: sub.losses)
+            (lost,) = sub.losses
+            assert (lost.kind, lost.name, lost.count) == ("publish", "t.*", None)
+            await cluster.start_relay()
+    (line,) = logged(caplog, "client.lost")
+    assert (line["subscription"], line["messages"], line["unknown"]) == ("t.*", 0, 1)
+
+
+async def test_what_a_relay_drops_for_a_slow_subscriber_is_told_in_the_same_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    got = Collector()
+    async with LocalCluster() as cluster, cluster.client() as pub, named(cluster, "slow") as sub:
+        async with sub.subscribe("t", got):
+            port: Any = next(p for p in cluster.relay.hub.ports if p.session.label == "slow")
+            port._limit_bytes = 100_000
+            go_on = freeze(cluster, "slow")
+            for _ in range(400):
+                await pub.publish("t", bytes(10_000))
+                await pub.flush()
+            dropped = cluster.relay.router.accounts.dropped["slow receiver"]
+            go_on()
+            await until(lambda: len(got.messages) + sum(x.count or 0 for x in sub.losses) >= 400)
+            assert sum(lost.count or 0 for lost in sub.losses) == dropped
+    assert sum(line["messages"] for line in logged(caplog, "client.lost")) == dropped
