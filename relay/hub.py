@@ -211,6 +211,7 @@ class Hub:
         if before is not None:
             self._down(before)
         neighbor = self._up(port, hello)
+        neighbor.address = port.address
         self._dialler.up(hello.relay_id)
         told = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.told()}
         log.info("%s.up", self.kind, extra={"fields": told})

@@ -13,6 +13,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from iris.errors import PeerProtocolError
@@ -21,9 +22,11 @@ from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
 from iris.wire.frames import Error
 from relay.accepting import Acceptor
+from relay.addresses import show
 from relay.config import RelayConfig
 from relay.core.quotas import RELAYS_STORE, Table
 from relay.core.session import Session
+from relay.core.slow import Slow
 from relay.logs import Quiet
 from relay.ports import ConnectionPort, Driver
 
@@ -58,6 +61,7 @@ class SessionHub:
         self.store_pid: Callable[[], int | None] = lambda: None
         """Process id of the store that this relay runs."""
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
+        self.router.slow.told = self._slow
         self._loop: asyncio.AbstractEventLoop
         self._accepting: set[asyncio.Task[None]] = set()
 
@@ -88,6 +92,16 @@ class SessionHub:
         self.quiet.warning(
             log, "sessions.no_descriptors", "", time.monotonic(), {"error": str(err)}
         )
+
+    def _slow(self, slow: Slow, now_us: int) -> None:
+        since = datetime.now(UTC) - timedelta(microseconds=now_us - slow.since_us)
+        fields = {
+            **slow.report(now_us),
+            "dropped_lately": slow.unsaid,
+            "since": since.isoformat(timespec="milliseconds"),
+        }
+        event = "link.slow" if slow.link else "session.slow"
+        self.quiet.warning(log, event, (slow.label, slow.pid), time.monotonic(), fields)
 
     def has_place(self, user: str = "") -> bool:
         """Whether there is a place for one more session, of `user` if known. A refusal is counted and logged."""
@@ -215,6 +229,8 @@ class SessionPort(ConnectionPort):
         self._hub.attaching -= self.attaching
         self.attaching = False
         if channel_of is not None:
+            name = transport.get_extra_info("peername")
+            self.session.address = show(*name[:2]) if name else ""
             self._admit(transport.get_extra_info("ssl_object"), channel_of)
 
     def _admit(self, tls: ssl.SSLObject, channel_of: ChannelOf) -> None:

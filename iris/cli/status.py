@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import iris
@@ -100,7 +101,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if nowhere:
         said = f"\nsites not linked: {', '.join(nowhere)}; `iris federation list` says why"
         console.print(said, markup=False)
-    for said in _over(report):
+    for said in (*_slow(report), *_over(report)):
         console.print(f"\n{printable(said)}", markup=False)
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
@@ -116,6 +117,20 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )
+
+
+def _slow(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each receiver for which messages were dropped, also when it has caught up or is gone."""
+    for slow in report.get("slow", ()):
+        who = [f"pid {slow['pid']}"] if slow["pid"] else []
+        who += [each for each in (slow["user"], slow["address"]) if each]
+        since = datetime.now(UTC).astimezone() - timedelta(seconds=slow["since_s"])
+        what = "slow: link to" if slow["link"] else "slow:"
+        topics = ", ".join(slow["topics"])
+        yield (
+            f"{what} {slow['label']} ({', '.join(who)}): {slow['dropped']} messages dropped since {since:%Y-%m-%d %H:%M:%S}, "
+            f"the last {_duration(slow['last_s'])} ago; topics: {topics}"
+        )
 
 
 def _over(report: dict[str, Any]) -> Iterator[str]:

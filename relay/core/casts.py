@@ -18,6 +18,7 @@ from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.ports import Accounts
 from relay.core.session import Neighbor, Route, Session, Target
+from relay.core.slow import SlowReceivers
 
 if TYPE_CHECKING:
     from relay.core.federation import Federation
@@ -33,9 +34,10 @@ _FIRST: Final = END_AT + 16
 class Casts:
     """The router's half that expects no answers."""
 
-    def __init__(self, accounts: Accounts, interest: Interest) -> None:
+    def __init__(self, accounts: Accounts, interest: Interest, slow: SlowReceivers) -> None:
         self._accounts = accounts
         self._interest = interest
+        self._slow = slow
         self.abroad: Federation
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
@@ -94,6 +96,7 @@ class Casts:
         self._accounts.drop("slow receiver", count)
         first = int.from_bytes(buf[start + _FIRST : start + _FIRST + 8], "little")
         target.neighbor.dropped(target.delivery, first, count)
+        self._slow.dropped(target.neighbor, target.delivery, count)
 
     def _resolve(self, route: Route) -> None:
         """Find who gets this route's casts while the interest stays as it is."""

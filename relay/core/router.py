@@ -43,6 +43,7 @@ from relay.core.ports import Accounts, Port
 from relay.core.quotas import Quotas
 from relay.core.session import Neighbor, Route, Session
 from relay.core.sites import Wan
+from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
 
 MAX_GROUP_BYTES: Final = 64 << 20
@@ -104,7 +105,8 @@ class Router:
         self.status_extra: Callable[[], dict[str, object]] = dict
         self._entropy = entropy
         self._next_number = 1
-        self._casts = casts = Casts(self.accounts, self.interest)
+        self.slow = SlowReceivers(lambda: self.now_us)
+        self._casts = casts = Casts(self.accounts, self.interest, self.slow)
         self.mesh = Mesh(relay_id, self.interest, casts)
         self.mesh.members = self._members
         self.mesh.label = label
@@ -257,7 +259,7 @@ class Router:
     @property
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
-        mine = min(self._calls.deadline_us, self._pulse_us, self.drains.deadline_us)
+        mine = min(self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us)
         return min(self.mesh.deadline_us, self.abroad.deadline_us, self.stores.deadline_us, mine)
 
     def expire(self) -> None:
@@ -412,6 +414,7 @@ class Router:
             "accounts": self.accounts.report(self.held_messages),
             **self.mesh.status(self.now_us),
             **self.abroad.status(),
+            "slow": self.slow.report(self.now_us),
             "parked": len(self._calls.parking.waiting),
             "quotas": self.quotas.status(),
             **self.status_extra(),

@@ -319,7 +319,7 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
+        "address", "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
         "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
@@ -332,6 +332,8 @@ class Neighbor:
         self.greeted = False
         self.closed = False
         self.label = ""
+        self.address = ""
+        """host:port of the other end, if it is on another host."""
         self.minor = 0
         """Minor version of its greeting. Frames that were added later are not sent to it."""
         self.pulse: Pulse | None = None

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from datetime import datetime
 from typing import Any
 
 import pytest
-from integration.kit import Collector, freeze, named, until
+from integration.kit import Collector, freeze, named, port_of, until
 
 import iris
 from iris.config import Limits
@@ -117,7 +119,7 @@ async def test_what_a_relay_drops_for_a_slow_subscriber_is_told_in_the_same_way(
     got = Collector()
     async with LocalCluster() as cluster, cluster.client() as pub, named(cluster, "slow") as sub:
         async with sub.subscribe("t", got):
-            port: Any = next(p for p in cluster.relay.hub.ports if p.session.label == "slow")
+            port: Any = port_of(cluster, "slow")
             port._limit_bytes = 100_000
             go_on = freeze(cluster, "slow")
             for _ in range(400):
@@ -128,3 +130,29 @@ async def test_what_a_relay_drops_for_a_slow_subscriber_is_told_in_the_same_way(
             await until(lambda: len(got.messages) + sum(x.count or 0 for x in sub.losses) >= 400)
             assert sum(lost.count or 0 for lost in sub.losses) == dropped
     assert sum(line["messages"] for line in logged(caplog, "client.lost")) == dropped
+
+
+async def test_the_relay_names_a_slow_session_in_its_log_and_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    got = Collector()
+    async with LocalCluster() as cluster, cluster.client() as pub:
+        async with named(cluster, "slow") as sub, sub.subscribe("t.*", got):
+            port: Any = port_of(cluster, "slow")
+            port._limit_bytes = 100_000
+            go_on = freeze(cluster, "slow")
+            for _ in range(200):
+                await pub.publish("t.a", bytes(10_000))
+                await pub.flush()
+            dropped = cluster.relay.router.accounts.dropped["slow receiver"]
+            await until(lambda: logged(caplog, "session.slow"))
+            go_on()
+            await until(lambda: len(got.messages) + dropped == 200)
+            assert not (await pub.status())["sessions"][1]["held"]
+        (line,) = logged(caplog, "session.slow")
+        assert (line["label"], line["pid"], line["dropped"]) == ("slow", os.getpid(), dropped)
+        assert (line["user"], line["topics"]) == (f"uid {os.geteuid()}", ["t.a"])
+        assert datetime.fromisoformat(line["since"]).tzinfo is not None
+        (slow,) = (await pub.status())["slow"]  # also when the session is gone
+        assert (slow["label"], slow["dropped"], slow["topics"]) == ("slow", dropped, ["t.a"])
+        assert 0 <= slow["last_s"] <= slow["since_s"]

@@ -1,0 +1,135 @@
+"""Who did not take what was published, and how much was dropped for them: kept for operators and publishers after it is over.
+
+a drop ── within GATHER_US ──► told to the log, then every AGAIN_US while drops go on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Final
+
+from relay.core.session import Delivery, Neighbor, Session
+
+GATHER_US: Final = 200_000
+"""From the first drop to the word of it: it says of a burst how many they were."""
+AGAIN_US: Final = 10_500_000
+MAX_REPORTED: Final = 64
+TOPICS_REPORTED: Final = 8
+MAX_SLOW: Final = 256
+"""Receivers remembered. The one that dropped nothing for the longest time makes room."""
+MAX_TOPICS: Final = 64
+"""Addresses remembered of one receiver; what was dropped of others is in its sum alone."""
+NEVER_US: Final = (1 << 63) - 1
+Address = tuple[str, bytes]
+"""Name and key id."""
+
+
+class Slow:
+    """One session, link or WAN connection for which messages were dropped."""
+
+    __slots__ = (
+        "address", "dropped", "label", "last_us", "link", "number", "pid", "said_us", "since_us", "topics", "unsaid", "user",
+    )  # fmt: skip
+
+    def __init__(self, neighbor: Neighbor, now_us: int) -> None:
+        self.number = neighbor.number
+        self.label = neighbor.label
+        self.link = bool(neighbor.hop_class)
+        """It is another relay."""
+        self.pid = neighbor.pid if isinstance(neighbor, Session) else 0
+        self.user = neighbor.user if isinstance(neighbor, Session) else ""
+        self.address = neighbor.address
+        self.since_us = self.last_us = now_us
+        """The first and the latest drop, by the relay's clock."""
+        self.dropped = 0
+        self.unsaid = 0
+        """Of them, those that the log does not have yet."""
+        self.said_us = 0
+        self.topics: dict[Address, int] = {}
+
+    def report(self, now_us: int) -> dict[str, object]:
+        """Return it ready for JSON, names included."""
+        return {
+            "session": self.number,
+            "label": self.label,
+            "link": self.link,
+            "pid": self.pid,
+            "user": self.user,
+            "address": self.address,
+            "dropped": self.dropped,
+            "since_s": round((now_us - self.since_us) / 1e6, 3),
+            "last_s": round((now_us - self.last_us) / 1e6, 3),
+            "topics": list(dict.fromkeys(name for name, _ in self.topics))[:TOPICS_REPORTED],
+        }
+
+
+class SlowReceivers:
+    """The slow receivers of one relay. A drop costs a look-up; who drops nothing costs nothing."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        """`clock` gives the relay's time in µs."""
+        self._clock = clock
+        self.deadline_us = NEVER_US
+        self.told: Callable[[Slow, int], None] = _unheard
+        """Called with a slow receiver and the time, for the log."""
+        self._slow: dict[int, Slow] = {}
+        """By number, the one that dropped last at the end."""
+        self._latest = -1
+
+    def dropped(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
+        """Note that messages for a neighbor were dropped."""
+        number, now_us = neighbor.number, self._clock()
+        slow = self._slow.get(number)
+        if slow is None:
+            if len(self._slow) >= MAX_SLOW:
+                del self._slow[next(iter(self._slow))]
+            slow = self._slow[number] = Slow(neighbor, now_us)
+        elif self._latest != number:
+            self._slow[number] = self._slow.pop(number)
+        self._latest = number
+        slow.dropped += count
+        slow.last_us = now_us
+        if not slow.unsaid:
+            due_us = max(now_us + GATHER_US, slow.said_us + AGAIN_US if slow.said_us else 0)
+            self.deadline_us = min(self.deadline_us, due_us)
+        slow.unsaid += count
+        place = (delivery[1], delivery[2])
+        known = slow.topics.get(place)
+        if known is not None:
+            slow.topics[place] = known + count
+        elif len(slow.topics) < MAX_TOPICS:
+            slow.topics[place] = count
+
+    def expire(self, now_us: int) -> None:
+        """Tell the log what is due."""
+        soonest = NEVER_US
+        for slow in self._slow.values():
+            if not slow.unsaid:
+                continue
+            due_us = slow.said_us + AGAIN_US if slow.said_us else 0
+            if now_us < due_us:
+                soonest = min(soonest, due_us)
+                continue
+            slow.said_us = now_us
+            self.told(slow, now_us)
+            slow.unsaid = 0
+        self.deadline_us = soonest
+
+    def of(self, name: str, key_id: bytes) -> list[tuple[Slow, int]]:
+        """Return who dropped messages of an address, and how many of them, the latest first."""
+        place = (name, key_id)
+        return [
+            (slow, slow.topics[place])
+            for slow in reversed(self._slow.values())
+            if place in slow.topics
+        ]
+
+    def report(self, now_us: int) -> list[dict[str, object]]:
+        """Return the latest of them ready for JSON, the last one first."""
+        latest = islice(reversed(self._slow.values()), MAX_REPORTED)
+        return [slow.report(now_us) for slow in latest]
+
+
+def _unheard(slow: Slow, now_us: int) -> None:
+    """Nobody asked."""
