@@ -259,7 +259,9 @@ class Router:
     @property
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
-        mine = min(self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us)
+        mine = min(
+            self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us
+        )
         return min(self.mesh.deadline_us, self.abroad.deadline_us, self.stores.deadline_us, mine)
 
     def expire(self) -> None:
