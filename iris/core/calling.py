@@ -98,7 +98,7 @@ class Calling:
             line = self._lines[place] = Line(self, place[0], key, called.name, own=place[2])
             called.line = line
             line.held[called.hop] = called
-            line.knock(called.timeout_ms)
+            line.knock()
             return
         called.line = line
         if line.channel is None:

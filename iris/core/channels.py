@@ -116,7 +116,6 @@ class Line:
         "_host",
         "_offer",
         "_shown",
-        "_timeout_ms",
         "address",
         "channel",
         "held",
@@ -138,22 +137,20 @@ class Line:
         """The key that we prove to hold. The keyring may have retired it while a call was being prepared."""
         self._shown = shown
         self._offer = Offer(key, host.entropy)
-        self._timeout_ms = OPEN_MS
 
     @property
     def key(self) -> ClusterKey | None:
         """The key that its frames are addressed under; None for NO_KEY."""
         return None if self.own else self.holder
 
-    def knock(self, timeout_ms: int) -> None:
-        """Begin to open the channel, for a call that waits so long."""
-        self._timeout_ms = min(timeout_ms, OPEN_MS)
+    def knock(self) -> None:
+        """Begin to open the channel."""
         self._ask(Knock(self._offer.nonce), self._door)
 
     def _ask(self, call: Knock | Open, then: Callable[[object], None]) -> None:
         try:
             self._host.plain(
-                self.address, self.key, encode(call), timeout_ms=self._timeout_ms, waiter=_Then(then), shown=self._shown
+                self.address, self.key, encode(call), timeout_ms=OPEN_MS, waiter=_Then(then), shown=self._shown
             )  # fmt: skip
         except Overloaded as err:
             self._fail(err)
