@@ -278,6 +278,8 @@ class Router:
             self.drains.expire(self.now_us)
         if self.now_us >= self.stores.deadline_us:
             self.stores.expire(self.now_us)
+        if self.now_us >= self.slow.deadline_us:
+            self.slow.expire(self.now_us)
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
         """Beat to a neighbor on another host from now on, and end it when it is silent."""

@@ -31,11 +31,12 @@ BY_DESIGN: Final = {
     "Link.asked": "kept while an address may be asked for again, and swept",
     "Accounts.dropped": "one counter for each cause",
     "Pulse.samples": "16 samples of the other clock",
+    "SlowReceivers._slow": "256 receivers, kept for operators after they left",
+    "Slow.topics": "64 addresses of each",
 }
 """Tables with a bound of their own, which need not be empty when everybody has left."""
 PASSED_ON: Final = {
     "AliasTable._by_key": "of what a gateway passed on: they go with the alias that a link or WAN connection declared",
-    "Route._neighbors": "the router's own, met on another way",
     **dict.fromkeys(
         ("Link.shares", "Link.users", "Wan.shares", "Wan.users"),
         "of the links and WAN connections that something was passed on for: they go with these",

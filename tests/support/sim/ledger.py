@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.wire import frames
@@ -461,12 +461,15 @@ CACHES: Final = frozenset(
 
 
 def table_sizes(router: Any) -> Counter[str]:
-    """Return entries by table ("Class.attribute") of everything that a router refers to, but for its ports and caches."""
+    """Return entries by table ("Class.attribute") of everything that a router refers to, but for its ports and caches.
+
+    The nearest to the router first, so that a table always goes by the same name, however many others refer to it.
+    """
     sizes: Counter[str] = Counter()
     seen: set[int] = set()
-    todo: list[tuple[str, Any]] = [("Router", router)]
+    todo: deque[tuple[str, Any]] = deque([("Router", router)])
     while todo:
-        where, thing = todo.pop()
+        where, thing = todo.popleft()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
