@@ -82,6 +82,8 @@ class Session:
         """The relay stops, and ends this session after so long; None: it has not said so."""
         self.minor = 0
         """Minor version of the relay, from WELCOME."""
+        self.callers_left = 0
+        """Calls that members of this session were handed, and whose callers left before the answer."""
         self.asks = asks = Asks(self)
         self.tunneling = tunneling = Tunneling(self)
         self.calling = Calling(self)
@@ -139,6 +141,7 @@ class Session:
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
+            frames.CallerLeft: self._on_left,
             frames.Roster: asks.roster,
             frames.Done: asks.done,
             frames.Membership: self._on_membership,
@@ -453,6 +456,10 @@ class Session:
         ):
             raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
         handler(body)
+
+    def _on_left(self, left: frames.CallerLeft) -> None:
+        """Callers wait no more for what we run. Handlers run to their end: what was begun is done, whoever is there to hear of it."""
+        self.callers_left += len(left.hops)
 
     def _on_fail(self, fail: frames.Fail) -> None:
         self.asks.failed(fail)

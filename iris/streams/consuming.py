@@ -22,6 +22,8 @@ TAKE_MESSAGES: Final = 1000
 WAIT_MS: Final = 20_000
 MAX_RANGES: Final = 4000
 SETTLE_S: Final = 10.0
+CONFIRM_S: Final = 1.0
+"""A worker that has said nothing for so long, of what it was handed, confirms that it has it."""
 
 
 class Consumer:
@@ -71,6 +73,8 @@ class Consumer:
         self._through = -1
         self._settling: asyncio.Task[None] | None = None
         self._error: IrisError | None = None
+        self._had: list[int] = []
+        self._confirming: asyncio.TimerHandle | None = None
 
     # -- taking ----------------------------------------------------------------------------------------------
 
@@ -124,6 +128,7 @@ class Consumer:
                 return messages
 
     async def _take(self) -> list[StreamMessage]:
+        self._confirmed()  # by the call itself
         await self._settled()
         call = Consume(
             self.name, self._worker, TAKE_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
@@ -153,7 +158,23 @@ class Consumer:
             messages = [message for message in messages if message.offset not in self._held]
         self._held.update(message.offset for message in messages)
         self._again = False
+        if messages and not self._closed:
+            # Whoever works on the first one for long has them all the same.
+            self._had = [message.offset for message in messages]
+            delay_s = min(CONFIRM_S, self._ack_timeout_us / 4e6)
+            self._confirming = asyncio.get_running_loop().call_later(delay_s, self._confirm)
         return messages
+
+    def _confirm(self) -> None:
+        self._confirming = None
+        if self._had and not self._closed:
+            self._schedule()
+
+    def _confirmed(self) -> None:
+        self._had = []
+        if self._confirming is not None:
+            self._confirming.cancel()
+            self._confirming = None
 
     async def _away(self, err: IrisError) -> None:
         """Wait a moment for the store or the way to it; raises when that is in vain, or took too long."""
@@ -257,6 +278,9 @@ class Consumer:
 
     def _said(self, *, gone: bool = False) -> Settle | None:
         """Return what is to be told, as far as one call takes it."""
+        had: list[Range] = []
+        if self._confirming is None:
+            had, self._had = _ranges(self._had)
         done, self._done = _ranges(self._done)
         held, self._touched = _ranges(self._touched)
         failed: list[Range] = []
@@ -267,10 +291,12 @@ class Consumer:
             if rest:
                 self._failed[delay_us, reason] = rest
         through, self._through = self._through, -1
-        if not (done or held or failed or gone or through >= 0):
+        if not (done or held or failed or gone or had or through >= 0):
             return None
         last = None if through < 0 else through
-        return Settle(self.name, self._worker, done, failed, held, last, delay_us, reason, gone)
+        return Settle(
+            self.name, self._worker, done, failed, held, last, delay_us, reason, gone, had
+        )
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -286,6 +312,7 @@ class Consumer:
         if self._closed:
             return
         self._closed = True
+        self._confirmed()
         task, self._taking = self._taking, None
         if task is not None:
             task.cancel()

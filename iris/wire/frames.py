@@ -47,6 +47,7 @@ class Kind(IntEnum):
     PING = 0x17
     PONG = 0x18
     GRANT = 0x19
+    CALLER_LEFT = 0x1D
     LINK_HELLO = 0x20
     BEAT = 0x21
     INTEREST = 0x22
@@ -326,6 +327,12 @@ class Credit(Struct, frozen=True, omit_defaults=True):
     kind: int
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
     unstarted: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)] = []
+
+
+class CallerLeft(Struct, frozen=True):
+    """Whoever made these calls, which were handed over under these hop ids and have not been answered, waits no more."""
+
+    hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
 
 
 class Gap(Struct, frozen=True):
@@ -617,6 +624,7 @@ Control = (
     | Subscribe
     | Unsubscribe
     | Credit
+    | CallerLeft
     | Gap
     | Fail
     | Roster
@@ -652,6 +660,7 @@ CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
     Subscribe: Kind.SUBSCRIBE,
     Unsubscribe: Kind.UNSUBSCRIBE,
     Credit: Kind.CREDIT,
+    CallerLeft: Kind.CALLER_LEFT,
     Gap: Kind.GAP,
     Fail: Kind.FAIL,
     Roster: Kind.ROSTER,

@@ -414,6 +414,8 @@ class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
     delay_us: Time = 0
     reason: Text = ""
     gone: bool = False
+    had: Annotated[list[Range], Meta(max_length=4096)] = []
+    """These have come, and nothing is to be said of them yet: a worker that asks for more says as much of all that it was handed."""
 
 
 class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):

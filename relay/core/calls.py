@@ -37,6 +37,7 @@ from iris.wire.frames import (
 from relay.core.balance import pick
 from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest, Load
+from relay.core.leaving import Leaving
 from relay.core.mesh import NEVER_US, Mesh
 from relay.core.overdue import LIFE_US, Overdue
 from relay.core.parking import Parked, Parking, Prospect
@@ -85,6 +86,7 @@ class Calls:
             relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
         )
         self._overdue = Overdue(neighbors, self.surveys, self._release)
+        self.leaving = Leaving(neighbors, limits.pending)
 
     # -- out to members --------------------------------------------------------------------------------------
 
@@ -303,9 +305,8 @@ class Calls:
     @property
     def deadline_us(self) -> int:
         """Time at which `expire` is due."""
-        if not self.parking.waiting:
-            return self._overdue.due_us
-        return min(self.parking.deadline_us, self._overdue.due_us)
+        due_us = min(self._overdue.due_us, self.leaving.due_us)
+        return min(self.parking.deadline_us, due_us) if self.parking.waiting else due_us
 
     def expire(self, now_us: int) -> None:
         """End calls whose time is over, and hand over those that are served again."""
@@ -314,6 +315,8 @@ class Calls:
             self._overdue.expire(now_us)
         if self.parking.waiting:
             self.parking.expire(now_us)
+        if now_us >= self.leaving.due_us:
+            self.leaving.expire(now_us)
 
     # -- back from members -----------------------------------------------------------------------------------
 
@@ -582,8 +585,8 @@ class Calls:
 
     # -- losses ----------------------------------------------------------------------------------------------
 
-    def neighbor_down(self, neighbor: Neighbor) -> None:
-        """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now."""
+    def neighbor_down(self, neighbor: Neighbor, now_us: int) -> None:
+        """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now; so does who has its calls."""
         self.tunnels.neighbor_down(neighbor)
         for far in (*self._mesh.links.values(), *self.abroad.wans.values()):
             share = far.shares.pop(neighbor.number, None)
@@ -599,6 +602,7 @@ class Calls:
             self._release(handed, hop)
             if not handed.origin.closed and not told:
                 handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
+        self.leaving.gone(neighbor, now_us)
 
 
 _COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)

@@ -30,6 +30,7 @@ class LinkControl:
 
     def __init__(self, router: Router, calls: Calls, casts: Casts) -> None:
         self._router = router
+        self._calls = calls
         self._casts = casts
         self._handlers: dict[type, Callable[[Link, Any], None]] = {
             **self._router.mesh.controls(),
@@ -38,6 +39,7 @@ class LinkControl:
             frames.Gap: self._on_gap,
             frames.Fail: calls.failed_by_link,
             frames.Credit: calls.credited_by_link,
+            frames.CallerLeft: self._on_left,
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
             frames.Ping: _on_ping,
@@ -74,6 +76,9 @@ class LinkControl:
             raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
         self._casts.gap_from_link(link, gap)
 
+    def _on_left(self, link: Link, left: frames.CallerLeft) -> None:
+        self._calls.leaving.named(link, left, self._router.now_us)
+
     def _on_bye(self, link: Link, bye: frames.Bye) -> None:
         """The relay stops, and has sent all that it had."""
         link.bye = True
@@ -103,6 +108,7 @@ class WanControl:
             frames.Gap: self._on_gap,
             frames.Fail: self._on_fail,
             frames.Credit: calls.credited_by_link,
+            frames.CallerLeft: self._on_left,
             frames.Roster: self._on_roster,
             frames.Done: self._on_done,
             frames.Ping: _on_ping,
@@ -146,6 +152,9 @@ class WanControl:
             self._casts.gap_from_wan(
                 wan, msgspec.structs.replace(gap, cause=cause), self._router.now_us
             )
+
+    def _on_left(self, wan: Wan, left: frames.CallerLeft) -> None:
+        self._calls.leaving.named(wan, left, self._router.now_us)
 
     def _on_fail(self, wan: Wan, fail: frames.Fail) -> None:
         # What another site says is shown to people here.

@@ -164,7 +164,7 @@ class Router:
         for watch in session.watches.values():
             self.interest.unwatch(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
-        self._calls.neighbor_down(session)
+        self._calls.neighbor_down(session, self.now_us)
         self.drains.forget(session, self.now_us)
         self.stores.gone(session, self.now_us)
 
@@ -190,7 +190,7 @@ class Router:
         self.mesh.link_down(link, self.now_us)
         link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
-        self._calls.neighbor_down(link)
+        self._calls.neighbor_down(link, self.now_us)
         self.drains.forget(link, self.now_us)
 
     @property
@@ -215,7 +215,7 @@ class Router:
         self.abroad.wan_down(wan, self.now_us)
         wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
-        self._calls.neighbor_down(wan)
+        self._calls.neighbor_down(wan, self.now_us)
         self.drains.forget(wan, self.now_us)
 
     def _number(self) -> int:

@@ -319,7 +319,7 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "address", "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
+        "address", "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "left", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
         "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
     )  # fmt: skip
     hop_class = HopClass.LOCAL
@@ -354,6 +354,8 @@ class Neighbor:
         """By the hop id that we gave: what its members run."""
         self.pending = 0
         """What it waits for."""
+        self.left: set[int] = set()
+        """Its hop ids of calls whose callers left, until those who have them are told."""
         self.tunnels: dict[int, Tunnel] = {}
         self.user: str = f"connection {number}"
         """User in whose shares its calls count."""

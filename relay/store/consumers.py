@@ -47,7 +47,7 @@ class Delivery(Struct, frozen=True, gc=False):
     wanted: int
     """Bitmap: bit i is the message at `record.first + i`. The others are settled, or not for this worker."""
     deliveries: int
-    """1 = for the first time."""
+    """1 = for the first time, as far as any worker confirmed."""
 
 
 class Taken(Struct, frozen=True):
@@ -211,6 +211,7 @@ class Consumer:
         """
         self._tell_time(now_us)
         found = self._handed(first, next)
+        self._confirm(worker, found)
         settled = sum(self._table.settle(record, mask) for record, mask in found)
         self._table.tidy(first, next)
         self.counts.late += next - first - settled
@@ -254,6 +255,7 @@ class Consumer:
         for record, mask in self._handed(first, next):
             for part in self._table.split(record, mask, worker):
                 count += part.bits.bit_count()
+                self._table.had(part)
                 self._table.again(part, self._now + delay_us, text)
         return count
 
@@ -267,8 +269,24 @@ class Consumer:
         for record, mask in self._handed(first, next):
             for part in self._table.split(record, mask, worker):
                 count += part.bits.bit_count()
+                self._table.had(part)
                 self._table.lease(part)
         return count
+
+    def had(self, worker: bytes, first: int, next: int, now_us: int) -> None:
+        """`worker` has what it was handed from `first` until `next`. Raises ValueError if one was never handed out."""
+        self._tell_time(now_us)
+        self._confirm(worker, self._handed(first, next))
+
+    def confirm(self, worker: bytes) -> None:
+        """`worker` asks for more: it has what it was handed."""
+        self._table.confirm(worker)
+
+    def _confirm(self, worker: bytes, found: list[tuple[Open, int]]) -> None:
+        for record, mask in found:
+            for part in record.parts:
+                if part.worker == worker and part.bits & mask:
+                    self._table.had(part)
 
     # Failing
 
@@ -282,17 +300,20 @@ class Consumer:
                 self._lose(record, Reason.RETENTION)
 
     def worker_gone(self, worker: bytes, now_us: int) -> None:
-        """What `worker` holds is due again at once; it was delivered, and counts so."""
+        """What `worker` holds is due again at once. What it has confirmed was delivered, and counts so."""
         self._tell_time(now_us)
         self._table.drop(worker)
         self._fenced.pop(worker, None)
         if worker == self._worker:
             self._worker = None
 
-    def again(self, worker: bytes, now_us: int) -> None:
-        """An answer to `worker` was lost: what it holds is due again at once."""
+    def again(self, worker: bytes, now_us: int, *, counted: bool = True) -> None:
+        """The last answer to `worker` did not reach it: what was in it is due again at once.
+
+        `counted`: it may be that message which breaks whoever gets it.
+        """
         self._tell_time(now_us)
-        self._table.drop(worker)
+        self._table.undo(worker, counted=counted)
 
     @property
     def position(self) -> int:
@@ -512,14 +533,14 @@ class Consumer:
             if self._table.behind(key) and self._table.blocked >= MAX_BLOCKED:
                 return False
             # One that was listed before its time, because the clock was set back, waits here as if it had failed.
-            self._table.add(record, [(bits, 0, self._now + early_us if early_us else 0)])
+            self._table.add(record, [(bits, 0, self._now + early_us if early_us else 0, 0)])
             return True
         count = min(bits.bit_count(), basket.room)
         if not self._may_hand_out(count) or not self._may_hold(basket.worker, count):
             return False
         if not basket.fits(len(item.body) + ENVELOPE_BYTES):
             return False
-        self._table.add(record, [(bits, 0, 0)])
+        self._table.add(record, [(bits, 0, 0, 0)])
         self._give(item, record, self._table.cut(record, list(record.parts), count), basket)
         self._table.wait(record)
         return True
@@ -536,11 +557,10 @@ class Consumer:
         return not held or held + count <= self.settings.max_pending_per_worker
 
     def _give(self, item: Record, record: Open, parts: list[Part], basket: _Basket) -> None:
+        self.counts.redelivered += sum(part.bits.bit_count() for part in parts if part.handed)
         for part in self._table.give(record, parts, basket.worker):
             count = part.bits.bit_count()
-            if part.deliveries > 1:
-                self.counts.redelivered += count
-            basket.items.append(Delivery(item, part.bits, part.deliveries))
+            basket.items.append(Delivery(item, part.bits, part.deliveries + 1))
             basket.messages += count
             basket.bytes += len(item.body) + ENVELOPE_BYTES
 

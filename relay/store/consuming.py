@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Final
 
@@ -54,6 +55,8 @@ class Consuming:
         self._waiting: dict[str, list[_Waiting]] = {}
         self._save_us: dict[str, int] = {}
         """When each may be saved next."""
+        self._answered: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        """Consumer and worker -> hop id of the call by which it was last handed something."""
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -61,11 +64,11 @@ class Consuming:
         """Answer a Consume now, or when there is something. A worker waits once: its earlier call is answered with nothing."""
         consumer = self._consumer(call, now_us)
         waiting = self._waiting.setdefault(call.consumer, [])
-        for earlier in [one for one in waiting if one.call.worker == call.worker]:
-            waiting.remove(earlier)
-            earlier.question.answer(self._delivered(consumer, Taken([], 0, 0)))
+        self._withdraw(consumer, [one for one in waiting if one.call.worker == call.worker])
         if call.again:
             consumer.again(call.worker, now_us)
+        else:
+            consumer.confirm(call.worker)
         if not wait and self._answer(consumer, question, call, now_us, last=not call.wait_ms):
             return
         if len(waiting) >= MAX_WAITING:
@@ -76,7 +79,7 @@ class Consuming:
     def settle(self, question: Question, call: Settle, now_us: int) -> None:
         """Answer a Settle. What was handed out before a crash and not saved comes again: its settling counts for nothing."""
         consumer = self._found(call.consumer)
-        for ranges in (call.done, call.failed, call.held):
+        for ranges in (call.done, call.failed, call.held, call.had):
             _check_ranges(ranges, self._log.next)
         worker = call.worker
         work: list[Callable[[], int]] = [
@@ -88,14 +91,43 @@ class Consuming:
         work += [partial(consumer.nack, worker, r.first, r.next, *failed) for r in call.failed]
         work += [partial(consumer.touch, worker, r.first, r.next, now_us) for r in call.held]
         count = 0
+        for each in call.had:
+            with contextlib.suppress(ValueError):
+                consumer.had(worker, each.first, each.next, now_us)
         for one in work:
             # Of what was handed out before a crash and not saved nobody knows here; it is handed out again.
             with contextlib.suppress(ValueError):
                 count += one()
         if call.gone:
-            consumer.worker_gone(call.worker, now_us)
+            waiting = self._waiting.get(call.consumer, [])
+            self._withdraw(consumer, [one for one in waiting if one.call.worker == worker])
+            consumer.confirm(worker)
+            consumer.worker_gone(worker, now_us)
         self._settled(consumer, now_us)
         question.answer(streams.Settled(count))
+
+    def left(self, hops: Set[int], now_us: int) -> None:
+        """Whoever made these calls waits no more: what they would be handed goes to others, and so does what just was."""
+        for name, waiting in self._waiting.items():
+            consumer = self._consumers.get(name)
+            if consumer is not None:
+                self._withdraw(consumer, [one for one in waiting if one.question.hop in hops])
+        for place in [place for place, hop in self._answered.items() if hop in hops]:
+            del self._answered[place]
+            consumer = self._consumers.get(place[0])
+            if consumer is not None:
+                consumer.again(place[1], now_us, counted=False)
+                self._settled(consumer, now_us)
+
+    def detached(self) -> None:
+        """The session has ended, and with it what its calls are known by."""
+        self._answered.clear()
+
+    def _withdraw(self, consumer: Consumer, these: list[_Waiting]) -> None:
+        """Calls that wait are answered with nothing: the relay forgets them then."""
+        for one in these:
+            self._waiting[consumer.name].remove(one)
+            one.question.answer(self._delivered(consumer, Taken([], 0, 0)))
 
     def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
         """Return where each is, by name, behind the name `after`; and whether there are more."""
@@ -241,6 +273,12 @@ class Consuming:
         if not taken.items and not taken.fenced and not last:
             return False
         question.answer(self._delivered(consumer, taken))
+        if taken.messages:
+            place = (call.consumer, call.worker)
+            self._answered[place] = question.hop
+            self._answered.move_to_end(place)
+            if len(self._answered) > MAX_WAITING:
+                self._answered.popitem(last=False)
         return True
 
     def _delivered(self, consumer: Consumer, taken: Taken) -> Delivered:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -215,6 +215,9 @@ class Store:
         """The session has ended."""
         self.channels.clear()
         self.presence.detach()
+        for stream in self.streams.values():
+            if stream.consuming is not None:
+                stream.consuming.detached()
         self.commit()
 
     def _serve(self, stream: Stream, then: Then) -> None:
@@ -270,6 +273,11 @@ class Store:
         self.leaving = True
         for stream in self.streams.values():
             stream.turn_away("the relay stops")
+
+    def left(self, hops: Set[int]) -> None:
+        """Whoever made these calls waits no more, as the relay says."""
+        for stream in list(self.streams.values()):
+            stream.left(hops, self.now_us)
 
     def out_full(self) -> None:
         """There is much to write."""

@@ -5,7 +5,7 @@ The counterpart of `iris.core.session` for a process that holds no cluster key. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final, Protocol
 
 from iris.core.aliases import MAX_ALIASES, AliasTable
@@ -109,6 +109,9 @@ class StoreOwner(Protocol):
         """Return the call in an authenticated body, and note its channel. Raises ChannelRefused."""
 
     def asked(self, question: Question) -> None: ...
+    def left(self, hops: Set[int]) -> None:
+        """Whoever made these calls waits no more."""
+
     def draining(self) -> None: ...
     def out_full(self) -> None: ...
 
@@ -166,6 +169,7 @@ class StoreSession:
             frames.Ack: self._on_ack,
             frames.Declare: self._on_declare,
             frames.Gap: self._on_gap,
+            frames.CallerLeft: lambda left: self.owner.left(frozenset(left.hops)),
             frames.Ping: lambda ping: self.control(frames.Pong(ping.id)),
         }
 

@@ -13,7 +13,7 @@ the wall clock's, which may be set; what waits goes by time that passes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final
 
 from iris.core.guard import Guard
@@ -536,6 +536,18 @@ class Stream:
                 self._answer(question, call, now_us)
             elif question.session.state == "up":
                 self._waiting.append(entry)
+
+    def left(self, hops: Set[int], now_us: int) -> None:
+        """Whoever made these calls waits no more."""
+        gone = [entry for entry in self._waiting if entry[1].hop in hops]
+        if gone:
+            self._waiting = [entry for entry in self._waiting if entry[1].hop not in hops]
+        for _, question, call in gone:
+            if self.log is not None:  # with nothing: the relay forgets the call then
+                log = self.log
+                question.answer(streams.Fetched([], call.start, log.oldest, log.next, self.uuid))
+        if self.consuming is not None:
+            self.consuming.left(hops, self._elapsed_us(now_us))
 
     def turn_away(self, reason: str) -> None:
         """Nobody can wait here now: readers come again later."""

@@ -3,6 +3,9 @@
 Unsettled messages of a record that share a fate are a *part*: held by a worker until a lease ends, waiting to be
 delivered again, or given up. Every step moves bitmaps between parts, never single messages, but for dead letters.
 
+A hand-out is a *try* until the worker has confirmed it, by asking for more or by a word about these messages; then it is a
+*delivery*. So messages that went to a worker that was gone already do not come nearer to being dead letters.
+
 The records of a key queue in the order in which they were added, and only the first may be handed out: the next one's turn comes
 when it is settled or dead. A record without a key is free.
 """
@@ -20,17 +23,40 @@ from relay.store.cursor import Dead, Kept, Settings
 
 TIMED_OUT: Final = "not acknowledged in time"
 GONE: Final = "not acknowledged: the worker is gone"
+MAX_TRIES: Final = 10
+"""Where there are dead letters, what was handed out so often and never confirmed is one, too: it may end whoever gets it."""
+HANDED_US: Final = 1
+"""The due time, on disk, of what was handed out and not yet delivered. Older stores take it for one that has come."""
 
 
 class Part:
     """Unsettled messages of a record that share a fate."""
 
-    __slots__ = ("bits", "deliveries", "due_us", "reason", "record", "worker")
+    __slots__ = (
+        "bits",
+        "confirmed",
+        "deliveries",
+        "due_us",
+        "handed",
+        "reason",
+        "record",
+        "tries",
+        "worker",
+    )
 
-    def __init__(self, record: Open, bits: int, deliveries: int, due_us: int) -> None:
+    def __init__(
+        self, record: Open, bits: int, deliveries: int, due_us: int, tries: int = 0
+    ) -> None:
         self.record = record
         self.bits = bits
         self.deliveries = deliveries
+        """That were confirmed: the worker asked for more, or said something of these."""
+        self.tries = tries
+        """Times that it was handed out and not confirmed, the present one included."""
+        self.handed = deliveries > 0 or tries > 0
+        """It was handed out, now or before."""
+        self.confirmed = False
+        """Its worker has it for certain."""
         self.due_us = due_us
         """When the lease ends, or when to deliver again."""
         self.worker: bytes | None = None
@@ -40,6 +66,14 @@ class Part:
     @property
     def waiting(self) -> bool:
         return self.worker is None and self.reason is None
+
+    def rest(self, bits: int) -> Part:
+        """Take these bits out, into a part of the same fate."""
+        self.bits ^= bits
+        part = Part(self.record, bits, self.deliveries, self.due_us, self.tries)
+        part.worker, part.confirmed, part.handed = self.worker, self.confirmed, self.handed
+        self.record.parts.append(part)
+        return part
 
 
 class Open:
@@ -70,7 +104,7 @@ class Open:
     @property
     def fresh(self) -> int:
         """Never handed out."""
-        return self.bits([part for part in self.parts if not part.deliveries])
+        return self.bits([part for part in self.parts if not part.handed])
 
     @staticmethod
     def bits(parts: list[Part]) -> int:
@@ -131,6 +165,8 @@ class Unsettled:
         self._timers: list[tuple[int, int]] = []
         self._max_timers = 1024
         self._leases: OrderedDict[Part, None] = OrderedDict()  # all last equally long: in order
+        self._unconfirmed: dict[bytes, list[Part]] = {}
+        """By worker: what it was handed since it last asked. Some may be settled, or another's, by now."""
         self._doomed: deque[Part] = deque()
         """Given up, and not listed yet as dead."""
         self._dead_bytes = 0
@@ -171,15 +207,15 @@ class Unsettled:
 
     # Handing out
 
-    def add(self, record: Open, parts: list[tuple[int, int, int]]) -> None:
-        """Take `record` in, its messages waiting as (bits, deliveries, due time)."""
+    def add(self, record: Open, parts: list[tuple[int, int, int, int]]) -> None:
+        """Take `record` in, its messages waiting as (bits, deliveries, due time, tries)."""
         self.records[record.first] = record
         insort(self.firsts, record.first)
         self.weight += cursor.weight(record.count, record.key)
-        for bits, deliveries, due_us in parts:
-            record.parts.append(Part(record, bits, deliveries, due_us))
+        for bits, deliveries, due_us, tries in parts:
+            record.parts.append(Part(record, bits, deliveries, due_us, tries))
             self.open += bits.bit_count()
-            if deliveries:
+            if deliveries or tries:
                 self.handed_out += bits.bit_count()
             if due_us > self.now_us:
                 self._time(due_us, record)
@@ -212,8 +248,7 @@ class Unsettled:
             if rest == part.bits:
                 continue
             if rest:
-                part.bits ^= rest
-                record.parts.append(Part(record, rest, part.deliveries, part.due_us))
+                part.rest(rest)
             found.append(part)
         return found
 
@@ -222,15 +257,20 @@ class Unsettled:
         by_count: dict[int, Part] = {}
         for part in list(parts):
             same = by_count.setdefault(part.deliveries, part)
+            if not part.handed:
+                self.handed_out += part.bits.bit_count()
             if same is not part:
                 same.bits |= part.bits
+                same.tries = max(same.tries, part.tries)
                 record.parts.remove(part)
+        unconfirmed = self._unconfirmed.setdefault(worker, [])
         for part in by_count.values():
             count = part.bits.bit_count()
-            if not part.deliveries:
-                self.handed_out += count
-            part.deliveries += 1
+            part.tries += 1
+            part.handed = True
+            part.confirmed = False
             part.worker = worker
+            unconfirmed.append(part)
             self.held[worker] = self.held.get(worker, 0) + count
             self.lease(part)
         self.dirty = True
@@ -241,6 +281,20 @@ class Unsettled:
         part.due_us = self.awake_us + self._ack_timeout_us
         self._leases[part] = None
         self._leases.move_to_end(part)
+
+    def confirm(self, worker: bytes) -> None:
+        """`worker` has what it was handed."""
+        for part in self._unconfirmed.pop(worker, ()):
+            if part.worker == worker:
+                self.had(part)
+
+    def had(self, part: Part) -> None:
+        """The worker that holds `part` has it: that was a delivery."""
+        if not part.confirmed:
+            part.confirmed = True
+            part.tries -= 1
+            part.deliveries += 1
+            self.dirty = True
 
     # Settling
 
@@ -255,10 +309,11 @@ class Unsettled:
                 self._release(part, bits)
             count = bits.bit_count()
             settled += count
-            if part.deliveries:
+            if part.handed:
                 self.handed_out -= count
             part.bits ^= bits
             if not part.bits:
+                part.worker = None
                 record.parts.remove(part)
                 self._leases.pop(part, None)
         if settled:
@@ -311,10 +366,10 @@ class Unsettled:
             if part.worker != worker or not bits:
                 continue
             if bits != part.bits:
-                part.bits ^= bits
-                part = Part(record, bits, part.deliveries, part.due_us)
-                part.worker = worker
-                record.parts.append(part)
+                confirmed = part.confirmed
+                part = part.rest(bits)
+                if not confirmed:
+                    self._unconfirmed.setdefault(worker, []).append(part)
             found.append(part)
         return found
 
@@ -324,7 +379,10 @@ class Unsettled:
         self._leases.pop(part, None)
         part.worker = None
         part.due_us = due_us
-        if 0 < self._max_deliver <= part.deliveries:
+        most = self._max_deliver
+        if most and part.tries >= max(most, MAX_TRIES):
+            reason = f"handed out {part.tries} times, and no worker confirmed that it had it"
+        if most and (part.deliveries >= most or part.tries >= max(most, MAX_TRIES)):
             part.reason = reason
             self._doomed.append(part)
             self._bury()
@@ -351,6 +409,16 @@ class Unsettled:
             for part in [part for part in self._leases if part.worker == worker]:
                 self.again(part, 0, GONE)
 
+    def undo(self, worker: bytes, *, counted: bool) -> None:
+        """What `worker` was handed and did not confirm never reached it: it is due again at once.
+
+        It was tried, and that is `counted`, or known not to have been.
+        """
+        for part in self._unconfirmed.pop(worker, ()):
+            if part.worker == worker and not part.confirmed:
+                part.tries -= not counted
+                self.again(part, 0, GONE)
+
     # The cursor
 
     def kept(self, ahead_us: int) -> list[Kept]:
@@ -365,6 +433,8 @@ class Unsettled:
             kinds: dict[tuple[int, int], int] = {}
             for part in record.parts:
                 due_us = part.due_us + ahead_us if part.waiting and part.due_us else 0
+                if not part.deliveries and part.handed:
+                    due_us = due_us or HANDED_US
                 kind = (part.deliveries, max(0, due_us))
                 kinds[kind] = kinds.get(kind, 0) | part.bits
             parts = cursor.pack_parts(record.count, kinds)
@@ -383,14 +453,11 @@ class Unsettled:
             if not 0 < kept.count <= cursor.MAX_COUNT or first + kept.count > end:
                 raise ValueError("a record is out of range")
             record = Open(first, kept.count, kept.key, kept.deferred)
-            parts = [
-                (
-                    cursor.unpack_bits(kept.count, bits),
-                    deliveries,
-                    due_us and max(1, due_us - ahead_us),
-                )
-                for bits, deliveries, due_us in kept.parts
-            ]
+            parts = []
+            for bitmap, deliveries, due_us in kept.parts:
+                tries = int(due_us == HANDED_US and not deliveries)
+                due_us = 0 if tries or not due_us else max(1, due_us - ahead_us)
+                parts.append((cursor.unpack_bits(kept.count, bitmap), deliveries, due_us, tries))
             self.add(record, parts)
             if parts:
                 self._wake(record)
@@ -412,6 +479,7 @@ class Unsettled:
             self.held[part.worker] = left
         else:
             del self.held[part.worker]
+            self._unconfirmed.pop(part.worker, None)
 
     def _time(self, due_us: int, record: Open) -> None:
         heapq.heappush(self._timers, (due_us, record.first))

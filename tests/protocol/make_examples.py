@@ -131,6 +131,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "leave": frames.Leave(3, 7),
     "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
     "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
+    "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),
     "members": frames.Members(6, CLUSTER, [KEY.key_id], True),
     "membership": frames.Membership(

@@ -164,6 +164,7 @@ class Worker(Host):
 
     def take(self, worker: bytes = ANN) -> list[int]:
         taken: Taken = self.consumer.take(worker, 1 << 30, 1000, self.clock.elapsed_us)
+        self.consumer.confirm(worker)
         return [item.record.first for item in taken.items if isinstance(item, Delivery)]
 
     def due_after(self, limit_s: float, worker: bytes = BOB) -> float:

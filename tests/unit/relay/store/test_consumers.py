@@ -77,7 +77,10 @@ def consumer(log: Log, start: int = 0, **fields: object) -> Consumer:
 
 
 def all_of(consumer: Consumer, now_us: int = 1, worker: bytes = ANN) -> Taken:
-    return consumer.take(worker, MANY, MANY, now_us)
+    """Hand `worker` all that there is, and have it confirm that."""
+    taken = consumer.take(worker, MANY, MANY, now_us)
+    consumer.confirm(worker)
+    return taken
 
 
 @pytest.mark.parametrize(
@@ -325,16 +328,86 @@ def test_the_messages_of_a_worker_that_is_gone_are_due_at_once(log: Log) -> None
     log.append([entry()] * 3, 1)
     one = consumer(log, group=True, max_deliver=2)
     one.take(ANN, MANY, 2, 1)
+    one.confirm(ANN)
     one.worker_gone(ANN, 1)
     assert places(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
     one.worker_gone(BOB, 1)
     assert [letter.offset for letter in one.dead_letters()] == [0, 1]
 
 
+def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
+    log.append([entry(count=2), entry()], 1)
+    one = consumer(log, group=True, max_deliver=2, ack_timeout_us=SECOND)
+    for turn in range(5):
+        assert places(one.take(b"worker %d" % turn, MANY, MANY, 1 + turn * SECOND)) == [
+            (0, 0b11, 1), (2, 1, 1),
+        ]  # fmt: skip
+    one.had(b"worker 4", 0, 1, 4 * SECOND)  # it says so of one message, and has its record
+    one.expire(6 * SECOND)
+    assert places(one.take(ANN, MANY, MANY, 6 * SECOND)) == [(0, 0b11, 2), (2, 1, 1)]
+    one.confirm(ANN)
+    one.expire(8 * SECOND)
+    assert [(d.offset, d.deliveries) for d in one.dead_letters()] == [(0, 2), (1, 2)]
+    assert places(one.take(ANN, MANY, MANY, 8 * SECOND)) == [(2, 1, 2)]
+    with pytest.raises(ValueError, match="handed out"):
+        one.had(ANN, 0, 4, 8 * SECOND)
+
+
+def test_what_nobody_ever_confirms_is_a_dead_letter_after_ten_workers(log: Log) -> None:
+    log.append([entry()], 1)
+    one = consumer(log, group=True, max_deliver=2, ack_timeout_us=SECOND)
+    for turn in range(10):
+        assert not one.dead_letters()
+        assert places(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
+    one.expire(1 + 10 * SECOND)
+    (dead,) = one.dead_letters()
+    assert (dead.deliveries, dead.reason) == (
+        0, "handed out 10 times, and no worker confirmed that it had it",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("max_deliver", [0, 12])
+def test_without_dead_letters_or_with_a_higher_limit_ten_workers_are_not_enough(
+    log: Log, max_deliver: int
+) -> None:
+    log.append([entry()], 1)
+    one = consumer(log, group=True, max_deliver=max_deliver, ack_timeout_us=SECOND)
+    for turn in range(11):
+        assert places(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
+
+
+def test_what_is_known_not_to_have_come_is_no_try_and_what_was_confirmed_stays(log: Log) -> None:
+    log.append([entry()] * 2, 1)
+    one = consumer(log, group=True, max_deliver=2)
+    one.take(ANN, MANY, 1, 1)
+    one.confirm(ANN)
+    for _ in range(30):
+        assert firsts(one.take(ANN, MANY, 1, 1)) == [1]
+        one.again(ANN, 1, counted=False)
+    assert not one.dead_letters()
+    assert one.info().pending == 1, "the first is still with its worker"
+    for _ in range(10):
+        assert places(one.take(ANN, MANY, 1, 1)) == [(1, 1, 1)]
+        one.again(ANN, 1)
+    assert [dead.offset for dead in one.dead_letters()] == [1]
+
+
+def test_a_worker_may_ack_what_it_never_confirmed_also_after_a_restart(log: Log) -> None:
+    log.append([entry()] * 2, 1)
+    one = consumer(log, group=True, ack_timeout_us=SECOND)
+    one.take(ANN, MANY, MANY, 1)
+    one.expire(2 * SECOND)
+    one.save()
+    again = Consumer.load(log, "c")
+    assert again.ack(ANN, 0, 1, 2 * SECOND) == 1
+    assert places(again.take(BOB, MANY, MANY, 2 * SECOND)) == [(1, 1, 1)]
+
+
 def test_a_newer_worker_takes_over_and_the_older_is_fenced(log: Log) -> None:
     log.append([entry()] * 3, 1)
     one = consumer(log)
     one.take(ANN, MANY, 2, 1)
+    one.confirm(ANN)
     assert places(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
     assert all_of(one, 1, ANN) == Taken([], 0, 0, False, True)
     assert one.nack(ANN, 0, 3, 0, "", 1) == 0
@@ -543,6 +616,7 @@ def test_a_loaded_consumer_delivers_again_what_was_handed_out(log: Log) -> None:
     log.append([entry(count=4), entry(), entry(key=1), entry(key=1), entry()], 1)
     one = consumer(log, group=True)
     one.take(ANN, MANY, 6, 1)
+    one.confirm(ANN)
     one.ack(ANN, 1, 2, 1)
     one.nack(ANN, 2, 3, SECOND, "", 1)
     assert one.dirty
@@ -713,6 +787,25 @@ class Machine(RuleBasedStateMachine):
         self.now_us += by
         self.consumer.expire(self.now_us)
         self.lapse()
+
+    @rule(worker=st.sampled_from([ANN, BOB]))
+    def says_that_it_has_it(self, worker: bytes) -> None:
+        self.consumer.confirm(worker)
+
+    @rule(worker=st.sampled_from([ANN, BOB]), counted=st.booleans())
+    def answer_is_lost(self, worker: bytes, counted: bool) -> None:
+        before = self.consumer.info().pending
+        self.consumer.again(worker, self.now_us, counted=counted)
+        gone = {
+            part.record.first + i
+            for record in self.consumer._table.records.values()
+            for part in record.parts
+            if part.worker is None
+            for i in range(record.count)
+            if part.bits >> i & 1
+        }
+        self.held = {offset: held for offset, held in self.held.items() if offset not in gone}
+        assert self.consumer.info().pending <= before
 
     @rule(worker=st.sampled_from([ANN, BOB]), most=st.sampled_from([1, 4, 100]))
     def take(self, worker: bytes, most: int) -> None:

@@ -1,0 +1,152 @@
+"""Whoever has the call of a caller that left is told, wherever both are, and nothing stops by that."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.kit import Network, control_of, kind_of
+
+from iris.core.parties import Delivery
+from iris.wire import frames
+from iris.wire.codec import encode_control
+from iris.wire.frames import CallerLeft, Kind
+from relay.core.leaving import REST_US
+from relay.core.router import Limits
+
+
+def told(net: Network) -> list[int]:
+    """How many calls each host was told of."""
+    return [host.session.callers_left for host in net.hosts]
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.SURVEY])
+def test_a_member_is_told_once_and_runs_to_its_end(relays: int, kind: Kind) -> None:
+    net = Network(relays=relays)
+    if relays == 2:
+        net.link(0, 1)
+    caller, member, bystander = net.host("caller"), net.host("member", relay=relays - 1), net.host()
+    running: list[Delivery] = []
+    member.serve("db", running.append)
+    net.run()
+    for _ in range(3):
+        if kind == Kind.REQUEST:
+            caller.request("db", b"x")
+        else:
+            caller.survey("db", b"x")
+    bystander.request("db", b"y")
+    net.run()
+    assert len(running) == 4
+    assert told(net) == [0, 0, 0]
+    caller.lose()
+    net.pass_time(0.5)
+    assert told(net) == [0, 3, 0], "and not of the call of somebody who is there"
+    for delivery in running:
+        delivery.reply(b"done", None, False)
+    net.run()
+    net.pass_time(0.5)
+    assert told(net) == [0, 3, 0]
+    net.hosts.remove(caller)
+    net.check()
+
+
+def test_a_link_that_is_cut_takes_its_callers_with_it() -> None:
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    caller, member = net.host(), net.host("member", relay=1)
+    member.serve("db", lambda _: None)
+    net.run()
+    caller.request("db")
+    net.run()
+    net.cut(ends)
+    net.pass_time(0.5)
+    assert told(net) == [0, 1]
+
+
+def test_what_was_answered_and_what_nobody_waits_for_is_not_told() -> None:
+    net = Network()
+    caller, member = net.host("caller"), net.host("member")
+    member.serve("db", lambda delivery: delivery.reply(b"", None, False))
+    member.serve("slow", lambda _: None)
+    caller.request("db")
+    caller.push("slow")
+    caller.open_tunnel("slow")
+    net.run()
+    caller.lose()
+    net.pass_time(0.5)
+    assert told(net) == [0, 0]
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+def test_older_sides_are_not_told(minor: int) -> None:
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    caller, member, far = net.host(), net.host("member"), net.host("far", relay=1)
+    member.serve("db", lambda _: None)
+    far.serve("far", lambda _: None)
+    net.run()
+    member.peer.minor = ends[0].link.minor = minor
+    heard: list[int] = []
+    ends[0].tamper = lambda frame: (heard.append(kind_of(frame)), (frame,))[1]
+    caller.request("db")
+    caller.request("far")
+    net.run()
+    caller.lose()
+    net.pass_time(0.5)
+    assert told(net) == [0, 0, 0]
+    assert Kind.CALLER_LEFT not in heard
+
+
+def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() -> None:
+    net = Network(relays=2, limits=Limits(pending=100))
+    ends = net.link(0, 1)
+    caller, member = net.host(), net.host("member", relay=1)
+    member.serve("db", lambda _: None)
+    net.run()
+    caller.request("db")
+    net.run()
+    (hop,) = ends[0].link.handed
+    ends[0].control(encode_control(CallerLeft([hop + 1, 1 << 62, 0])))
+    net.pass_time(0.5)
+    assert told(net) == [0, 0]
+    ends[1].link.left = set(range(1 << 20, (1 << 20) + 99))
+    ends[0].control(encode_control(CallerLeft([hop, *range(50)])))
+    net.run()
+    assert ends[1].link.untaken == 50
+    net.pass_time(0.2)
+    assert told(net) == [0, 1]
+    assert not ends[1].link.left
+    assert not ends[1].link.closed
+
+
+def test_a_session_does_not_say_so() -> None:
+    net = Network()
+    host = net.host()
+    host.say(encode_control(CallerLeft([1])))
+    net.run()
+    assert "CallerLeft" in host.ended_because
+
+
+def test_many_that_leave_at_once_are_looked_for_together() -> None:
+    net = Network()
+    member = net.host("member")
+    member.serve("db", lambda _: None, concurrency=1000)
+    callers = [net.host() for _ in range(50)]
+    for caller in callers:
+        caller.request("db", timeout_ms=60_000)
+    net.run()
+    heard: list[int] = []
+
+    def tamper(host: object, frame: bytes) -> tuple[bytes, ...]:
+        if kind_of(frame) == Kind.CALLER_LEFT:
+            heard.append(len(control_of(frame).hops))
+        return (frame,)
+
+    net.tamper = tamper  # type: ignore[method-assign]
+    for caller in callers:
+        caller.lose()
+    net.pass_time(REST_US / 1e6 / 2)
+    assert heard == [1], "the first is told at once"
+    net.pass_time(REST_US / 1e6)
+    assert heard == [1, 49]
+    assert net.router.deadline_us > net.router.now_us
+    assert frames.MAX_CREDIT >= 49
