@@ -14,6 +14,7 @@
     python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
     python bench/proof.py mutations all         # N of our checks removed, one at a time: a test must fail for each (N or all)
     python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
+    python bench/proof.py drains 200            # N stops of a relay under load, linked and alone with a store: every loss is told
     python bench/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
     python bench/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
 
@@ -55,6 +56,7 @@ AREAS = (
     "mutations",
     "hostile",
     "restarts",
+    "drains",
     "gateway-drains",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"

@@ -62,12 +62,13 @@ class Restarted:
     def logged(self, event: str, count: int = 1) -> None:
         """Return when the present process has logged `event` so often."""
         until_s = time.monotonic() + START_S
-        while self._said(event) < count:
+        while self.said(event) < count:
             if self.role.process.poll() is not None or time.monotonic() > until_s:
                 raise self.role.failed(f"did not log {event} {count} times")
             time.sleep(0.02)
 
-    def _said(self, event: str) -> int:
+    def said(self, event: str) -> int:
+        """Return how often the present process has logged `event`."""
         text = self.role.written()
         lines = text[: text.rfind("\n") + 1].splitlines()
         return sum(line.startswith("{") and json.loads(line)["event"] == event for line in lines)

@@ -25,6 +25,7 @@ COUNTS = {
     "mutations": 1,
     "hostile": 300,
     "restarts": 2,
+    "drains": 1,
     "gateway-drains": 2,
 }
 
