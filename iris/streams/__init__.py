@@ -139,6 +139,10 @@ class StreamInfo(Struct, frozen=True):
     """Of a copy: by how many messages it is behind its source, as far as a mirror has said since the store started."""
     heard_us: int = 0
     """When a mirror said so last; 0: not since then."""
+    consumers_paused: bool = False
+    """Consumers are handed nothing; recording goes on."""
+    dedup_window: float = 0.0
+    """Seconds for which ids of messages are remembered."""
 
 
 class Streams:
@@ -154,11 +158,12 @@ class Streams:
 
     async def create(
         self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
-        compact: bool = False, timeout: float = 10.0,
+        compact: bool = False, dedup_window: float = 0.0, timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Keep a log: of what is published to a `topic` filter, of a share of a `cluster`'s pushes and all its broadcasts, or of
         what is appended alone. The oldest goes when there is more than `max_bytes`, `max_messages` or `max_age` seconds.
 
+        For `dedup_window` seconds it remembers the ids of messages that are appended with one, and stores each once.
         Again with the same definition it returns the stream that is there.
 
         Raises:
@@ -167,7 +172,14 @@ class Streams:
         """
         _check_ours(name)
         definition = Definition(
-            name, topic, cluster, max_bytes, max_messages, round(max_age * 1e6), compact
+            name,
+            topic,
+            cluster,
+            max_bytes,
+            max_messages,
+            round(max_age * 1e6),
+            compact,
+            dedup_window_us=round(dedup_window * 1e6),
         )
         check_definition(definition)
         until_s = time.monotonic() + timeout
@@ -253,7 +265,8 @@ class Streams:
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
-        compact: bool | None = None, paused: bool | None = None, uuid: str = "", timeout: float = 10.0,
+        compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
+        uuid: str = "", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Change what a stream keeps, or whether it records; and let every key of ours for it be one of its keys.
 
@@ -266,6 +279,8 @@ class Streams:
             "max_age_us": None if max_age is None else round(max_age * 1e6),
             "compact": compact,
             "paused": paused,
+            "consuming_paused": consumers_paused,
+            "dedup_window_us": None if dedup_window is None else round(dedup_window * 1e6),
         }
         changes = {field: value for field, value in given.items() if value is not None}
         return await self._redefine(name, uuid, lambda d: structs.replace(d, **changes), timeout)
@@ -301,13 +316,23 @@ class Streams:
             name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"
         )
 
-    async def pause(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
-        """Record and append nothing until `resume`; what was missed is told as a gap. Raises StreamError."""
+    async def pause(
+        self, name: str, *, consumers: bool = False, uuid: str = "", timeout: float = 10.0
+    ) -> StreamInfo:
+        """Stop recording until `resume`: **what is published meanwhile is lost** (a gap says so), and appends are refused.
+
+        With `consumers` nothing is lost: recording, appends and readers go on, and consumers are handed nothing until `resume`. What
+        workers hold they may settle. Raises StreamError.
+        """
+        if consumers:
+            return await self.change(name, consumers_paused=True, uuid=uuid, timeout=timeout)
         return await self.change(name, paused=True, uuid=uuid, timeout=timeout)
 
     async def resume(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
-        """Record and append again. Raises StreamError."""
-        return await self.change(name, paused=False, uuid=uuid, timeout=timeout)
+        """Record, append and hand out to consumers again. Raises StreamError."""
+        return await self.change(
+            name, paused=False, consumers_paused=False, uuid=uuid, timeout=timeout
+        )
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
         """End a stream: its log, its dead letters and its consumers are removed. Raises StreamError."""
@@ -349,13 +374,15 @@ class Streams:
 
     async def append(
         self, name: str, message: object, *, headers: Headers | None = None, key: str | bytes | None = None, ttl: float | None = None,
-        deliver_at: datetime | None = None, expect: int | None = None, tombstone: bool = False, uuid: str = "", timeout: float = 10.0,
+        deliver_at: datetime | None = None, expect: int | None = None, tombstone: bool = False, message_id: str | bytes | None = None,
+        uuid: str = "", timeout: float = 10.0,
     ) -> int:  # fmt: skip
         """Store a message and return its offset once it is on disk.
 
         What is appended in one turn of the event loop is stored together. `key`: compaction keeps the last message of each, and
         workers of a consumer get those of one key one after the other; a `tombstone` says that the key is deleted. `ttl`: seconds
-        after which it is gone. `deliver_at`: consumers get it then. `expect`: only if this is its offset.
+        after which it is gone. `deliver_at`: consumers get it then. `expect`: only if this is its offset. `message_id`: within the
+        stream's `dedup_window` a message of this id is stored once, whoever appends it again; the offset is that of the first.
 
         Raises:
             OffsetConflict: the next offset is another; nothing was stored.
@@ -363,7 +390,8 @@ class Streams:
         """
         data, packed = encode_message(self._client, message, headers)
         extras = await make_extras(
-            self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout
+            self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
+            message_id=message_id,
         )  # fmt: skip
         if expect is not None:
             return await self._append_expecting(
@@ -615,6 +643,7 @@ class Streams:
             extras.expires_us,
             extras.due_us,
             expect,
+            extras.id_hash,
         )
         call = Append(sender_id, [record], os.urandom(16))
         answer = await self._stores.ask_stream(
@@ -632,7 +661,7 @@ class Streams:
 
 def _same(found: Known, definition: Definition) -> StreamInfo:
     there = found.order.definition
-    if structs.replace(there, paused=False) == definition:
+    if structs.replace(there, paused=False, consuming_paused=False) == definition:
         return _info(found)
     differ = [
         field
@@ -647,8 +676,9 @@ def _info(known: Known) -> StreamInfo:
     found, definition = known.described, known.order.definition
     if known.dead:
         definition = structs.replace(
-            definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=()
-        )
+            definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=(),
+            consuming_paused=False, dedup_window_us=0,
+        )  # fmt: skip
     source = definition.origins[-1].name if definition.mirror else ""
     heard = bool(source) and found.heard_us > 0
     return StreamInfo(
@@ -657,6 +687,7 @@ def _info(known: Known) -> StreamInfo:
         found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
         [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
+        definition.consuming_paused, definition.dedup_window_us / 1e6,
     )  # fmt: skip
 
 

@@ -46,10 +46,10 @@ RECORD_BYTES: Final = 256
 class Extras:
     """What a message that is sealed alone, or with its equals, is stored with."""
 
-    __slots__ = ("due_us", "expires_us", "key", "key_hash", "tombstone")
+    __slots__ = ("due_us", "expires_us", "id_hash", "key", "key_hash", "tombstone")
 
     def __init__(
-        self, key: bytes = b"", key_hash: bytes = b"", tombstone: bool = False, expires_us: int = 0, due_us: int = 0
+        self, key: bytes = b"", key_hash: bytes = b"", tombstone: bool = False, expires_us: int = 0, due_us: int = 0, id_hash: bytes = b""
     ) -> None:  # fmt: skip
         self.key = key
         """Sealed with the messages."""
@@ -57,9 +57,11 @@ class Extras:
         self.tombstone = tombstone
         self.expires_us = expires_us
         self.due_us = due_us
+        self.id_hash = id_hash
+        """Who has an id is stored alone: it may have been stored before, and its neighbors not."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Extras) and self._all == other._all
+        return isinstance(other, Extras) and self._all == other._all and not self.id_hash
 
     __hash__ = None  # type: ignore[assignment]  # compared, never looked up
 
@@ -153,6 +155,7 @@ class Producer:
             or record.size + size > CUT_BYTES
             or packed is not record.packed
             or (extras is not record.extras and extras != record.extras)
+            or extras.id_hash
         ):
             self._cut()
             record = self._open = Pending(extras, packed, self._loop.create_future())
@@ -295,8 +298,9 @@ class Producer:
             )
             extras = record.extras
             record.record = NewRecord(
-                0, end, body, extras.key_hash, extras.tombstone, extras.expires_us, extras.due_us
-            )
+                0, end, body, extras.key_hash, extras.tombstone, extras.expires_us, extras.due_us,
+                id_hash=extras.id_hash,
+            )  # fmt: skip
         return record.sender_id == sender_id
 
     def _still_for(self, record: Pending, place: Place) -> bool:
@@ -322,6 +326,7 @@ class Producer:
                     sealed.tombstone,
                     sealed.expires_us,
                     sealed.due_us,
+                    id_hash=sealed.id_hash,
                 )
             )
         call = Append(batch[0].sender_id, records, self._id, self._epoch)

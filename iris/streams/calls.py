@@ -138,6 +138,8 @@ class Stores:
         self._starting: list[str] = []
         """Hosts where a store was on its way when our relay was asked last."""
         self._key_uuids: dict[bytes, bytes] = {}
+        self._remembering: set[bytes] = set()
+        """Logs that have a dedup window; a store refuses ids once that is gone."""
         """By a log's uuid, the one that its key hashes are made with: it does not change."""
 
     # -- asking ----------------------------------------------------------------------------------------------
@@ -339,6 +341,24 @@ class Stores:
                 self._key_uuids.clear()
             self._key_uuids[place.uuid] = of
         return place.key, of
+
+    async def id_place(self, name: str, uuid: str, *, timeout: float) -> tuple[ClusterKey, bytes]:
+        """Return the same for ids of messages. Raises StreamError if the stream remembers none, and as `describe`."""
+        until_s = _until(timeout)
+        place = await self.place(name, uuid, timeout=timeout)
+        if place.uuid not in self._remembering:
+            left_s = max(0.001, until_s - time.monotonic())
+            known = await self.describe(name, place.uuid.hex(), timeout=left_s)
+            if not known.order.definition.dedup_window_us:
+                raise StreamError(
+                    name,
+                    "it remembers no ids of messages: give it a dedup_window (`iris stream change --dedup-window`)",
+                )
+            if len(self._remembering) >= MAX_PLACES:
+                self._remembering.clear()
+            self._remembering.add(place.uuid)
+        left_s = max(0.001, until_s - time.monotonic())
+        return await self.key_place(name, uuid, timeout=left_s)
 
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_US: Final = 1 << 62
 """µs since 1970."""
 MAX_KEY_BYTES: Final = 4096
+ID_LABEL: Final = b"iris-message-id-1"
 
 
 def encode_message(client: Client, message: object, headers: Headers | None) -> tuple[bytes, bool]:
@@ -39,16 +40,17 @@ def encode_message(client: Client, message: object, headers: Headers | None) -> 
 
 async def make_extras(
     stores: Stores, name: str, uuid: str, *, key: str | bytes | None, ttl: float | None, deliver_at: datetime | None, tombstone: bool,
-    timeout: float,
+    timeout: float, message_id: str | bytes | None = None,
 ) -> Extras:  # fmt: skip
-    """Return what a message is stored with: see `Streams.append`. Waits for the stream's place if there is a `key`.
+    """Return what a message is stored with: see `Streams.append`. Waits for the stream's place if there is a `key` or a `message_id`.
 
     Raises:
         ConfigError: a time is out of range.
-        MessageTooLarge: the key is over 4 KiB.
+        MessageTooLarge: the key or the id is over 4 KiB.
         StreamError: a tombstone without a key, or the stream was not found.
     """
-    if key is None and ttl is None and deliver_at is None and not tombstone:
+    plain = key is None and ttl is None and deliver_at is None
+    if plain and message_id is None and not tombstone:
         return PLAIN
     if tombstone and key is None:
         raise StreamError(name, "a tombstone is of a key")
@@ -63,7 +65,15 @@ async def make_extras(
             raise MessageTooLarge(f"key: {len(text)} bytes are over {MAX_KEY_BYTES}")
         sealing, of = await stores.key_place(name, uuid, timeout=timeout)
         key_hash = hmac.digest(sealing.key_hash_key, of + text, "sha256")
-    return Extras(text, key_hash, tombstone, expires_us, due_us)
+    id_hash = b""
+    if message_id is not None:
+        named = message_id.encode() if isinstance(message_id, str) else message_id
+        if not 0 < len(named) <= MAX_KEY_BYTES:
+            raise MessageTooLarge(f"message_id: {len(named)} bytes are not 1 to {MAX_KEY_BYTES}")
+        sealing, of = await stores.id_place(name, uuid, timeout=timeout)
+        # Apart from keys: who is both an id and a key is not seen to be.
+        id_hash = hmac.digest(sealing.key_hash_key, ID_LABEL + of + named, "sha256")
+    return Extras(text, key_hash, tombstone, expires_us, due_us, id_hash)
 
 
 def _microseconds(what: str, seconds: float) -> int:

@@ -24,7 +24,11 @@ def orders_to_create(
 ) -> list[SignedOrder]:
     """Return orders to keep a new stream, one for each of the keys; `store` is the store's public key."""
     now_us = time.time_ns() // 1000
-    return [_signed(key, Order(KEEP, uuid, key.key_id, store, now_us, definition)) for key in keys]
+    version = definition.order_version
+    return [
+        _signed(key, Order(KEEP, uuid, key.key_id, store, now_us, definition, version))
+        for key in keys
+    ]
 
 
 def orders_to_change(
@@ -66,7 +70,7 @@ def _time(of: Known) -> int:
 def _next(action: str, key: ClusterKey, of: Known, definition: Definition, issued_us: int) -> Order:
     uuid, store = of.order.uuid, of.order.store
     return Order(
-        action, uuid, key.key_id, store, issued_us, definition, revision=of.revision + 1
+        action, uuid, key.key_id, store, issued_us, definition, definition.order_version, of.revision + 1
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from iris.wire.names import check_cluster, check_filter
 
 KEEP: Final = "keep"
 END: Final = "end"
-ORDER_VERSION: Final = 1
+ORDER_VERSION: Final = 2
+"""The highest that a store of this version takes."""
 MAX_ORDER_BYTES: Final = 8192
 MAX_ORDERS: Final = 64
 MAX_LISTED: Final = 64
@@ -81,6 +82,16 @@ class Definition(Struct, frozen=True):
     origins: Annotated[tuple[Origin, ...], Meta(max_length=MAX_ORIGINS)] = ()
     """Of a copy, promoted or not: the logs that its records may come from, the oldest first; the last is what it copies."""
 
+    consuming_paused: bool = False
+    """Consumers are handed nothing; recording, appending and reading go on."""
+    dedup_window_us: Time = 0
+    """Ids of appended messages are remembered so long; 0: there are none."""
+
+    @property
+    def order_version(self) -> int:
+        """The version that an order has to have, so that a store which would not keep to all of this refuses it."""
+        return 2 if self.consuming_paused or self.dedup_window_us else 1
+
     def key_uuid(self, uuid: bytes) -> bytes:
         """Return the uuid that key hashes of the log `uuid`, which is defined so, are made with: that of the first in a line of copies."""
         return self.origins[0].uuid if self.origins else uuid
@@ -114,7 +125,7 @@ def check_definition(definition: Definition) -> None:
             raise ConfigError("mirror: the last of its origins is what a stream is a copy of")
         if definition.topic or definition.cluster:
             raise ConfigError("a copy records no topic and no cluster")
-    for field in ("max_bytes", "max_messages", "max_age_us"):
+    for field in ("max_bytes", "max_messages", "max_age_us", "dedup_window_us"):
         if not 0 <= getattr(definition, field) < 1 << 63:
             raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
 
@@ -132,7 +143,8 @@ class Order(Struct, frozen=True):
     """The store's public key."""
     issued_us: Time
     definition: Definition
-    version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = ORDER_VERSION
+    version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = 1
+    """2: the definition says more than stores of version 1 know of."""
     revision: Offset = 0
     """One more than that of the order in force, which it replaces; 0 in "create" and in orders of older clients."""
 
@@ -225,6 +237,8 @@ class NewRecord(Struct, frozen=True, array_like=True, gc=False):
     due_us: Time = 0
     expect: Offset | None = None
     """Append only if this is the next offset."""
+    id_hash: Hash = b""
+    """Of the message's id: stored only if the stream remembers no other of this id."""
 
 
 class Outcome(Struct, frozen=True, array_like=True):

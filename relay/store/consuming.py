@@ -48,6 +48,8 @@ class Consuming:
     def __init__(self, log: Log, bury: Bury, clock: Clock | None = None) -> None:
         self._log = log
         self._clock = clock or Clock()
+        self.paused = False
+        """Nothing is handed out; what workers hold may be settled."""
         self._bury = bury
         self._consumers: dict[str, Consumer] = {}
         self._used_us: dict[str, int] = {}
@@ -263,6 +265,10 @@ class Consuming:
         self, consumer: Consumer, question: Question, call: Consume, now_us: int, *, last: bool
     ) -> bool:
         """Hand out what there is; False if that is nothing and may wait."""
+        if self.paused:
+            if last:
+                question.answer(self._delivered(consumer, Taken([], 0, 0)))
+            return last
         limit = min(call.max_bytes, question.session.message_limit)
         try:
             taken = consumer.take(call.worker, limit, call.max_messages, now_us)

@@ -500,6 +500,8 @@ class Store:
             stream.redefine()
             self._place(stream)
             question.answer(stream.described(self.key.public_key, self.label))
+            if old.consuming_paused and not definition.consuming_paused:
+                stream.wake(self.now_us)
             return
         self._leave(stream)
         self._displace(stream)
@@ -661,6 +663,8 @@ class Store:
                 cluster="",
                 mirror="",
                 origins=(),
+                consuming_paused=False,
+                dedup_window_us=0,
             )
             dead.define(limits)
             for key_id in stream.orders:

@@ -39,6 +39,7 @@ from relay.store.errors import (
     LogMissing,
     LogWriteFailed,
 )
+from relay.store.ids import Ids
 from relay.store.producers import Duplicate, Fenced, OutOfOrder, Producers
 from relay.store.records import (
     ID_BYTES,
@@ -119,6 +120,8 @@ class Log:
         self._listed_us = int.from_bytes(database.get(b"l") or b"", "big")
         """Due times up to here were listed, as far as a cursor tells."""
         self.steps = Steps()
+        self.ids = Ids(database)
+        """Its window and time are the owner's to set."""
 
     # Opening and closing
 
@@ -238,7 +241,7 @@ class Log:
         A Note becomes a Gap of one offset.
 
         An entry that is refused does not hold up those after it, but a later one of the same producer is then out of
-        order. A duplicate is known as one before `expect` is looked at. An entry whose due time has come is not
+        order. A duplicate, of a producer or of a message's id, is known as one before `expect` is looked at. An entry whose due time has come is not
         deferred. The message count is the publisher's: nothing here can look under the seal.
 
         Raises:
@@ -251,7 +254,9 @@ class Log:
         outcomes: list[Outcome] = []
         try:
             for entry, count in zip(entries, counts, strict=True):
-                outcome = None if isinstance(entry, Note) else self._judge(entry, draft.next)
+                outcome = None
+                if not isinstance(entry, Note):
+                    outcome = self._judge(entry, draft.next, now_us)
                 if outcome is None:
                     outcome = Stored(draft.next, draft.next + count)
                     if outcome.next > MAX_OFFSET:
@@ -263,8 +268,11 @@ class Log:
                     draft.add_entry(entry, outcome.first, count, now_us)
                     if entry.stamp is not None:
                         self._producers.take(entry.stamp, outcome.first, count, now_us)
+                    if entry.id_hash is not None and self.ids.window_us:
+                        self.ids.take(draft.batch, entry.id_hash, outcome.first, count)
                 outcomes.append(outcome)
             for producer, row in self._producers.changes():
+                draft.rows = True
                 if row is None:
                     draft.batch.delete(b"p" + producer)
                 else:
@@ -272,8 +280,10 @@ class Log:
             self._chain.finish(draft)
         except BaseException:
             self._producers.forget()
+            self.ids.forget()
             raise
         self._producers.commit()
+        self.ids.commit()
         self._staged.written()
         return outcomes
 
@@ -364,6 +374,14 @@ class Log:
         if dropped:
             self._chain.write(rows, sync=True)
         return dropped
+
+    def tend_ids(self) -> None:
+        """Forget ids of messages whose window has passed, some of them. Not synced. Raises LogWriteFailed."""
+        if self.ids.count:
+            rows = self._database.batch()
+            if self.ids.expire(rows):
+                self._chain.write(rows, sync=False)
+            self.ids.commit()
 
     def tend_staged(self, now_us: int) -> int:
         """Drop attempts that are too old, give disk space back; return how many records went. Raises LogWriteFailed."""
@@ -539,11 +557,17 @@ class Log:
         draft.listed_us = self._listed_us
         return draft
 
-    def _judge(self, entry: Entry, at: int) -> Outcome | None:
+    def _judge(self, entry: Entry, at: int, now_us: int) -> Outcome | None:
         if entry.stamp is not None:
             outcome = self._producers.judge(entry.stamp)
             if outcome is not None:
                 return outcome
+        if entry.id_hash is not None and self.ids.window_us:
+            found = self.ids.find(entry.id_hash)
+            if found is not None and found.first is not None and found.next is not None:
+                if entry.stamp is not None:  # it has its place: the producer goes on behind it
+                    self._producers.take(entry.stamp, found.first, found.next - found.first, now_us)
+                return found
         if entry.expect is not None and entry.expect != at:
             return Conflict(at)
         return None

@@ -81,6 +81,8 @@ class Entry(Struct, frozen=True, gc=False):
     due_us: int = 0
     expect: int | None = None
     """Append only if this is the next offset."""
+    id_hash: bytes | None = None
+    """32 bytes; stored only if the log does not remember another of this id."""
 
 
 class Note(Struct, frozen=True):
@@ -149,6 +151,7 @@ def check_entry(entry: Entry) -> int:
         ("sender_id", entry.sender_id, ID_BYTES),
         ("end", entry.end, END.size),
         ("key_hash", entry.key_hash or bytes(HASH_BYTES), HASH_BYTES),
+        ("id_hash", entry.id_hash or bytes(HASH_BYTES), HASH_BYTES),
         ("producer", entry.stamp.producer if entry.stamp else bytes(ID_BYTES), ID_BYTES),
     ):
         if len(value) != size:

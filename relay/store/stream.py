@@ -44,6 +44,7 @@ from relay.store.consuming import Consuming
 from relay.store.cursor import Dead
 from relay.store.database import room_to_open
 from relay.store.errors import LogDamaged, LogError, LogWriteFailed
+from relay.store.ids import MAX_IDS
 from relay.store.log import Log
 from relay.store.records import Entry, Note, Stamp, check_entry
 from relay.store.segments import Limits
@@ -135,6 +136,7 @@ class Stream:
             log, lambda consumer, dead: self.bury(consumer, dead), self._clock
         )
         self.staging = Staging(log)
+        self._apply()
 
     # -- what it is ------------------------------------------------------------------------------------------
 
@@ -159,6 +161,13 @@ class Stream:
             max_messages=definition.max_messages or None,
             max_age_us=definition.max_age_us or None,
         )
+        self._apply()
+
+    def _apply(self) -> None:
+        """Have the log and its consumers go by the definition."""
+        if self.log is not None and self.consuming is not None:
+            self.log.ids.window_us = self.definition.dedup_window_us
+            self.consuming.paused = self.definition.consuming_paused
 
     @property
     def key_ids(self) -> list[bytes]:
@@ -281,6 +290,19 @@ class Stream:
         if self._writable(question) is None:
             return
         producer = call.producer if call.producer != streams.NO_PRODUCER else None
+        if (log := self.log) is not None and any(new.id_hash for new in call.records):
+            if not self.definition.dedup_window_us:
+                question.refuse(
+                    "invalid",
+                    f"stream {self.name!r} remembers no ids of messages: it has no dedup window",
+                )
+                return
+            if log.ids.count + len(call.records) > MAX_IDS:
+                question.refuse(
+                    "full",
+                    f"stream {self.name!r} remembers {log.ids.count} ids of messages, of {MAX_IDS}; shorten its dedup window",
+                )
+                return
         entries = []
         for new in call.records:
             stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
@@ -360,7 +382,7 @@ class Stream:
     ) -> Entry:
         entry = Entry(
             Kind.STREAM, self.name, question.key_id, sender_id, new.end, new.body, stamp,
-            new.key_hash or None, new.tombstone, new.expires_us, new.due_us, new.expect,
+            new.key_hash or None, new.tombstone, new.expires_us, new.due_us, new.expect, new.id_hash or None,
         )  # fmt: skip
         check_entry(entry)
         return entry
@@ -404,6 +426,7 @@ class Stream:
                 raise LogWriteFailed(
                     self.path, (log.failed if log else self.failed) or "it is not open"
                 )
+            log.ids.now_us = self._elapsed_us(now_us)
             outcomes = log.append([entry for entry, _ in batch], now_us)
         except LogWriteFailed as err:
             self._failed(batch, err)
@@ -569,6 +592,8 @@ class Stream:
         if self.consuming is not None and not log.failed:
             self.consuming.tend(self._elapsed_us(now_us))
             dropped = log.tend_staged(now_us)
+            log.ids.now_us = self._elapsed_us(now_us)
+            log.tend_ids()
         elapsed_us = self._elapsed_us(now_us)
         if self.definition.compact and elapsed_us >= self._compact_us:
             done = log.compact(now_us)

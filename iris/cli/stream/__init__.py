@@ -54,6 +54,7 @@ def create(
     compact: Annotated[
         bool, typer.Option("--compact", help="Of the messages with one key keep the last.")
     ] = False,
+    dedup_window: texts.DedupWindow = None,
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -74,7 +75,7 @@ def create(
         async with iris.connect(relay) as client:
             info = await client.streams.create(
                 name, topic=topic, cluster=cluster, max_bytes=max_bytes or 0, max_messages=max_messages or 0,
-                max_age=max_age or 0.0, compact=compact, timeout=timeout,
+                max_age=max_age or 0.0, compact=compact, dedup_window=dedup_window or 0.0, timeout=timeout,
             )  # fmt: skip
         if json:
             output.write_json(info)
@@ -163,6 +164,7 @@ def change(
     compact: Annotated[
         bool | None, typer.Option("--compact/--no-compact", help="Of the messages with one key keep the last.", show_default=False)
     ] = None,
+    dedup_window: texts.DedupWindow = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
@@ -174,7 +176,7 @@ def change(
       iris stream change orders --max-bytes 20GiB
       iris stream change orders --max-age 0
     """
-    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact}  # fmt: skip
+    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
         raise typer.BadParameter("nothing to change: name a limit", param_hint="--max-…")
@@ -184,17 +186,34 @@ def change(
 @app.command()
 def pause(
     name: texts.Name,
+    consumers: Annotated[
+        bool,
+        typer.Option(
+            "--consumers", help="Go on recording, and hand nothing to consumers: nothing is lost."
+        ),
+    ] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Record and append nothing until `resume`; what was missed is told as a gap.
+    """Stop recording until `resume`, or with --consumers only consuming.
+
+    Without --consumers what is published meanwhile is LOST to the stream (a
+    gap says so), pushes go to other members, and appends are refused. Readers
+    and consumers go on with what is there.
+
+    With --consumers nothing is lost: the stream records and takes appends, and
+    readers read; consumers are handed nothing until `resume`, and then all of it.
 
     \b
     Examples:
+      iris stream pause orders --consumers
       iris stream pause orders
     """
-    _do(lambda client: client.streams.pause(name, uuid=uuid, timeout=timeout), relay)
+    _do(
+        lambda client: client.streams.pause(name, consumers=consumers, uuid=uuid, timeout=timeout),
+        relay,
+    )
 
 
 @app.command()
@@ -204,7 +223,7 @@ def resume(
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Record and append again.
+    """Record, append and hand out to consumers again, whichever was paused.
 
     \b
     Examples:
@@ -285,7 +304,9 @@ def _records(info: StreamInfo) -> str:
 def _state(info: StreamInfo) -> str:
     if info.failed:
         return f"failed: {info.failed}"
-    return "paused" if info.paused else "ok"
+    if info.paused:
+        return "paused"
+    return "consumers paused" if info.consumers_paused else "ok"
 
 
 def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
@@ -318,6 +339,11 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ),
         ("compact", yes(info.compact)),
         ("paused", yes(info.paused)),
+        ("consumers-paused", yes(info.consumers_paused)),
+        (
+            "dedup-window" if human else "dedup-window-s",
+            limit(info.dedup_window, f"{info.dedup_window:.15g}", texts.age_text),
+        ),
         *_copy_facts(info),
         ("lost", str(info.lost)),
         ("failed", info.failed or ("no" if human else "")),

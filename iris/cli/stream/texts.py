@@ -83,6 +83,9 @@ MaxMessages = Annotated[
 MaxAge = Annotated[
     float | None, typer.Option("--max-age", metavar="AGE", parser=parse_age, help="Keep for so long: 90s, 30m, 12h, 7d; 0 is no limit.", show_default=False)
 ]  # fmt: skip
+DedupWindow = Annotated[
+    float | None, typer.Option("--dedup-window", metavar="AGE", parser=parse_age, help="Remember ids of appended messages for so long: 10m, 1d; 0 is not at all.", show_default=False)
+]  # fmt: skip
 StartAt = Annotated[
     Any, typer.Option("--start", metavar="WHERE", parser=parse_start, help="first, last, new, an offset, or an ISO time.")
 ]  # fmt: skip

@@ -72,6 +72,9 @@ def append(
     tombstone: Annotated[
         bool, typer.Option("--tombstone", help="Say that --key is deleted; MESSAGE may be absent.")
     ] = False,
+    message_id: Annotated[
+        str | None, typer.Option("--id", help="Of the message: within the stream's dedup window it is stored once.", show_default=False)
+    ] = None,
     lines: Annotated[
         bool, typer.Option("--lines", "-l", help="Every line of standard input is a message of its own.")
     ] = False,
@@ -104,7 +107,13 @@ def append(
             raise typer.BadParameter(
                 "--lines reads standard input; leave MESSAGE out", param_hint="MESSAGE"
             )
-        given = {"--key": key, "--ttl": ttl, "--deliver-at": deliver_at, "--expect": expect}
+        given = {
+            "--key": key,
+            "--ttl": ttl,
+            "--deliver-at": deliver_at,
+            "--expect": expect,
+            "--id": message_id,
+        }
         alone = [option for option, value in given.items() if value is not None]
         if alone:
             raise typer.BadParameter(
@@ -132,7 +141,7 @@ def append(
     async def work() -> int:
         async with iris.connect(relay) as client:
             offset = await client.streams.append(
-                name, body, headers=headers, key=key, ttl=ttl, deliver_at=deliver_at, expect=expect, tombstone=tombstone, uuid=uuid,
+                name, body, headers=headers, key=key, ttl=ttl, deliver_at=deliver_at, expect=expect, tombstone=tombstone, message_id=message_id, uuid=uuid,
                 timeout=timeout,
             )  # fmt: skip
         if json:
