@@ -51,12 +51,15 @@ class Attendance:
         sessions, members = self._written = self._read()
         self._router.interest.on_members = self._changed
         if members:
-            until_us = time.monotonic_ns() // 1000 + int(RETURN_S * 1e6)
-            self._router.wait_for_return(members, until_us)
-            loop = asyncio.get_running_loop()
-            self._returning = loop.call_later(RETURN_S, self._missed, members)
+            self._wait(members)
             fields = {"members": members, "sessions": sessions, "within_s": RETURN_S}
             log.info("relay.waits", extra={"fields": fields})
+
+    def let_in(self) -> None:
+        """Sessions are read from now on: before that no member could come back."""
+        if self._returning is not None:
+            self._returning.cancel()
+            self._wait(self._written[1])
 
     def freeze(self) -> None:
         """Keep what is there now: whoever goes from here on goes because the relay does. Idempotent."""
@@ -69,6 +72,12 @@ class Attendance:
             if timer is not None:
                 timer.cancel()
         self._timer = self._returning = None
+
+    def _wait(self, members: int) -> None:
+        until_us = time.monotonic_ns() // 1000 + int(RETURN_S * 1e6)
+        self._router.wait_for_return(members, until_us)
+        loop = asyncio.get_running_loop()
+        self._returning = loop.call_later(RETURN_S, self._missed, members)
 
     def _changed(self) -> None:
         """A member came or went."""

@@ -33,6 +33,7 @@ from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
 from relay.discovery.zeroconf import MulticastDiscovery
+from relay.door import Door
 from relay.federation import GatewayHub
 from relay.hub import Hub
 from relay.links import LinkHub
@@ -116,6 +117,9 @@ class Relay:
             self.hub.store_pid = lambda: store.pid
         self._socket: socketfile.SocketFile | None = None
         self._attendance = Attendance(config.socket_path, self.router)
+        self._door = Door(self.hub, self.router, self._store, config.socket_path, self._opened)
+        for hub in self._hubs:
+            hub.changed = self._door.links_changed
         self._tasks: list[asyncio.Task[None]] = []
         self._found: asyncio.TimerHandle | None = None
         self._started_s = time.monotonic()
@@ -133,12 +137,15 @@ class Relay:
                 self.gateways.listen()
             if self.remote is not None:
                 self.remote.listen(self.config.listen)
+            self._door.start(linked=self.links is not None)
         except BaseException:
             for hub in self._hubs:
                 hub.stop_listening()
             self._socket.listener.close()
             self._socket.release()
             self._socket = None
+            if self.remote is not None:
+                self.remote.stop_listening()
             raise
         self.hub.listen(self._socket.listener)
         self._task(self.hub.sweep(), "iris-sweep")
@@ -161,12 +168,20 @@ class Relay:
         log.info("relay.started", extra={"fields": fields})
         self._attendance.start()  # nothing was read yet: sessions come with the next turns of the loop
 
+    def _opened(self) -> None:
+        """Sessions are read from now on."""
+        if self.remote is not None:
+            self.remote.accept()
+        self._attendance.let_in()
+
     async def stop(self, *, drain_s: float | None = None) -> None:
         """Take no new session or link, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         if self._store is not None:
             self._store.let_go()
         self._attendance.freeze()
+        unread = self._door.unread
+        self._door.freeze()
         try:
             self.hub.stop_listening()
             if self._socket is not None:
@@ -180,7 +195,7 @@ class Relay:
             await self._stop_discovery()
             await Stopping(self.driver, self.hub, self._hubs).run(bound_s)
             if self._store is not None:
-                await self._store.stop()
+                await self._store.stop(unread=unread)
             await asyncio.gather(*(hub.close() for hub in self._hubs))
         finally:
             if self._store is not None:
@@ -188,6 +203,7 @@ class Relay:
             for task in self._tasks:
                 task.cancel()
             self._tasks.clear()
+            self._door.freeze()
             self.hub.end()
             for hub in self._hubs:
                 hub.end()

@@ -54,6 +54,8 @@ class Hub:
         self.ports: set[LinkPort] = set()
         self.quiet = Quiet()
         self.refusals: dict[str, int] = {}
+        self.changed: Callable[[], object] = bool
+        """Called when a connection is up, or was."""
         self.replaced = 0
         self.protocol_errors = 0
         self.addresses: list[tuple[str, int]] = []
@@ -215,6 +217,7 @@ class Hub:
         self._dialler.up(hello.relay_id)
         told = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.told()}
         log.info("%s.up", self.kind, extra={"fields": told})
+        self.changed()
         return neighbor
 
     def lost(self, port: LinkPort, neighbor: Neighbor, relay_id: bytes, lived_s: float) -> None:
@@ -222,6 +225,7 @@ class Hub:
         self._down(neighbor)
         fields = {"peer": relay_id.hex(), "address": port.address, "reason": port.reason}
         log.info("%s.down", self.kind, extra={"fields": fields})
+        self.changed()
         if not self._stopping and not self.linked(relay_id):
             self._dialler.lost(relay_id, lived_s, port.dialled)
 

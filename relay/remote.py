@@ -51,17 +51,20 @@ class RemoteListener:
         self._loop: asyncio.AbstractEventLoop
 
     def listen(self, addresses: Sequence[str]) -> None:
-        """Bind and accept at every tls://host:port. Raises ConfigError; nothing is left behind then."""
+        """Bind at every tls://host:port; `accept` is for the time to come. Raises ConfigError; nothing is left behind then."""
         self._loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             for text in addresses:
                 self._listeners.append(undo.enter_context(_bind(text)))
             undo.pop_all()
         self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
-        self._acceptor.listen(self._listeners)
         if self.addresses:
             shown = [f"{host}:{port}" for host, port in self.addresses]
             log.info("sessions.listening", extra={"fields": {"addresses": shown}})
+
+    def accept(self) -> None:
+        """Take who comes, and who has come since `listen`."""
+        self._acceptor.listen(self._listeners)
 
     def stop_listening(self) -> None:
         """Accept no more, and give up handshakes. Idempotent."""

@@ -56,6 +56,8 @@ class SessionHub:
         self.turned_away = 0
         self.attaching = 0
         """Connections accepted whose ports are not made yet."""
+        self.held: list[tuple[socket.socket, SessionPort]] | None = None
+        """Sessions that are accepted and not read, while the store is to come first; None: nobody is held."""
         self.users = Table(config.max_sessions)
         """Sessions per user. A connection over TLS counts once its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
@@ -84,6 +86,18 @@ class SessionHub:
         self.attaching += 1
         self.users.take(peer.user)
         port = SessionPort(self, peer, accepted=True)
+        if self.held is not None and peer.user != RELAYS_STORE:
+            self.held.append((connection, port))
+            return
+        self._begin(connection, port)
+
+    def release(self) -> None:
+        """Read those that were held, and hold nobody any more. Idempotent."""
+        held, self.held = self.held or [], None
+        for connection, port in held:
+            self._begin(connection, port)
+
+    def _begin(self, connection: socket.socket, port: SessionPort) -> None:
         task = self._loop.create_task(self._attach(connection, port), name="iris-accept")
         self._accepting.add(task)
         task.add_done_callback(partial(self._attached, connection, port))
@@ -127,11 +141,14 @@ class SessionHub:
     ) -> None:
         self._accepting.discard(task)
         if port.attaching:  # the connection was never made
-            self.attaching -= 1
-            port.attaching = False
-            self.users.give(port.user)
+            self._never(port)
         if task.cancelled():
             connection.close()
+
+    def _never(self, port: SessionPort) -> None:
+        self.attaching -= 1
+        port.attaching = False
+        self.users.give(port.user)
 
     def port(self) -> SessionPort:
         """Return the protocol object of a new connection within this process."""
@@ -165,6 +182,10 @@ class SessionHub:
     def end(self) -> None:
         """End every session now, those that are being accepted included. Idempotent."""
         self.stop_listening()
+        held, self.held = self.held or [], None
+        for connection, port in held:
+            connection.close()
+            self._never(port)
         for task in self._accepting:
             task.cancel()
         for port in list(self.ports):

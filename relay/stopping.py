@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from iris.wire.frames import Kind
 from relay.core.draining import HEARD_MINOR
 from relay.hub import Hub
 from relay.ports import Driver
@@ -36,7 +35,6 @@ class Stopping:
         self._router = driver.router
         self._sessions = sessions
         self._hubs = hubs
-        self._alone = not (self._router.links or self._router.wans)
 
     async def run(self, bound_s: float) -> None:
         """Drain for at most `bound_s`, end the sessions of stores, and leave the others to be closed."""
@@ -61,15 +59,14 @@ class Stopping:
             await asyncio.sleep(POLL_S)
             quiet = quiet + 1 if self._idle and not any(map(self._held, self._staying)) else 0
         self._driver.turn()
-        self._cut(bound_s)
-        ended = all(port.session.closed for port in self._staying)
-        await self._end_stores(ended and self._alone)
+        ended = self._cut(bound_s)
+        await self._end_stores(ended and self._router.alone)
 
     @property
     def _staying(self) -> list[SessionPort]:
         """Sessions that have not ended, but for those that were never begun and those of stores, which end last."""
         ports = self._sessions.ports
-        return [port for port in ports if port.session.greeted and not _is_store(port)]
+        return [port for port in ports if port.session.greeted and not port.session.stores]
 
     def _held(self, port: SessionPort) -> bool:
         """Whether a session has to be read until it ends: it says goodbye itself, or it may have sent what nobody would miss."""
@@ -82,8 +79,8 @@ class Stopping:
         heard = self._router.drains.heard
         return heard and self._sessions.idle and all(hub.idle for hub in self._hubs)
 
-    def _cut(self, bound_s: float) -> None:
-        """The grace is over: what is still under way is said, and that nobody knows what else was sent."""
+    def _cut(self, bound_s: float) -> bool:
+        """The grace is over: what is still under way is said, and that nobody knows what else was sent. Return whether all had ended."""
         drains = self._router.drains
         drains.answer_byes(over=True)
         calls, tunnels = self._router.under_way
@@ -91,6 +88,7 @@ class Stopping:
         if calls or tunnels:
             fields = {"calls": calls, "tunnels": tunnels, "after_s": bound_s}
             log.warning("relay.cut", extra={"fields": fields})
+        ended = all(port.session.closed for port in self._staying)
         unread = [port for port in self._staying if self._held(port)]
         if unread:
             told_of = {"sessions": len(unread), "labels": [p.session.label for p in unread[:8]], "after_s": bound_s}  # fmt: skip
@@ -99,17 +97,14 @@ class Stopping:
             self._router.unread(port.session)
             port.abort("the relay stopped before it had said goodbye")
         self._driver.settle()
+        return ended
 
     async def _end_stores(self, complete: bool) -> None:
         """Say goodbye to stores, and return when they have taken all that was sent to them, or take no more."""
-        stores = [port for port in self._sessions.ports if _is_store(port)]
+        stores = [port for port in self._sessions.ports if port.session.stores]
         for port in stores:
             self._router.end(port.session, complete=complete and not port.held_messages)
         self._driver.settle()
         until_s = time.monotonic() + STORE_S
         while time.monotonic() < until_s and not self._sessions.ports.isdisjoint(stores):  # noqa: ASYNC110 - closes are the stores' to make
             await asyncio.sleep(POLL_S)
-
-
-def _is_store(port: SessionPort) -> bool:
-    return any(Kind.STREAM in member.loads for member in port.session.members.values())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import random
 import sys
 import time
@@ -22,6 +24,13 @@ PAUSE_MAX_S: Final = 10.0
 LASTED_S: Final = 10.0
 """A store that ran for so long is started again at once."""
 STOP_S: Final = 10.0
+STREAMS: Final = "streams"
+"""In the data directory: a directory for each log."""
+WHOLE: Final = "complete"
+"""In the data directory, from the end of a relay that has read everybody to the start of its next store: what its streams lack nothing up to."""
+WHOLE_BYTES: Final = 1 << 16
+UNREAD: Final = b"unread\n"
+"""At its standard input: what a relay says to its store that has not come yet."""
 
 
 class StoreSupervisor:
@@ -64,16 +73,42 @@ class StoreSupervisor:
             )
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether the store before this one left streams, which record again once it is here."""
+        try:
+            return any(path.is_dir() for path in (self._data / STREAMS).iterdir())
+        except OSError:
+            return False
+
+    @property
+    def left_by(self) -> str:
+        """Id of the relay up to whose end its streams lack nothing, as the store before this one said; empty if it did not."""
+        try:
+            with (self._data / WHOLE).open("rb") as file:
+                return str(json.loads(file.read(WHOLE_BYTES))["relay"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return ""
+
+    def forget(self) -> None:
+        """Something may have been published that the next store does not hear of: there may be a gap. Raises OSError."""
+        forget_whole(self._data / WHOLE)
+
     def let_go(self) -> None:
         """Start it no more: whoever stops the relay may stop the store, too."""
         self._stopping = True
 
-    async def stop(self) -> None:
-        """End the store: it writes what it has. Killed when that takes too long. Idempotent."""
+    async def stop(self, *, unread: bool = False) -> None:
+        """End the store: it writes what it has. Killed when that takes too long. Idempotent.
+
+        `unread`: this relay waited for it, and let nobody in, so that its streams still lack nothing.
+        """
         self._stopping = True
         process = self._process
         if process is None or process.stdin is None:
             return
+        if unread:
+            process.stdin.write(UNREAD)
         process.stdin.close()
         try:
             async with asyncio.timeout(STOP_S):
@@ -103,3 +138,16 @@ class StoreSupervisor:
             "starts": self._starts,
             "last_exit": self._last_exit,
         }
+
+
+def forget_whole(path: Path) -> None:
+    """Remove the file `WHOLE`, for good. Idempotent; raises OSError."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

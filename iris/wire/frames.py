@@ -233,6 +233,8 @@ class Ack(Struct, frozen=True):
     id: U63
     error: Text = ""
     member: U63 = 0
+    fresh: bool = False
+    """Of JOIN and SUBSCRIBE: this relay had routed no publication and no broadcast before, and was never joined to another."""
 
 
 class Grant(Struct, frozen=True):

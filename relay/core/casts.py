@@ -38,6 +38,8 @@ class Casts:
         self._accounts = accounts
         self._interest = interest
         self._slow = slow
+        self.begun = False
+        """Something was published or broadcast."""
         self.abroad: Federation
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
@@ -100,6 +102,7 @@ class Casts:
 
     def _resolve(self, route: Route) -> None:
         """Find who gets this route's casts while the interest stays as it is."""
+        self.begun = True
         route.targets.clear()
         route.groups = ()
         if route.kind == Kind.BROADCAST:

@@ -183,7 +183,7 @@ class SessionControl:
         session.members[serial] = member
         self._router.interest.join(member)
         self._router.mesh.joined(member, self._router.now_us)
-        session.control(frames.Ack(join.id, "", serial))
+        session.control(frames.Ack(join.id, "", serial, self._router.fresh))
         if join.name == STORES and NO_KEY in key_ids:
             self._router.stores.joined(session, self._router.now_us)
         for watch in self._watchers(member):
@@ -266,7 +266,7 @@ class SessionControl:
             self._router.mesh.wanted(
                 subscribe.filter, key_ids, subscribe.group, session.user, 1, self._router.now_us
             )
-        session.control(frames.Ack(subscribe.id, error))
+        session.control(frames.Ack(subscribe.id, error, fresh=self._router.fresh))
 
     def _on_unsubscribe(self, session: Session, unsubscribe: frames.Unsubscribe) -> None:
         key_ids = session.subscriptions.pop((unsubscribe.filter, unsubscribe.group), None)

@@ -102,6 +102,8 @@ class Router:
         )  # fmt: skip
         self.message_limit = message_limit
         self.draining = False
+        self.alone = True
+        """No other relay or site was ever connected: what is published elsewhere is nothing to anybody here."""
         self.status_extra: Callable[[], dict[str, object]] = dict
         self._entropy = entropy
         self._next_number = 1
@@ -173,8 +175,14 @@ class Router:
         limits = (self.message_limit, self.limits.aliases)
         return self.mesh.hello(dial_us, self.now_us, limits, self.site, self.label)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether no publication and no broadcast was routed yet, and none elsewhere that would have come here."""
+        return self.alone and not self._casts.begun
+
     def link_up(self, port: Port, hello: frames.LinkHello) -> Link:
         """Both relays have greeted, and the certificate named the relay of `hello`; an older link to it is down already."""
+        self.alone = False
         number = self._number()
         link = self.mesh.link_up(port, number, hello, self.now_us)
         if hello.site and not self.abroad.site:
@@ -200,6 +208,7 @@ class Router:
 
     def wan_up(self, port: Port, hello: frames.LinkHello, site: str, cost_ms: int) -> Wan:
         """Two gateways have greeted, and the certificate named the relay of `hello` and its `site`; an older one to it is down already."""
+        self.alone = False
         number = self._number()
         wan = Wan(port, number, hello, site, self.relay_id, self.now_us)
         wan.label = printable(hello.label)

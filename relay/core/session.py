@@ -498,6 +498,11 @@ class Session(Neighbor):
         self.watches: dict[int, Watch] = {}
 
     @property
+    def stores(self) -> bool:
+        """Whether it is a store."""
+        return any(Kind.STREAM in member.loads for member in self.members.values())
+
+    @property
     def shown_keys(self) -> list[str]:
         """The keys that it has proven, for operators: the first 8 hex digits of each id, then how many are not shown."""
         keys = sorted(key_id.hex()[:8] for key_id in self.proven)

@@ -34,6 +34,11 @@ class StoreWatch:
         self._up: dict[int, str] = {}
         """Number of its session -> user."""
 
+    @property
+    def ours_is_up(self) -> bool:
+        """Whether the store that this relay starts has joined for every stream."""
+        return RELAYS_STORE in self._up.values()
+
     def starts_one(self, now_us: int) -> None:
         """This relay has a store that it starts whenever there is none."""
         self._starts_one = True
@@ -74,6 +79,6 @@ class StoreWatch:
             self._tell(now_us)
 
     def _tell(self, now_us: int) -> None:
-        ours = self._starts_one and RELAYS_STORE not in self._up.values()
+        ours = self._starts_one and not self.ours_is_up
         back = now_us < self.deadline_us < NEVER_US
         self._mesh.store_starts((ours or back) and not self._ended, now_us)

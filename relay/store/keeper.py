@@ -34,6 +34,7 @@ from relay.store.authority import Authority, Kept, is_promotion, one_definition
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.clock import Clock
 from relay.store.consuming import ConsumerRefused, Consuming
+from relay.store.continuity import Continuity
 from relay.store.cursor import Dead
 from relay.store.database import write_beside
 from relay.store.ended import Ended
@@ -43,10 +44,10 @@ from relay.store.presence import Presence, Then, told
 from relay.store.session import Bundle, Question, StoreSession
 from relay.store.staged import StagingRefused
 from relay.store.stream import Stream
+from relay.supervisor import STREAMS, WHOLE
 
 log = logging.getLogger(__name__)
 
-STREAMS: Final = "streams"
 MAX_STREAMS: Final = 500
 """What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
 COMMIT_BYTES: Final = 1 << 20
@@ -75,7 +76,9 @@ class Store:
         self.address = public_id(key.public_key).hex()
         self.label = label
         self.clock = Clock()
-        self.presence = Presence(key, self.address)
+        self.presence = Presence(key, self.address, self._late)
+        self.continuity = Continuity()
+        self._left = directory / WHOLE
         self.authority = Authority(key.public_key)
         self.leaving = False
         """Our relay is about to stop."""
@@ -148,11 +151,11 @@ class Store:
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
+        self.continuity.take_up(self._left, self.streams.values())
         for stream in list(self.streams.values()):
-            if stream.log is not None and (stream.definition.topic or stream.definition.cluster):
+            if stream.uuid not in self.continuity.whole:
                 # Whatever was published meanwhile, nobody counted.
-                stream.note(None, "the store was not running")
-                self._dirty[stream.uuid] = stream
+                self._missed(stream, "the store was not running")
         self.commit()
         for stream in self.streams.values():
             self._place(stream)
@@ -202,23 +205,43 @@ class Store:
     def attached(self, session: StoreSession, *, first: bool) -> None:
         """A relay welcomed us: show it every order, and serve every stream."""
         self.presence.attach(session)
+        self.continuity.begun()
         self.leaving = False
         for stream in self.streams.values():
             if stream.orders and not stream.dead:
-                records = stream.definition.topic or stream.definition.cluster
-                if not first and stream.log is not None and records:
-                    stream.note(None, "the relay was away")
-                    self._touch(stream)
+                if not first and stream.uuid not in self.continuity.whole:
+                    self._missed(stream, "the relay was away")
                 self._serve(stream, told(stream.name))
 
-    def detached(self) -> None:
-        """The session has ended."""
+    def registered(self) -> None:
+        """The relay has answered all that `attached` said: what is missed from here on, the session tells."""
+        self.continuity.registered()
+
+    def _late(self) -> None:
+        """The relay had routed something before we were there, which nobody has counted."""
+        missing = self.continuity.late()
+        for stream in self.streams.values():
+            if stream.uuid in missing:
+                self._missed(stream, "the store was not there yet")
+
+    def _missed(self, stream: Stream, cause: str) -> None:
+        if stream.log is not None and (stream.definition.topic or stream.definition.cluster):
+            stream.note(None, cause)
+            self._touch(stream)
+
+    def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
+        """The session has ended. `complete`: `relay` said so of what it sent."""
         self.channels.clear()
         self.presence.detach()
         for stream in self.streams.values():
             if stream.consuming is not None:
                 stream.consuming.detached()
         self.commit()
+        self.continuity.ended(self.streams.values(), relay, complete=complete)
+
+    def leave_word(self, *, unread: bool = False) -> None:
+        """Tell the next store of this directory which streams miss nothing. Raises LogWriteFailed."""
+        self.continuity.leave(self._left, self.streams.values(), unread=unread)
 
     def _serve(self, stream: Stream, then: Then) -> None:
         dead = self.streams.get(dead_uuid(stream.uuid))

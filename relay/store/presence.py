@@ -27,13 +27,19 @@ Then = Callable[[str], None]
 class Heard:
     """Waits for one Ack (a `Waiter`), and calls back with what was wrong, or "", and the member that it made."""
 
-    def __init__(self, then: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, then: Callable[[str, int], None], late: Callable[[], None] | None = None
+    ) -> None:
+        """`late` is called before, if the Ack refuses, or says that something was routed already."""
         self._then: Callable[[str, int], None] | None = then
+        self._late = late
 
     def done(self) -> bool:
         return self._then is None
 
     def set_result(self, result: Any, /) -> None:
+        if self._late is not None and (result.error or not result.fresh):
+            self._late()
         self._tell(result.error, result.member)
 
     def set_exception(self, exception: BaseException, /) -> None:
@@ -45,6 +51,24 @@ class Heard:
             then(error, member)
 
 
+class Answered:
+    """Waits for one Pong (a `Waiter`), and calls back; not if the session ends before."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._done = False
+
+    def done(self) -> bool:
+        return self._done
+
+    def set_result(self, result: Any, /) -> None:
+        self._done = True
+        self._then()
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        self._done = True
+
+
 class Asks:
     """Several control frames: `then` is called once, when the last of them is answered, with the first error."""
 
@@ -53,7 +77,9 @@ class Asks:
         self._open = 1
         self._error = ""
 
-    def heard(self, also: Callable[[int], None] | None = None) -> Heard:
+    def heard(
+        self, also: Callable[[int], None] | None = None, late: Callable[[], None] | None = None
+    ) -> Heard:
         """Return what waits for one of them; `also` is called with the member it made, if all went well."""
         self._open += 1
 
@@ -64,7 +90,7 @@ class Asks:
                 also(member)
             self._less()
 
-        return Heard(then)
+        return Heard(then, late)
 
     def sent(self) -> None:
         """All of them are sent."""
@@ -79,11 +105,13 @@ class Asks:
 class Presence:
     """One store at one relay; empty after every loss of the session."""
 
-    def __init__(self, key: StoreKey, address: str) -> None:
+    def __init__(self, key: StoreKey, address: str, late: Callable[[], None]) -> None:
+        """`late` is called when the relay says that it routed something before it heard what we record."""
         self.session: StoreSession | None = None
         self.members: dict[int, Stream] = {}
         """By the member that takes a cluster's share for it."""
         self._key = key
+        self._late = late
         self._address = address
         self._served: dict[bytes, list[int]] = {}
         """Members of a stream, by its uuid."""
@@ -132,7 +160,9 @@ class Presence:
                 session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
         if definition.cluster and recording:
             shares = self._joined(stream, shares=True)
-            session.join(definition.cluster, stream.live_ids, _SHARE, "", asks.heard(shares))
+            session.join(
+                definition.cluster, stream.live_ids, _SHARE, "", asks.heard(shares, self._late)
+            )
         if definition.topic and recording:
             self._want(session, definition.topic, all_streams, asks)
         asks.sent()
@@ -205,7 +235,9 @@ class Presence:
             session.ask(lambda number: Unsubscribe(number, topic), asks.heard())
         if wanted:
             self._filters[topic] = wanted
-            session.ask(lambda number: Subscribe(number, topic, list(wanted)), asks.heard())
+            session.ask(
+                lambda number: Subscribe(number, topic, list(wanted)), asks.heard(late=self._late)
+            )
 
 
 def _leave(session: StoreSession, member: int, asks: Asks) -> None:

@@ -28,12 +28,15 @@ from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.memory import keep_freed_memory
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
-from iris.wire.frames import Bye
+from iris.wire.frames import Bye, Ping
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.store.database import sync_directory, write_beside
-from relay.store.keeper import COMMIT_BYTES, STREAMS, Store
+from relay.store.errors import LogError
+from relay.store.keeper import COMMIT_BYTES, Store
+from relay.store.presence import Answered
 from relay.store.session import StoreSession
+from relay.supervisor import STREAMS, UNREAD
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,8 @@ WRITE_HIGH_BYTES: Final = 16 << 20
 DRAIN_S: Final = 5.0
 RETRY_MIN_S: Final = 0.05
 RETRY_MAX_S: Final = 2.0
+HEED_S: Final = 0.5
+"""Between a signal to us and the DRAIN of our relay, if that has got the same."""
 
 Connect = Callable[[Callable[[], Pump[StoreSession]]], Awaitable[object]]
 
@@ -56,13 +61,17 @@ class StoreProcess:
     """A store on one data directory. `open`, then `run` until it is cancelled, then `close`."""
 
     def __init__(
-        self, directory: Path, connect: Connect, *, label: str = "", entropy: Callable[[int], bytes] = os.urandom
+        self, directory: Path, connect: Connect, *, label: str = "", entropy: Callable[[int], bytes] = os.urandom,
+        supervised: bool = False,
     ) -> None:  # fmt: skip
+        """`supervised`: it ends with its relay, and the next relay starts the next store."""
         self.directory = directory
         self.store: Store
         self.up = asyncio.Event()
         """A relay knows of every stream."""
         self._connect = connect
+        self._supervised = supervised
+        self._unread = False
         self._label = label or socket.gethostname()[:64]
         self._entropy = entropy
         self._loop = asyncio.get_running_loop()
@@ -120,6 +129,8 @@ class StoreProcess:
                 self._tell_time(pump)
                 self.store.attached(pump.session, first=first)
                 first = False
+                # Its answer comes behind all the others; to a relay that has just started it says that we are there.
+                pump.session.ask(Ping, Answered(self.store.registered))
                 pump.flush()
                 self.up.set()
                 log.info("store.attached", extra={"fields": {"streams": len(self.store.streams)}})
@@ -135,6 +146,8 @@ class StoreProcess:
         if self._lock_fd is None:
             return
         self.store.commit()
+        if self._unread and self.store.presence.session is None:
+            self._leave_word(unread=True)
         try:
             if pump is not None and pump.connected:
                 pump.session.control(Bye("the store stops"))
@@ -241,7 +254,28 @@ class StoreProcess:
         """The relay is gone."""
         if pump is self._pump:
             self.store.blocked = False
-            self.store.detached()
+            # A store that outlives its relay does not know which others were there in between.
+            complete = self._supervised and pump.session.complete
+            self.store.detached(pump.session.relay_id, complete=complete)
+            self._leave_word()
+
+    def unread(self) -> None:
+        """Our relay stops, and has let nobody in before us: what was whole at its start still is."""
+        self._unread = True
+
+    async def outlast(self, ended: asyncio.Event) -> None:
+        """We were told to stop. Whoever told us may stop our relay, too: what comes until that has `ended` is recorded."""
+        until_s = self._loop.time() + HEED_S
+        while not ended.is_set() and (self.store.leaving or self._loop.time() < until_s):  # noqa: ASYNC110 - its DRAIN may come
+            await asyncio.sleep(TICK_S)
+
+    def _leave_word(self, *, unread: bool = False) -> None:
+        """The next store of this directory is to know which streams are whole."""
+        if self._supervised:
+            try:
+                self.store.leave_word(unread=unread)
+            except LogError as err:  # it notes a gap
+                log.warning("store.no_word_left", extra={"fields": {"error": str(err)}})
 
 
 def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
@@ -283,20 +317,23 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
     """Run a store until SIGTERM or SIGINT; a second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(loop)
-    if supervised:
-        # The relay holds the other end: when it is gone, however it went, so are we.
-        loop.add_reader(0, _heed_end, loop, stop)
 
     async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
         return await loop.create_unix_connection(factory, sock=await dial(relay, relay_user))
 
-    process = StoreProcess(directory, connect)
+    process = StoreProcess(directory, connect, supervised=supervised)
+    ended = asyncio.Event()
+    if supervised:
+        # The relay holds the other end: when it is gone, however it went, so are we.
+        loop.add_reader(0, _heed, loop, stop, ended, process.unread)
     process.open()
     running = loop.create_task(process.run(), name="iris-store")
     try:
         stopped = loop.create_task(stop.wait())
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
+        if supervised and not running.done():
+            await process.outlast(ended)
         if running.done():
             running.result()
     finally:
@@ -305,9 +342,15 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
         await process.close()
 
 
-def _heed_end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    if not os.read(0, 64):
+def _heed(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: asyncio.Event, unread: Callable[[], None]
+) -> None:  # fmt: skip
+    said = os.read(0, 64)
+    if said == UNREAD:
+        unread()
+    if not said:
         loop.remove_reader(0)
+        ended.set()
         stop.set()
 
 

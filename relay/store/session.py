@@ -146,6 +146,8 @@ class StoreSession:
         self.relay_id = b""
         self.on_welcome: Waiter | None = None
         self.reason = ""
+        self.complete = False
+        """The relay said goodbye, and that nothing of what we record is missing."""
         self._label = label[:64]
         self._pid = pid
         self._sender_id = entropy(16)
@@ -164,9 +166,10 @@ class StoreSession:
         self._controls: dict[type, Callable[[Any], None]] = {
             frames.Welcome: self._on_welcome,
             frames.Error: self._on_error,
-            frames.Bye: lambda bye: self.end(bye.reason or "the relay said goodbye"),
+            frames.Bye: self._on_bye,
             frames.Drain: lambda drain: self.owner.draining(),
             frames.Ack: self._on_ack,
+            frames.Pong: self._on_ack,
             frames.Declare: self._on_declare,
             frames.Gap: self._on_gap,
             frames.CallerLeft: lambda left: self.owner.left(frozenset(left.hops)),
@@ -381,7 +384,11 @@ class StoreSession:
     def _on_error(self, error: frames.Error) -> None:
         raise RelayUnavailable(f"the relay ended the session: {error.detail}")
 
-    def _on_ack(self, ack: frames.Ack) -> None:
+    def _on_bye(self, bye: frames.Bye) -> None:
+        self.complete = bye.complete
+        self.end(bye.reason or "the relay said goodbye")
+
+    def _on_ack(self, ack: frames.Ack | frames.Pong) -> None:
         waiter = self._acks.pop(ack.id, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(ack)

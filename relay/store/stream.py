@@ -208,6 +208,17 @@ class Stream:
             source_next=self._source_next, heard_us=self._heard_us,
         )  # fmt: skip
 
+    @property
+    def whole(self) -> bool:
+        """Whether all that was to be recorded stands in the log, or is noted there as missing."""
+        log = self.log
+        return (
+            log is not None
+            and not log.failed
+            and not self._batch
+            and not (self._unrecorded or self._unrecorded_more)
+        )
+
     # -- in: what is recorded --------------------------------------------------------------------------------
 
     def record(self, bundle: Bundle, now_us: int) -> None:
