@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 BACK_S: Final = 3.0
 LOOK_S: Final = 0.01
 FILE_BYTES: Final = 256
+UNKNOWN: Final = "unknown"
 
 
 class Door:
@@ -122,16 +123,18 @@ class Door:
     # -- the file --------------------------------------------------------------------------------------------
 
     def _read(self) -> tuple[int, str]:
-        """Return the links of the relay before, and its id; zero and an empty text if that is not known."""
+        """Return the links of the relay before, and its id: empty if there was none, `UNKNOWN` if the file does not say."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with open(descriptor, "rb") as file:
                 said = json.loads(file.read(FILE_BYTES))
             links, relay = said["links"], said["relay"]
-        except (OSError, ValueError, TypeError, KeyError):
+        except FileNotFoundError:
             return 0, ""
+        except (OSError, ValueError, TypeError, KeyError):
+            return 0, UNKNOWN
         sound = type(links) is int and links >= 0 and type(relay) is str
-        return (links, relay) if sound else (0, "")
+        return (links, relay) if sound else (0, UNKNOWN)
 
     def _write(self) -> None:
         links = len(self._router.links) + len(self._router.wans)

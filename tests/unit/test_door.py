@@ -1,0 +1,158 @@
+"""Who is let in when a relay starts, and what it keeps for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relay import door
+from relay.door import Door
+from relay.supervisor import STREAMS, WHOLE, StoreSupervisor
+
+RELAY = bytes(range(16))
+FILE = "relay.sock.links"
+
+
+class Place:
+    """A door with what it looks at; `open` once sessions are read."""
+
+    def __init__(self, directory: Path, *, data: bool = False) -> None:
+        self.directory = directory
+        self.links: dict[bytes, Any] = {}
+        self.wans: dict[bytes, Any] = {}
+        self.stores = SimpleNamespace(ours_is_up=False)
+        self.alone, self.relay_id = True, RELAY
+        self.held: list[object] | None = None
+        self.opened = asyncio.Event()
+        store = StoreSupervisor(directory, directory / "x", "INFO") if data else None
+        socket_path = directory / "relay.sock"
+        self.door = Door(self, self, store, socket_path, self.opened.set)  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        self.held = None
+
+    def link(self, *, stale: bool = False) -> None:
+        self.alone = False
+        self.links[bytes([len(self.links)])] = SimpleNamespace(stale=stale)
+        self.door.links_changed()
+
+    @property
+    def kept(self) -> dict[str, object] | None:
+        path = self.directory / FILE
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+async def test_nobody_waits_where_nothing_was_and_nothing_is_kept(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    assert place.door.unread
+    place.door.start(linked=True)
+    assert place.opened.is_set()
+    assert place.held is None
+    assert not place.door.unread
+    assert place.kept is None
+
+
+async def test_links_of_the_relay_before_are_waited_for_and_those_of_now_are_kept(
+    tmp_path: Path,
+) -> None:
+    first = Place(tmp_path)
+    first.door.start(linked=True)
+    first.link()
+    first.link()
+    assert first.kept == {"links": 2, "relay": ""}
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    first.door.freeze()
+    first.links.clear()
+    first.door.links_changed()  # they go because the relay does
+    assert first.kept == {"links": 2, "relay": ""}
+
+    second = Place(tmp_path)
+    second.door.start(linked=True)
+    assert second.held == []
+    second.link()
+    second.link(stale=True)
+    await asyncio.sleep(3 * door.LOOK_S)
+    assert not second.opened.is_set()
+    assert second.kept == {"links": 2, "relay": ""}  # if it is killed now
+    second.links[b"\x01"].stale = False
+    async with asyncio.timeout(10):
+        await second.opened.wait()
+    assert second.held is None
+    second.links.clear()
+    second.door.links_changed()
+    assert second.kept is None
+
+
+async def test_what_does_not_come_back_is_not_waited_for_any_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "BACK_S", 0.05)
+    (tmp_path / FILE).write_text('{"links": 3, "relay": ""}')
+    (tmp_path / STREAMS / "one").mkdir(parents=True)
+    (tmp_path / WHOLE).write_text("{}")
+    place = Place(tmp_path, data=True)
+    place.door.start(linked=True)
+    assert place.held == []
+    async with asyncio.timeout(10):
+        await place.opened.wait()
+    assert not (tmp_path / WHOLE).exists()  # its store would not hear of what is published now
+    assert place.kept == {"links": 0, "relay": RELAY.hex()}
+
+
+async def test_a_relay_that_stops_before_lets_nobody_in(tmp_path: Path) -> None:
+    (tmp_path / STREAMS / "one").mkdir(parents=True)
+    place = Place(tmp_path, data=True)
+    place.door.start(linked=False)
+    assert place.door.unread
+    place.door.freeze()
+    place.stores.ours_is_up = True
+    await asyncio.sleep(3 * door.LOOK_S)
+    assert not place.opened.is_set()
+    assert place.door.unread
+    assert place.kept is None
+    place.alone = False  # what was published elsewhere may have been meant for its streams
+    assert not place.door.unread
+
+
+@pytest.mark.parametrize(
+    ("kept", "stays"),
+    [
+        (None, True),
+        (RELAY.hex(), True),
+        (bytes(16).hex(), False),
+        (3, False),
+    ],
+)
+async def test_what_a_store_left_counts_if_no_other_relay_was_there_since(
+    tmp_path: Path, kept: str | int | None, stays: bool
+) -> None:
+    (tmp_path / WHOLE).write_text(json.dumps({"relay": RELAY.hex(), "streams": {}}))
+    if kept is not None:
+        (tmp_path / FILE).write_text(json.dumps({"links": 0, "relay": kept}))
+    Place(tmp_path, data=True).door.start(linked=False)
+    assert (tmp_path / WHOLE).exists() == stays
+
+
+async def test_a_relay_without_a_store_says_that_it_was_there_to_who_had_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"links": 0, "relay": bytes(16).hex()}))
+    place = Place(tmp_path)
+    place.door.start(linked=False)
+    assert place.kept == {"links": 0, "relay": RELAY.hex()}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2\n", "[]", "{}", '{"links": -1, "relay": ""}', '{"links": "2", "relay": 3}', "\x00" * 999],
+)  # fmt: skip
+async def test_a_file_that_says_nothing_is_no_reason_to_wait(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    place = Place(tmp_path)
+    place.door.start(linked=True)
+    assert place.opened.is_set()
