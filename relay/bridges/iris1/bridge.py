@@ -15,6 +15,7 @@ from typing import Final
 import iris
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.conversation import Conversation
+from relay.bridges.iris1.gate import Gate
 from relay.bridges.iris1.outlet import LINGER_S
 from relay.logs import Quiet
 
@@ -46,6 +47,9 @@ class Bridge:
         """What went wrong, by cause."""
         self._told: Counter[str] = Counter()
         self.conversations: set[Conversation] = set()
+        self.gate = Gate()
+        self._arrived: list[Conversation] = []
+        """Who has said something in this turn that was not acted on."""
         self._waiting: dict[Conversation, None] = {}
         self._admitted: set[Conversation] = set()
         self._stopping = False
@@ -156,6 +160,20 @@ class Bridge:
         self._waiting.pop(conversation, None)
         self._admitted.add(conversation)
         return True
+
+    def arrived(self, conversation: Conversation) -> None:
+        """Somebody said something: it is acted on when all that has come in this turn is read, subscriptions first."""
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._act)
+        self._arrived.append(conversation)
+
+    def _act(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        if len(arrived) > 1:
+            for conversation in arrived:
+                conversation.work(subscribing=True)
+        for conversation in arrived:
+            conversation.work()
 
     def disconnected(self, conversation: Conversation) -> None:
         """Nothing of it is left."""

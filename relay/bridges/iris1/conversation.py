@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Final, cast
 import iris
 from relay.bridges.iris1.calls import Calls
 from relay.bridges.iris1.core import codec
-from relay.bridges.iris1.core.frames import Violation
+from relay.bridges.iris1.core.frames import (
+    Broadcast,
+    Frame,
+    Publish,
+    Request,
+    Subscribe,
+    TunInit,
+    Violation,
+)
 from relay.bridges.iris1.core.machine import Machine, State
+from relay.bridges.iris1.gate import Settling
 from relay.bridges.iris1.lines import Lines
 from relay.bridges.iris1.outlet import Outlet
 
@@ -31,7 +40,11 @@ READ_HIGH_BYTES: Final = 256 << 10
 """What may wait to be acted on; then the client is not read from."""
 FRAMES_A_TURN: Final = 64
 """Then other clients have their turn, however many frames have come."""
+TURNS_TO_READ: Final = 3
+"""Turns of the loop after which every socket has been looked at, and what was in it acted on."""
 STOPPED: Final = "the bridge stopped"
+_ROUTED: Final = (Publish, Broadcast, Request, TunInit)
+"""What others get, so that subscriptions that were said before it have to be in effect."""
 
 
 class Ending(Enum):
@@ -63,6 +76,15 @@ class Conversation(asyncio.Protocol):
         self._silence: asyncio.TimerHandle | None = None
         self._taken = 0
         """Frames in this turn."""
+        self._kept: Frame | None = None
+        """A frame that waits for subscriptions of others."""
+        self._others_settled = False
+        """They are in effect: it waits no more."""
+        self._first = False
+        """The next frame is the first that was read in its turn."""
+        self._looked = 0
+        """How many of the bytes said here came before others' sockets were looked at."""
+        self._settling = Settling(bridge.gate, lambda: self.machine.decoder.held_bytes)
         self._joined = asyncio.Event()
         """It has a session, or it never will."""
         self._gone = asyncio.Event()
@@ -92,8 +114,10 @@ class Conversation(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.machine.state != State.ENDED:  # what still comes then is nobody's
+            self._first = self._worker is None and self._kept is None
+            self._settling.said += len(data)
             self.machine.decoder.feed(data)
-            self._work()
+            self._bridge.arrived(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.machine.decoder.within and self.machine.state == State.OPEN:
@@ -127,11 +151,11 @@ class Conversation(asyncio.Protocol):
 
     # -- what the client says --------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        """Act on what has come, as far as nothing has to be waited for."""
+    def work(self, *, subscribing: bool = False) -> None:
+        """Act on what has come, as far as nothing has to be waited for; `subscribing`: up to the first frame that is routed."""
         if self._worker is None:
             try:
-                waiting = self._next()
+                waiting = self._next(subscribing=subscribing)
             except (Violation, iris.IrisError) as err:
                 self._offended(err)
                 return
@@ -146,24 +170,59 @@ class Conversation(asyncio.Protocol):
         """Whether what has come is acted on as soon as it is whole."""
         return self._worker is None and self.machine.state != State.JOINING
 
-    def _next(self) -> Awaitable[None] | None:
+    def _next(self, *, subscribing: bool = False) -> Awaitable[None] | None:
         """Act on frames; return what to await before the next one: the relay may have to take something, or others a turn."""
         machine, client = self.machine, self.client
+        waiting: Awaitable[None] | None = None
+        frame: Frame | None = None
         while machine.state in (State.OPENING, State.OPEN):
             if self._taken == FRAMES_A_TURN:
                 self._taken = 0
-                return asyncio.sleep(0)
-            frame = machine.decoder.next_frame()
-            if frame is None:
+                waiting = asyncio.sleep(0)
                 break
+            upcoming, self._kept = self._kept or machine.decoder.next_frame(), None
+            if upcoming is None:
+                frame = None
+                break
+            if isinstance(upcoming, _ROUTED):
+                waiting = self._waits_for_others()
+                if waiting is not None or subscribing:
+                    self._kept = upcoming
+                    break
+            frame = upcoming
+            self._first = self._others_settled = False
             self._taken += 1
             waiting = machine.take(frame)
             if waiting is None and client is not None:
                 waiting = client.writable()
             if waiting is not None:
-                return waiting
-        self._taken = 0
-        return None
+                frame = None  # others do not wait for what this one waits for
+                break
+        if waiting is None:
+            self._taken = 0
+        if self._settling.more:
+            self._settling.stepped(more=isinstance(frame, Subscribe))
+        return waiting
+
+    def _waits_for_others(self) -> Awaitable[None] | None:
+        """Return what to await before a frame is routed: the subscriptions that others said before it, read or not."""
+        settling = self._settling
+        if not self._first and settling.said - self.machine.decoder.held_bytes > self._looked:
+            return self._look()
+        if self._others_settled or not self._bridge.gate.subscribing:
+            return None
+        self._others_settled = True
+        return self._bridge.gate.wait(settling)
+
+    async def _look(self) -> None:
+        """Return when all that others said before the latest that was read here is read, too.
+
+        The first frame woke us, and others' sockets were looked at after it was there. Later frames may have come since then.
+        """
+        said = self._settling.said
+        for _ in range(TURNS_TO_READ):
+            await asyncio.sleep(0)
+        self._looked = said
 
     async def _keep_working(self, first: Awaitable[None]) -> None:
         waiting: Awaitable[None] | None = first
@@ -208,6 +267,7 @@ class Conversation(asyncio.Protocol):
             self._ending = ending
             self._reason = reason
             self._ended.set()
+            self._settling.end()
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -265,10 +325,13 @@ class Conversation(asyncio.Protocol):
         registering = self._loop.create_task(subscribed, name="iris1-subscribe")
         self._topics[topic] = subscription, registering
         self._keep(registering)
+        self._settling.begin(registering)
 
     async def _subscribed(self, subscription: iris.Subscription) -> None:
         try:
             await subscription.ready()
+            fields = {"peer": self.peer, "topic": subscription.filter}
+            log.debug("bridge.subscribed", extra={"fields": fields})
         except (iris.ConnectionLost, iris.RequestTimeout, iris.Closed):
             return  # it is registered anew when there is a relay again
         except iris.IrisError as err:
@@ -287,7 +350,7 @@ class Conversation(asyncio.Protocol):
 
     def closing(self) -> None:
         """It said CLOSE: nothing more comes from it."""
-        self.machine.end()
+        self.machine.end(closed=True)
         if self._ending == Ending.STOPPED:  # its own end comes before ours
             self._calls.end()
             self._ending = Ending.CLOSED
@@ -374,7 +437,7 @@ class Conversation(asyncio.Protocol):
                 machine.accept()
                 log.info("bridge.client", extra={"fields": {"peer": self.peer, "cluster": cluster}})
                 self._read_on()
-                self._work()
+                self.work()
             try:
                 await self._ended.wait()
                 await self._wind_up(serving.aclose)

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 from interop.iris1 import binding
-from interop.iris1.binding import hello
+from interop.iris1.binding import blob, hello, number
 from interop.iris1.kit import Echo, bridged, hearing, until
-from interop.iris1.offence import WELCOME, Mute
+from interop.iris1.offence import WELCOME, Mute, greeted
 
 import iris
 from relay.bridges.iris1.conversation import Conversation
@@ -86,6 +86,23 @@ async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_n
         await asyncio.gather(service.close(), client.close())
 
 
+async def test_close_forgets_requests_and_refuses_tunnels_that_are_being_built() -> None:
+    """As the original does: a timeout after CLOSE would be told to a caller who closed, not waited."""
+    async with bridged() as side:
+        mute = Mute()
+        await side.register("mute", mute)
+        raw = await greeted(side)
+        for id in range(3):
+            raw.send(b"\x04" + number(id) + blob(b"mute") + blob(b"x") + number(250))
+        await until(lambda: len(mute.heard) == 3)
+        raw.send(b"\x09\x07" + blob(b"nobody") + number(60_000) + b"\x02")
+        assert await raw.rest() == b"\x0a\x07\x01" + b"\x02\x00"
+        late = await greeted(side)
+        late.send(b"\x04\x01" + blob(b"mute") + blob(b"x") + number(30) + b"\x02")
+        assert await late.rest() == b"\x02\x00"
+        assert not side.counters["requests unanswered: timeout"]
+
+
 async def test_close_is_answered_at_once_while_the_bridge_stops() -> None:
     async with bridged(drain_s=60.0) as side:
         mute = Mute()
@@ -96,7 +113,7 @@ async def test_close_is_answered_at_once_while_the_bridge_stops() -> None:
         stopping = asyncio.create_task(side.bridge.stop())
         await until(lambda: all(c._ending for c in side.bridge.conversations))
         await client.close()
-        with pytest.raises(binding.TimedOut):
+        with pytest.raises(binding.Closed):
             await asked
         assert not stopping.done()
         for one in side.bridge.conversations:

@@ -327,7 +327,7 @@ async def test_requests_at_a_service_that_vanishes_end_at_once() -> None:
             await ours
 
 
-async def test_close_answers_what_is_owed_and_delivers_what_was_sent() -> None:
+async def test_close_refuses_tunnels_forgets_requests_and_delivers_what_was_sent() -> None:
     async with bridged() as side:
         heard: list[bytes] = []
         other = await side.connect()
@@ -342,8 +342,10 @@ async def test_close_answers_what_is_owed_and_delivers_what_was_sent() -> None:
         for turn in range(500):
             client.publish("topic", b"%d" % turn)
         await client.close()
-        for outcome in await asyncio.gather(*asked, tunnel, return_exceptions=True):
-            assert isinstance(outcome, binding.TimedOut)
+        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(outcome, binding.Closed)
+        with pytest.raises(binding.TimedOut):
+            await tunnel
         await until(lambda: len(heard) == 500)
 
 

@@ -4,7 +4,7 @@
        └── wrong INIT: DENY or nothing ─────────────────────────────────────┘
 
 The client has no timers: every REQUEST is answered exactly once, every TUN_INIT too, whatever happens; `end` answers those that
-are left. Nothing but INIT leaves before `accept`: what comes for a new member earlier waits. Frames are given to a host that
+are left. A client that said CLOSE has no use for answers, and is given none: only its tunnels that are being built are refused. Nothing but INIT leaves before `accept`: what comes for a new member earlier waits. Frames are given to a host that
 answers through the methods below; where a host's method returns an awaitable, no further frame is to be taken before it is done.
 """
 
@@ -125,8 +125,11 @@ class Machine:
         if was_open:
             self._emit(codec.close(reason))
 
-    def end(self) -> None:
-        """Take nothing more, and answer what is owed to the client. Idempotent."""
+    def end(self, *, closed: bool = False) -> None:
+        """Take nothing more, and answer what is owed to the client; what `closed` has no use for answers of requests. Idempotent."""
+        if closed:
+            self._calls.clear()
+            self._call_bytes = 0
         for id in list(self._calls):
             self.no_reply(id)
         for id in list(self._opening):
