@@ -117,8 +117,6 @@ class Calls:
         ):
             raise PeerProtocolError(f"tunnel {hop} is open already")
         self._accounts.in_ += 1
-        if route.hop_class in _COUNTED:
-            self._asked(neighbor, route)  # type: ignore[arg-type]
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
             DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
@@ -133,7 +131,10 @@ class Calls:
             neighbor.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
             return
         self._resolve(route)
-        if not route.loads and not route.peers and not route.sites:
+        if route.loads:
+            if route.hop_class in _COUNTED:
+                self._asked(neighbor, route)  # type: ignore[arg-type]
+        elif not route.peers and not route.sites:
             self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
             return
         self._dispatch(neighbor, route, hop, deadline_us, buf, start, end)

@@ -227,6 +227,7 @@ class Casts:
         place = (gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, tuple(gap.groups))
         if now_us < wan.told_us.get(place, 0):
             return
+        wan.told_us.pop(place, None)  # it becomes the youngest
         if len(wan.told_us) >= MAX_TOLD:
             wan.told_us.clear()
         wan.told_us[place] = now_us + TOLD_US

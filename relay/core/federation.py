@@ -11,7 +11,7 @@ and again only when that way is lost, so that they stay in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -167,14 +167,16 @@ class Federation:
     def beat(self, wan: Wan, version: int, now_us: int) -> None:
         """A beat came; its version is that of the changes sent before it."""
         wan.heard()
-        if wan.told_us:
-            wan.told_us = {what: until for what, until in wan.told_us.items() if now_us < until}
+        # The oldest come first: however much was told, a beat looks only at what has run out.
+        told = wan.told_us
+        for what in list(takewhile(lambda what: told[what] <= now_us, told)):
+            del told[what]
         in_step = wan.stale or wan.resyncing or wan.waiting or version == wan.version
         if not in_step:
             self._ask_again(wan)
-        told = self._entries.get(wan.site)
+        entry = self._entries.get(wan.site)
         rtt_us = self._rtt_us(wan.site)
-        if told is not None and abs(rtt_us - told.rtt_us) > max(RTT_STEP_US, told.rtt_us // 4):
+        if entry is not None and abs(rtt_us - entry.rtt_us) > max(RTT_STEP_US, entry.rtt_us // 4):
             self._interest.version += 1
             self._tell_mesh(wan.site, now_us)
 

@@ -378,6 +378,8 @@ class Interest:
 
     def watchers(self, name: str, key_ids: Iterable[bytes]) -> list[Watch]:
         """Return who hears of a member of `name` under `key_ids`; who watches it under other keys costs nothing."""
+        if not self._watches:
+            return []
         found: dict[tuple[int, int], Watch] = {}
         for key_id in key_ids:
             found.update(self._watches.get((name, key_id), {}))

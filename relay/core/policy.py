@@ -18,21 +18,26 @@ _LOG: Final = re.compile("[0-9a-f]{32}")
 class Patterns:
     """A list of patterns. Without an allowed one all is allowed; a denied one wins."""
 
-    __slots__ = ("_allowed", "_denied")
+    __slots__ = ("_allowed", "_denied", "_open")
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         """`patterns` passed `check_filter`, but for a leading "!"."""
         self._denied = [text[1:] for text in patterns if text.startswith("!")]
         self._allowed = [text for text in patterns if not text.startswith("!")] or [">"]
+        self._open = self._allowed == [">"] and not self._denied
 
     def allow(self, name: str) -> bool:
         """Whether a cluster or topic is allowed."""
+        if self._open:
+            return True
         return any(matches(text, name) for text in self._allowed) and not any(
             matches(text, name) for text in self._denied
         )
 
     def may_allow(self, pattern: str) -> bool:
         """Whether a topic that matches the filter `pattern` may be allowed."""
+        if self._open:
+            return True
         return any(overlaps(text, pattern) for text in self._allowed) and not any(
             covers(text, pattern) for text in self._denied
         )

@@ -624,6 +624,21 @@ def test_loads_are_reported_no_longer_than_somebody_asks() -> None:
     assert net.routers[1].mesh._loads_us > net.routers[1].now_us + 60_000_000
 
 
+def test_a_call_for_an_address_that_nobody_serves_leaves_nothing_to_report() -> None:
+    """Or each report, of a hundred a second, would look at all addresses that another relay ever made up."""
+    net = linked()
+    alice, bob = net.host("alice"), net.host("bob", relay=1)
+    bob.serve("db")
+    answer = alice.request("db", timeout_ms=60_000)
+    alice.speak()  # it lies on the link
+    bob.lose()
+    net.run()
+    (link,) = net.routers[1].links.values()
+    assert isinstance(answer.error, Overloaded)
+    assert not link.asked
+    assert net.routers[1].mesh._loads_us == mesh_module.NEVER_US
+
+
 def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

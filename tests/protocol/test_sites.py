@@ -774,6 +774,49 @@ def test_a_loss_of_messages_that_a_site_does_not_import_is_not_reported(net: Sit
     assert other.gaps == []
 
 
+def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> None:
+    """However many the other site makes up: it says how often it beats, too."""
+
+    class Told(dict[Any, int]):
+        looked = 0
+
+        def __getitem__(self, place: Any) -> int:
+            self.looked += 1
+            return super().__getitem__(place)
+
+        def items(self) -> Any:
+            raise AssertionError("it looks at all")
+
+    end, _ = net.connect(0, 2)
+    wan = net.router.abroad.wans[net.routers[2].relay_id]
+    told = wan.told_us = Told()
+
+    def lose(*numbers: int) -> None:
+        for number in numbers:
+            assert not end.hear(
+                frames.Gap(Kind.PUBLISH, f"n.{number}", KEY_ID, SENDER, 0, 1, "lost", site="ams")
+            )
+
+    def beat(now_us: int) -> list[str]:
+        told.looked = 0
+        net.router.abroad.beat(wan, wan.version, now_us)
+        return [name for _, name, *_ in told]
+
+    lose(*range(50))
+    now_us = net.router.now_us
+    net.router.now_us += 600_000
+    lose(*range(50, 100))
+    assert len(beat(now_us + 999_999)) == 100
+    assert told.looked == 1
+    net.router.now_us = now_us + 1_000_000
+    lose(3)  # told again, and for another second
+    assert beat(now_us + 1_500_000) == [*(f"n.{number}" for number in range(50, 100)), "n.3"]
+    assert told.looked == 50
+    assert beat(now_us + 1_600_000) == ["n.3"]
+    assert beat(now_us + 2_000_000) == []
+    assert wan.told_us is told
+
+
 def test_a_group_that_is_gone_here_and_there_is_in_another_site_breaks_nothing(
     net: Sites,
 ) -> None:

@@ -18,6 +18,9 @@ LOG = "0123456789abcdef" * 2
         (["billing", "orders.>"], ["billing", "orders.eu", "orders.eu.x"], ["orders", "other"]),
         (["!orders.secret.>"], ["billing", "orders.secret"], ["orders.secret.x"]),
         (["orders.>", "!orders.*.draft"], ["orders.eu"], ["orders.eu.draft", "billing"]),
+        ([">"], ["billing", "orders.eu"], []),
+        ([">", "!orders.>"], ["billing"], ["orders.eu"]),
+        (["!>"], [], ["billing", "orders.eu"]),
     ],
 )
 def test_a_denied_name_wins_and_nothing_named_is_everything(
