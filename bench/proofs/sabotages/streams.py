@@ -226,7 +226,7 @@ SABOTAGES = (
         "dead-letters",
         "relay/store/unsettled.py",
         "Unsettled.again",
-        "0 < self._max_deliver <= part.deliveries",
+        "most and (part.deliveries >= most or part.tries >= max(most, MAX_TRIES))",
         "False",
         CONSUMERS,
         "a message that no worker can process is delivered forever",
