@@ -18,6 +18,7 @@
 (SciTools Iris, for Earth science, is imported by the same name: the two do not fit in one environment.)
 """
 
+from iris.audience import Audience, SlowReceiver
 from iris.client import Client, Scope, connect
 from iris.config import ClientConfig, Limits
 from iris.core.message import Message
@@ -67,6 +68,7 @@ from iris.tunnel import EndOfTunnel, Tunnel
 
 __all__ = [
     "AmbiguousStream",
+    "Audience",
     "Client",
     "ClientConfig",
     "Closed",
@@ -99,6 +101,7 @@ __all__ = [
     "RequestTimeout",
     "Scope",
     "Service",
+    "SlowReceiver",
     "StagedAttempt",
     "StagedMissing",
     "Staging",

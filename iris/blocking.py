@@ -18,9 +18,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from iris import client as _client
+from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
 from iris.core.message import Message
+from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.errors import Closed
 from iris.membership import Members
@@ -96,9 +98,28 @@ class Client:
         """See `iris.Client.broadcast`."""
         self._run(self._client.broadcast(cluster, payload, headers=headers))
 
-    def publish(self, topic: str, payload: object, *, headers: Headers | None = None) -> None:
+    def publish(
+        self, topic: str, payload: object, *, headers: Headers | None = None, report: bool = False
+    ) -> int | None:
         """See `iris.Client.publish`."""
-        self._run(self._client.publish(topic, payload, headers=headers))
+        return self._run(self._client.publish(topic, payload, headers=headers, report=report))
+
+    def audience(self, topic: str, *, timeout: float = 5.0) -> Audience:
+        """See `iris.Client.audience`."""
+        return self._run(self._client.audience(topic, timeout=timeout))
+
+    def wait_for_subscribers(self, topic: str, count: int, *, timeout: float) -> int:
+        """See `iris.Client.wait_for_subscribers`."""
+        return self._run(self._client.wait_for_subscribers(topic, count, timeout=timeout))
+
+    @property
+    def losses(self) -> list[Lost]:
+        """The latest losses that were told, oldest first; see `iris.Client.losses`."""
+
+        async def copied() -> list[Lost]:
+            return list(self._client.losses)
+
+        return self._run(copied())
 
     def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
         """See `iris.Client.offer`."""

@@ -18,11 +18,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import msgspec
 
 from iris.attachment import Attachment, Connector, never
+from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
 from iris.core.inbound import InFlow
@@ -40,7 +41,10 @@ from iris.errors import (
     DecodeError,
     IrisError,
     MessageTooLarge,
+    RelayError,
+    RequestError,
     RequestTimeout,
+    ran_before,
 )
 from iris.keyfiles import has_keys, load_keys
 from iris.membership import Members, Watcher
@@ -53,7 +57,7 @@ from iris.survey import Survey
 from iris.transport import Pump
 from iris.tunnel import Tunnel
 from iris.wire import frames
-from iris.wire.frames import HERE, Kind
+from iris.wire.frames import AUDIENCE_MINOR, HERE, Kind
 from iris.wire.names import check_address, check_filter, check_group
 
 if TYPE_CHECKING:
@@ -62,6 +66,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LOSSES: Final = 1000
+WAIT_MIN_S: Final = 0.005
+WAIT_MAX_S: Final = 0.1
+"""Between two looks of `wait_for_subscribers`."""
 LOG_INTERVAL_S: Final = 1.0
 Scope = Literal["site", "federation"]
 """Whom a survey or broadcast is for: the members of this site, or of all."""
@@ -269,37 +276,46 @@ class Client:
         timeout_ms = _milliseconds(timeout)
         until_s = time.monotonic() + timeout
         attempts = SESSIONS_TRIED if idempotent else 1
-        while True:
-            attempts -= 1
-            attachment = self._attachment
-            pump = (
-                attachment.pump if attachment is not None and attachment.state == "open" else None
-            )
-            if pump is not None:
-                pump.turn()
-                session = pump.session
-            else:
-                pump, session = await self._ready(cluster, timeout)
-                timeout_ms = _milliseconds(_seconds_left(until_s))
-            data, packed = self._encode(payload, headers)
-            waiter: asyncio.Future[Message] = self._loop.create_future()
-            pending = session.asks.send(
-                Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
-                timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
-            )  # fmt: skip
-            pump.touch()
-            try:
-                message = await waiter
-            except ConnectionLost:
-                timeout = _seconds_left(until_s)
-                timeout_ms = _milliseconds(timeout)
-                if not attempts or timeout_ms <= 1 or self._closed:
-                    raise
-            else:
-                break
-            finally:
-                if not waiter.done() or waiter.cancelled():
-                    session.asks.forget(pending)
+        ran = False
+        try:
+            while True:
+                attempts -= 1
+                attachment = self._attachment
+                pump = (
+                    attachment.pump
+                    if attachment is not None and attachment.state == "open"
+                    else None
+                )
+                if pump is not None:
+                    pump.turn()
+                    session = pump.session
+                else:
+                    pump, session = await self._ready(cluster, timeout)
+                    timeout_ms = _milliseconds(_seconds_left(until_s))
+                data, packed = self._encode(payload, headers)
+                waiter: asyncio.Future[Message] = self._loop.create_future()
+                pending = session.asks.send(
+                    Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
+                    timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
+                )  # fmt: skip
+                pump.touch()
+                try:
+                    message = await waiter
+                except ConnectionLost as err:
+                    ran = ran or err.may_have_run
+                    timeout = _seconds_left(until_s)
+                    timeout_ms = _milliseconds(timeout)
+                    if not attempts or timeout_ms <= 1 or self._closed:
+                        raise
+                else:
+                    break
+                finally:
+                    if not waiter.done() or waiter.cancelled():
+                        session.asks.forget(pending)
+        except RequestError as err:
+            if ran:
+                ran_before(err)
+            raise
         if type is Message:
             return message
         return decode_payload(message.payload, message.packed, type)
@@ -371,18 +387,85 @@ class Client:
             await self._attached().wait_writable()
             self._cast(Kind.BROADCAST, cluster, payload, headers, force=True)
 
-    async def publish(self, topic: str, payload: object, *, headers: Headers | None = None) -> None:
+    @overload
+    async def publish(
+        self, topic: str, payload: object, *, headers: Headers | None = None
+    ) -> None: ...
+    @overload
+    async def publish(
+        self, topic: str, payload: object, *, headers: Headers | None = None, report: bool
+    ) -> int | None: ...
+    async def publish(
+        self, topic: str, payload: object, *, headers: Headers | None = None, report: bool = False
+    ) -> int | None:
         """Send to every subscriber of a matching filter. Waits only while the write buffer is over its high-water mark.
 
         Without a relay it is kept, within `config.offline_bytes`, until there is one again.
 
+        With `report` it returns how many subscriptions the relay of this host knows for the topic, once it has routed the message:
+        one round trip to the relay; 0 means that nobody heard it. See `audience`.
+
         Raises:
-            ConnectionLost: that bound is reached; this message was not taken.
+            ConnectionLost: that bound is reached; this message was not taken. With `report`: its `may_have_run` says whether it was.
             MessageTooLarge: it is over the limit; use a tunnel.
         """
         if not self.offer(topic, payload, headers=headers):
             await self._attached().wait_writable()
             self._cast(Kind.PUBLISH, topic, payload, headers, force=True)
+        if not report:
+            return None
+        try:
+            told = await self._audience(topic, self.config.connect_timeout_s, slow=False)
+        except ConnectionLost as err:
+            text = (
+                f"published, or kept until there is a relay; nobody said who hears it: {err.detail}"
+            )
+            raise ConnectionLost(topic, text, may_have_run=True) from err
+        return told.subscribers
+
+    async def audience(self, topic: str, *, timeout: float = 5.0) -> Audience:
+        """Return who hears a topic, and who was too slow for it: how many messages relays of this site dropped, and for whom.
+
+        Other relays are waited for half a second at most. Which process it was is told to programs of the relay's own user.
+        """
+        return await self._audience(topic, timeout, slow=True)
+
+    async def wait_for_subscribers(self, topic: str, count: int, *, timeout: float) -> int:
+        """Return how many subscribe to a topic once they are at least `count`: what is published then reaches them.
+
+        Raises RequestTimeout after `timeout` seconds.
+        """
+        until_s = _deadline(timeout)
+        pause_s = WAIT_MIN_S
+        there = 0
+        while True:
+            left_s = until_s - time.monotonic()
+            if left_s > 0:
+                with contextlib.suppress(RequestTimeout, ConnectionLost):
+                    there = (await self._audience(topic, left_s, slow=False)).subscribers
+                if there >= count:
+                    return there
+                left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                text = f"{there} of {count} subscribers are there after {timeout:g} s"
+                raise RequestTimeout(topic, text)
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, WAIT_MAX_S)
+
+    async def _audience(self, topic: str, timeout: float, *, slow: bool) -> Audience:
+        until_s = _deadline(timeout)
+        key = self._registry.topic_key(topic)
+        pump, session = await self._ready(topic, timeout)
+        if session.minor < AUDIENCE_MINOR:
+            text = "this relay does not say who subscribes to a topic; upgrade it"
+            raise RelayError(topic, text, may_have_run=True)
+        session.flush()
+        session.out.prove(key)
+        waiter: asyncio.Future[frames.Audience] = self._loop.create_future()
+        session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
+        pump.touch()
+        text = "the relay did not say who subscribes to it"
+        return Audience.of(await _within(waiter, _seconds_left(until_s), text))
 
     def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
         """Publish if that needs no waiting; False: not taken, the write buffer is full."""
@@ -457,17 +540,20 @@ class Client:
     def subscribe(
         self, pattern: str, handler: Callable[[Message], object] | None = None, *, group: str = "",
         policy: Policy = "drop-new", limit_bytes: int = 64 << 20, on_gap: Callable[[Lost], object] | None = None,
+        concurrency: int = 1,
     ) -> Subscription:  # fmt: skip
         """Receive what is published to matching topics, with a callback or by `async for`.
 
-        Registered at once when connected; `async with client.subscribe(...)` returns when the relay of this host knows, and
-        other relays hear of it within milliseconds. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy` and `limit_bytes`.
+        Registered at once when connected; `async with client.subscribe(...)` returns when the relay of this host knows and those that
+        it is linked to, for which it waits a second at most: what anybody of this site publishes then, is received. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy`, `limit_bytes` and `concurrency`.
         """
         check_filter(pattern)
         if group:
             check_group(group)
         attachment = self._attached()
-        subscription = Subscription(self, pattern, handler, group, policy, limit_bytes, on_gap)
+        subscription = Subscription(
+            self, pattern, handler, group, policy, limit_bytes, on_gap, concurrency
+        )
         if attachment.pump is not None:
             attachment.pump.turn()
         self._registry.add(subscription, attachment.session, attachment.guard)
@@ -475,11 +561,33 @@ class Client:
         return subscription
 
     async def subscription_ready(self, subscription: Subscription) -> None:
-        """Return when the relay knows of a subscription (for `Subscription`)."""
+        """Return when our relay and its peers know of a subscription (for `Subscription`)."""
+        await self._subscribed(subscription)
+        if not subscription.settled:
+            await self._settled()
+            subscription.settled = True
+
+    async def _subscribed(self, subscription: Subscription) -> None:
+        """Return when our relay knows of a subscription; raises what it refused it with."""
         await self._attached().ready(subscription.filter, self.config.connect_timeout_s)
         await _within(
             self._registry.ready(subscription), self.config.connect_timeout_s, "the relay did not answer SUBSCRIBE"
         )  # fmt: skip
+
+    async def _settled(self) -> None:
+        """Return when the relays that are linked to ours know what was registered; ours bounds that by a second."""
+        attachment = self._attached()
+        session = attachment.session
+        if session is None or session.minor < AUDIENCE_MINOR:
+            return
+        waiter: asyncio.Future[Any] = self._loop.create_future()
+        session.ask(frames.Settle, waiter)
+        attachment.touch()
+        with contextlib.suppress(
+            ConnectionLost, TimeoutError
+        ):  # the next relay tells its peers, too
+            async with asyncio.timeout(self.config.connect_timeout_s):
+                await waiter
 
     def unsubscribe(self, subscription: Subscription) -> asyncio.Future[None] | None:
         """End a subscription at once (for `Subscription`); return what to pass to `told`, if anything."""
@@ -550,9 +658,9 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service) -> AsyncIterator[ServiceBinding]:
-        """Be a member of `service`'s cluster while the block runs; the relay of this host knows when it is entered.
+        """Be a member of `service`'s cluster while the block runs; entered when the relay of this host knows, and those linked to it.
 
-        Callers on other hosts find it a few milliseconds later: `wait_for_members` there returns when they do.
+        For those it waits a second at most. Callers in other sites find it a little later: `wait_for_members` there returns when they do.
 
         On the way out the member leaves, and what it accepted is finished.
         """
@@ -562,9 +670,13 @@ class Client:
         self._registry.services.append(binding)
         subscriptions: list[Subscription] = []
         try:
-            for pattern, group, handler in service.topics:
+            for pattern, group, handler, concurrency in service.topics:
                 callback, on_gap = handler.as_callback(), service.gap_handler
-                subscriptions.append(self.subscribe(pattern, callback, group=group, on_gap=on_gap))
+                subscriptions.append(
+                    self.subscribe(
+                        pattern, callback, group=group, on_gap=on_gap, concurrency=concurrency
+                    )
+                )
             if service.handlers:
                 joined = self._registry.join(session, binding)
                 attachment.touch()
@@ -572,7 +684,8 @@ class Client:
                     joined, self.config.connect_timeout_s, "the relay did not answer JOIN"
                 )
             for subscription in subscriptions:
-                await subscription.ready()
+                await self._subscribed(subscription)
+            await self._settled()
             yield binding
         finally:
             # All of it is said before the first await: who is cancelled here leaves as well.

@@ -149,6 +149,17 @@ class RemoteError(RequestError):
         self.may_have_run = may_have_run
 
 
+_BEFORE = "; an earlier attempt may have run"
+
+
+def ran_before(error: RequestError | StreamError) -> None:
+    """Note in the error of a repeated call that an earlier attempt may have run, whatever became of this one."""
+    if not error.may_have_run:
+        error.may_have_run = True
+        error.detail += _BEFORE
+        error.args = (f"{error.args[0]}{_BEFORE}",)
+
+
 class StreamError(IrisError):
     """A durable stream did not do what was asked; `may_have_run` is False when nothing was stored or changed."""
 

@@ -43,7 +43,8 @@ class Service:
             raise InvalidName(f"{name!r} names a site; a service serves in its own")
         self.limits = limits or Limits()
         self.handlers: dict[Kind, Handler] = {}
-        self.topics: list[tuple[str, str, Handler]] = []
+        self.topics: list[tuple[str, str, Handler, int]] = []
+        """Filter, group, handler, and how often it runs at once."""
         self.gap_handler: Callable[[Lost], object] | None = None
 
     def on_request(self, function: F) -> F:
@@ -68,14 +69,20 @@ class Service:
             raise ConfigError("a tunnel handler is a coroutine function")
         return self._take(Kind.TUNNEL_OPEN, function)
 
-    def on_publish(self, pattern: str, *, group: str = "") -> Callable[[F], F]:
-        """Handle what is published to topics that match `pattern`; with a `group`, one of its members gets each bundle."""
+    def on_publish(
+        self, pattern: str, *, group: str = "", concurrency: int = 1
+    ) -> Callable[[F], F]:
+        """Handle what is published to topics that match `pattern`; with a `group`, one of its members gets each bundle.
+
+        A coroutine function runs `concurrency` times at once, for as many pairs of publisher and topic: what one publisher sends to
+        one topic is handled in its order. (`limits.concurrency` counts requests, pushes and surveys.)
+        """
         check_filter(pattern)
         if group:
             check_group(group)
 
         def register(function: F) -> F:
-            self.topics.append((pattern, group, Handler(function)))
+            self.topics.append((pattern, group, Handler(function), concurrency))
             return function
 
         return register

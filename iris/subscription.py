@@ -8,16 +8,19 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from iris.core.message import Message
 from iris.core.parties import Lost
 from iris.errors import ConfigError, IrisError, Overloaded
 from iris.handlers import stopping
+from iris.lanes import Lanes
 from iris.losses import LossLog
 
 if TYPE_CHECKING:
     from iris.client import Client
+
+MAX_CONCURRENCY: Final = 65_536
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +32,13 @@ class Subscription:
 
     Queue: `limit_bytes` of frames not yet handled. When full, `drop-new` drops what comes, `drop-old` what waits longest,
     `cut` ends the subscription with Overloaded; each loss is in `lost`, told to `on_gap`, and in the client's `losses` and log.
+
+    A coroutine handler runs `concurrency` times at once at most, and once at a time for each publisher and topic, in their order.
     """
 
     def __init__(
         self, client: Client, pattern: str, handler: Callable[[Message], object] | None, group: str, policy: Policy,
-        limit_bytes: int, on_gap: Callable[[Lost], object] | None,
+        limit_bytes: int, on_gap: Callable[[Lost], object] | None, concurrency: int = 1,
     ) -> None:  # fmt: skip
         if policy not in ("drop-new", "drop-old", "cut"):
             raise ConfigError(f"policy: {policy!r} is none of drop-new, drop-old, cut")
@@ -41,9 +46,20 @@ class Subscription:
         self.group = group
         self.lost = 0
         """Messages known to be lost on the way here."""
+        self.settled = False
+        """The other relays know of it."""
         self._client = client
         self._handler = handler
         self._is_coroutine = inspect.iscoroutinefunction(handler)
+        if not 1 <= concurrency <= MAX_CONCURRENCY:
+            raise ConfigError(f"concurrency: {concurrency} is not from 1 to {MAX_CONCURRENCY}")
+        if concurrency > 1 and not self._is_coroutine:
+            raise ConfigError("concurrency: only a coroutine function runs several times at once")
+        self._concurrency = concurrency
+        self._lanes = Lanes() if concurrency > 1 else None
+        """The queue, if the handler runs several times at once."""
+        self._workers: dict[asyncio.Task[None], Iterator[Message]] = {}
+        """Of lanes: what is left of the bundle that each of them has."""
         self._policy = policy
         self._limit_bytes = limit_bytes
         self._on_gap = on_gap
@@ -64,7 +80,7 @@ class Subscription:
     # -- the user's side -------------------------------------------------------------------------------------
 
     async def ready(self) -> Self:
-        """Return when the relay knows of the subscription; raises what it refused it with."""
+        """Return when the relay of this host and those linked to it know of the subscription; raises what it refused it with."""
         await self._client.subscription_ready(self)
         return self
 
@@ -85,27 +101,33 @@ class Subscription:
 
     async def finish(self) -> None:
         """Return when a coroutine handler has handled what was accepted, or the time for that is over (for the client)."""
-        worker = self._worker
-        if worker is None or worker is asyncio.current_task():
+        tasks = self._tasks
+        if not tasks or asyncio.current_task() in tasks:
             return
         bound_s = self._client.config.drain_timeout_s
         try:
-            _, late = await asyncio.wait((worker,), timeout=bound_s)
+            _, late = await asyncio.wait(tasks, timeout=bound_s)
         finally:
             self.give_up()
         if late:
-            await asyncio.wait((worker,), timeout=bound_s)
+            await asyncio.wait(late, timeout=bound_s)
 
     def give_up(self) -> None:
         """End a coroutine handler's task now; what it did not start on is told as lost (for the client). Idempotent."""
-        worker, self._worker = self._worker, None
-        if worker is None or worker.done():
+        tasks = [task for task in self._tasks if not task.done()]
+        rests = [list(rest) for rest in self._workers.values()]
+        self._worker = None
+        self._workers.clear()
+        if not tasks:
             return
         self._ended = True
-        if worker is not asyncio.current_task():
-            worker.cancel()
-        rest = list(self._batch)
-        for messages in (rest, *(queued for queued, _ in self._queue)):
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        rests.append(list(self._batch))
+        while self._lanes is not None and (waiting := self._lanes.drop_oldest()) is not None:
+            rests.append(waiting[0])
+        for messages in (*rests, *(queued for queued, _ in self._queue)):
             if messages:
                 self._drop(messages, "subscription closed")
         self._queue.clear()
@@ -155,6 +177,11 @@ class Subscription:
             if not self._entered:
                 await self.close()
 
+    @property
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        """Those that run the coroutine handler."""
+        return [*self._workers] if self._worker is None else [self._worker]
+
     # -- the session's side ----------------------------------------------------------------------------------
 
     def gap(self, gap: Lost) -> None:
@@ -192,12 +219,23 @@ class Subscription:
     def _enqueue(self, messages: list[Message], size: int) -> None:
         if self._error is not None:
             self._drop(messages)  # it was cut
-        elif self._queued_bytes + size > self._limit_bytes and self._queue:
+        elif self._queued_bytes + size > self._limit_bytes and (self._queue or self._lanes):
             self._full(messages, size)
         else:
             self._put(messages, size)
 
     def _put(self, messages: list[Message], size: int) -> None:
+        if self._lanes is not None:
+            self._queued_bytes += size
+            self._lanes.put(messages, size)
+            if self._lanes.ready and len(self._workers) < self._concurrency and not self._ended:
+                task = asyncio.get_running_loop().create_task(
+                    self._work_lanes(self._lanes), name=f"iris-{self.filter}"
+                )
+                self._workers[task] = iter(())
+                self._client.working.add(self)
+                task.add_done_callback(self._worker_ended)
+            return
         self._queue.append((messages, size))
         self._queued_bytes += size
         self._wake()
@@ -210,8 +248,11 @@ class Subscription:
 
     def _full(self, messages: list[Message], size: int) -> None:
         if self._policy == "drop-old":
-            while self._queue and self._queued_bytes + size > self._limit_bytes:
-                old, old_size = self._queue.popleft()
+            while self._queued_bytes + size > self._limit_bytes:
+                oldest = self._oldest()
+                if oldest is None:
+                    break
+                old, old_size = oldest
                 self._queued_bytes -= old_size
                 self._drop(old)
             self._put(messages, size)
@@ -223,6 +264,12 @@ class Subscription:
                         self.filter, f"cut: {self._limit_bytes} bytes were waiting to be handled"
                     )
                 )
+
+    def _oldest(self) -> tuple[list[Message], int] | None:
+        """Remove and return the bundle that waits for the longest time."""
+        if self._lanes is not None:
+            return self._lanes.drop_oldest()
+        return self._queue.popleft() if self._queue else None
 
     def _drop(self, messages: list[Message], cause: str = "slow subscriber") -> None:
         first = messages[0]
@@ -256,3 +303,32 @@ class Subscription:
                 if stopping():
                     return  # the handler took no notice of its cancellation
             self._queued_bytes -= size
+
+    async def _work_lanes(self, lanes: Lanes) -> None:
+        """Run a coroutine handler for the bundles of one lane after the other; others do so for other lanes."""
+        handler: Callable[[Message], Awaitable[Any]] = self._handler  # type: ignore[assignment]  # it is one: checked
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            while (waiting := lanes.take()) is not None:
+                rest = self._workers[task] = iter(waiting.messages)
+                try:
+                    for message in rest:
+                        try:
+                            await handler(message)
+                        except (Exception, asyncio.CancelledError):
+                            if stopping():
+                                raise
+                            self._client.handler_failed(f"subscription {self.filter}")
+                        if stopping():
+                            return  # the handler took no notice of its cancellation
+                finally:
+                    self._queued_bytes -= waiting.size
+                    lanes.done(waiting)
+        finally:
+            self._workers.pop(task, None)  # at once: what comes next needs another
+
+    def _worker_ended(self, task: asyncio.Task[None]) -> None:
+        self._workers.pop(task, None)
+        if not self._workers:
+            self._client.working.discard(self)

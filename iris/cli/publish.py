@@ -23,7 +23,7 @@ def publish(
 ) -> None:
     """Publish to a topic.
 
-    Succeeds once the relay has routed it, also if nobody has subscribed.
+    Succeeds once the relay has routed it; if nobody subscribes, it says so.
 
     \b
     Examples:
@@ -35,4 +35,10 @@ def publish(
     async def call(client: iris.Client, body: Any) -> None:
         await client.publish(topic, body, headers=headers)
 
-    send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)
+    async def heard(client: iris.Client) -> int:
+        return (await client.audience(topic, timeout=timeout)).subscribers
+
+    send(
+        call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
+        heard=heard, unheard=f"nobody subscribes to {topic}",
+    )  # fmt: skip

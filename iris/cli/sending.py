@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,16 +12,16 @@ import iris
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
 from iris.cli.members import takes
-from iris.errors import NoMembers
+from iris.errors import NoMembers, RelayError
 
 
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
-    as_json: bool, relay: str | None,
+    as_json: bool, relay: str | None, heard: Callable[[iris.Client], Awaitable[int]] | None = None, unheard: str = "",
 ) -> None:  # fmt: skip
     """Send one message, or one a line, by `call`; return when the relay has routed them.
 
-    The exit code is that of the last loss which was told; each loss is a line on stderr.
+    `heard` says how many hear them; if it is nobody, `unheard` is said. The exit code is that of the last loss which was told; each loss is a line on stderr.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
@@ -56,8 +57,14 @@ def send(
             for name in unserved:
                 if hint := await takes(client, name):
                     complain(hint)
+            report = {"sent": sent, "lost": lost}
+            if heard is not None:
+                with contextlib.suppress(RelayError):  # it is too old to say
+                    report["subscribers"] = await heard(client)
+                    if not report["subscribers"]:
+                        complain(unheard)
         if as_json:
-            output.write_json({"sent": sent, "lost": lost})
+            output.write_json(report)
         return code
 
     run(work)

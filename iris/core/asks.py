@@ -21,6 +21,7 @@ from iris.errors import (
     RemoteError,
     RequestError,
     RequestTimeout,
+    ran_before,
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
@@ -52,6 +53,8 @@ class Pending:
     survey: SurveySink | None
     idempotent: bool
     attempts: int = 1
+    ran: bool = False
+    """An attempt before this one may have run."""
     hop: int = 0
     counter: int = 0
     sender_id: bytes = b""
@@ -204,6 +207,8 @@ class Asks:
 
     def _resolve(self, hop: int, pending: Pending, *, error: IrisError) -> None:
         del self._pending[hop]
+        if pending.ran and isinstance(error, RequestError):
+            ran_before(error)
         if pending.survey is not None:
             pending.survey.done([], error)
         elif pending.waiter is not None and not pending.waiter.done():
@@ -230,6 +235,7 @@ class Asks:
             # Sealed anew: a counter is never used for two sends.
             del self._pending[fail.hop]
             pending.attempts += 1
+            pending.ran = pending.ran or fail.may_have_run or is_stale(fail)
             self._send(pending)
             return
         self._resolve(fail.hop, pending, error=error_of(pending.name, fail))

@@ -78,7 +78,8 @@ class Casts:
         flow = self._flow(alias, kind)
         self.received += count
         if abs(self.now_us - sent_us) >= self._guard.freshness_us:
-            self._lose(flow, count, f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock")
+            cause = f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock"
+            self._refuse(flow, first, count, cause)
             return flow, []
         assert flow.opener is not None
         try:
@@ -90,7 +91,7 @@ class Casts:
             if len(payloads) != count:
                 raise DecodeError(f"{len(payloads)} messages in a bundle of {count}")
         except (OpenError, DecodeError) as err:
-            self._lose(flow, count, str(err))
+            self._refuse(flow, first, count, str(err))
             return flow, []
         expected = flow.expected or self._expected(flow)
         if expected is None:
@@ -165,6 +166,27 @@ class Casts:
                 sink.gap(lost)
         self._owner.lost(lost)
 
+    def _refuse(self, flow: InFlow, first: int, count: int, cause: str) -> None:
+        """Report a bundle that came and cannot be taken, once: what its sender's next message shows as missing was told then."""
+        if not flow.plain or not count:
+            self._lose(flow, count, cause)
+        elif not self._announced(flow, first, count, cause):
+            self._drop("late or repeated", count)
+
+    def _announced(self, flow: InFlow, first: int, count: int, cause: str) -> bool:
+        """Report `count` messages from `first` on, as far as they were not reported yet, and what is missing before them.
+
+        Returns False if all of that was reported, or received. Nobody who holds the key said so: the sequence goes on from what opens next.
+        """
+        place = self._place(flow)
+        expected = self._guard.announced(place) if place is not None else Expected()
+        before, here = expected.lost(first, count)
+        if before:
+            self._lose(flow, before, "missing on the way")
+        if here:
+            self._lose(flow, here, cause)
+        return bool(before or here)
+
     def gap(self, gap: frames.Gap) -> None:
         """Report the losses that a relay announces."""
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
@@ -184,10 +206,4 @@ class Casts:
             self._lose(flow, gap.count, gap.cause)
         else:
             # A count of 0 says where a run of losses begins whose length is not known yet.
-            place = self._place(flow)
-            expected = self._guard.announced(place) if place is not None else Expected()
-            before, here = expected.lost(gap.first, gap.count)
-            if before:
-                self._lose(flow, before, "missing on the way")
-            if here:
-                self._lose(flow, here, gap.cause)
+            self._announced(flow, gap.first, gap.count, gap.cause)

@@ -45,6 +45,7 @@ from iris.wire.codec import (
 )  # fmt: skip
 from iris.wire.frames import (
     BOUND_PROOF_MINOR,
+    CLOCK_MINOR,
     FLAG_REFUSED,
     MAX_CREDIT,
     PROTOCOL_MINOR,
@@ -147,6 +148,7 @@ class Session:
             frames.Membership: self._on_membership,
             frames.Report: self._on_ack,
             frames.Pong: self._on_ack,
+            frames.Audience: self._on_ack,
             frames.Ping: lambda ping: self.out.control(frames.Pong(ping.id)),
             frames.Beat: self._on_beat,
         }
@@ -271,7 +273,7 @@ class Session:
     # -- sending ---------------------------------------------------------------------------------------------
 
     def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
-        """Send the control frame that `build` makes of an id; its Ack, Report or Pong resolves `waiter`."""
+        """Send the control frame that `build` makes of an id; its Ack, Report, Pong or Audience resolves `waiter`."""
         if self.state == "ended":
             waiter.set_exception(ConnectionLost("relay", "the session has ended"))
             return
@@ -386,7 +388,8 @@ class Session:
         if abs(self.now_us - sent_us) >= self.guard.freshness_us:
             self.drop("too old")
             if kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
-                self.refuse(buf, start, end, Refusal.UNREADABLE)
+                clock = self.minor >= CLOCK_MINOR
+                self.refuse(buf, start, end, Refusal.CLOCK if clock else Refusal.UNREADABLE)
             else:
                 age_s = (self.now_us - sent_us) / 1e6
                 delivery.fault(
@@ -512,7 +515,7 @@ class Session:
             self.drain_ms = drain.grace_ms
             self.owner.draining()
 
-    def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong) -> None:
+    def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong | frames.Audience) -> None:
         entry = self._acks.get(ack.id)
         if entry is None:
             if type(ack) is frames.Ack and ack.error:
@@ -540,5 +543,9 @@ class Session:
         self.clock_us = self._pulse.clock_us
 
 
-_ANSWERS: Final[dict[type, type]] = {frames.Status: frames.Report, frames.Ping: frames.Pong}
+_ANSWERS: Final[dict[type, type]] = {
+    frames.Status: frames.Report,
+    frames.Ping: frames.Pong,
+    frames.Topic: frames.Audience,
+}
 """What answers a control frame with an id, where it is not Ack."""

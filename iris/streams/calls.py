@@ -25,12 +25,14 @@ from iris.errors import (
     NoMembers,
     NoStream,
     Overloaded,
+    RequestError,
     RequestTimeout,
     StagedMissing,
     StreamDamaged,
     StreamError,
     StreamExists,
     StreamUnavailable,
+    ran_before,
 )
 from iris.wire import frames
 from iris.wire.frames import NO_KEY, STORES
@@ -213,25 +215,34 @@ class Stores:
             try:
                 return await once(max(0.05, left_s))
             except (ConnectionLost, Overloaded, StreamError) as err:
-                if isinstance(err, StreamError) and not err.passing:
-                    # What came before it may have been done, and only its answer lost.
-                    err.may_have_run = err.may_have_run or lost
-                    raise
+                # What came before it may have been done, and only its answer lost.
                 lost = lost or err.may_have_run
+                if isinstance(err, StreamError) and not err.passing:
+                    if lost:
+                        ran_before(err)
+                    raise
                 self.forget(name, uuid)
                 if isinstance(err, NoStream) and (name, uuid) not in self._seen:
+                    if lost:
+                        ran_before(err)
                     raise
                 if not trying and patience is not None:
                     until_s = min(until_s, time.monotonic() + patience)
                 trying = True
                 if time.monotonic() + pause_s >= until_s:
                     if isinstance(err, StreamError):
+                        if lost:
+                            ran_before(err)
                         raise
                     detail = f"{err}{self.why}"
                     raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestTimeout as err:
                 detail = f"no answer within {timeout:g} s{self.why}"
                 raise StreamUnavailable(name, detail, may_have_run=True) from err
+            except RequestError as err:
+                if lost:
+                    ran_before(err)
+                raise
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
@@ -435,8 +446,8 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
     if isinstance(answer, wanted):
         return answer
     if isinstance(answer, Refused):
-        if answer.code == "disk":  # it may be found when the disk is back
-            raise StreamUnavailable(shown, answer.detail, may_have_run=True)
+        if answer.code == "disk":  # it may be found when the disk is back, unless it was not tried
+            raise StreamUnavailable(shown, answer.detail, may_have_run=not answer.sure)
         if answer.code == "leaving":
             away = StreamUnavailable(shown, answer.detail)
             away.passing = True

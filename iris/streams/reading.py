@@ -59,6 +59,8 @@ class Reader:
         self._fetching: asyncio.Task[Fetched] | None = None
         self._closed = False
         self._end: int | None = None
+        self._left: tuple[Fetched, int] | None = None
+        """An answer whose items from this one on are to be handed out."""
 
     @property
     def offset(self) -> int:
@@ -96,9 +98,10 @@ class Reader:
                 await self._find_start()
             if self._end is not None and self._at >= self._end:
                 raise StopAsyncIteration
-            fetched = await self._next()
+            left, self._left = self._left, None
+            fetched, index = left or (await self._next(), 0)
             try:
-                messages = await self._open(fetched)
+                messages = await self._open(fetched, index)
             except BaseException:
                 # What was fetched ahead goes on from where we have not come.
                 self._drop_ahead()
@@ -169,25 +172,34 @@ class Reader:
 
     # -- opening ---------------------------------------------------------------------------------------------
 
-    async def _open(self, fetched: Fetched) -> list[StreamMessage]:
-        """Return the messages of an answer, from `offset` on; raises StreamDamaged if it does not cover what it says."""
+    async def _open(self, fetched: Fetched, index: int) -> list[StreamMessage]:
+        """Return the messages of an answer, from `offset` and its item `index` on, up to the next gap, which comes after them.
+
+        Raises StreamDamaged if the answer does not cover what it says.
+        """
         messages: list[StreamMessage] = []
         self.high_water = fetched.high_water
         at = self._at
-        for item in fetched.items:
+        for number in range(index, len(fetched.items)):
+            item = fetched.items[number]
             if item.offset > at:
                 raise StreamDamaged(self.name, f"the store left out offsets {at} to {item.offset}")
             if not isinstance(item, Record):
                 gap = told(item)
                 if gap.next > at:
+                    if messages:
+                        return self._up_to(at, messages, fetched, number)
+                    self._at = at = gap.next
                     self._tell(gap)
-                    at = gap.next
                 continue
             end = item.offset + END.unpack(item.end)[2]
             if end <= at:
                 continue
             opened = self._opener.open(item)
             if isinstance(opened, StreamGap):
+                if messages:
+                    return self._up_to(at, messages, fetched, number)
+                self._at = end
                 self._tell(opened)
             else:
                 if item.offset < at:
@@ -206,9 +218,19 @@ class Reader:
             at = end
         if at != fetched.next and fetched.items:
             raise StreamDamaged(self.name, f"the store left out offsets {at} to {fetched.next}")
-        if self._end is not None and messages and messages[-1].offset >= self._end:
-            messages = [message for message in messages if message.offset < self._end]
         self._at = at
+        return self._before_end(messages)
+
+    def _up_to(
+        self, at: int, messages: list[StreamMessage], fetched: Fetched, number: int
+    ) -> list[StreamMessage]:
+        """Hand out what is in front of a gap, which is the item `number` of an answer and comes next."""
+        self._at, self._left = at, (fetched, number)
+        return self._before_end(messages)
+
+    def _before_end(self, messages: list[StreamMessage]) -> list[StreamMessage]:
+        if self._end is not None and messages and messages[-1].offset >= self._end:
+            return [message for message in messages if message.offset < self._end]
         return messages
 
     def _tell(self, gap: StreamGap) -> None:

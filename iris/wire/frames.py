@@ -19,6 +19,12 @@ BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""
 
 
+AUDIENCE_MINOR: Final = 2
+"""From this minor version on, relays answer SETTLE and TOPIC."""
+CLOCK_MINOR: Final = 2
+"""From this minor version on, relays take the reason CLOCK."""
+
+
 class Kind(IntEnum):
     """The kind byte of a frame."""
 
@@ -47,6 +53,9 @@ class Kind(IntEnum):
     PING = 0x17
     PONG = 0x18
     GRANT = 0x19
+    SETTLE = 0x1A
+    TOPIC = 0x1B
+    AUDIENCE = 0x1C
     CALLER_LEFT = 0x1D
     LINK_HELLO = 0x20
     BEAT = 0x21
@@ -125,7 +134,9 @@ class Refusal(IntEnum):
     REPLAYED = 5
     """The counter was accepted before: it may have run."""
     UNREADABLE = 6
-    """It does not open under the declared key, or is older than the freshness limit."""
+    """It does not open under the declared key. To a relay of a minor version below 2 it stands for CLOCK, too."""
+    CLOCK = 7
+    """A push, sent too far from the member's clock. Since minor version 2."""
 
 
 class Cause(IntEnum):
@@ -458,6 +469,50 @@ class Pong(Struct, frozen=True):
     id: U63
 
 
+class Settle(Struct, frozen=True):
+    """Answered with Ack once the linked relays know what this session asked for before, or after a second at most."""
+
+    id: U63
+
+
+class Topic(Struct, frozen=True):
+    """Ask who subscribes to a topic under a key; with `slow`, also for whom its messages were dropped. Answered with Audience.
+
+    Over a link: what the receiver alone knows.
+    """
+
+    id: U63
+    name: Name
+    key_id: Id16
+    slow: bool = False
+
+
+class SlowEntry(Struct, frozen=True, array_like=True):
+    """A session, or (`link`) another relay, for which messages of the topic were dropped; times are ages."""
+
+    label: Annotated[str, Meta(max_length=64)]
+    dropped: U63
+    since_us: U63
+    last_us: U63
+    relay: Annotated[str, Meta(max_length=64)] = ""
+    """Of the relay that dropped them: its host's name."""
+    pid: U32 = 0
+    address: Annotated[str, Meta(max_length=300)] = ""
+    link: bool = False
+
+
+MAX_SLOW_TOLD: Final = 64
+
+
+class Audience(Struct, frozen=True):
+    """Answer to Topic: how many subscribe, and what was dropped on the way to them."""
+
+    id: U63
+    subscribers: U32
+    dropped: U63 = 0
+    slow: Annotated[list[SlowEntry], Meta(max_length=MAX_SLOW_TOLD)] = []
+
+
 class LinkHello(Struct, frozen=True):
     """First frame of a link, from both sides at once, after TLS. `relay_id` has to be the one in the certificate.
 
@@ -510,7 +565,7 @@ class MemberEntry(Struct, frozen=True, array_like=True):
 class TopicEntry(Struct, frozen=True, array_like=True):
     """Sessions of the sending relay that want what matches a filter under a key, in one queue group or (empty) in none.
 
-    `count` is how many they are; 0 ends the entry. Without a group it is 0 or 1.
+    `count` is how many they are; 0 ends the entry. Before minor version 2 it was 0 or 1 without a group.
     """
 
     filter: Name
@@ -638,6 +693,9 @@ Control = (
     | Report
     | Ping
     | Pong
+    | Settle
+    | Topic
+    | Audience
     | LinkHello
     | Beat
     | Interest
@@ -674,6 +732,9 @@ CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
     Report: Kind.REPORT,
     Ping: Kind.PING,
     Pong: Kind.PONG,
+    Settle: Kind.SETTLE,
+    Topic: Kind.TOPIC,
+    Audience: Kind.AUDIENCE,
     LinkHello: Kind.LINK_HELLO,
     Beat: Kind.BEAT,
     Interest: Kind.INTEREST,

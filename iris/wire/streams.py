@@ -603,6 +603,8 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
     code: Annotated[str, Meta(max_length=32)]
     detail: Text
+    sure: bool = False
+    """Of "disk": nothing of the call was written, so nothing of it will be found."""
 
 
 REFUSALS: Final = frozenset(

@@ -23,6 +23,7 @@ from iris.wire.codec import (
     REWRITE,
 )
 from iris.wire.frames import (
+    CLOCK_MINOR,
     FLAG_REFUSED,
     HERE,
     REFUSED_ALIAS,
@@ -551,6 +552,8 @@ class Calls:
             self._accounts.refused += 1
             handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS))
             return
+        if reason == Refusal.CLOCK and handed.origin.minor < CLOCK_MINOR:
+            reason = Refusal.UNREADABLE
         buf[start + FLAGS_AT] = FLAG_REFUSED | reason << 4
         REWRITE.pack_into(buf, start + ALIAS_AT, REFUSED_ALIAS, handed.hop)
         if port.has_room(end - start) and port.forward(buf, start, end, 1):
@@ -623,4 +626,5 @@ _ANSWERS: Final[dict[int, tuple[int, ...]]] = {
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: STALE,
     Refusal.REPLAYED: "the member has seen this message before",
+    Refusal.CLOCK: "it was sent too far from the member's clock; set the clocks",
 }

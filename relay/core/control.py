@@ -22,7 +22,14 @@ from iris.wire.frames import (
     HopClass,
     Kind,
 )
-from iris.wire.names import check_cluster, check_filter, check_group, check_site, printable
+from iris.wire.names import (
+    check_cluster,
+    check_filter,
+    check_group,
+    check_site,
+    check_topic,
+    printable,
+)
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.interest import Member, Watch
@@ -66,6 +73,8 @@ class SessionControl:
             frames.Status: self._on_status,
             frames.Ping: lambda session, ping: session.control(frames.Pong(ping.id)),
             frames.Pong: self._on_pong,
+            frames.Settle: router.settling.ask,
+            frames.Topic: self._on_topic,
             frames.Beat: self._on_beat,
             frames.Bye: self._on_bye,
         }
@@ -327,6 +336,13 @@ class SessionControl:
             part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
             first = ({}, more, {}) if at else (others, more, away, starting)
             session.control(frames.Membership(ask.id, part, [], *first))
+
+    def _on_topic(self, session: Session, topic: frames.Topic) -> None:
+        if self._unproven(session, (topic.key_id,)):
+            raise PeerProtocolError("a topic asked for under a key that was not proven")
+        if error := _grammar(check_topic, topic.name):
+            raise PeerProtocolError(error)
+        self._router.audiences.ask(session, topic)
 
     def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:
         watch = session.watches.pop(unwatch.id, None)

@@ -15,7 +15,7 @@ from typing import Final
 
 from iris.wire import frames
 from relay.core.link import Link
-from relay.core.mesh import NEVER_US
+from relay.core.mesh import DRAIN_PING, NEVER_US
 from relay.core.session import Neighbor, Session
 from relay.core.sites import Wan
 
@@ -24,8 +24,6 @@ HEARD_MINOR: Final = 2
 HEARD_US: Final = 2_000_000
 """Nobody is waited for any longer; of a short grace a quarter."""
 UNASKED_US: Final = 100_000
-DRAIN_PING: Final = 1
-"""The id of the PING: the relay sends no other."""
 
 
 class Draining:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from iris.wire.frames import Kind, Serving
+from iris.wire.frames import HopClass, Kind, Serving
 
 if TYPE_CHECKING:
     from relay.core.link import Link
@@ -359,6 +359,37 @@ class Interest:
             else:
                 plain.append(session)
         return plain, dict(sorted(groups.items()))
+
+    def audience(self, topic: str, key_id: bytes) -> int:
+        """Return how many subscriptions match a topic, as far as is known: sessions of this relay, of others, and of other sites."""
+        root = self._topics.get(key_id)
+        if root is None:
+            return 0
+        found: list[tuple[str, dict[tuple[int, str], Taker]]] = [(">", root.rest)]
+        nodes = [("", root)]
+        tokens = topic.split(".")
+        for depth, token in enumerate(tokens):
+            nodes = [
+                (f"{path}{name}.", child)
+                for path, node in nodes
+                for name in (token, "*")
+                if (child := node.children.get(name)) is not None
+            ]
+            if depth + 1 < len(tokens):
+                found += [(path + ">", node.rest) for path, node in nodes]
+        found += [(path[:-1], node.subscribers) for path, node in nodes]
+        count = 0
+        sites: dict[tuple[str, str, str], int] = {}
+        """Site, filter, group: several ways to a site tell of the same subscriptions."""
+        for pattern, takers in found:
+            for (_, group), taker in takers.items():
+                place = (pattern, key_id, group)
+                if taker.hop_class == HopClass.TO_WAN:
+                    where = (taker.site, pattern, group)
+                    sites[where] = max(sites.get(where, 0), taker.wanting(place))
+                else:
+                    count += taker.wanting(place)
+        return count + sum(sites.values())
 
     # -- watches ---------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class Link(Neighbor):
     """The router's side of one link."""
 
     __slots__ = (
-        "addresses", "asked", "beats", "bye", "copy", "groups", "hello", "loads", "relay_id", "resyncing", "resyncs", "settle_us", "stale", "topics",
+        "addresses", "asked", "beats", "bye", "copy", "groups", "hello", "loads", "pings", "relay_id", "resyncing", "resyncs", "settle_us", "stale", "topics",
         "waiting", "weights",
     )  # fmt: skip
     hop_class = HopClass.MESH
@@ -131,6 +131,8 @@ class Link(Neighbor):
         self.settle_us = now_us + SUSPENDED_US
         """Until then its snapshot may come and have what nobody else serves."""
         self.resyncing = False
+        self.pings: list[int] = []
+        """PINGs to be answered when its snapshot has come."""
         self.resyncs = 0
         self.addresses: dict[Address, int] = {}
         """Address -> members there: where the interest leads to this link."""
@@ -146,6 +148,10 @@ class Link(Neighbor):
         """The other relay leaves: nothing of it is kept."""
         self.pulse = self.beats = Pulse(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
+
+    def wanting(self, place: tuple[str, bytes, str]) -> int:
+        """Return how many sessions there have a subscription, as the other relay said."""
+        return self.topics.get(place, 1)
 
     @property
     def rtt_us(self) -> int:

@@ -48,6 +48,10 @@ NEVER_US: Final = (1 << 63) - 1
 MAX_GROUPS_HERE: Final = 128
 """Queue groups of one relay under one key: a DECLARE over a link may name them all, and is a control frame."""
 MAX_SHARED: Final = 8192
+MAX_PINGS: Final = 1024
+"""PINGs of one link that wait for its snapshot; more are answered at once."""
+DRAIN_PING: Final = 1
+"""The id of the PING of a relay that stops."""
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 _LOAD_ENTRIES: Final = 48
@@ -68,6 +72,8 @@ class Mesh:
         self.members: Callable[[], Iterable[Member]] = tuple
         """All members of this relay."""
         self.introduced: Callable[[bytes, list[str]], None] = _unheard
+        self.flushed: Callable[[], None] = _nothing
+        """Called when all that was gathered has been sent."""
         self.addresses: list[str] = []
         self.settle_us = 0
         self.resyncs = 0
@@ -188,8 +194,8 @@ class Mesh:
                 self._topics[place] = count
             else:
                 del self._topics[place]
-            if self.links and not self.leaving and (group or count == (1 if by > 0 else 0)):
-                self._changed[place] = count if group else min(count, 1)
+            if self.links and not self.leaving:
+                self._changed[place] = count
                 self.gather(now_us)
             self._interest.changed_topic(place)
         self._snapshot_version = 0
@@ -274,6 +280,7 @@ class Mesh:
             for link in self.links.values():
                 link.port.control(frame)
         self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
+        self.flushed()
 
     def _snapshot_frames(self) -> list[bytes]:
         """Return our interest as it is now; all that was gathered has been told."""
@@ -282,10 +289,7 @@ class Mesh:
             sites, clusters, site_topics = self.abroad.mesh_snapshot()
             if not self.leaving:
                 joined = [_entry(member) for member in self.members() if not member.left]
-                topics = [
-                    TopicEntry(*place, count if place[2] else 1)
-                    for place, count in self._topics.items()
-                ]
+                topics = [TopicEntry(*place, count) for place, count in self._topics.items()]
             else:
                 sites, clusters, site_topics = [], [], []
             every = cut(
@@ -322,7 +326,9 @@ class Mesh:
     # -- their interest, to us -------------------------------------------------------------------------------
 
     def _on_interest(self, link: Link, change: frames.Interest) -> None:
-        link.copy.starting = change.starting
+        if change.starting != link.copy.starting:
+            link.copy.starting = change.starting
+            self._interest.version += 1  # what waits for it is looked at
         if change.reset:
             copy = link.copy
             link.waiting = Copy(copy.relay, copy.site, copy.label)
@@ -339,7 +345,6 @@ class Mesh:
             return
         self._apply(link, change)
         link.copy.version = change.version
-        self._interest.version += 1
 
     def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
         """Part of a snapshot; with the last, the new copy takes the place of the old."""
@@ -368,6 +373,9 @@ class Mesh:
         link.waiting = None
         link.stale = link.resyncing = False
         link.settle_us = 0
+        pings, link.pings = link.pings, []
+        for ping in pings:
+            link.control(frames.Pong(ping))
         self._interest.version += 1
 
     def _apply(self, link: Link, change: frames.Interest) -> None:
@@ -391,8 +399,18 @@ class Mesh:
                     link.forget_loads(*address)
                 self._interest.changed(address)
             self._tell(gone, left=[copy.member_id(serial)])
-        self._topics_there(link, change.topics)
+        weighed = self._topics_there(link, change.topics)
         self.abroad.told_by(link, change, link.beats.last_us)
+        if (
+            weighed
+            or not change.topics
+            or change.joined
+            or change.left
+            or change.sites
+            or change.clusters
+        ):
+            # Where only topics changed, those that came or went have said so themselves, and how many want one changes no route.
+            self._interest.version += 1
 
     def _shared(self, entry: MemberEntry) -> MemberEntry:
         """Return the entry, checked, made of values that others have, too: at a hundred thousand members that is half the memory."""
@@ -415,12 +433,15 @@ class Mesh:
                 self._interest.serve(link, address)
             self._interest.changed(address)
 
-    def _topics_there(self, link: Link, topics: Sequence[TopicEntry]) -> None:
+    def _topics_there(self, link: Link, topics: Sequence[TopicEntry]) -> bool:
+        """Take what the relay behind a link wants. Returns True if the weight of a queue group changed."""
+        weighed = False
         for entry in topics:
             place = (entry.filter, entry.key_id, entry.group)
             self._interest.changed_topic(place)
             known = place in link.topics
             group = (entry.key_id, entry.group)
+            weighed = weighed or bool(entry.group)
             if entry.count:
                 if not known:
                     _check_topic(entry)
@@ -446,6 +467,15 @@ class Mesh:
                         link.groups[entry.key_id] -= 1
                         if not link.groups[entry.key_id]:
                             del link.groups[entry.key_id]
+        return weighed
+
+    def pinged(self, link: Link, ping: frames.Ping) -> None:
+        """The other relay asks whether we know what it sent before. While its snapshot is due, it is answered after that."""
+        behind = link.resyncing or link.waiting is not None
+        if behind and ping.id != DRAIN_PING and len(link.pings) < MAX_PINGS:
+            link.pings.append(ping.id)
+        else:
+            link.control(frames.Pong(ping.id))
 
     def _ask_again(self, link: Link) -> None:
         """A change was lost or repeated: the snapshot makes it good."""
@@ -706,3 +736,7 @@ def _check_topic(entry: TopicEntry) -> None:
 
 def _unheard(relay_id: bytes, addresses: list[str]) -> None:
     """Nobody dials here."""
+
+
+def _nothing() -> None:
+    """Nobody waits."""

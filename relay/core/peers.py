@@ -11,10 +11,10 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import decode_control
 from iris.wire.frames import HopClass, Kind
-from iris.wire.names import printable
+from iris.wire.names import check_topic, printable
 from relay.core.calls import Calls
 from relay.core.casts import Casts
-from relay.core.link import Link
+from relay.core.link import Link, check_named
 from relay.core.session import Neighbor
 from relay.core.sites import Wan
 
@@ -42,8 +42,10 @@ class LinkControl:
             frames.CallerLeft: self._on_left,
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
-            frames.Ping: _on_ping,
-            frames.Pong: lambda link, pong: router.drains.answered(link, pong, router.now_us),
+            frames.Ping: router.mesh.pinged,
+            frames.Pong: self._on_pong,
+            frames.Topic: self._on_topic,
+            frames.Audience: router.audiences.answered,
             frames.Bye: self._on_bye,
             frames.Error: self._on_error,
         }
@@ -66,6 +68,14 @@ class LinkControl:
         if far:
             rule = self._router.abroad.barred(declared, printable(declared.site), entering=False)
             link.routes[declared.alias].barred = rule  # type: ignore[union-attr]
+
+    def _on_pong(self, link: Link, pong: frames.Pong) -> None:
+        self._router.drains.answered(link, pong, self._router.now_us)
+        self._router.settling.answered(link, pong)
+
+    def _on_topic(self, link: Link, topic: frames.Topic) -> None:
+        check_named(check_topic, topic.name)
+        self._router.audiences.asked_by_link(link, topic)
 
     def _on_beat(self, link: Link, beat: frames.Beat) -> None:
         link.beat_came(beat, self._router.now_us)

@@ -28,6 +28,7 @@ from iris.wire.names import (
     check_topic,
     printable,
 )
+from relay.core.audience import Audiences
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.control import SessionControl
@@ -42,6 +43,7 @@ from relay.core.policy import Policy
 from relay.core.ports import Accounts, Port
 from relay.core.quotas import Quotas
 from relay.core.session import Neighbor, Route, Session
+from relay.core.settling import Settling
 from relay.core.sites import Wan
 from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
@@ -128,6 +130,8 @@ class Router:
         )
         self.stores = StoreWatch(self.mesh)
         casts.abroad = calls.abroad = self.abroad
+        self.settling = Settling(self.mesh, lambda: self.now_us)
+        self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
         self.drains = Draining(self._from_sessions.on_leave, self._from_sessions.end)
@@ -200,6 +204,8 @@ class Router:
         del self.neighbors[link.number], self._pulsing[link.number]
         self._calls.neighbor_down(link, self.now_us)
         self.drains.forget(link, self.now_us)
+        self.settling.forget(link)
+        self.audiences.forget(link)
 
     @property
     def site(self) -> str:
@@ -269,8 +275,9 @@ class Router:
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
         mine = min(
-            self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us
-        )
+            self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us,
+            self.settling.deadline_us, self.audiences.deadline_us,
+        )  # fmt: skip
         return min(self.mesh.deadline_us, self.abroad.deadline_us, self.stores.deadline_us, mine)
 
     def expire(self) -> None:
@@ -289,6 +296,10 @@ class Router:
             self.stores.expire(self.now_us)
         if self.now_us >= self.slow.deadline_us:
             self.slow.expire(self.now_us)
+        if self.now_us >= self.settling.deadline_us:
+            self.settling.expire(self.now_us)
+        if self.now_us >= self.audiences.deadline_us:
+            self.audiences.expire(self.now_us)
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
         """Beat to a neighbor on another host from now on, and end it when it is silent."""

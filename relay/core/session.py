@@ -385,6 +385,10 @@ class Neighbor:
         """Itself: a way to a site has another."""
         return self
 
+    def wanting(self, place: tuple[str, bytes, str]) -> int:
+        """Return how many subscriptions to (filter, key id, group) this neighbor stands for, which it has."""
+        return 1
+
     def beat_came(self, beat: Beat, now_us: int) -> None:
         """Its heart beats, which says how its clock runs; raises PeerProtocolError from a session of this host, which has none."""
         if self.pulse is None:
@@ -462,7 +466,7 @@ class Session(Neighbor):
     """A process of this host, or over TLS (`remote`) of another."""
 
     __slots__ = (
-        "challenge", "channel", "granted", "groups", "keyed", "members", "ours", "parked_bytes", "pid", "places", "proofs", "proven", "remote", "session_id",
+        "challenge", "channel", "granted", "groups", "keyed", "members", "ours", "parked_bytes", "pid", "places", "proofs", "proven", "remote", "session_id", "settling",
         "subscriptions", "watches",
     )  # fmt: skip
 
@@ -496,6 +500,8 @@ class Session(Neighbor):
         self.groups: dict[str, int] = {}
         """Queue group -> subscriptions in it."""
         self.watches: dict[int, Watch] = {}
+        self.settling = 0
+        """Its SETTLEs that wait for other relays."""
 
     @property
     def stores(self) -> bool:

@@ -81,6 +81,10 @@ class Way:
         """How far the site is this way: its cost and its round trip."""
         return 1000 * self.cost_ms + self.rtt_us
 
+    def wanting(self, place: Topic) -> int:
+        """Return how many sessions of the site have a subscription, as it said."""
+        return self.topics.get(place, 1)
+
     def load(self, kind: int, name: str, key_id: bytes) -> Load | None:
         """Return the load of the members of an address there that serve `kind`; None if there are none."""
         concurrency = self.clusters.get((name, key_id), NOBODY)[0].get(kind, 0)

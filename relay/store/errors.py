@@ -53,11 +53,15 @@ class CursorsFull(LogError):
 
 
 class LogWriteFailed(LogError):
-    """The disk refused a write: it may or may not be found after a reopen, and was not acknowledged."""
+    """The disk refused a write: it may or may not be found after a reopen, and was not acknowledged.
 
-    def __init__(self, path: str, reason: str) -> None:
+    `sure`: it was not tried, because one before it had failed, and nothing of it will be found.
+    """
+
+    def __init__(self, path: str, reason: str, *, sure: bool = False) -> None:
         super().__init__(path, f"write failed: {reason}")
         self.reason = reason
+        self.sure = sure
 
 
 class ChannelRefused(IrisError):

@@ -92,9 +92,9 @@ class Question:
         """Send the answer; nobody hears it if the session has ended."""
         self.session.answer(self, encode(answer))
 
-    def refuse(self, code: str, detail: str) -> None:
-        """Say that it was not done, and why."""
-        self.answer(Refused(code, detail[:1024]))
+    def refuse(self, code: str, detail: str, *, sure: bool = False) -> None:
+        """Say that it was not done, and why; `sure`: for want of a disk, and nothing of it was written."""
+        self.answer(Refused(code, detail[:1024], sure))
 
 
 class StoreOwner(Protocol):

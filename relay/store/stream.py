@@ -360,7 +360,9 @@ class Stream:
             question.refuse("paused", f"stream {self.name!r} is paused")
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")
-            question.refuse("disk", failed or "it is not open")
+            # A commit that is repeated may have been written the first time.
+            tried = not isinstance(question.call, streams.Append)
+            question.refuse("disk", failed or "it is not open", sure=not tried)
         else:
             return self.log
         return None
@@ -434,9 +436,8 @@ class Stream:
             return
         try:
             if log is None or log.failed:
-                raise LogWriteFailed(
-                    self.path, (log.failed if log else self.failed) or "it is not open"
-                )
+                reason = (log.failed if log else self.failed) or "it is not open"
+                raise LogWriteFailed(self.path, reason, sure=True)
             log.ids.now_us = self._elapsed_us(now_us)
             outcomes = log.append([entry for entry, _ in batch], now_us)
         except LogWriteFailed as err:
@@ -482,7 +483,7 @@ class Stream:
                 self._unrecorded += count
                 self.lost += count
         for pending in refused.values():
-            pending.question.refuse("disk", err.reason)
+            pending.question.refuse("disk", err.reason, sure=err.sure)
         if self.staging is not None:
             self.staging.refuse("disk", err.reason)
 

@@ -113,6 +113,11 @@ CONTROLS: Final[dict[str, Control]] = {
     "drain": frames.Drain(10_000),
     "ping": frames.Ping(9),
     "pong": frames.Pong(9),
+    "settle": frames.Settle(10),
+    "topic": frames.Topic(11, TOPIC, KEY.key_id, True),
+    "audience": frames.Audience(
+        11, 3, 40, [frames.SlowEntry("reports@ams1", 40, 2_000_000, 500_000, "ams1", 4711)]
+    ),
     "ack": frames.Ack(2, "", 7),
     "prove": frames.Prove(
         0, KEY.public_key, KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE)

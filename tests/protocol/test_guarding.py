@@ -447,9 +447,9 @@ def test_a_bundle_that_does_not_hold_as_many_messages_as_it_says_is_lost_as_a_wh
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
     out = sender.session.out
-    for count in (1, 3):
+    for first, count in ((0, 1), (1, 3)):
         body = encode_bundle([b"x", b"y"], None, False)
-        out._seal(out.flow(Kind.PUBLISH, "a", KEY), body, 0, 0, 0, count, 0, b"")
+        out._seal(out.flow(Kind.PUBLISH, "a", KEY), body, 0, 0, 0, count, first, b"")
     net.run()
     assert inbox.payloads == []
     assert [(gap.count, gap.cause) for gap in inbox.gaps] == [

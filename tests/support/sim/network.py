@@ -741,7 +741,7 @@ class SimNetwork:
         for session in other.sessions.values():
             for pattern, group, key in session.subscriptions:
                 place = (pattern, key, group)
-                topics[place] = topics.get(place, 0) + 1 if group else 1
+                topics[place] = topics.get(place, 0) + 1
         if link.topics != topics:
             wrong = sorted(link.topics.items() ^ topics.items())
             self.violate(f"{relay} has a wrong copy of the topics of {other}: {wrong}")

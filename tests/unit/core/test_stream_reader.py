@@ -62,20 +62,23 @@ async def test_gaps_and_holes_side_by_side_are_told_and_end_the_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "end", "left_out"),
+    ("items", "end", "left_out", "at"),
     [
-        ([Hole(0, 2, 1), Hole(5, 9, 1)], 9, "offsets 2 to 5"),
-        ([Hole(3, 9, 1)], 9, "offsets 0 to 3"),
-        ([Hole(0, 4, 1)], 9, "offsets 4 to 9"),
-        ([Hole(0, 6, 1)], 5, "offsets 6 to 5"),
+        ([Hole(0, 2, 1), Hole(5, 9, 1)], 9, "offsets 2 to 5", 2),
+        ([Hole(3, 9, 1)], 9, "offsets 0 to 3", 0),
+        ([Hole(0, 4, 1)], 9, "offsets 4 to 9", 4),
+        ([Hole(0, 6, 1)], 5, "offsets 6 to 5", 6),
     ],
     ids=["in the middle", "at the beginning", "at the end", "more than it says"],
 )
 async def test_a_reader_stops_at_a_store_that_leaves_offsets_out(
-    items: list[Item], end: int, left_out: str
+    items: list[Item], end: int, left_out: str, at: int
 ) -> None:
     messages = reader((items, end), (items, end))
-    with pytest.raises(StreamDamaged, match=f"left out {left_out}"):
-        await messages.batch()
-    assert messages.offset == 0
+    for _ in range(2):
+        with pytest.raises(StreamDamaged, match=f"left out {left_out}"):
+            await messages.batch()
+        assert messages.offset == at
+        # What was told before it is not told again.
+        assert len(messages.gaps) == (at > 0)
     await messages.close()

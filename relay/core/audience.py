@@ -1,0 +1,148 @@
+"""Who hears a topic, and who was too slow for it: asked by publishers, answered by this relay and those that it is linked to.
+
+TOPIC from a session ──► AUDIENCE: how many subscribe, as far as this relay knows
+TOPIC with `slow` ──► TOPIC to every link that leads to subscribers ──► their AUDIENCEs, or `ASK_US` is over ──► one AUDIENCE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from iris.wire import frames
+from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, HopClass, SlowEntry
+from iris.wire.names import printable
+from relay.core.link import Link
+from relay.core.mesh import NEVER_US
+from relay.core.session import Neighbor, Session
+
+if TYPE_CHECKING:
+    from relay.core.interest import Interest
+    from relay.core.slow import SlowReceivers
+
+ASK_US: Final = 500_000
+"""Other relays are waited for no longer."""
+MAX_ASKED: Final = 4096
+"""Questions that wait for other relays; more are answered with what this relay knows."""
+
+
+class _Asked:
+    """A session's question that other relays have not all answered."""
+
+    __slots__ = ("audience", "open", "session", "until_us")
+
+    def __init__(self, session: Session, audience: frames.Audience, until_us: int) -> None:
+        self.session = session
+        self.audience = audience
+        self.open: set[int] = set()
+        self.until_us = until_us
+
+
+class Audiences:
+    """The questions about topics of one relay."""
+
+    def __init__(
+        self, relay: str, interest: Interest, slow: SlowReceivers, clock: Callable[[], int]
+    ) -> None:
+        """`relay` is this relay's host, for people."""
+        self.deadline_us = NEVER_US
+        self._relay = relay
+        self._interest = interest
+        self._slow = slow
+        self._clock = clock
+        self._asked: dict[int, _Asked] = {}
+        """By the id that we gave, the oldest first."""
+        self._last = 0
+
+    def ask(self, session: Session, topic: frames.Topic) -> None:
+        """A session asks; it holds the key."""
+        audience = self._audience(topic)
+        links = self._links(topic) if topic.slow and len(self._asked) < MAX_ASKED else []
+        if not links:
+            self._answer(session, audience)
+            return
+        self._last += 1
+        asked = self._asked[self._last] = _Asked(session, audience, self._clock() + ASK_US)
+        for link in links:
+            asked.open.add(link.number)
+            link.control(msgspec.structs.replace(topic, id=self._last))
+        self.deadline_us = min(self.deadline_us, asked.until_us)
+
+    def asked_by_link(self, link: Link, topic: frames.Topic) -> None:
+        """The relay behind a link asks: what this relay alone knows."""
+        link.control(self._audience(topic))
+
+    def answered(self, link: Link, audience: frames.Audience) -> None:
+        """The relay behind a link answers. One that was not asked, or answers twice, is ignored."""
+        asked = self._asked.get(audience.id)
+        if asked is None or link.number not in asked.open:
+            return
+        asked.open.remove(link.number)
+        slow = [
+            msgspec.structs.replace(
+                entry, label=printable(entry.label), address=printable(entry.address), relay=printable(entry.relay)
+            )
+            for entry in audience.slow
+        ]  # fmt: skip
+        before = asked.audience
+        asked.audience = msgspec.structs.replace(
+            before, dropped=_capped(before.dropped + audience.dropped), slow=[*before.slow, *slow][:MAX_SLOW_TOLD]
+        )  # fmt: skip
+        if not asked.open:
+            self._end(audience.id)
+
+    def forget(self, neighbor: Neighbor) -> None:
+        """A link is gone: nobody waits for it."""
+        for number, asked in list(self._asked.items()):
+            if neighbor.number in asked.open:
+                asked.open.remove(neighbor.number)
+                if not asked.open:
+                    self._end(number)
+
+    def expire(self, now_us: int) -> None:
+        """Answer with what has come in time."""
+        for number, asked in list(self._asked.items()):
+            if now_us >= asked.until_us:
+                self._end(number)
+        self.deadline_us = min((each.until_us for each in self._asked.values()), default=NEVER_US)
+
+    def _end(self, number: int) -> None:
+        asked = self._asked.pop(number)
+        if not asked.session.closed:
+            self._answer(asked.session, asked.audience)
+
+    def _answer(self, session: Session, audience: frames.Audience) -> None:
+        """Answer a session; which process is slow, and where, is told to the relay's own user alone, as in its status."""
+        if not session.ours:
+            slow = [msgspec.structs.replace(entry, pid=0, address="") for entry in audience.slow]
+            audience = msgspec.structs.replace(audience, slow=slow)
+        session.control(audience)
+
+    def _audience(self, topic: frames.Topic) -> frames.Audience:
+        count = min(self._interest.audience(topic.name, topic.key_id), 0xFFFFFFFF)
+        if not topic.slow:
+            return frames.Audience(topic.id, count)
+        now_us = self._clock()
+        found = self._slow.of(topic.name, topic.key_id)
+        slow = [
+            SlowEntry(each.label, _capped(dropped), now_us - each.since_us, now_us - each.last_us, self._relay, each.pid, each.address, each.link)
+            for each, dropped in found[:MAX_SLOW_TOLD]
+        ]  # fmt: skip
+        return frames.Audience(topic.id, count, _capped(sum(dropped for _, dropped in found)), slow)
+
+    def _links(self, topic: frames.Topic) -> Iterable[Link]:
+        """Return the links that lead to subscribers, whose relays take the question."""
+        plain, groups = self._interest.subscribers(topic.name, topic.key_id)
+        takers = [*plain, *(taker for members in groups.values() for taker in members)]
+        links = {
+            taker.number: taker
+            for taker in takers
+            if taker.hop_class == HopClass.MESH and isinstance(taker, Link) and taker.minor >= AUDIENCE_MINOR
+        }  # fmt: skip
+        return list(links.values())
+
+
+def _capped(count: int) -> int:
+    return min(count, (1 << 63) - 1)

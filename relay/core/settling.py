@@ -1,0 +1,104 @@
+"""Sessions that wait until the other relays know what they asked for.
+
+    SETTLE from a session ──► our changes are told to every link (`Mesh.gather`), then PING
+    PONG from every link, or `SETTLE_US` is over ──► ACK
+
+Relays of an older minor version do not answer PING and are not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from iris.wire import frames
+from relay.core.draining import HEARD_MINOR
+from relay.core.mesh import DRAIN_PING, NEVER_US, Mesh
+
+if TYPE_CHECKING:
+    from relay.core.session import Neighbor, Session
+
+SETTLE_US: Final = 1_000_000
+"""Nobody waits any longer."""
+MAX_SETTLING: Final = 64
+"""SETTLEs of one session that wait; more are answered at once."""
+
+
+class _Round:
+    """The sessions that wait for the answers to one PING."""
+
+    __slots__ = ("open", "until_us", "waiting")
+
+    def __init__(self, waiting: list[tuple[Session, int]], until_us: int) -> None:
+        self.waiting = waiting
+        self.until_us = until_us
+        self.open: set[int] = set()
+        """Numbers of the links that have not answered."""
+
+
+class Settling:
+    """The waiting sessions of one relay. All that ask within one gathering share a PING."""
+
+    def __init__(self, mesh: Mesh, clock: Callable[[], int]) -> None:
+        self.deadline_us = NEVER_US
+        self._mesh = mesh
+        self._clock = clock
+        self._asked: list[tuple[Session, int]] = []
+        """They wait for our changes to be sent."""
+        self._rounds: dict[int, _Round] = {}
+        """By the id of the PING, the oldest first. There is at most one for each gathering."""
+        self._last = DRAIN_PING
+        mesh.flushed = self._begin
+
+    def ask(self, session: Session, settle: frames.Settle) -> None:
+        """A session wants to hear when the other relays know what it asked for before."""
+        links = self._mesh.links
+        if not links or self._mesh.leaving or session.settling >= MAX_SETTLING:
+            session.control(frames.Ack(settle.id))
+            return
+        session.settling += 1
+        self._asked.append((session, settle.id))
+        self._mesh.gather(self._clock())
+
+    def _begin(self) -> None:
+        """All that was asked for has been sent to the links."""
+        if not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        self._last = number = (self._last + 1) % (1 << 62) or DRAIN_PING + 1
+        begun = self._rounds[number] = _Round(asked, self._clock() + SETTLE_US)
+        for link in self._mesh.links.values():
+            if link.minor >= HEARD_MINOR:
+                begun.open.add(link.number)
+                link.control(frames.Ping(number))
+        self.deadline_us = min(self.deadline_us, begun.until_us)
+        if not begun.open:
+            self._end(number)
+
+    def answered(self, neighbor: Neighbor, pong: frames.Pong) -> None:
+        """A PONG came over a link. Others than to our PINGs are ignored."""
+        begun = self._rounds.get(pong.id)
+        if begun is not None and neighbor.number in begun.open:
+            begun.open.remove(neighbor.number)
+            if not begun.open:
+                self._end(pong.id)
+
+    def forget(self, neighbor: Neighbor) -> None:
+        """A link is gone: nobody waits for it."""
+        for number, begun in list(self._rounds.items()):
+            begun.open.discard(neighbor.number)
+            if not begun.open:
+                self._end(number)
+
+    def expire(self, now_us: int) -> None:
+        """Answer who has waited long enough."""
+        for number, begun in list(self._rounds.items()):
+            if now_us >= begun.until_us:
+                self._end(number)
+        self.deadline_us = min((each.until_us for each in self._rounds.values()), default=NEVER_US)
+
+    def _end(self, number: int) -> None:
+        for session, asked in self._rounds.pop(number).waiting:
+            session.settling -= 1
+            if not session.closed:
+                session.control(frames.Ack(asked))

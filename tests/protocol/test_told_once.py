@@ -1,0 +1,134 @@
+"""What became of a call or a message is told once, and the first attempt's truth stays."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.kit import KEY, Network, Result
+
+from iris.errors import ConnectionLost, NoMembers, RequestTimeout
+from iris.wire import frames
+from iris.wire.frames import Kind, Refusal
+
+
+def test_a_repeated_request_that_finds_nobody_may_have_run_before() -> None:
+    net = Network()
+    caller, member = net.host(), net.host()
+    member.serve("db")
+    answer = caller.request("db", b"x", idempotent=True)
+    net.run()
+    member.lose()
+    net.run()
+    assert isinstance(answer.error, NoMembers)
+    assert answer.error.may_have_run
+    assert str(answer.error).endswith("; an earlier attempt may have run")
+
+
+def test_a_repeated_request_that_is_refused_may_have_run_before() -> None:
+    net = Network()
+    caller, first, second = net.host(), net.host(), net.host()
+    first.serve("db")
+    answer = caller.request("db", b"x", idempotent=True)
+    net.run()
+    second.serve("db").refusal = Refusal.FULL
+    first.lose()
+    net.run()
+    assert answer.error is not None
+    assert answer.error.may_have_run  # type: ignore[attr-defined]
+
+
+def test_a_repeated_request_that_runs_out_of_time_says_so_as_before() -> None:
+    net = Network()
+    caller, first, second = net.host(), net.host(), net.host()
+    first.serve("db")
+    answer = caller.request("db", b"x", idempotent=True, timeout_ms=500)
+    net.run()
+    second.serve("db")
+    first.lose()
+    net.run()
+    net.pass_time(1.0)
+    assert isinstance(answer.error, (RequestTimeout, ConnectionLost))
+    assert answer.error.may_have_run
+
+
+def test_a_request_that_was_tried_once_and_found_nobody_did_not_run() -> None:
+    net = Network()
+    answer = net.host().request("db", b"x", idempotent=True)
+    net.run()
+    assert isinstance(answer.error, NoMembers)
+    assert not answer.error.may_have_run
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+def test_a_push_from_a_clock_too_far_off_is_told_as_one(relays: int) -> None:
+    net = Network(relays=relays)
+    if relays == 2:
+        net.link(0, 1)
+    member, caller = net.host(), net.host(relay=relays - 1)
+    service = member.serve("db")
+    net.run()
+    caller.clock_us = 601_000_000
+    caller.push("db", b"x")
+    net.run()
+    assert service.deliveries == []
+    (loss,) = caller.losses
+    assert "clock" in str(loss.error)
+    assert not loss.error.may_have_run  # type: ignore[union-attr]
+
+
+def test_to_a_relay_of_an_older_version_a_push_from_another_clock_is_unreadable() -> None:
+    net = Network()
+    member, caller = net.host(), net.host()
+    member.serve("db")
+    net.run()
+    member.session.minor = 1
+    caller.clock_us = 601_000_000
+    caller.push("db", b"x")
+    net.run()
+    (loss,) = caller.losses
+    assert "clock" not in str(loss.error)
+
+
+def test_publications_from_a_clock_too_far_off_are_told_once() -> None:
+    net = Network()
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    sender.publish("a", b"0")
+    net.run()
+    sender.clock_us = 601_000_000
+    net.pass_time(0.1)
+    for _ in range(3):
+        sender.publish("a", b"lost")
+        net.run()
+    assert [gap.count for gap in inbox.gaps] == [1, 1, 1]
+    assert all("clock" in gap.cause for gap in inbox.gaps)
+    sender.clock_us = 0
+    net.pass_time(0.1)
+    sender.publish("a", b"4")
+    net.run()
+    assert inbox.payloads == [b"0", b"4"]
+    assert sum(gap.count or 0 for gap in inbox.gaps) == 3
+
+
+def test_a_bundle_that_was_changed_on_the_way_and_comes_again_is_told_once() -> None:
+    net = Network()
+    sender, receiver = net.host(), net.host()
+    inbox = receiver.subscribe("a")
+    net.tamper = lambda _, frame: [frame[:-1] + bytes((frame[-1] ^ 1,))] * 3 if frame[4] == Kind.PUBLISH else [frame]  # fmt: skip
+    sender.publish("a", b"x")
+    net.run()
+    assert [gap.count for gap in inbox.gaps] == [1]
+    assert receiver.session.dropped["late or repeated"] == 2
+
+
+def test_settle_is_answered_once_the_linked_relays_know() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    near = net.host()
+    for wanted in ("a", "b"):
+        near.subscribe(wanted)
+        settled = Result()
+        near.session.ask(frames.Settle, settled)
+        net.run()
+        net.pass_time(0.1)
+        assert isinstance(settled.message, frames.Ack)
+        assert net.routers[1].interest.audience(wanted, KEY.key_id) == 1
