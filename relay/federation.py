@@ -146,7 +146,7 @@ class GatewayPort(LinkPort):
             return
         run = expanded(buf, start, end)
         for begin, stop in frames_in(run, (end - start) // FRAME_BYTES):
-            self._frame(run, begin, stop)
+            (self._frame if self._hears is None else self._hold)(run, begin, stop)
             if self.ended:
                 return
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, cast
 
@@ -44,6 +45,12 @@ FIRST_LIMIT_BYTES: Final = 64 << 10
 HIGH_WATER_BYTES: Final = 256 << 10
 BULK_TURN_BYTES: Final = 2 * PIECE_BYTES
 """Pieces of long frames that a link is given per turn of the loop."""
+PORTION_BYTES: Final = 1024
+"""Frames of `WEIGHTY_KINDS` that a connection is heard for at once. What came behind them waits for `PORTION_S`, so that a burst
+holds nobody else up for long. Each further portion is larger than the one before: a long burst takes little longer."""
+PORTION_S: Final = 0.001
+PORTION_FRAME_BYTES: Final = 64
+"""What such a frame counts for besides its length."""
 
 WRONG_NETWORK: Final = "wrong network"
 FOREIGN: Final = "foreign certificate"
@@ -135,6 +142,14 @@ class LinkPort(ConnectionPort):
         self._longest_bytes = self._whole_bytes = WHOLE_BYTES
         """Longest frame that the other relay takes, and that it gets in one piece."""
         self._lanes = Lanes()
+        self._heard_bytes = 0
+        """Of this portion."""
+        self._portion_bytes = PORTION_BYTES
+        self._later: deque[memoryview] = deque()
+        """Frames behind the portion, of one fill of the receive buffer: meanwhile nothing is read."""
+        self._hears: Callable[[memoryview, int, int], None] | None = None
+        """What is to hear frames that are held, meanwhile."""
+        self._waiting: asyncio.TimerHandle | None = None
         self._pumped = False
         self._refusing = False
         self._up_s = 0.0
@@ -181,8 +196,14 @@ class LinkPort(ConnectionPort):
         if self.link is not None and self.link.pulse is not None:
             # Part of a frame is a sign of life, too.
             self.link.pulse.last_us = self._router.now_us
+        self._secured.received(self._driver.buffer.view[:nbytes])
+        if self._waiting is None:
+            self._hear()
+
+    def _hear(self) -> None:
+        """Take what has come, up to the end of a portion."""
+        self._heard_bytes = 0
         try:
-            self._secured.received(self._driver.buffer.view[:nbytes])
             if not self._shaking or self._shake():
                 self._read()
         except PeerProtocolError as err:
@@ -211,6 +232,7 @@ class LinkPort(ConnectionPort):
         if self.link is None and not (self.ended or self.dialled):
             self._hub.refused(self.address, "closed before HELLO", self.reason)
         self._closed = True
+        self._hear_no_more()
         self._gone()
         self._driver.settle()
         self._held += self._lanes.messages
@@ -288,7 +310,7 @@ class LinkPort(ConnectionPort):
         self.link = link = self._hub.greeted(self, self._understood(body))
         self._hub.known(self)
         self._up_s = time.monotonic()
-        self._entry = self._router.entry(link)
+        self._entry = self._router.entry(link, self._heard)
         self._longest_bytes = 4 + FRAME_OVERHEAD + body.message_limit
         self._whole_bytes = min(WHOLE_BYTES, self._longest_bytes)
         self._reader.limit = MAX_REPORT_BYTES
@@ -340,16 +362,26 @@ class LinkPort(ConnectionPort):
     # -- frames in -------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        if self._hears is not None and not self._caught_up():
+            return
         reader = self._reader
         while True:
             buffer = reader.get_buffer()
             got = self._secured.read_into(buffer)
             if got > 0:
                 reader.received(got)
-            if got < len(buffer) or self._closed or self._finishing:
+            if self._closed or self._finishing:
+                return
+            if self._later:
+                self._transport.pause_reading()
+                self._wait()
+                return
+            if self._hears is not None:  # nothing came behind the portion
+                reader.on_frame, self._hears = self._hears, None
+            if got < len(buffer):
                 break
             self._driver.settle()  # what was forwarded lies in the buffer that is filled next
-        if got < 0 and not self._closed:
+        if got < 0:
             self.abort("the other side closed the connection")
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
@@ -361,6 +393,58 @@ class LinkPort(ConnectionPort):
             if whole is not buf:
                 buf, start, end = whole, 0, len(whole)
         self._entry(buf, start, end)
+
+    def _heard(self, size: int) -> None:
+        """A frame about interest or addresses was taken."""
+        self._heard_bytes += size + PORTION_FRAME_BYTES
+        if self._heard_bytes >= self._portion_bytes and self._hears is None and not self.ended:
+            self._hears, self._reader.on_frame = self._reader.on_frame, self._hold
+
+    def _hold(self, buf: memoryview, start: int, end: int) -> None:
+        """It came behind the end of a portion."""
+        self._later.append(memoryview(bytearray(buf[start:end])))
+
+    def _wait(self) -> None:
+        """Others are heard before the next portion."""
+        self._waiting = asyncio.get_running_loop().call_later(PORTION_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._driver.turn()
+        self._hear()
+
+    def _caught_up(self) -> bool:
+        """Hear what is held, up to the end of a portion. Returns whether that was all."""
+        hears, later = self._hears, self._later
+        assert hears is not None
+        run = self._later = deque()
+        while later:
+            if self._heard_bytes >= self._portion_bytes:
+                self._later = later
+                self._portion_bytes += self._portion_bytes >> 3
+                self._wait()
+                return False
+            frame = later.popleft()
+            hears(frame, 0, len(frame))
+            if self._closed or self._finishing:
+                return False
+            if run:  # which the frame was
+                later.extendleft(reversed(run))
+                run.clear()
+        self._portion_bytes = PORTION_BYTES
+        self._reader.on_frame = hears
+        self._hear_on()
+        return True
+
+    def _hear_on(self) -> None:
+        self._hears = self._waiting = None
+        self._transport.resume_reading()
+
+    def _hear_no_more(self) -> None:
+        self._reader.on_frame = self._ignore
+        self._later.clear()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._hear_on()  # closed with something unread, it would take back what was written last
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
         """Nothing counts any more."""
@@ -406,7 +490,7 @@ class LinkPort(ConnectionPort):
 
     def finish(self) -> None:
         self.reason = self.reason or "the other relay said goodbye"
-        self._reader.on_frame = self._ignore
+        self._hear_no_more()
         super().finish()
         if self._finish_timer is None:
             loop = asyncio.get_running_loop()
@@ -432,7 +516,7 @@ class LinkPort(ConnectionPort):
         if not self._closed:
             self.reason = self.reason or reason
             self._closed = True
-            self._reader.on_frame = self._ignore
+            self._hear_no_more()
             self._hub.known(self)
             self._settle_dial(Outcome(reason, self.relay_id or None))
             if self.made:

@@ -50,6 +50,10 @@ from relay.core.stores import StoreWatch
 
 MAX_GROUP_BYTES: Final = 64 << 20
 """Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
+WEIGHTY_KINDS: Final = frozenset(
+    (Kind.DECLARE, Kind.GAP, Kind.BEAT, Kind.INTEREST, Kind.RESYNC, Kind.LOADS)
+)
+"""Frames about interest and addresses: they come in bursts, and cost more than their length. Messages and answers are none."""
 BEAT_STEP_US: Final = 100_000
 """Beats due within this go together, so that many links cost one round a second."""
 
@@ -245,13 +249,20 @@ class Router:
         """
         self.entry(neighbor)(buf, start, end)
 
-    def entry(self, neighbor: Neighbor) -> Callable[[memoryview, int, int], None]:
-        """Return `frame_in` of one session or link, one call shorter."""
+    def entry(
+        self, neighbor: Neighbor, heard: Callable[[int], None] | None = None
+    ) -> Callable[[memoryview, int, int], None]:
+        """Return `frame_in` of one session or link, one call shorter. `heard`: told the size of each frame of `WEIGHTY_KINDS`."""
         table = self._session_table
         if isinstance(neighbor, Link):
             table = self._link_table
         elif isinstance(neighbor, Wan):
             table = self._wan_table
+        if heard is not None:
+            table = [
+                _weighed(take, heard) if kind in WEIGHTY_KINDS else take
+                for kind, take in enumerate(table)
+            ]
         pulse = neighbor.pulse
         if pulse is not None:
 
@@ -464,6 +475,16 @@ class Router:
             },
             "accounts": self.accounts.report(self.held_messages),
         }
+
+
+def _weighed(take: Callable[..., None], heard: Callable[[int], None]) -> Callable[..., None]:
+    """Return what takes a frame, and says then how long it was."""
+
+    def weighed(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        take(neighbor, buf, start, end)
+        heard(end - start)
+
+    return weighed
 
 
 def _table(

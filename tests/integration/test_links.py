@@ -24,7 +24,7 @@ from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.discovery import Sighting
-from relay.linkport import LinkPort
+from relay.linkport import PORTION_BYTES, LinkPort
 from relay.links import LinkHub
 from relay.sessions import SessionHub
 from relay.stopping import DRAIN_QUIET_POLLS
@@ -337,6 +337,90 @@ async def test_what_is_published_across_a_link_keeps_its_order_whatever_its_size
         await eventually(lambda: len(got) == len(sent))
         assert got == sent
         assert not there.losses
+
+
+async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: Site) -> None:
+    """Each topic is made known before its message: the other relay hears such a burst in portions, and loses nothing."""
+    one = await site.start()
+    two = await site.start(one)
+    await eventually(lambda: linked(one, two))
+    numbers: list[int] = []
+    waits: list[LinkPort] = []
+    port = link(two, one)
+    assert port is not None
+    wait = port._wait
+
+    def counted() -> None:
+        waits.append(port)
+        wait()
+
+    port._wait = counted  # type: ignore[method-assign]
+
+    async def hear(message: iris.Message) -> None:
+        numbers.append(int(message.payload))
+
+    async with (
+        client(two.config.socket_path) as there,
+        client(one.config.socket_path) as here,
+        there.subscribe("news.>", hear),
+    ):
+        await eventually(lambda: one.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
+        for number in range(1000):
+            await here.publish(f"news.{number}", str(number).encode())
+        await eventually(lambda: len(numbers) == 1000)
+        assert numbers == list(range(1000))
+        assert waits
+        assert port._waiting is None
+        assert port._portion_bytes == PORTION_BYTES
+    for relay in (one, two):
+        assert relay.router.accounts.balance() == 0
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["heard", "hears"])
+async def test_a_link_that_is_cut_while_a_burst_is_heard_comes_back(site: Site, side: int) -> None:
+    one = await site.start()
+    two = await site.start(one)
+    await eventually(lambda: linked(one, two))
+    numbers: set[int] = set()
+    hearing = link(two, one)
+    assert hearing is not None
+
+    async def hear(message: iris.Message) -> None:
+        numbers.add(int(message.payload))
+
+    async with (
+        client(two.config.socket_path) as there,
+        client(one.config.socket_path) as here,
+        there.subscribe("news.>", hear),
+    ):
+        await eventually(lambda: one.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
+
+        async def publish() -> None:
+            for number in range(1000):
+                await here.publish(f"news.{number}", str(number).encode())
+
+        publishing = asyncio.create_task(publish())
+        async with asyncio.timeout(PATIENCE_S):
+            while not hearing._later:  # noqa: ASYNC110 - it lasts for milliseconds
+                await asyncio.sleep(0)
+        cut = link(*((one, two), (two, one))[side])
+        assert cut is not None
+        cut.abort("cut by the test")
+        await publishing
+        await eventually(lambda: hearing not in hub(two).ports and linked(one, two))
+        assert not hearing._later
+        assert hearing._waiting is None
+
+        async def again() -> bool:
+            await here.publish("news.0", b"1000")
+            await asyncio.sleep(0.01)
+            return 1000 in numbers
+
+        async with asyncio.timeout(PATIENCE_S):
+            while not await again():
+                pass
+    for relay in (one, two):
+        assert relay.router.accounts.balance() == 0
 
 
 async def test_a_message_that_the_other_relay_would_not_take_does_not_end_the_link(

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from iris.crypto.keys import NetworkKey
+from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import END, HOP, KIND_AT, encode_control
+from iris.wire.codec import ALIAS, ALIAS_AT, END, HOP, KIND_AT, encode_control
 from iris.wire.frames import Kind
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
 from relay.dialling import LINKED
-from relay.linkport import BULK_TURN_BYTES, LinkPort, Refused
+from relay.linkport import (
+    BULK_TURN_BYTES,
+    PORTION_BYTES,
+    PORTION_FRAME_BYTES,
+    PORTION_S,
+    LinkPort,
+    Refused,
+)
 from relay.links import LinkHub
 from relay.ports import Driver
 
@@ -31,6 +40,15 @@ class Connection(asyncio.Transport):
         super().__init__()
         self.writes: list[bytes] = []
         self.closed = self.aborted = False
+        self.reading = True
+
+    def pause_reading(self) -> None:
+        assert self.reading
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        assert not self.reading
+        self.reading = True
 
     def write(self, chunks: Any, size: int = 0) -> None:
         data = b"".join(chunks)
@@ -247,3 +265,209 @@ async def test_a_connection_that_is_given_up_before_it_is_made_is_closed_when_it
     port.connection_made(rig.connection)
     assert rig.connection.aborted
     assert port not in rig.hub.ports
+
+
+GAP_COST_BYTES = len(frame(0, 54, Kind.GAP)) + PORTION_FRAME_BYTES
+
+
+class Clear:
+    """In the place of TLS: what comes is what is read."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def received(self, data: memoryview) -> None:
+        self.data += data
+
+    def read_into(self, buffer: memoryview) -> int:
+        got, self.data = self.data[: len(buffer)], self.data[len(buffer) :]
+        buffer[: len(got)] = got
+        return len(got)
+
+
+class Heard:
+    """A port of a link that is up, and the frames that reached the router, by their alias or base."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig = rig
+        self.port = port = rig.port
+        self.numbers: list[int] = []
+        self.then: dict[int, Callable[[], None]] = {}
+        """What happens once a frame was heard."""
+        port.link = rig.router.link_up(port, frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB))
+        port.made = True
+        port._shaking = False
+        monkeypatch.setattr(rig.router, "_link_table", [self._take] * 256)
+        port._entry = rig.router.entry(port.link, port._heard)
+        port._reader.on_frame = port._frame
+        port._reader.limit = MIB
+        monkeypatch.setattr(port, "_secured", Clear(), raising=False)
+
+    def _take(self, link: object, buf: memoryview, start: int, end: int) -> None:
+        number: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
+        self.numbers.append(number)
+        self.then.pop(number, int)()
+
+    def come(self, *numbers: int, kind: int = Kind.GAP) -> None:
+        """Frames come at once."""
+        self.bytes_come(b"".join(frame(number, 54, kind) for number in numbers))
+
+    def bytes_come(self, data: bytes) -> None:
+        assert len(data) < len(self.rig.driver.buffer.view)
+        self.rig.driver.buffer.view[: len(data)] = data
+        self.port.buffer_updated(len(data))
+
+
+@pytest.fixture
+async def heard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Heard]:
+    yield Heard(rig, monkeypatch)
+    rig.driver.close()
+
+
+async def test_a_burst_is_heard_in_portions_and_in_order(heard: Heard) -> None:
+    heard.come(*range(100))
+    first = len(heard.numbers)
+    assert 0 < first * GAP_COST_BYTES < PORTION_BYTES + GAP_COST_BYTES
+    assert not heard.rig.connection.reading  # so that no more than this can wait
+    await until(lambda: len(heard.numbers) > first)
+    assert len(heard.numbers) <= 3 * first
+    await until(lambda: heard.rig.connection.reading)
+    assert heard.numbers == list(range(100))
+    heard.come(*range(100, 102))
+    assert heard.numbers == list(range(102))
+
+
+async def test_a_long_burst_is_heard_in_ever_larger_portions(heard: Heard) -> None:
+    portions = [0]
+    hear = heard.port._hear
+
+    def counted() -> None:
+        hear()
+        portions.append(len(heard.numbers))
+
+    heard.port._hear = counted  # type: ignore[method-assign]
+    heard.come(*range(1500))
+    await until(lambda: heard.rig.connection.reading)
+    sizes = [after - before for before, after in pairwise(portions)]
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert len(sizes) < 40
+    heard.come(*range(30))  # and the next burst begins with a small one again
+    assert portions[-1] - portions[-2] == sizes[0]
+    await until(lambda: heard.rig.connection.reading)
+    assert heard.numbers == [*range(1500), *range(30)]
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.REQUEST, Kind.FAIL, Kind.CREDIT], ids=["messages", "failures", "credits"]
+)
+async def test_messages_and_answers_never_wait_for_each_other(heard: Heard, kind: Kind) -> None:
+    heard.come(*range(100), kind=kind)
+    assert heard.numbers == list(range(100))
+    assert heard.rig.connection.reading
+
+
+async def test_a_portion_with_nothing_behind_it_makes_nobody_wait(heard: Heard) -> None:
+    heard.come(*range(100))
+    first = len(heard.numbers)
+    await until(lambda: heard.rig.connection.reading)
+    heard.come(*range(first))
+    assert heard.rig.connection.reading
+    heard.come(-1 & 0xFFFF)
+    assert heard.numbers == [*range(100), *range(first), 0xFFFF]
+
+
+async def test_a_message_behind_a_portion_keeps_its_place(heard: Heard) -> None:
+    data = [frame(number, 54, Kind.GAP) for number in range(30)]
+    data[20:20] = [frame(number, 54, Kind.PUBLISH) for number in (100, 101)]
+    heard.bytes_come(b"".join(data))
+    await until(lambda: heard.rig.connection.reading)
+    assert heard.numbers == [*range(20), 100, 101, *range(20, 30)]
+
+
+async def test_frames_that_were_compressed_together_wait_in_their_order(heard: Heard) -> None:
+    """A run comes within a portion, behind it, and with others of its kind."""
+    port = heard.port
+    runs: dict[int, list[int]] = {
+        1000: list(range(20)), 1001: [*range(20, 24)], 1002: [*range(25, 60)]
+    }  # fmt: skip
+
+    def frame_or_run(buf: memoryview, start: int, end: int) -> None:
+        run = runs.get(ALIAS.unpack_from(buf, start + ALIAS_AT)[0])
+        if run is None:
+            port._frame(buf, start, end)
+            return
+        for number in run:
+            one = memoryview(bytearray(frame(number, 54, Kind.GAP)))
+            (port._frame if port._hears is None else port._hold)(one, 0, len(one))
+
+    port._reader.on_frame = frame_or_run
+    heard.come(1000, 1001, 24, 1002, 60)
+    await until(lambda: heard.rig.connection.reading)
+    assert heard.numbers == list(range(61))
+
+
+async def test_while_a_burst_waits_another_connection_is_heard(heard: Heard) -> None:
+    heard.come(*range(30))
+    asyncio.get_running_loop().call_soon(heard.numbers.append, -1)
+    await until(lambda: heard.rig.connection.reading)
+    assert 0 < heard.numbers.index(-1) < 30
+    heard.numbers.remove(-1)
+    assert heard.numbers == list(range(30))
+
+
+async def test_what_comes_although_reading_pauses_is_heard_behind_what_waits(heard: Heard) -> None:
+    heard.come(*range(30))
+    heard.come(*range(30, 60))
+    await until(lambda: heard.rig.connection.reading)
+    assert heard.numbers == list(range(60))
+
+
+@pytest.mark.parametrize("at", [0, 20], ids=["in the first portion", "in a later one"])
+async def test_a_connection_that_ends_while_frames_wait_hears_none_of_them(
+    heard: Heard, at: int
+) -> None:
+    heard.then[at] = lambda: heard.port.abort("cut")
+    heard.come(*range(30))
+    await until(lambda: heard.port.ended)
+    await asyncio.sleep(4 * PORTION_S)
+    assert heard.numbers == list(range(at + 1))
+    assert not heard.port._later
+    heard.port.connection_lost(None)
+
+
+async def test_a_connection_cut_by_the_other_side_while_frames_wait_hears_none_of_them(
+    heard: Heard,
+) -> None:
+    heard.come(*range(30))
+    first = list(heard.numbers)
+    heard.port.connection_lost(ConnectionResetError())
+    await asyncio.sleep(4 * PORTION_S)
+    assert heard.numbers == first != list(range(30))
+    assert not heard.port._later
+
+
+async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_told(
+    heard: Heard,
+) -> None:
+    def broken() -> None:
+        raise PeerProtocolError("a rule")
+
+    heard.then[20] = broken
+    heard.come(*range(30))
+    await until(lambda: heard.rig.connection.closed)
+    assert heard.numbers == list(range(21))
+    assert heard.rig.hub.protocol_errors == 1
+    assert heard.rig.kinds[-1] == Kind.ERROR
+    assert heard.rig.connection.reading  # or the ERROR may be lost with what was not read
+
+
+async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(heard: Heard) -> None:
+    heard.come(*range(30))
+    first = list(heard.numbers)
+    heard.port.leave("stopping")
+    heard.rig.driver.settle()
+    await asyncio.sleep(4 * PORTION_S)
+    assert heard.rig.kinds[-1] == Kind.BYE
+    assert heard.rig.connection.closed
+    assert heard.rig.connection.reading
+    assert heard.numbers == first
