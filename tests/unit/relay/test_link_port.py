@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
 from relay.dialling import LINKED
+from relay.federation import GatewayPort
 from relay.linkport import (
     BULK_TURN_BYTES,
     PORTION_BYTES,
@@ -384,24 +386,28 @@ async def test_a_message_behind_a_portion_keeps_its_place(heard: Heard) -> None:
     assert heard.numbers == [*range(20), 100, 101, *range(20, 30)]
 
 
-async def test_frames_that_were_compressed_together_wait_in_their_order(heard: Heard) -> None:
+async def test_frames_that_were_compressed_together_wait_in_their_order(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run comes within a portion, behind it, and with others of its kind."""
     port = heard.port
     runs: dict[int, list[int]] = {
         1000: list(range(20)), 1001: [*range(20, 24)], 1002: [*range(25, 60)]
     }  # fmt: skip
 
-    def frame_or_run(buf: memoryview, start: int, end: int) -> None:
-        run = runs.get(ALIAS.unpack_from(buf, start + ALIAS_AT)[0])
-        if run is None:
-            port._frame(buf, start, end)
-            return
-        for number in run:
-            one = memoryview(bytearray(frame(number, 54, Kind.GAP)))
-            (port._frame if port._hears is None else port._hold)(one, 0, len(one))
+    def expanded(buf: memoryview, start: int, end: int) -> memoryview:
+        run = runs[ALIAS.unpack_from(buf, start + ALIAS_AT)[0]]
+        return memoryview(bytearray(b"".join(frame(number, 54, Kind.GAP) for number in run)))
 
-    port._reader.on_frame = frame_or_run
-    heard.come(1000, 1001, 24, 1002, 60)
+    monkeypatch.setattr("relay.federation.expanded", expanded)
+    port._reader.on_frame = partial(GatewayPort._frame_or_run, port)  # type: ignore[arg-type]
+    heard.bytes_come(
+        b"".join(
+            frame(number, 2000, Kind.COMPRESSED if number >= 1000 else Kind.GAP)
+            for number in (1000, 1001, 24, 1002, 60)
+        )
+    )
+    assert len(heard.numbers) < 20
     await until(lambda: heard.rig.connection.reading)
     assert heard.numbers == list(range(61))
 
@@ -417,7 +423,9 @@ async def test_while_a_burst_waits_another_connection_is_heard(heard: Heard) -> 
 
 async def test_what_comes_although_reading_pauses_is_heard_behind_what_waits(heard: Heard) -> None:
     heard.come(*range(30))
+    first = list(heard.numbers)
     heard.come(*range(30, 60))
+    assert heard.numbers == first
     await until(lambda: heard.rig.connection.reading)
     assert heard.numbers == list(range(60))
 
@@ -461,9 +469,12 @@ async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_told(
     assert heard.rig.connection.reading  # or the ERROR may be lost with what was not read
 
 
-async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(heard: Heard) -> None:
+async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard.come(*range(30))
     first = list(heard.numbers)
+    monkeypatch.setattr(heard.port, "_hear", lambda: heard.numbers.append(-1))
     heard.port.leave("stopping")
     heard.rig.driver.settle()
     await asyncio.sleep(4 * PORTION_S)
