@@ -16,6 +16,7 @@
     python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
     python bench/proof.py drains 200            # N stops of a relay under load, linked and alone with a store: every loss is told
     python bench/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
+    python bench/proof.py histories 1800        # N seconds of random faults among processes of two sites; their histories are judged (needs root)
     python bench/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
@@ -58,6 +59,7 @@ AREAS = (
     "restarts",
     "drains",
     "gateway-drains",
+    "histories",
 )
 RECORD = BENCH.parent / "docs" / "proof.md"
 SEED = 20_241

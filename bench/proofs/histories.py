@@ -1,0 +1,325 @@
+"""N seconds of random faults among real processes; what each wrote down is judged afterwards by `history/checker.py`.
+
+Two sites of two gateways and one more relay each, on hosts of their own (network namespaces); a store in the first. Members of all
+kinds (`history/member.py`) in both. Faults, drawn from the seed: SIGKILL, SIGTERM and SIGSTOP of relays, gateways, the store and
+members; cables and the WAN cut; clocks set an hour on and back, where libfaketime is installed. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from harness import BENCH, BenchError
+
+from proofs.common import Proof
+from proofs.history.checker import Told, judge
+
+sys.path.insert(0, str(BENCH.parent / "tests"))
+
+from hosts.kit import Relay
+from hosts.sites import Federation
+from support.namespaces import Lan, why_not
+
+MEMBER: Final = Path(__file__).with_name("history") / "member.py"
+STORE: Final = "eu3"
+"""The host whose relay has the store."""
+PLACES: Final = {
+    "service": ("eu1", "eu3", "us1"),
+    "caller": ("eu2", "us2"),
+    "publisher": ("eu2", "us3"),
+    "subscriber": ("eu1", "eu3", "us2"),
+    "sharer": ("eu1", "us1"),
+    "appender": ("eu2",),
+    "worker": ("eu1", "eu3"),
+}
+"""Who runs where."""
+CALM_S: Final = 5.0
+"""After the last fault, before anybody is told to end."""
+END_S: Final = 60.0
+"""Longest that anybody takes to end, or a relay to serve again, on a busy machine."""
+FAKETIME: Final = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+SETTING: Final = "clock"
+MAX_SHOWN: Final = 5
+
+
+class Process:
+    """A member of the run: it is started again, under another name, whenever it ends."""
+
+    def __init__(self, run: Campaign, role: str, relay: Relay) -> None:
+        self.run, self.role, self.relay = run, role, relay
+        self.name = ""
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        """Start it, with a history of its own."""
+        self.name = f"{self.role}-{self.relay.name}-{next(self.run.numbers)}"
+        path = self.run.directory / f"{self.name}.history"
+        options = {"name": self.name, "history": str(path), "seed": self.run.rng.getrandbits(32)}
+        with (self.run.directory / f"{self.name}.stderr").open("wb") as errors:
+            self.process = self.relay.host.start(
+                [sys.executable, str(MEMBER), self.role, json.dumps(options)],
+                env=self.relay.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            )  # fmt: skip
+
+    def began(self) -> None:
+        """Return when it is connected."""
+        path = self.run.directory / f"{self.name}.history"
+        until_s = time.monotonic() + END_S
+        while not (path.exists() and path.stat().st_size):
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                raise BenchError(f"{self.name} did not begin")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Let it finish; raises BenchError if it does not."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"{self.name} did not end in {END_S:g} s") from None
+        if code:
+            text = (self.run.directory / f"{self.name}.stderr").read_text()
+            raise BenchError(f"{self.name} ended with {code}: {text[-2000:]}")
+
+
+class Campaign:
+    """One run: who takes part, and the faults."""
+
+    def __init__(self, federation: Federation, directory: Path, seed: int) -> None:
+        self.federation = federation
+        self.directory = directory
+        self.rng = random.Random(seed)
+        self.numbers = itertools.count(1)
+        self.relays = {relay.name: relay for relay in federation.relays()}
+        self.members = [
+            Process(self, role, self.relays[host])
+            for role, hosts in PLACES.items()
+            for host in hosts
+        ]
+        self.did: Counter[str] = Counter()
+        self.clocks = os.path.exists(FAKETIME)
+
+    # -- faults: each returns what undoes it -----------------------------------------------------------------
+
+    def fault(self) -> Callable[[], None]:
+        """Do something, and return what makes it good."""
+        faults: list[tuple[int, Callable[[], Callable[[], None]]]] = [
+            (4, self.relay_killed), (4, self.relay_stopped), (3, self.relay_frozen), (3, self.cable_cut), (2, self.wan_cut),
+            (2, self.wan_stalled), (2, self.store_killed), (1, self.store_frozen), (4, self.member_killed), (3, self.member_stopped),
+            (3, self.member_frozen), (2 * self.clocks, self.clock_set),
+        ]  # fmt: skip
+        (chosen,) = self.rng.choices([f for _, f in faults], [weight for weight, _ in faults])
+        self.did[chosen.__name__] += 1
+        return chosen()
+
+    def _relay(self) -> Relay:
+        return self.rng.choice(list(self.relays.values()))
+
+    def relay_killed(self) -> Callable[[], None]:
+        relay = self._relay()
+        relay.kill()
+        return relay.launch
+
+    def relay_stopped(self) -> Callable[[], None]:
+        relay = self._relay()
+        relay.process.send_signal(signal.SIGTERM)
+
+        def again() -> None:
+            _wait(relay.process, f"the relay of {relay.name}")
+            relay.launch()
+
+        return again
+
+    def relay_frozen(self) -> Callable[[], None]:
+        relay = self._relay()
+        relay.freeze()
+        return relay.thaw
+
+    def cable_cut(self) -> Callable[[], None]:
+        nic = self._relay().host.nics["eth0"]
+        nic.cut()
+        return nic.heal
+
+    def wan_cut(self) -> Callable[[], None]:
+        self.federation.cut("eu", "us")
+        return _nothing
+
+    def wan_stalled(self) -> Callable[[], None]:
+        self.federation.stall("eu", "us")
+        return lambda: self.federation.flow("eu", "us")
+
+    def store_killed(self) -> Callable[[], None]:
+        for pid in self._stores():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return _nothing
+
+    def store_frozen(self) -> Callable[[], None]:
+        pids = self._stores()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+        def thaw() -> None:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+        return thaw
+
+    def _stores(self) -> list[int]:
+        """Return the process ids of the store: the relay's children."""
+        path = Path(f"/proc/{self.relays[STORE].process.pid}/task")
+        found = []
+        with contextlib.suppress(OSError):
+            for task in path.iterdir():
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+        return found
+
+    def _member(self) -> Process:
+        return self.rng.choice(self.members)
+
+    def member_killed(self) -> Callable[[], None]:
+        member = self._member()
+        member.process.kill()
+        member.process.wait(END_S)
+        return member.start
+
+    def member_stopped(self) -> Callable[[], None]:
+        member = self._member()
+        member.process.send_signal(signal.SIGTERM)
+
+        def again() -> None:
+            _wait(member.process, member.name)
+            member.start()
+
+        return again
+
+    def member_frozen(self) -> Callable[[], None]:
+        member = self._member()
+        member.process.send_signal(signal.SIGSTOP)
+        return lambda: member.process.send_signal(signal.SIGCONT)
+
+    def clock_set(self) -> Callable[[], None]:
+        """Set the wall clock of all processes that a host starts, and of those that run there, an hour on or back."""
+        relay = self._relay()
+        setting = relay.directory / SETTING
+        _set_clock(setting, self.rng.choice(("+1h", "-1h", "+30s", "-30s")))
+        return lambda: _set_clock(setting, "+0")
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    def play(self, seconds: int) -> list[Told]:
+        """Run for so long; return what everybody wrote down."""
+        for member in self.members:
+            member.start()
+        for member in self.members:
+            member.began()
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            undo = [self.fault() for _ in range(self.rng.choice((1, 1, 1, 2)))]
+            time.sleep(self.rng.uniform(0.2, 3.0))
+            for one in undo:
+                one()
+            time.sleep(self.rng.uniform(0.2, 3.0))
+        for relay in self.relays.values():
+            relay.serves()
+        self.federation.joined()
+        time.sleep(CALM_S)
+        for roles in (("caller", "publisher", "appender"), ("worker",), tuple(PLACES)):
+            for member in [m for m in self.members if m.role in roles and m.process.poll() is None]:
+                member.end()
+            time.sleep(1.0)
+        last = Process(self, "reader", self.relays[STORE])
+        last.start()
+        if last.process.wait(END_S):
+            text = (self.directory / f"{last.name}.stderr").read_text()
+            raise BenchError(f"the reader failed: {text[-2000:]}")
+        return list(self._histories())
+
+    def _histories(self) -> Iterator[Told]:
+        for path in sorted(self.directory.glob("*.history")):
+            lines = path.read_text().splitlines()
+            yield Told(path.stem, [json.loads(line) for line in lines])
+
+
+def _wait(process: subprocess.Popen[bytes], what: str) -> None:
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"{what} did not end in {END_S:g} s after SIGTERM") from None
+
+
+def _set_clock(path: Path, offset: str) -> None:
+    """In one step: a process that reads it finds the old one or the new one."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(offset + "\n")
+    fresh.replace(path)
+
+
+def _nothing() -> None:
+    """It heals by itself."""
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it with `count` seconds of faults."""
+    if reason := why_not():
+        raise BenchError(f"no hosts: {reason}")
+    proof = Proof()
+    with tempfile.TemporaryDirectory(prefix="iris-proof-") as place, Lan() as lan:
+        directory = Path(place)
+        (directory / "histories").mkdir()
+
+        def arguments(host: str) -> list[str]:
+            return ["--data", str(directory / "data")] if host == STORE else []
+
+        with Federation(lan, directory, ("eu", "us"), plain=1, arguments=arguments) as federation:
+            federation.joined()
+            campaign = Campaign(federation, directory / "histories", seed)
+            if campaign.clocks:
+                _restart_with_clocks(campaign)
+            histories = campaign.play(count)
+    judged = judge(histories)
+    faults = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sorted(campaign.did.items()))
+    proof.figures |= {
+        "faults": f"{sum(campaign.did.values())}: {faults}",
+        "clocks": "set by libfaketime"
+        if campaign.clocks
+        else "not set: libfaketime is not installed",
+        "processes": f"{len(histories)}, of which {sum(not h.closed for h in histories)} were killed",
+        **{what: f"{n:,}" for what, n in sorted(judged.counts.items())},
+        "violations": str(len(judged.violations)),
+    }
+    for text in judged.violations[:MAX_SHOWN]:
+        proof.promise(text, False)
+    for kind in ("request", "push", "survey", "tunnel", "append", "messages heard"):
+        proof.promise(f"there was something of {kind} to judge", judged.counts[kind] > 0)
+    return proof
+
+
+def _restart_with_clocks(campaign: Campaign) -> None:
+    """Start every relay again under libfaketime; what it starts, and members of its host, inherit that."""
+    for relay in campaign.relays.values():
+        setting = relay.directory / SETTING
+        _set_clock(setting, "+0")
+        relay.environ |= {
+            "LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(setting), "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }  # fmt: skip
+        relay.stop()
+    for relay in campaign.relays.values():
+        relay.start()
+    campaign.federation.joined()
