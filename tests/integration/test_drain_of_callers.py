@@ -1,5 +1,7 @@
 """A relay with steady callers is stopped: they pause and move, it need not wait for its grace, and no call fails."""
 
+# ruff: noqa: SIM117 - one `async with` per party shows who is inside whom
+
 from __future__ import annotations
 
 import asyncio

@@ -1,0 +1,137 @@
+"""The checker of histories notices each way in which a promise can be broken, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+
+from proofs.history.checker import Told, judge
+
+CALL = {"what": "call", "id": "c/1", "kind": "request", "idempotent": False}
+RAN = {"what": "ran", "kind": "request", "id": "c/1"}
+DONE = {"what": "done", "id": "c/1"}
+CLOSED = {"what": "closed"}
+
+
+def failed(call: str = "c/1", ran: str = "no") -> dict[str, Any]:
+    return {"what": "failed", "id": call, "error": "NoMembers", "ran": ran}
+
+
+def of(kind: str, **changed: Any) -> dict[str, Any]:
+    return {**CALL, "kind": kind, **changed}
+
+
+def heard(number: int, flow: str = "t.p", what: str = "heard") -> dict[str, Any]:
+    return {"what": what, "flow": flow, "number": number}
+
+
+def accepted(*numbers: int, flow: str = "t.p") -> list[dict[str, Any]]:
+    return [heard(number, flow, "accepted") for number in numbers]
+
+
+def gap(count: int | None) -> dict[str, Any]:
+    return {"what": "gap", "kind": "publish", "count": count}
+
+
+def read(offset: int, payload: str, stream: str = "orders", topic: str = "") -> dict[str, Any]:
+    return {"what": "read", "stream": stream, "offset": offset, "payload": payload, "topic": topic}
+
+
+def worked(offset: int) -> dict[str, Any]:
+    return {"what": "worked", "id": "c/1", "offset": offset}
+
+
+def sent(count: int, *, whole: bool) -> dict[str, Any]:
+    return {"what": "sent", "id": "c/1", "sent": count, "whole": whole}
+
+
+def tunnel(got: int, *, whole: bool) -> dict[str, Any]:
+    return {"what": "tunnel", "id": "c/1", "got": got, "whole": whole}
+
+
+def violations(*histories: list[dict[str, Any]]) -> list[str]:
+    return judge(Told(f"p{n}", events) for n, events in enumerate(histories)).violations
+
+
+APPEND = of("append")
+APPENDED = {"what": "appended", "id": "c/1", "offset": 0}
+HOLE = {"what": "hole", "stream": "recorded", "count": None, "cause": "restart"}
+
+
+@pytest.mark.parametrize(
+    "histories",
+    [
+        [[CALL, DONE, CLOSED], [RAN]],
+        [[CALL, failed(), CLOSED], []],
+        [[CALL, failed(ran="maybe"), CLOSED], [RAN]],
+        [[of("request", idempotent=True), DONE], [RAN, RAN]],
+        [[CALL], [RAN]],  # its caller was killed
+        [[of("push"), DONE, CLOSED], []],
+        [[of("survey"), DONE, CLOSED], [{**RAN, "kind": "survey"}], [{**RAN, "kind": "survey"}]],
+        [[of("tunnel"), sent(3, whole=True), DONE, CLOSED], [tunnel(3, whole=True)]],
+        [[of("tunnel"), sent(3, whole=False), failed(ran="maybe")], [tunnel(2, whole=False)]],
+        [[*accepted(0, 1, 2), CLOSED], [heard(0), heard(1), heard(2), CLOSED]],
+        [[*accepted(0, 1, 2), CLOSED], [heard(1), heard(2), CLOSED]],  # it came in between
+        [[*accepted(0, 1, 2), CLOSED], [heard(0), gap(1), heard(2), CLOSED]],
+        [[*accepted(0, 1, 2), CLOSED], [heard(0), gap(None), CLOSED]],
+        [accepted(0, 1, 2), [heard(0), CLOSED]],  # its publisher was killed
+        [[*accepted(0), CLOSED], [heard(0, what="shared")], []],
+        [[APPEND, APPENDED, DONE, CLOSED], [worked(0)], [read(0, "c/1")]],
+        [[APPEND, failed(), CLOSED], []],
+        [[read(0, "0", "recorded", "t.p"), HOLE, read(1, "5", "recorded", "t.p")]],
+    ],
+)
+def test_what_keeps_the_promises_is_no_violation(histories: list[list[dict[str, Any]]]) -> None:
+    assert violations(*histories) == []
+
+
+@pytest.mark.parametrize(
+    ("histories", "said"),
+    [
+        ([[CALL, DONE, CLOSED], [RAN], [RAN]], "ran 2 times"),
+        ([[of("push"), DONE, CLOSED], [RAN, RAN]], "ran 2 times"),
+        ([[CALL, failed(), CLOSED], [RAN]], "said not to have"),
+        ([[of("request", idempotent=True), failed(), CLOSED], [RAN]], "said not to have"),
+        ([[CALL, CLOSED], []], "has no end"),
+        ([[CALL, DONE, CLOSED], []], "nobody ran it"),
+        ([[of("survey")], [{**RAN, "kind": "survey"}] * 2], "ran twice"),
+        ([[of("tunnel"), sent(3, whole=False)], [tunnel(5, whole=False)]], "came of 3"),
+        ([[of("tunnel"), sent(3, whole=False)], [tunnel(2, whole=True)]], "has all"),
+        ([[of("tunnel"), sent(3, whole=True)], [tunnel(2, whole=False)]], "says all 3"),
+        ([[of("tunnel")], [tunnel(1, whole=False)] * 2], "two other ends"),
+        ([[{"what": "wrong", "id": "c/1", "text": "3 came as number 2"}]], "came as number"),
+        ([[*accepted(0, 1), CLOSED], [heard(1), heard(0)]], "after 1"),
+        ([[*accepted(0, 1), CLOSED], [heard(0), heard(0)]], "after 0"),
+        ([[*accepted(0, 1, 2), CLOSED], [heard(0), heard(2)]], "nobody told"),
+        ([[*accepted(0, 1, 2, 3), CLOSED], [heard(0), gap(1), heard(3)]], "nobody told"),
+        ([[*accepted(0, 1, 2), CLOSED], [gap(9), heard(0), heard(2)]], "nobody told"),
+        ([[*accepted(0, 1, 2), CLOSED], [heard(0), CLOSED]], "nobody told"),
+        ([[heard(0, what="shared")], [heard(0, what="shared")]], "was heard by"),
+        ([[heard(1, what="shared"), heard(0, what="shared")]], "after 1"),
+        ([[APPEND, APPENDED, DONE], [worked(0)], [read(1, "c/1")]], "acknowledged at 0"),
+        ([[APPEND, APPENDED, DONE], [worked(3)], [read(3, "else")]], "acknowledged at 0"),
+        ([[worked(0), worked(1)], [read(0, "c/1"), read(1, "c/1")]], "2 times"),
+        ([[APPEND, failed(), worked(0)], [read(0, "c/1")]], "said not to be"),
+        ([[read(0, "0", "recorded", "t.p"), read(1, "2", "recorded", "t.p")]], "no hole"),
+        ([[read(0, "1", "recorded", "t.p"), read(1, "0", "recorded", "t.p")]], "stands after"),
+        ([[read(0, "c/1")]], "never handed"),
+        ([[worked(0)], [read(0, "c/1"), read(0, "", "orders.dead")]], "dead letters"),
+    ],
+)
+def test_each_broken_promise_is_noticed(histories: list[list[dict[str, Any]]], said: str) -> None:
+    found = violations(*histories)
+    assert any(said in text for text in found), found
+
+
+def test_the_checker_shares_no_code_with_iris() -> None:
+    source = Path(__file__).resolve().parents[3] / "bench" / "proofs" / "history" / "checker.py"
+    imports = [
+        line for line in source.read_text().splitlines() if line.startswith(("import", "from"))
+    ]
+    modules = {line.split()[1].split(".")[0] for line in imports}
+    assert modules == {"__future__", "collections", "dataclasses", "typing"}
