@@ -196,14 +196,11 @@ class LinkPort(ConnectionPort):
         if self.link is not None and self.link.pulse is not None:
             # Part of a frame is a sign of life, too.
             self.link.pulse.last_us = self._router.now_us
-        self._secured.received(self._driver.buffer.view[:nbytes])
-        if self._waiting is None:
-            self._hear()
-
-    def _hear(self) -> None:
-        """Take what has come, up to the end of a portion."""
         self._heard_bytes = 0
         try:
+            self._secured.received(self._driver.buffer.view[:nbytes])
+            if self._waiting is not None and nbytes:
+                return
             if not self._shaking or self._shake():
                 self._read()
         except PeerProtocolError as err:
@@ -370,18 +367,16 @@ class LinkPort(ConnectionPort):
             got = self._secured.read_into(buffer)
             if got > 0:
                 reader.received(got)
-            if self._closed or self._finishing:
-                return
-            if self._later:
-                self._transport.pause_reading()
-                self._wait()
-                return
-            if self._hears is not None:  # nothing came behind the portion
-                reader.on_frame, self._hears = self._hears, None
-            if got < len(buffer):
+            if self._hears is not None and not self.ended:
+                if self._later:
+                    self._transport.pause_reading()
+                    self._wait()
+                    return
+                reader.on_frame, self._hears = self._hears, None  # nothing came behind the portion
+            if got < len(buffer) or self._closed or self._finishing:
                 break
             self._driver.settle()  # what was forwarded lies in the buffer that is filled next
-        if got < 0:
+        if got < 0 and not self._closed:
             self.abort("the other side closed the connection")
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
@@ -405,12 +400,8 @@ class LinkPort(ConnectionPort):
         self._later.append(memoryview(bytearray(buf[start:end])))
 
     def _wait(self) -> None:
-        """Others are heard before the next portion."""
-        self._waiting = asyncio.get_running_loop().call_later(PORTION_S, self._go_on)
-
-    def _go_on(self) -> None:
-        self._driver.turn()
-        self._hear()
+        """Others are heard before the next portion, which begins as if nothing had come."""
+        self._waiting = asyncio.get_running_loop().call_later(PORTION_S, self.buffer_updated, 0)
 
     def _caught_up(self) -> bool:
         """Hear what is held, up to the end of a portion. Returns whether that was all."""

@@ -341,13 +341,13 @@ async def test_a_burst_is_heard_in_portions_and_in_order(heard: Heard) -> None:
 
 async def test_a_long_burst_is_heard_in_ever_larger_portions(heard: Heard) -> None:
     portions = [0]
-    hear = heard.port._hear
+    hear = heard.port.buffer_updated
 
-    def counted() -> None:
-        hear()
+    def counted(nbytes: int) -> None:
+        hear(nbytes)
         portions.append(len(heard.numbers))
 
-    heard.port._hear = counted  # type: ignore[method-assign]
+    heard.port.buffer_updated = counted  # type: ignore[method-assign]
     heard.come(*range(1500))
     await until(lambda: heard.rig.connection.reading)
     sizes = [after - before for before, after in pairwise(portions)]
@@ -474,11 +474,13 @@ async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(
 ) -> None:
     heard.come(*range(30))
     first = list(heard.numbers)
-    monkeypatch.setattr(heard.port, "_hear", lambda: heard.numbers.append(-1))
+    assert heard.port._waiting is not None
+    waiting = heard.port._waiting
     heard.port.leave("stopping")
     heard.rig.driver.settle()
     await asyncio.sleep(4 * PORTION_S)
     assert heard.rig.kinds[-1] == Kind.BYE
     assert heard.rig.connection.closed
     assert heard.rig.connection.reading
+    assert waiting.cancelled()
     assert heard.numbers == first
