@@ -1,4 +1,4 @@
-"""Who is let in when a relay starts: nobody, before what it routes for is back, for at most `BACK_S`.
+"""Who is let in when a relay starts: nobody, before what it routes for is back, for at most `BACK_S`, or `WORD_S` for its store.
 
     <socket>.links   {"links": 2, "relay": "…"}: relays and sites that it was connected to, and which relay that was; mode 0600
 
@@ -29,6 +29,8 @@ from relay.supervisor import StoreSupervisor
 log = logging.getLogger(__name__)
 
 BACK_S: Final = 3.0
+WORD_S: Final = 10.0
+"""For a store whose streams would go on without a gap: it was closed well, so that only a busy host takes long to start it."""
 LOOK_S: Final = 0.01
 FILE_BYTES: Final = 256
 UNKNOWN: Final = "unknown"
@@ -47,6 +49,8 @@ class Door:
         self._opened = opened
         self._path = socket_path.with_name(socket_path.name + ".links")
         self._store_due = False
+        self._store_s = 0.0
+        """It is waited for so long."""
         self._links_due = 0
         self._written = (0, "")
         self._began_s = 0.0
@@ -74,10 +78,12 @@ class Door:
                 except OSError as err:
                     raise ConfigError(f"data: {err}") from err
             self._store_due = self._store.has_streams
+            self._store_s = WORD_S if self._store.left_by else BACK_S
         self._began_s = time.monotonic()
         self._hub.held = []
         if self._store_due or self._links_due:
-            fields = {"store": self._store_due, "links": self._links_due, "within_s": BACK_S}
+            within_s = self._store_s if self._store_due else BACK_S
+            fields = {"store": self._store_due, "links": self._links_due, "within_s": within_s}
             log.info("door.waits", extra={"fields": fields})
         self._look()
 
@@ -96,14 +102,15 @@ class Door:
     def _look(self) -> None:
         if self._store is not None and self._router.stores.ours_is_up:
             self._store_due = False
-        late = time.monotonic() - self._began_s > BACK_S
+        after_s = time.monotonic() - self._began_s
         linked = sum(not link.stale for link in self._router.links.values())
         linked += sum(not wan.stale for wan in self._router.wans.values())
-        if not late and (self._store_due or linked < self._links_due):
+        store_waits = self._store_due and after_s < self._store_s
+        if store_waits or (linked < self._links_due and after_s < BACK_S):
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
             return
-        if late:
-            fields = {"after_s": BACK_S, "store": not self._store_due, "links": linked, "links_before": self._links_due}  # fmt: skip
+        if self._store_due or linked < self._links_due:
+            fields = {"after_s": round(after_s, 3), "store": not self._store_due, "links": linked, "links_before": self._links_due}  # fmt: skip
             log.warning("door.late", extra={"fields": fields})
             self._forget()
         self._timer = None

@@ -62,15 +62,23 @@ class Stage:
     async def recorded(self, count: int | None = None) -> list[str]:
         """Return the causes of the gaps once `count`, or all, messages are there; they are in order, and there is nothing else."""
         count = self.sent if count is None else count
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                with contextlib.suppress(iris.errors.StreamError):  # its store is starting
-                    async with self.reader.streams.read("log", "first", follow=False) as messages:
-                        numbers = [int(message.payload) async for message in messages]
-                    if len(numbers) >= count:
-                        assert numbers == list(range(count))
-                        return [gap.cause for gap in messages.gaps]
-                await asyncio.sleep(0.02)
+        numbers: list[int] = []
+        gaps: list[iris.StreamGap] = []
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while len(numbers) < count:
+                    await asyncio.sleep(0.02)
+                    with contextlib.suppress(iris.errors.StreamError):  # its store is starting
+                        reader = self.reader.streams.read("log", "first", follow=False)
+                        async with reader as messages:
+                            numbers = [int(message.payload) async for message in messages]
+                        gaps = messages.gaps
+        except TimeoutError:
+            pytest.fail(
+                f"{len(numbers)} of {count}, {gaps}; relay: {self.daemon.log.read_text()[-2000:]}"
+            )
+        assert numbers == list(range(count))
+        return [gap.cause for gap in gaps]
 
     async def store(self) -> int:
         """Return the process id of the store, once it serves."""
@@ -111,8 +119,8 @@ async def test_a_stream_goes_on_without_a_gap_through_stops_under_load(
 
         async def publish() -> None:
             while not done.is_set():
-                await on.send(20)
-                await asyncio.sleep(0.002)
+                await on.send(10)
+                await asyncio.sleep(0.005)
 
         publishing = asyncio.create_task(publish())
         for _ in range(3):
@@ -234,7 +242,7 @@ async def test_a_store_that_does_not_come_back_holds_nobody_up_for_long(
             await began.wait()
             await run(self)
 
-        monkeypatch.setattr("relay.door.BACK_S", 0.05)
+        monkeypatch.setattr("relay.door.WORD_S", 0.05)
         monkeypatch.setattr(StoreSupervisor, "run", later)
         config = RelayConfig(
             socket_path=on.daemon.socket, data=tmp_path / "data", dev=True, drain_timeout_s=10

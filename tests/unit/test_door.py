@@ -89,13 +89,15 @@ async def test_links_of_the_relay_before_are_waited_for_and_those_of_now_are_kep
     assert second.kept is None
 
 
+@pytest.mark.parametrize("left", ["", RELAY.hex()])
 async def test_what_does_not_come_back_is_not_waited_for_any_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
-    monkeypatch.setattr(door, "BACK_S", 0.05)
-    (tmp_path / FILE).write_text('{"links": 3, "relay": ""}')
+    monkeypatch.setattr(door, "BACK_S", 0.02)
+    monkeypatch.setattr(door, "WORD_S", 0.05)
+    (tmp_path / FILE).write_text(json.dumps({"links": 3, "relay": left}))
     (tmp_path / STREAMS / "one").mkdir(parents=True)
-    (tmp_path / WHOLE).write_text("{}")
+    (tmp_path / WHOLE).write_text(json.dumps({"relay": left, "streams": {}}))
     place = Place(tmp_path, data=True)
     place.door.start(linked=True)
     assert place.held == []
