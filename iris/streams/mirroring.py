@@ -29,6 +29,7 @@ from iris.errors import (
 from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Known, Stores
 from iris.wire.codec import END
 from iris.wire.streams import (
+    HOLES,
     MAX_COPY_ITEMS,
     Copied,
     Copy,
@@ -250,7 +251,14 @@ class Mirror:
 
     async def _put(self, start: int, until: int, items: list[Item]) -> None:
         call = Copy(self._of, start, until, items, self.source_next)
-        done = await self._ask(self.name, self._log, call, Copied, writes=True)
+        try:
+            done = await self._ask(self.name, self._log, call, Copied, writes=True)
+        except StreamError as err:
+            known = [_known_of_old(item) for item in items]
+            if type(err) is not StreamError or known == items:
+                raise
+            call = Copy(self._of, start, until, known, self.source_next)
+            done = await self._ask(self.name, self._log, call, Copied, writes=True)
         if items and not done.taken and done.next == start:
             raise StreamError(self.name, f"its store did not take what follows {start}")
         self.next = done.next
@@ -317,3 +325,10 @@ async def _drop(task: asyncio.Task[Fetched] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _known_of_old(item: Item) -> Item:
+    """Return an item as a store knows it that is older than the reason "damaged": the source keeps it no more."""
+    if isinstance(item, Hole) and HOLES.get(item.reason) == "damaged":
+        return Hole(item.offset, item.next, 1)
+    return item

@@ -210,7 +210,7 @@ class Hole(Struct, frozen=True, array_like=True, tag=3):
 
 
 Item = Record | Gap | Hole
-HOLES: Final = {1: "retention", 2: "compacted", 3: "expired", 4: "deferred"}
+HOLES: Final = {1: "retention", 2: "compacted", 3: "expired", 4: "deferred", 5: "damaged"}
 
 
 class DeadLetter(Struct, frozen=True):

@@ -1,21 +1,35 @@
-"""`python -m relay.store`, and `iris store`: one data directory, served to the relay of this host."""
+"""`python -m relay.store`, and `iris store`: one data directory, served to the relay of this host, or salvaged."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from iris import paths
 from iris.errors import ConfigError, IrisError
+from iris.wire.names import printable
 from relay.config import load_config
 
+if TYPE_CHECKING:
+    from relay.store.salvage import Report
 
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+SHOWN = 20
+"""So many lost ranges of a stream are listed for people; --json has all."""
+
+
+@app.callback(invoke_without_command=True)
 def store(
-    data: Annotated[Path, typer.Option(help="Where streams are kept.", file_okay=False)],
+    context: typer.Context,
+    data: Annotated[
+        Path | None, typer.Option(help="Where streams are kept.", file_okay=False)
+    ] = None,
     relay: Annotated[
         Path | None, typer.Option(help="The relay's socket. Default: where `iris relay` listens.")
     ] = None,
@@ -31,14 +45,14 @@ def store(
     \b
     Examples:
       iris store --data /var/lib/iris
+      iris store salvage /var/lib/iris       (while it is stopped)
     """
+    if context.invoked_subcommand:
+        return
     try:
-        try:
-            from relay.store import process
-        except ModuleNotFoundError as err:
-            if err.name != "rocksdict":
-                raise
-            raise ConfigError("streams need RocksDB: pip install 'iris-messaging[store]'") from err
+        if data is None:
+            raise ConfigError("give the directory of its streams: --data DIR")
+        process = _process()
         socket = relay or paths.default_socket(os.environ, os.geteuid())
         chosen = load_config(
             {"socket_path": socket.absolute(), "log_level": log_level}, os.environ, None
@@ -55,9 +69,83 @@ def store(
         raise typer.Exit(2) from err
 
 
+@app.command()
+def salvage(
+    data: Annotated[Path, typer.Argument(help="Where streams are kept.", file_okay=False)],
+    stream: Annotated[
+        str, typer.Argument(help="Name or uuid of one. Default: all that are damaged.")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a stream.")] = False,
+) -> None:
+    """Make damaged streams readable again, while their store is stopped.
+
+    Reads every stream. One that is damaged is written again with all that can be read, at the same offsets; readers are told
+    of the others as gaps, "damaged". It needs as much room again on the disk. The damaged files are kept as UUID.damaged-N:
+    delete them when you need them no more. What is not damaged is left alone.
+
+    \b
+    Examples:
+      iris store salvage /var/lib/iris
+      iris store salvage /var/lib/iris orders --json
+    """
+    from iris.cli.output import write_json
+
+    try:
+        process = _process()
+        from relay.store import salvage as work
+
+        def told(report: work.Report) -> None:
+            if json:
+                write_json(report)
+            else:
+                typer.echo("\n".join(_report_lines(report)))
+
+        with process.held(data.absolute()) as streams:
+            reports = work.salvage(streams, stream, told)
+    except (IrisError, OSError) as err:
+        sys.stderr.write(f"iris store salvage: {err}\n")
+        raise typer.Exit(2) from err
+    if not reports and not json:
+        typer.echo(f"{data}: no streams")
+    if any(report.state == "failed" for report in reports):
+        raise typer.Exit(1)
+
+
+def _report_lines(report: Report) -> list[str]:
+    """Return what became of a stream, for people."""
+    name = f"{printable(report.stream) or '(unnamed)'} {report.uuid}"
+    if report.state == "undamaged":
+        return [f"{name}: undamaged, left alone"]
+    if report.state == "failed":
+        return [f"{name}: not salvaged, nothing was changed: {printable(report.error)}"]
+    lines = [
+        f"{name}: salvaged, epoch {report.epoch}",
+        f"  damage   {printable(report.error)}",
+        f"  kept     {report.records} records, {report.messages} messages",
+        f"  offsets  {report.oldest} until {report.next} (known from {report.end_from})",
+    ]
+    shown = ", ".join(f"{first}-{end - 1}" for first, end in report.lost[:SHOWN])
+    more = f", and {len(report.lost) - SHOWN} more ranges" if len(report.lost) > SHOWN else ""
+    lines.append(f"  lost     {report.lost_offsets} offsets{': ' if shown else ''}{shown}{more}")
+    lines += [f"  also     {printable(one)}" for one in report.also]
+    lines.append(f"  before   {report.kept_at}: delete it when you need it no more")
+    return lines
+
+
+def _process() -> ModuleType:
+    """Return the module that needs RocksDB. Raises ConfigError without that."""
+    try:
+        from relay.store import process
+    except ModuleNotFoundError as err:
+        if err.name != "rocksdict":
+            raise
+        raise ConfigError("streams need RocksDB: pip install 'iris-messaging[store]'") from err
+    return process
+
+
 def main() -> None:
     """Entry point of `python -m relay.store`."""
-    typer.run(store)
+    app()
 
 
 if __name__ == "__main__":

@@ -248,7 +248,17 @@ class Draft:
             value = encode_hole(key, item.reason, item.next)
         self.add(key, value, Slot.of(item, len(key) + len(value)))
 
+    def add_stored(self, key: bytes, value: bytes, item: Item) -> None:
+        """Add an entry of this log as it stood in its files, which comes next, byte by byte."""
+        slot = Slot.of(item, len(key) + len(value))
+        if slot.key_hash is not None:
+            self.batch.put(b"k" + slot.key_hash, key)
+        if slot.due_us:
+            self.batch.put(b"d" + DUE.pack(slot.due_us, slot.first), b"")
+        self.add(key, value, slot)
+
     def add(self, key: bytes, value: bytes, slot: Slot) -> None:
+        """Add what is packed already."""
         self.batch.put_record(key, value)
         self.slots.append(slot)
         self.open.add(slot)

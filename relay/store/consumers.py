@@ -473,7 +473,10 @@ class Consumer:
                 return False
             if pair[1] >= self._start:
                 item = self._log.read(pair[1], 1, now_us=self._wall_us).items[0]
-                if not isinstance(item, Record):
+                if isinstance(item, Hole) and item.reason is Reason.DAMAGED:
+                    self.counts.missed += 1  # how many it held cannot be read any more
+                    basket.items.append(Hole(pair[1], pair[1] + 1, item.reason))
+                elif not isinstance(item, Record):
                     self.counts.skipped += item.next - pair[1]
                 elif not self._take_record(item, item.first, basket, deferred=True):
                     return False
@@ -507,7 +510,7 @@ class Consumer:
             case Gap():
                 basket.items.append(item)
                 basket.messages += 1
-            case Hole(reason=Reason.RETENTION):
+            case Hole(reason=Reason.RETENTION | Reason.DAMAGED):
                 self.counts.missed += item.next - first
                 basket.items.append(Hole(first, item.next, item.reason))
             case Hole(reason=Reason.EXPIRED | Reason.COMPACTED):
@@ -606,12 +609,13 @@ class Consumer:
         gone = record.bits([part for part in record.parts if part.waiting])
         settled = self._table.settle(record, gone)
         self._table.tidy(record.first, record.next)
-        if reason is not Reason.RETENTION:
+        if reason not in (Reason.RETENTION, Reason.DAMAGED):
             self.counts.skipped += settled
         elif settled:
             self.counts.missed += settled
-            if self._untold and self._untold[-1].next == record.first:
-                self._untold[-1] = Hole(self._untold[-1].first, record.next, reason)
+            last = self._untold[-1] if self._untold else None
+            if last is not None and (last.next, last.reason) == (record.first, reason):
+                self._untold[-1] = Hole(last.first, record.next, reason)
             else:
                 self._untold.append(Hole(record.first, record.next, reason))
 

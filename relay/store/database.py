@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
+from msgspec import Struct
 from rocksdict import (
     AccessType,
     BlockBasedOptions,
@@ -39,8 +40,8 @@ from relay.store.errors import LogBusy, LogDamaged, LogMissing, LogWriteFailed
 from relay.store.journal import foreign_record
 
 MARK_NAME: Final = "MARK"
-_CONFIG_NAME: Final = "rocksdict-config.json"
-_RECORDS: Final = "records"
+CONFIG_NAME: Final = "rocksdict-config.json"
+RECORDS: Final = "records"
 _MARK: Final = struct.Struct("<16sQQ")
 """uuid, sequence number of RocksDB, next offset; a CRC-32 follows."""
 
@@ -70,7 +71,28 @@ def room_to_open(path: str) -> None:
         raise LogWriteFailed(path, str(err)) from err
 
 
-def _options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -> Options:
+class Mark(Struct, frozen=True):
+    """What a log has after recovery, or it is damaged."""
+
+    uuid: bytes
+    sequence: int
+    """Of the last synced write, as RocksDB counts them."""
+    next_offset: int
+
+
+def read_mark(path: str) -> Mark:
+    """Return the mark of the log at `path`. Raises LogDamaged."""
+    try:
+        packed = Path(path, MARK_NAME).read_bytes()
+    except OSError as err:
+        raise LogDamaged(path, f"its mark cannot be read: {err}") from err
+    if len(packed) != _MARK.size + 4 or crc32(packed[:-4]) != int.from_bytes(packed[-4:], "little"):
+        raise LogDamaged(path, "its mark is damaged")
+    return Mark(*_MARK.unpack_from(packed))
+
+
+def rocksdb_options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -> Options:
+    """Return the settings of a log's database."""
     table = BlockBasedOptions()
     table.set_block_size(BLOCK_BYTES)
     table.set_block_cache(cache)
@@ -95,11 +117,11 @@ def _rocksdb(path: str, recovery: DBRecoveryMode, access: AccessType) -> Rdict:
     # rocksdict writes this file at every open and never syncs it. It says only that keys are raw
     # bytes, which the options say too, so one that a power cut emptied is not worth a log.
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(path, _CONFIG_NAME))
+        os.unlink(os.path.join(path, CONFIG_NAME))
     cache = Cache(CACHE_BYTES)
-    meta = _options(WRITE_BUFFER_BYTES // 8, recovery, cache)
-    records = _options(WRITE_BUFFER_BYTES, recovery, cache)
-    return Rdict(path, meta, {"default": meta, _RECORDS: records}, access)
+    meta = rocksdb_options(WRITE_BUFFER_BYTES // 8, recovery, cache)
+    records = rocksdb_options(WRITE_BUFFER_BYTES, recovery, cache)
+    return Rdict(path, meta, {"default": meta, RECORDS: records}, access)
 
 
 class Batch:
@@ -134,8 +156,8 @@ class Database:
         self.path = path
         self._open = True
         self._meta = rocksdb
-        self._records = rocksdb.get_column_family(_RECORDS)
-        self.records_handle = rocksdb.get_column_family_handle(_RECORDS)
+        self._records = rocksdb.get_column_family(RECORDS)
+        self.records_handle = rocksdb.get_column_family_handle(RECORDS)
         self._synced = WriteOptions()
         self._synced.sync = True
         self._unsynced = WriteOptions()
@@ -169,32 +191,25 @@ class Database:
         """
         if not os.path.isdir(path):
             raise LogMissing(path, "there is none")
-        try:
-            packed = Path(path, MARK_NAME).read_bytes()
-        except OSError as err:
-            raise LogDamaged(path, f"its mark cannot be read: {err}") from err
-        if len(packed) != _MARK.size + 4 or crc32(packed[:-4]) != int.from_bytes(
-            packed[-4:], "little"
-        ):
-            raise LogDamaged(path, "its mark is damaged")
-        uuid, sequence, next_offset = _MARK.unpack_from(packed)
+        mark = read_mark(path)
         if not os.path.exists(os.path.join(path, "CURRENT")):
             raise LogDamaged(path, "CURRENT is missing")
         try:
             if (foreign := foreign_record(path)) is not None:
                 raise LogDamaged(path, foreign)
-            database = cls(path, _recovered(path, sequence))
+            database = cls(path, _recovered(path, mark.sequence))
             found = database._meta.latest_sequence_number()
         except (LogBusy, LogDamaged):
             raise
         except Exception as err:
             raise LogDamaged(path, str(err)) from err
-        if found < sequence:
+        if found < mark.sequence:
             database.close()
-            raise LogDamaged(
-                path, f"{sequence - found} synced writes are gone, up to offset {next_offset}"
+            gone = (
+                f"{mark.sequence - found} synced writes are gone, up to offset {mark.next_offset}"
             )
-        database._uuid = uuid
+            raise LogDamaged(path, gone)
+        database._uuid = mark.uuid
         try:
             database._mark_fd = os.open(os.path.join(path, MARK_NAME), os.O_RDWR | os.O_CLOEXEC)
         except OSError as err:

@@ -13,7 +13,13 @@ Siblings differ by what the caller does: create, open, wait, quarantine, make ro
 
 from __future__ import annotations
 
+from typing import Final
+
 from iris.errors import IrisError
+
+_SALVAGE: Final = (
+    "With its store stopped, `iris store salvage` makes what can be read a stream again"
+)
 
 
 class LogError(IrisError):
@@ -43,7 +49,8 @@ class LogDamaged(LogError):
     """
 
     def __init__(self, path: str, what: str, offset: int | None = None) -> None:
-        super().__init__(path, what if offset is None else f"{what} (at offset {offset})")
+        where = "" if offset is None else f" (at offset {offset})"
+        super().__init__(path, f"{what}{where}. {_SALVAGE}")
         self.what = what
         self.offset = offset
 

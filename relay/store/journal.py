@@ -29,6 +29,19 @@ def foreign_record(folder: str) -> str | None:
     return None
 
 
+def disarm(folder: str) -> None:
+    """Make such records in the journals in `folder` ordinary ones with a wrong checksum, which RocksDB takes for the damage that they are.
+
+    Raises OSError.
+    """
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix == ".log" or path.name.startswith("MANIFEST-"):
+            while (at := _foreign_at(path)) is not None:
+                with path.open("r+b") as file:
+                    file.seek(at + _HEADER.size - 1)
+                    file.write(b"\1")
+
+
 def _foreign_at(path: Path) -> int | None:
     size = path.stat().st_size
     if size == 0:

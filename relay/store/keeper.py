@@ -41,6 +41,7 @@ from relay.store.ended import Ended
 from relay.store.errors import ChannelRefused, LogDamaged, LogError, LogWriteFailed, Refuse
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
+from relay.store.salvage import ORDERS, finish
 from relay.store.session import Bundle, Question, StoreSession
 from relay.store.staged import StagingRefused
 from relay.store.stream import Stream
@@ -52,8 +53,6 @@ MAX_STREAMS: Final = 500
 """What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
 COMMIT_BYTES: Final = 1 << 20
 _UUID: Final = re.compile("[0-9a-f]{32}")
-_ORDERS: Final = ".orders"
-"""A file beside the log: its orders once more, for when the log cannot be opened."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
 
@@ -145,6 +144,7 @@ class Store:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
         self.now_us = now_us
         self._ended.load()
+        finish(self.directory)
         for ended in self._ended.uuids:
             for uuid in (ended, dead_uuid(ended)):
                 self._destroy(str(self.directory / uuid.hex()))
@@ -167,7 +167,7 @@ class Store:
         except LogError as err:
             stream.failed = str(err)
             try:  # whose it is, so that it is listed as what it is
-                self._take_up(stream, Path(f"{path}{_ORDERS}").read_bytes())
+                self._take_up(stream, Path(f"{path}{ORDERS}").read_bytes())
             except (OSError, msgspec.DecodeError, IrisError) as unknown:
                 stream.failed = f"{err}; and its orders: {unknown}"
             log.error(
@@ -467,7 +467,7 @@ class Store:
             raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
         path = str(self.directory / uuid.hex())
         kept = _encode(charter.kept)
-        write_beside(path + _ORDERS, kept)
+        write_beside(path + ORDERS, kept)
         made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
         stream = self.streams[uuid] = Stream(path, uuid, made, charter, self.clock)
         self._place(stream)
@@ -516,7 +516,7 @@ class Store:
         stream.commit(self.now_us)
         kept = _encode(charter.kept)
         stream.log.define(kept)
-        write_beside(stream.path + _ORDERS, kept)
+        write_beside(stream.path + ORDERS, kept)
         same_paused = definition.paused == old.paused
         if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.charter = charter
@@ -645,7 +645,7 @@ class Store:
         if grave is None:
             path = str(self.directory / uuid.hex())
             kept = _encode(Kept(parent=stream.uuid))
-            write_beside(path + _ORDERS, kept)
+            write_beside(path + ORDERS, kept)
             made = Log.create(path, uuid=uuid, definition=kept, created_us=self.now_us)
             grave = self.streams[uuid] = Stream(path, uuid, made, clock=self.clock)
             grave.dead = True
@@ -708,7 +708,7 @@ class Store:
         try:
             if os.path.isdir(path):
                 Log.destroy(path)
-            Path(path + _ORDERS).unlink(missing_ok=True)
+            Path(path + ORDERS).unlink(missing_ok=True)
         except (OSError, LogError) as err:
             log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
 

@@ -52,6 +52,7 @@ from relay.store.records import (
     Record,
     check_count,
     check_entry,
+    check_row,
     encode_gap,
 )
 from relay.store.retention import Retention
@@ -77,6 +78,30 @@ class Conflict(Struct, frozen=True):
     """Not stored: `expect` is not the next offset."""
 
     next: int
+
+
+class Identity(Struct, frozen=True):
+    """Which log it is: row `i`."""
+
+    uuid: bytes
+    epoch: int
+    created_us: int
+    definition: bytes
+
+    def pack(self) -> bytes:
+        """Return the row."""
+        rest = _IDENTITY.pack(_FORMAT, self.uuid, self.epoch, self.created_us) + self.definition
+        return crc32(rest).to_bytes(4, "little") + rest
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Identity:
+        """Raises ValueError if the row is not one that this version wrote."""
+        if len(row) < 4 + _IDENTITY.size or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
+            raise ValueError("its identity is damaged")
+        version, uuid, epoch, created_us = _IDENTITY.unpack_from(row, 4)
+        if version != _FORMAT:
+            raise ValueError(f"its format is {version}, not {_FORMAT}")
+        return cls(uuid, epoch, created_us, row[4 + _IDENTITY.size :])
 
 
 Outcome = Stored | Duplicate | OutOfOrder | Fenced | Conflict
@@ -142,7 +167,7 @@ class Log:
         made = f"{path}.new"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            _make(made, uuid, _pack_identity(uuid, epoch, created_us, definition))
+            _make(made, uuid, Identity(uuid, epoch, created_us, definition).pack())
             os.rename(made, path)
             sync_directory(os.path.dirname(os.path.abspath(path)))
         except OSError as err:
@@ -230,7 +255,7 @@ class Log:
     def define(self, definition: bytes) -> None:
         """Replace the definition; synced. Raises LogWriteFailed."""
         batch = self._database.batch()
-        batch.put(b"i", _pack_identity(self.uuid, self.epoch, self.created_us, definition))
+        batch.put(b"i", Identity(self.uuid, self.epoch, self.created_us, definition).pack())
         self._chain.write(batch, sync=True)
         self.definition = definition
 
@@ -470,6 +495,19 @@ class Log:
         """
         self._listed_us = max(self._listed_us, due_us)
 
+    def verify(self) -> None:
+        """Read all of it, and return if it is what was written. Raises LogDamaged."""
+        for _ in self._chain.walk(self._chain.oldest):
+            pass
+        for prefix in (b"c", b"d", b"k", b"p", b"s", b"t", b"u", b"w", b"x"):
+            for row, value in self._database.rows(prefix):
+                if prefix in (b"t", b"u", b"w"):
+                    try:
+                        check_row(prefix + row, value)
+                    except (ValueError, struct.error) as err:
+                        what = f"a row {prefix.decode()!r} is malformed: {err}"
+                        raise LogDamaged(self._path, what) from err
+
     # Retention and compaction
 
     def enforce(self, limits: Limits, now_us: int) -> int:
@@ -542,13 +580,12 @@ class Log:
     # Inside
 
     def _load_identity(self) -> None:
-        row = self._database.get(b"i") or b""
-        if len(row) < 4 + _IDENTITY.size or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
-            raise LogDamaged(self._path, "its identity is damaged")
-        version, self.uuid, self.epoch, self.created_us = _IDENTITY.unpack_from(row, 4)
-        self.definition = row[4 + _IDENTITY.size :]
-        if version != _FORMAT:
-            raise LogDamaged(self._path, f"its format is {version}, not {_FORMAT}")
+        try:
+            found = Identity.unpack(self._database.get(b"i") or b"")
+        except ValueError as err:
+            raise LogDamaged(self._path, str(err)) from err
+        self.uuid, self.epoch, self.created_us = found.uuid, found.epoch, found.created_us
+        self.definition = found.definition
         if self.uuid != self._database.uuid:
             raise LogDamaged(self._path, "its mark is another log's")
 
@@ -606,8 +643,3 @@ def _make(path: str, uuid: bytes, identity: bytes) -> None:
         database.write(batch, 0, sync=True)
     finally:
         database.close()
-
-
-def _pack_identity(uuid: bytes, epoch: int, created_us: int, definition: bytes) -> bytes:
-    rest = _IDENTITY.pack(_FORMAT, uuid, epoch, created_us) + definition
-    return crc32(rest).to_bytes(4, "little") + rest

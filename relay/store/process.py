@@ -16,7 +16,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -311,6 +311,30 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[Path]:
+    """Hold the lock of a data directory, which is there, while its store is stopped; yield where its streams are.
+
+    Raises:
+        ConfigError: a store uses it, or it belongs to another user.
+    """
+    streams = directory / STREAMS
+    try:
+        if not streams.is_dir():
+            raise ConfigError(
+                f"data: {directory} is not the directory of a store: it has no {STREAMS}/"
+            )
+        if why := keyfiles.distrust(directory.resolve(), (os.geteuid(),), around=False):
+            raise ConfigError(f"data: {why}: run this as the user of its store")
+        descriptor = _lock(directory / LOCK_FILE)
+    except OSError as err:
+        raise ConfigError(f"data: {directory}: {err.strerror or err}") from err
+    try:
+        yield streams
+    finally:
+        os.close(descriptor)
 
 
 async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bool) -> None:

@@ -49,6 +49,8 @@ class Reason(IntEnum):
     EXPIRED = 3
     DEFERRED = 4
     """Left out on request: `Log.due` lists it when its time comes."""
+    DAMAGED = 5
+    """What stood there could not be read: `salvage` put the hole in its place."""
 
 
 class Stamp(Struct, frozen=True):

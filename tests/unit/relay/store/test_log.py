@@ -566,4 +566,5 @@ def test_reasons_have_numbers_that_stay() -> None:
         ("COMPACTED", 2),
         ("EXPIRED", 3),
         ("DEFERRED", 4),
+        ("DAMAGED", 5),
     ]
