@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from relay.store.salvage import Report
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="store", add_completion=False, pretty_exceptions_enable=False)
 SHOWN = 20
 """So many lost ranges of a stream are listed for people; --json has all."""
 
