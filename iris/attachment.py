@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
+from iris.core.company import Company
 from iris.core.guard import Guard
 from iris.core.outbound import Outbound
 from iris.core.parties import Lost, Owner
@@ -70,7 +71,7 @@ class Attachment:
 
     def __init__(
         self, client: Registrar, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
-        watch: Callable[[], Callable[[], bool]] = lambda: never,
+        watch: Callable[[], Callable[[], bool]] = lambda: never, company: Company | None = None,
     ) -> None:  # fmt: skip
         """`watch` is called when a relay is lost, and returns what says whether one has come since it was asked last."""
         self.session: Session | None = None
@@ -85,6 +86,7 @@ class Attachment:
         self._connector = connector
         self._watch = watch
         self._entropy = entropy
+        self._company = company
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pumps: WeakSet[Pump[Session]] = WeakSet()
@@ -273,7 +275,7 @@ class Attachment:
         session = Session(
             self._client, self.guard, self._entropy,
             label=config.label, pid=os.getpid(), message_limit=config.message_limit_bytes,
-            compress=config.compress,
+            compress=config.compress, company=self._company,
         )  # fmt: skip
         pump = Pump(self, session, self._buffer, config.write_high_bytes)
         self._pumps.add(pump)

@@ -26,6 +26,7 @@ from iris.attachment import Attachment, Connector, never
 from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
+from iris.core.company import Company
 from iris.core.inbound import InFlow
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.core.outbound import OutFlow
@@ -111,6 +112,8 @@ class Client:
         """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast, what was dropped here unhandled."""
         self.counters: dict[str, int] = {}
         """Messages dropped here, by cause, and handlers that failed."""
+        self.company: Company | None = None
+        """Clients that deliver their casts to each other themselves; set before it is opened (for bridges)."""
         self.working: set[Subscription] = set()
         """Subscriptions whose coroutine handler has a task."""
         self._given_keyring = keyring
@@ -149,7 +152,7 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._attachment = Attachment(
             self, self.config, self._connector or self._default_connector(), self._entropy,
-            self._default_watch(),
+            self._default_watch(), self.company,
         )  # fmt: skip
         self._registry.share_out(self._attachment.guard)
         if self._streams is not None:
@@ -386,6 +389,11 @@ class Client:
         if not self._cast(Kind.BROADCAST, cluster, payload, headers):
             await self._attached().wait_writable()
             self._cast(Kind.BROADCAST, cluster, payload, headers, force=True)
+
+    def offer_broadcast(self, cluster: str, payload: object) -> bool:
+        """Broadcast if that needs no waiting; False: not taken, the write buffer is full."""
+        check_address(cluster)
+        return self._cast(Kind.BROADCAST, cluster, payload, None)
 
     @overload
     async def publish(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from iris.core.bundle import decode_bundle
+from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.guard import Guard, Place
 from iris.core.guard import Sequence as Expected
@@ -30,14 +31,22 @@ class Casts:
     """The publications and broadcasts that one session receives."""
 
     __slots__ = (
-        "_bundle_bytes", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version",
+        "_bundle_bytes", "_company", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner, guard: Guard, inbound: Inbound, drop: Drop) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        guard: Guard,
+        inbound: Inbound,
+        drop: Drop,
+        company: Company | None = None,
+    ) -> None:
         self._owner = owner
         self._guard = guard
         self._flow = inbound.flow
         self._drop = drop
+        self._company = company
         self._bundle_bytes = 0
         """Size in memory of the bundle that was opened last."""
         self.now_us = 0
@@ -77,6 +86,9 @@ class Casts:
         kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
         flow = self._flow(alias, kind)
         self.received += count
+        if flow.of_company:
+            self._drop("delivered in this process", count)
+            return flow, []
         if abs(self.now_us - sent_us) >= self._guard.freshness_us:
             cause = f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock"
             self._refuse(flow, first, count, cause)
@@ -191,6 +203,8 @@ class Casts:
         """Report the losses that a relay announces."""
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+        if self._company is not None and gap.sender_id in self._company:
+            return  # what is lost on that way was delivered here
         key = self._owner.find_key(gap.key_id)
         if key is None:
             return

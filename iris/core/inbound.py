@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from iris.core.aliases import MAX_ALIASES
+from iris.core.company import Company
 from iris.core.guard import Sequence as Expected
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
@@ -28,7 +29,7 @@ class InFlow:
     """One declared alias: who sends what to which address, and who here wants it."""
 
     __slots__ = (
-        "expected", "groups", "key", "kind", "member", "name", "opener", "plain", "prefix", "sender_id", "sinks", "version",
+        "expected", "groups", "key", "kind", "member", "name", "of_company", "opener", "plain", "prefix", "sender_id", "sinks", "version",
     )  # fmt: skip
 
     def __init__(self, declared: Declare, key: ClusterKey, opener: Opener | None) -> None:
@@ -43,6 +44,8 @@ class InFlow:
         self.opener = opener
         """None for a tunnel's opening: its first message is Noise, not SFrame."""
         self.prefix = metadata_prefix(self.kind, self.name, key.key_id, self.sender_id)
+        self.of_company = False
+        """Whether its sender delivers its casts here itself."""
         self.expected: Expected | None = None
         self.sinks: Sequence[Any] = ()
         self.version = -1
@@ -57,8 +60,11 @@ class InFlow:
 class Inbound:
     """The relay's aliases towards this session, each with what is needed to open its frames."""
 
-    def __init__(self, find_key: Callable[[bytes], ClusterKey | None]) -> None:
+    def __init__(
+        self, find_key: Callable[[bytes], ClusterKey | None], company: Company | None = None
+    ) -> None:
         self._find_key = find_key
+        self._company = company
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
         self._strange: dict[int, Declare] = {}
@@ -107,7 +113,10 @@ class Inbound:
                     self._openers.clear()  # flows keep theirs; the rest is derived again when declared again
                 opener = self._openers[place] = Opener(key, declared.sender_id)
         self.replies.discard(declared.alias)
-        self._place(declared.alias, InFlow(declared, key, opener))
+        flow = InFlow(declared, key, opener)
+        if self._company is not None:
+            flow.of_company = declared.sender_id in self._company
+        self._place(declared.alias, flow)
 
     def forget_keys(self) -> None:
         """Drop aliases under keys that we no longer have. An honest relay sends nothing under them."""

@@ -17,6 +17,7 @@ from iris.core.bundle import (
     encode_bundle,
     headers_bytes,
 )
+from iris.core.company import Company
 from iris.core.compression import compressed
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
@@ -100,6 +101,7 @@ class Outbound:
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
         compress: bool = False,
+        company: Company | None = None,
     ) -> None:
         self.now_us = 0
         self.chunks: list[bytes] = []
@@ -113,6 +115,7 @@ class Outbound:
         self._on_full = on_full
         self._full_bytes = full_bytes
         self._compress = compress
+        self._company = company
         self._aliases: AliasTable[Place] = AliasTable(max_aliases)
         self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
         """By key id and site: what goes to one site only must leave no gap in what all receive."""
@@ -290,11 +293,18 @@ class Outbound:
         for sealer, _ in self._sealers.values():
             sealer.poison()
 
+    def leave_company(self) -> None:
+        """Nothing is sent under these sender ids any more."""
+        if self._company is not None:
+            self._company.end(sender_id for _, sender_id in self._sealers.values())
+
     def _sealer(self, key: ClusterKey, site: str) -> tuple[Sealer, bytes]:
         entry = self._sealers.get((key.key_id, site))
         if entry is None:
             self.prove(key)
             sender_id = self._entropy(16)
+            if self._company is not None:
+                self._company.begin(sender_id)
             entry = self._sealers[key.key_id, site] = Sealer(key, sender_id), sender_id
         return entry
 
@@ -303,12 +313,15 @@ class Outbound:
         self.flush()
         self._flows.clear()
         self.topics.clear()
+        self.leave_company()
         self._sealers.clear()
 
     def _renew(self, of: OutFlow) -> None:
         """Draw a new sender id for a flow and all that share its own: a counter is never used twice."""
         key, site = of.key, of.site
-        del self._sealers[key.key_id, site]
+        _, ended = self._sealers.pop((key.key_id, site))
+        if self._company is not None:
+            self._company.end((ended,))
         entry = self._sealer(key, site)
         for flow in self._flows.values():
             if flow.key.key_id == key.key_id and flow.site == site:

@@ -14,6 +14,7 @@ from iris.core.asks import NEVER_US, Asks
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.calling import Calling
 from iris.core.casts import CASTS, Casts
+from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.guard import Guard
 from iris.core.inbound import Inbound, NotOurs
@@ -63,7 +64,7 @@ class Session:
 
     def __init__(
         self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int,
-        compress: bool = False,
+        compress: bool = False, company: Company | None = None,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.state = "connecting"
@@ -72,6 +73,7 @@ class Session:
         self.deadline_us = NEVER_US
         self.message_limit = message_limit
         self._compress = compress
+        self._company = company
         self.received_alone = 0
         """Messages received one by one: calls, their answers, records of tunnels."""
         self.running = 0
@@ -103,13 +105,13 @@ class Session:
         self._pid = pid
         self.out: Outbound
         self.entropy = entropy
-        self._inbound = Inbound(owner.find_key)
+        self._inbound = Inbound(owner.find_key, company)
         self.replies = self._inbound.replies
         """Aliases of the relay's that were declared for stores' answers."""
         self.flow = self._inbound.flow
         """The flow of an alias of the relay's, declared for a kind."""
         self.guard = guard
-        self.casts = casts = Casts(owner, guard, self._inbound, self.drop)
+        self.casts = casts = Casts(owner, guard, self._inbound, self.drop, company)
         self._hops = 0
         self._next_id = 1
         self._held: list[bytes] = []
@@ -242,6 +244,8 @@ class Session:
         self._table = [
             self._late
         ] * 256  # what else came with BYE in one read: nobody could answer it
+        if self.started:
+            self.out.leave_company()
         self.asks.end(reason, routed=routed)
         self.tunneling.end(reason)
         self.calling.end(reason)
@@ -493,7 +497,7 @@ class Session:
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
-            compress=self._compress,
+            compress=self._compress, company=self._company,
         )  # fmt: skip
         self.out.now_us = self.now_us
         self.state = "up"

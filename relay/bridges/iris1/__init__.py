@@ -7,6 +7,9 @@ core/tunnels.py   one tunnel: messages out of chunks, windows (sans-IO)
 conversation.py   one connection on the event loop, with a session of its own at the relay
 calls.py          requests in both directions
 lines.py          tunnels, joined end to end
+gate.py           subscriptions are in effect before what is said after them
+local.py          what programs of one bridge say to each other: who is here, casts, requests
+near.py           a tunnel between two of them
 bridge.py         listeners, all connections, counters
 process.py        the process
 """

@@ -16,7 +16,8 @@ import iris
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.conversation import Conversation
 from relay.bridges.iris1.gate import Gate
-from relay.bridges.iris1.outlet import LINGER_S
+from relay.bridges.iris1.local import Locals
+from relay.bridges.iris1.outlet import LINGER_S, Flushing
 from relay.logs import Quiet
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ class Bridge:
         self._told: Counter[str] = Counter()
         self.conversations: set[Conversation] = set()
         self.gate = Gate()
+        self.near = Locals(config)
+        """Who serves and subscribes, of the clients."""
+        self.flushing = Flushing()
+        self._loop = asyncio.get_running_loop()
         self._arrived: list[Conversation] = []
         """Who has said something in this turn that was not acted on."""
         self._waiting: dict[Conversation, None] = {}
@@ -164,7 +169,7 @@ class Bridge:
     def arrived(self, conversation: Conversation) -> None:
         """Somebody said something: it is acted on when all that has come in this turn is read, subscriptions first."""
         if not self._arrived:
-            asyncio.get_running_loop().call_soon(self._act)
+            self._loop.call_soon(self._act)
         self._arrived.append(conversation)
 
     def _act(self) -> None:
@@ -174,6 +179,7 @@ class Bridge:
                 conversation.work(subscribing=True)
         for conversation in arrived:
             conversation.work()
+        self.flushing.flush()  # before what goes to the relay is sealed: that takes longer
 
     def disconnected(self, conversation: Conversation) -> None:
         """Nothing of it is left."""

@@ -14,29 +14,40 @@ import iris
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core.frames import Oversized, Payload
 from relay.bridges.iris1.core.machine import MAX_TIMEOUT_MS, Machine
+from relay.bridges.iris1.local import LocalCall, Locals
 
 TIMEOUT_HEADER: Final = "iris1-timeout-ms"
 """With a request: how long its caller waits. Callers of ours may say it, too."""
 KIND_HEADER: Final = "iris1"
 FAULT: Final = "fault"
 NO_REPLY: Final = "timeout"
+LOOK_S: Final = 0.005
+"""Between two looks at what a client that ends still has to be told, or to tell."""
 
 
 class Calls:
     """The requests of one connection, in both directions."""
 
     def __init__(
-        self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str]
-    ) -> None:
+        self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str], near: Locals
+    ) -> None:  # fmt: skip
         self._client = client
         self._machine = machine
         self._config = config
         self._counters = counters
+        self._near = near
         self._loop = asyncio.get_running_loop()
         self._asking: set[asyncio.Task[None]] = set()
 
-    def ask(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> asyncio.Task[None]:
-        """Ask a cluster for the client, and give it the one answer."""
+    def ask(
+        self, id: int, cluster: str, payload: bytes, timeout_ms: int
+    ) -> asyncio.Task[None] | None:
+        """Ask a cluster for the client, and give it the one answer: a member of this bridge if one has room, without a task."""
+        member = self._near.for_request(cluster)
+        if member is not None:
+            call = LocalCall(self._machine, id, self._counters, self._config)
+            if call.begin(member.machine, payload, max(timeout_ms, 1)):
+                return None
         asking = self._ask(id, cluster, payload, timeout_ms)
         task = self._loop.create_task(asking, name="iris1-request")
         self._asking.add(task)
@@ -72,6 +83,11 @@ class Calls:
                 machine.no_reply(id)
             else:
                 machine.reply(id, message.payload, success=kind != FAULT)
+
+    async def finished(self) -> None:
+        """Return when the client has its answers, and others theirs from it."""
+        while self._machine.asked or self._machine.owed:  # noqa: ASYNC110 - only at the end
+            await asyncio.sleep(LOOK_S)
 
     def on_request(self, request: iris.Request) -> None:
         """Hand a request to the client, which answers it, or not, in its own time."""

@@ -29,6 +29,7 @@ from relay.bridges.iris1.core.frames import (
 from relay.bridges.iris1.core.machine import Machine, State
 from relay.bridges.iris1.gate import Settling
 from relay.bridges.iris1.lines import Lines
+from relay.bridges.iris1.near import NearEnd
 from relay.bridges.iris1.outlet import Outlet
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Conversation(asyncio.Protocol):
         """Its session, once there is one."""
         self._calls: Calls
         self._lines: Lines
+        self._cluster = ""
+        """Of which it is a member, for other programs of the bridge."""
         self._tasks: set[asyncio.Task[None]] = set()
         """The client's requests and tunnels."""
         self._worker: asyncio.Task[None] | None = None
@@ -106,7 +109,9 @@ class Conversation(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._outlet = Outlet(self._transport, self._bridge.config.queue_bytes, self._full)
+        self._outlet = Outlet(
+            self._transport, self._bridge.config.queue_bytes, self._full, self._bridge.flushing
+        )
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "?"
         self._bridge.connected(self)
@@ -268,6 +273,7 @@ class Conversation(asyncio.Protocol):
             self._reason = reason
             self._ended.set()
             self._settling.end()
+            self._leave_near(topics=ending != Ending.STOPPED)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -282,21 +288,28 @@ class Conversation(asyncio.Protocol):
         room = self._bridge.greeted(self)
         self.task = self._loop.create_task(self._run(cluster, room=room), name="iris1-client")
 
-    def broadcast(self, cluster: str, message: bytes) -> Awaitable[None]:
+    def broadcast(self, cluster: str, message: bytes) -> Awaitable[None] | None:
         """Pass a broadcast on."""
-        return self._session.broadcast(cluster, message)
+        session = self._session
+        taken = session.offer_broadcast(cluster, message)
+        self._bridge.near.broadcast(cluster, message)
+        return None if taken else session.broadcast(cluster, message)
 
     def publish(self, topic: str, event: bytes) -> Awaitable[None] | None:
         """Pass an event on."""
         session = self._session
-        return None if session.offer(topic, event) else session.publish(topic, event)
+        taken = session.offer(topic, event)
+        self._bridge.near.publish(topic, event)
+        return None if taken else session.publish(topic, event)
 
     def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
         """Ask a cluster."""
         if self._ending is not None:
             self.machine.no_reply(id)
         else:
-            self._keep(self._calls.ask(id, cluster, payload, timeout_ms))
+            asking = self._calls.ask(id, cluster, payload, timeout_ms)
+            if asking is not None:
+                self._keep(asking)
 
     def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None:
         """Open a tunnel."""
@@ -324,6 +337,7 @@ class Conversation(asyncio.Protocol):
         subscribed = self._subscribed(subscription)
         registering = self._loop.create_task(subscribed, name="iris1-subscribe")
         self._topics[topic] = subscription, registering
+        self._bridge.near.subscribe(name, topic, self)
         self._keep(registering)
         self._settling.begin(registering)
 
@@ -345,8 +359,28 @@ class Conversation(asyncio.Protocol):
             self._bridge.counters["unknown unsubscriptions"] += 1
             return
         subscription, registering = known
+        self._bridge.near.unsubscribe(subscription.filter, self)
         registering.cancel()  # without a relay it would wait, and there may be many
         subscription.stop()
+
+    def accept_tunnel(self, tunnel: NearEnd) -> None:
+        """Carry a tunnel that another program of the bridge opened to it."""
+        self._keep(self._loop.create_task(self._accept(tunnel), name="iris1-tunnel"))
+
+    async def _accept(self, tunnel: NearEnd) -> None:
+        try:
+            await self._lines.on_tunnel(tunnel)
+        finally:
+            tunnel.fail("the other side went away")  # if nothing has ended it
+
+    def _leave_near(self, *, topics: bool) -> None:
+        """Other programs of the bridge hand it nothing any more; `topics`: no events either."""
+        near = self._bridge.near
+        if self._cluster:
+            near.leave(self._cluster, self)
+        if topics:
+            for subscription, _ in self._topics.values():
+                near.unsubscribe(subscription.filter, self)
 
     def closing(self) -> None:
         """It said CLOSE: nothing more comes from it."""
@@ -400,7 +434,9 @@ class Conversation(asyncio.Protocol):
                 raise iris.ConfigError(
                     f"the bridge has {bridge.config.max_clients} clients already"
                 )
-            async with bridge.connect(f"iris1 {self.peer}"[:64]) as client:
+            client = bridge.connect(f"iris1 {self.peer}"[:64])
+            client.company = bridge.near.company
+            async with client:
                 await self._serve(client, cluster)
         except iris.IrisError as err:
             bridge.warn("bridge.client_refused", self.peer, str(err))
@@ -416,6 +452,7 @@ class Conversation(asyncio.Protocol):
                 else:
                     self._outlet.emit(codec.close(STOPPED))
             self.machine.end()
+            self._leave_near(topics=True)
             self._hang_up()
             try:
                 await self._gone.wait()
@@ -427,13 +464,17 @@ class Conversation(asyncio.Protocol):
         self.client = client
         client.on_loss = bridge.lost
         machine.decoder.message_limit = client.message_limit
-        self._calls = Calls(client, machine, bridge.config, bridge.counters)
-        self._lines = Lines(client, machine, bridge.config, bridge.counters, self._outlet.room)
+        near = bridge.near
+        self._calls = Calls(client, machine, bridge.config, bridge.counters, near)
+        self._lines = Lines(client, machine, bridge.config, bridge.counters, self._outlet, near)
         async with contextlib.AsyncExitStack() as serving:
             if cluster:
                 await serving.enter_async_context(client.serve(self._service(cluster)))
             self._joined.set()
             if self._ending is None:
+                if cluster:
+                    self._cluster = cluster
+                    near.join(cluster, self)
                 machine.accept()
                 log.info("bridge.client", extra={"fields": {"peer": self.peer, "cluster": cluster}})
                 self._read_on()
@@ -470,7 +511,9 @@ class Conversation(asyncio.Protocol):
             STOPPED if stopped else "" if gracefully else "the client went away",
             gracefully=gracefully,
         )
-        if not stopped:
+        if stopped:
+            self._keep(self._loop.create_task(self._calls.finished(), name="iris1-finished"))
+        else:
             self._calls.end()
         leaving = asyncio.ensure_future(leave())
         try:

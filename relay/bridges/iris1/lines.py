@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 
 import iris
 from relay.bridges.iris1.config import Iris1Config
@@ -17,21 +17,25 @@ from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import CHUNK_LIMIT
 from relay.bridges.iris1.core.machine import Machine
 from relay.bridges.iris1.core.tunnels import Half, TunnelFault
+from relay.bridges.iris1.local import Locals
+from relay.bridges.iris1.near import NearEnd, near_tunnel
+from relay.bridges.iris1.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
 
 class Lines:
-    """The tunnels of one connection. `room` waits while the client does not read."""
+    """The tunnels of one connection."""
 
     def __init__(
         self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str],
-        room: Callable[[], Awaitable[None]],
+        outlet: Outlet, near: Locals,
     ) -> None:  # fmt: skip
         self.machine = machine
         self.config = config
         self.counters = counters
-        self.room = room
+        self.outlet = outlet
+        self._near = near
         self._client = client
         self._lines: set[TunnelLine] = set()
         self._opening: set[asyncio.Future[iris.Tunnel]] = set()
@@ -39,7 +43,15 @@ class Lines:
         """What `end` was told: a tunnel that comes later ends as the others."""
 
     async def open(self, id: int, cluster: str, timeout_ms: int) -> None:
-        """Open a tunnel for the client, and carry it to its end."""
+        """Open a tunnel for the client, to a member of this bridge if one has room, and carry it to its end."""
+        member = self._near.for_tunnel(cluster)
+        if member is not None:
+            ours, theirs = near_tunnel(cluster)
+            member.accept_tunnel(theirs)
+            line = TunnelLine(self, ours)
+            self.machine.confirm_tunnel(id, line)
+            await self._carry(line)
+            return
         timeout = max(timeout_ms, 1) / 1000
         opening = asyncio.ensure_future(self._client.open_tunnel(cluster, timeout=timeout))
         self._opening.add(opening)
@@ -58,7 +70,7 @@ class Lines:
         self.machine.confirm_tunnel(id, line)
         await self._carry(line)
 
-    async def on_tunnel(self, tunnel: iris.Tunnel) -> None:
+    async def on_tunnel(self, tunnel: iris.Tunnel | NearEnd) -> None:
         """Carry a tunnel that somebody opened to the client, once the client has confirmed it."""
         line = TunnelLine(self, tunnel)
         build = self.machine.build_tunnel(line)
@@ -95,7 +107,7 @@ def stopping() -> bool:
 class TunnelLine:
     """One tunnel, joined end to end."""
 
-    def __init__(self, lines: Lines, tunnel: iris.Tunnel) -> None:
+    def __init__(self, lines: Lines, tunnel: iris.Tunnel | NearEnd) -> None:
         self.half: Half | None = None
         self._lines = lines
         self._tunnel = tunnel
@@ -108,6 +120,9 @@ class TunnelLine:
         self._over = asyncio.Event()
         self._reason = ""
         self._gracefully = False
+        self._near = tunnel if isinstance(tunnel, NearEnd) else None
+        if self._near is not None:
+            self._near.on_message = self._pass_at_once
 
     # -- what the machine calls ------------------------------------------------------------------------------
 
@@ -121,6 +136,11 @@ class TunnelLine:
 
     def message(self, data: bytes) -> None:
         """The client sent a whole message."""
+        near = self._near
+        if near is not None and self._sender is None and near.offer(data):
+            assert self.half is not None  # it sent the message
+            self.half.passed_on(len(data))
+            return
         self._messages.append(data)
         if self._sender is None:
             self._sender = self._start(self._send(), "iris1-tunnel-send")
@@ -248,6 +268,17 @@ class TunnelLine:
         self._lines.machine.outgoing.give_back(self._held)
         self._held = 0
 
+    def _pass_at_once(self, message: bytes) -> bool:
+        """Pass on a message that nothing waits before; False: it is to wait."""
+        half, size = self.half, len(message)
+        if half is None or half.allowance < size or size > CHUNK_LIMIT or self._over.is_set():
+            return False
+        if self._lines.outlet.full:
+            return False
+        half.sent(size)
+        self._lines.machine.send(codec.tun_transfer(half.id, size, message))
+        return True
+
     async def _pass(self, half: Half, message: bytes) -> None:
         view = memoryview(message)
         size = len(view)
@@ -255,7 +286,7 @@ class TunnelLine:
             self._changed.clear()
             await self._changed.wait()
         for start in range(0, size, CHUNK_LIMIT):
-            await self._lines.room()
+            await self._lines.outlet.room()
             if self._over.is_set():
                 return
             chunk = view[start : start + CHUNK_LIMIT]

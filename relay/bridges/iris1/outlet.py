@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from iris.transport import Writer
+
 WRITE_HIGH_BYTES: Final = 1 << 20
 """Written and not taken by the client: tunnels wait."""
 FLUSH_BYTES: Final = 256 << 10
@@ -14,13 +16,38 @@ LINGER_S: Final = 2.0
 """How long a client may take to read the last that it is told, and to close."""
 
 
+class Flushing:
+    """The outlets of a bridge that have something to write: by the end of the turn, or when the bridge has acted on what came."""
+
+    def __init__(self) -> None:
+        self.scheduled = False
+        self._outlets: list[Outlet] = []
+        self._loop = asyncio.get_running_loop()
+
+    def add(self, outlet: Outlet) -> None:
+        """It has something to write."""
+        if not self.scheduled:
+            self.scheduled = True
+            self._loop.call_soon(self.flush)
+        self._outlets.append(outlet)
+
+    def flush(self) -> None:
+        """Write now."""
+        self.scheduled = False
+        outlets, self._outlets = self._outlets, []
+        for outlet in outlets:
+            outlet.flush()
+
+
 class Outlet:
     """The writing side of a client's socket. `on_full` is told what a client left unread that is cut for it."""
 
     def __init__(
-        self, transport: asyncio.Transport, limit_bytes: int, on_full: Callable[[int], None]
-    ) -> None:
+        self, transport: asyncio.Transport, limit_bytes: int, on_full: Callable[[int], None], flushing: Flushing,
+    ) -> None:  # fmt: skip
         self._transport = transport
+        self._writer = Writer(transport)
+        self._flushing = flushing
         self._limit_bytes = limit_bytes
         self._on_full = on_full
         self._loop = asyncio.get_running_loop()
@@ -43,7 +70,7 @@ class Outlet:
             self._on_full(held)
             return
         if not self._out:
-            self._loop.call_soon(self.flush)
+            self._flushing.add(self)
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes > FLUSH_BYTES:
@@ -52,9 +79,14 @@ class Outlet:
     def flush(self) -> None:
         """Write now."""
         if self._out and not self._transport.is_closing():
-            self._transport.write(b"".join(self._out))
+            self._writer.write(self._out, self._out_bytes)
         self._out = []
         self._out_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the client leaves so much unread that tunnels wait."""
+        return self._paused
 
     def pause(self) -> None:
         """The client does not read."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack
 
 import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob, hello, number
 from interop.iris1.kit import Echo, bridged, hearing, until
-from interop.iris1.offence import WELCOME, Mute, greeted
+from interop.iris1.offence import WELCOME, Mute, greeted, sleeper
 
 import iris
 from relay.bridges.iris1.conversation import Conversation
@@ -18,19 +19,27 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() -> None:
-    async with bridged() as side:
+    async with (
+        bridged() as side,
+        side.cluster.client() as native_client,
+        AsyncExitStack() as serving,
+    ):
         echo = Echo()
         await side.register("echo", echo)
+        await serving.enter_async_context(native_client.serve(sleeper("ours")))
         client = await side.connect()
         heard: list[bytes] = []
         client.subscribe("topic", hearing(heard))
         assert await client.request("echo", b"1", 5000) == b"1"
-        line = await client.tunnel("echo", 5000)
+        line, near = await client.tunnel("ours", 5000), await client.tunnel("echo", 5000)
         await side.cluster.stop_relay()
         with pytest.raises(binding.TimedOut):
-            await client.request("echo", b"2", 100)
+            await client.request("ours", b"2", 100)
         with pytest.raises(binding.Closed, match="relay"):
             await line.recv()
+        await near.send(b"here")  # between programs of the bridge nothing is lost
+        assert await near.recv() == b"here"
+        assert await client.request("echo", b"2", 5000) == b"2"
         client.publish("topic", b"kept")
         with pytest.raises(binding.Denied, match="relay"):
             await binding.Binding().open(side.port)
@@ -59,13 +68,15 @@ async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_n
 ) -> None:
     old, new = iris.ClusterKey(b"o" * 32), iris.ClusterKey(b"n" * 32)
     keyring = iris.Keyring.single(old)
-    async with bridged() as side:
+    async with bridged() as side, AsyncExitStack() as serving:
         config = iris.ClientConfig(drain_timeout_s=0.2)
         side.bridge.connect = lambda label: side.cluster.client(keyring=keyring, config=config)
         echo = Echo()
         service = await side.register("rq", echo)
         client = await side.connect()
-        line = await client.tunnel("rq", 20_000)
+        native_old = await serving.enter_async_context(side.cluster.client(keyring=keyring))
+        await serving.enter_async_context(native_old.serve(sleeper("ours")))
+        line, near = await client.tunnel("ours", 20_000), await client.tunnel("rq", 20_000)
         joining = await side.raw()
         joining.send(hello(b"rq"))
         await until(lambda: len(side.bridge._admitted) == 3)
@@ -73,6 +84,8 @@ async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_n
         assert await side.bridge.reload_keys(keyring) == 0
         with pytest.raises(binding.Closed, match="goodbye"):
             await line.recv()
+        await near.send(b"here")  # what stays in the bridge needs no key
+        assert await near.recv() == b"here"
         assert await joining.read(len(WELCOME)) == WELCOME
         async with side.cluster.client(keyring=keyring) as native:
             assert len(await native.wait_for_members("rq", 2, timeout=20)) == 2

@@ -263,6 +263,16 @@ class Machine:
 
     # -- requests for the client -----------------------------------------------------------------------------
 
+    @property
+    def owed(self) -> int:
+        """Requests that the client has not answered."""
+        return len(self._owners)
+
+    @property
+    def asked(self) -> int:
+        """Requests of the client's that were not answered."""
+        return len(self._calls)
+
     def call(self, owner: Owner, payload: bytes, timeout_ms: int) -> int | None:
         """Hand the client a request; return its id, None if it is gone or has too many."""
         if self.state == State.ENDED:
@@ -283,14 +293,15 @@ class Machine:
     # -- tunnels ---------------------------------------------------------------------------------------------
 
     @property
-    def _tunnels(self) -> int:
+    def tunnels(self) -> int:
+        """Tunnels of the client's, opening ones included."""
         return len(self._opening) + len(self._lines) + len(self._builds)
 
     def _tun_init(self, frame: frames.TunInit) -> None:
         id = frame.id
         if id in self._opening or id in self._lines:
             raise Violation(f"tunnel {id} is there already")
-        full = self._tunnels >= self._max_tunnels
+        full = self.tunnels >= self._max_tunnels
         self._opening.add(id)
         try:
             cluster = cluster_name(frame.cluster)
@@ -319,7 +330,7 @@ class Machine:
         """Tell the client of a tunnel to it; return the build id, None if it is gone or has too many."""
         if self.state == State.ENDED:
             return None
-        if self._tunnels >= self._max_tunnels:
+        if self.tunnels >= self._max_tunnels:
             self._counters["tunnels refused"] += 1
             return None
         build = self._next_build

@@ -1,0 +1,131 @@
+"""A tunnel between two programs of one bridge: two ends, message by message, without a relay between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import iris
+
+AHEAD_BYTES: Final = 256 << 10
+"""What may wait at an end without its sender waiting for it. A longer message waits with its sender, who accounts for it."""
+
+
+class NearEnd:
+    """One end; it has what `lines` needs of an `iris.Tunnel`. Made by `near_tunnel`."""
+
+    def __init__(self, name: str) -> None:
+        self.peer: NearEnd
+        self.on_message: Callable[[bytes], bool] = _never
+        """Takes a message while nothing waits before it, if it can be passed on at once."""
+        self._name = name
+        self._queue: deque[tuple[bytes, asyncio.Future[None] | None]] = deque()
+        self._held = 0
+        """Bytes of messages that nobody waits for."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+        self._ended = False
+        """The peer closed."""
+        self._broken = ""
+
+    def offer(self, data: bytes) -> bool:
+        """Pass a message on at once, if the other end waits for one and can take it."""
+        peer = self.peer
+        if peer._waiter is None or peer._queue or self._closed or self._ended or self._broken:
+            return False
+        return peer.on_message(data)
+
+    async def send(self, data: bytes) -> None:
+        """Return when the message is at the other end: taken, or held there if that is little. Raises as `iris.Tunnel`."""
+        self._check_sending()
+        peer = self.peer
+        if peer._held + len(data) <= AHEAD_BYTES:
+            peer._held += len(data)
+            peer._queue.append((data, None))
+            peer._wake()
+            return
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = data, taken
+        peer._queue.append(entry)
+        peer._wake()
+        try:
+            await taken
+        except asyncio.CancelledError:
+            if entry in peer._queue:
+                peer._queue.remove(entry)
+            raise
+
+    async def recv_chunks(self) -> AsyncIterator[bytes]:
+        """Iterate over the chunks of the next message: it is one. Raises as `iris.Tunnel`."""
+        while not self._queue:
+            if self._broken:
+                raise iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
+            if self._ended or self._closed:
+                raise iris.EndOfTunnel(f"tunnel to {self._name}: the other side finished")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        data, taken = self._queue.popleft()
+        if taken is None:
+            self._held -= len(data)
+        elif not taken.done():
+            taken.set_result(None)
+        yield data
+
+    async def close(self) -> None:
+        """End both directions: the other end still gets what was sent to it. Idempotent."""
+        if not self._closed and not self._broken:
+            self._closed = True
+            self._discard()
+            self.peer._ended = True
+            self.peer._wake()
+            self._wake()
+
+    def fail(self, reason: str) -> None:
+        """Break it on both sides. Idempotent."""
+        if self._closed or self._broken:
+            return
+        if not self._ended:
+            self.peer._broken = reason
+            self.peer._wake()
+        self._broken = reason
+        self._discard()
+        self._wake()
+
+    def _check_sending(self) -> None:
+        if self._broken:
+            raise iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
+        if self._closed or self._ended:
+            raise iris.Closed(f"tunnel to {self._name}: it was closed")
+
+    def _discard(self) -> None:
+        """Nothing of what waits here is read any more: its senders hear of it."""
+        queue, self._queue = self._queue, deque()
+        self._held = 0
+        for _, taken in queue:
+            if taken is not None and not taken.done():
+                if self._broken:
+                    taken.set_exception(
+                        iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
+                    )
+                else:
+                    taken.set_exception(iris.Closed(f"tunnel to {self._name}: it was closed"))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def near_tunnel(name: str) -> tuple[NearEnd, NearEnd]:
+    """Return the two ends of a tunnel to `name`."""
+    ends = NearEnd(name), NearEnd(name)
+    ends[0].peer, ends[1].peer = ends[1], ends[0]
+    return ends
+
+
+def _never(data: bytes) -> bool:
+    return False
