@@ -176,10 +176,19 @@ class Bridge:
         arrived, self._arrived = self._arrived, []
         if len(arrived) > 1:
             for conversation in arrived:
-                conversation.work(subscribing=True)
+                self._work(conversation, subscribing=True)
         for conversation in arrived:
-            conversation.work()
+            self._work(conversation)
         self.flushing.flush()  # before what goes to the relay is sealed: that takes longer
+
+    def _work(self, conversation: Conversation, *, subscribing: bool = False) -> None:
+        """A fault of ours ends one connection, not the turns of the others."""
+        try:
+            conversation.work(subscribing=subscribing)
+        except Exception:
+            self.counters["faults of the bridge"] += 1
+            log.exception("bridge.fault", extra={"fields": {"peer": conversation.peer}})
+            conversation.give_up()
 
     def disconnected(self, conversation: Conversation) -> None:
         """Nothing of it is left."""

@@ -43,10 +43,10 @@ class Calls:
         self, id: int, cluster: str, payload: bytes, timeout_ms: int
     ) -> asyncio.Task[None] | None:
         """Ask a cluster for the client, and give it the one answer: a member of this bridge if one has room, without a task."""
-        member = self._near.for_request(cluster)
+        member = self._near.for_request(cluster, len(payload))
         if member is not None:
             call = LocalCall(self._machine, id, self._counters, self._config)
-            if call.begin(member.machine, payload, max(timeout_ms, 1)):
+            if call.begin(member, payload, max(timeout_ms, 1)):
                 return None
         asking = self._ask(id, cluster, payload, timeout_ms)
         task = self._loop.create_task(asking, name="iris1-request")

@@ -97,6 +97,8 @@ class Conversation(asyncio.Protocol):
         """Its session, once there is one."""
         self._calls: Calls
         self._lines: Lines
+        self.near_bytes = 0
+        """Of requests by other programs of the bridge that it has not answered."""
         self._cluster = ""
         """Of which it is a member, for other programs of the bridge."""
         self._tasks: set[asyncio.Task[None]] = set()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SHARED: Final = iris.Limits().concurrency
 """Requests that a member here owes answers for, as many as the relay would let it have, when others serve its cluster, too."""
+SHARED_BYTES: Final = 16 << 20
+"""Bytes of requests that a member here has not answered. An empty one takes a request of any size."""
 TRIED: Final = 8
 """Members that are looked at for a call: the one that owes the fewest answers gets it."""
 
@@ -123,8 +125,8 @@ class Locals:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def for_request(self, cluster: str) -> Conversation | None:
-        """Return the member here that is to get a request; None: the relay is to choose.
+    def for_request(self, cluster: str, size: int) -> Conversation | None:
+        """Return the member here that is to get a request of `size` bytes; None: the relay is to choose.
 
         While others serve the cluster, too, a member here is full with as many requests as the relay would let it have.
         """
@@ -132,7 +134,10 @@ class Locals:
         if group is None:
             return None
         most = self._config.max_calls if group.alone else SHARED
-        return self._choose(group, most, lambda one: one.machine.owed)
+        member = self._choose(group, most, lambda one: one.machine.owed)
+        if member is not None and member.near_bytes and member.near_bytes + size > SHARED_BYTES:
+            return None
+        return member
 
     def for_tunnel(self, cluster: str) -> Conversation | None:
         """Return the member here that is to get a tunnel; None: the relay is to choose."""
@@ -167,6 +172,7 @@ class LocalCall:
         "_id",
         "_machine",
         "_service",
+        "_size",
         "_slack_s",
         "_timer",
         "_waited",
@@ -180,46 +186,53 @@ class LocalCall:
         self._counters = counters
         self._grace_s = config.grace_s
         self._slack_s = config.slack_s
-        self._service: tuple[Machine, int]
+        self._service: tuple[Conversation, int]
+        self._size: int
         self._timer: asyncio.TimerHandle
         self._waited = True
         """Its caller waits for the answer."""
 
-    def begin(self, service: Machine, payload: bytes, timeout_ms: int) -> bool:
+    def begin(self, service: Conversation, payload: bytes, timeout_ms: int) -> bool:
         """Hand it to the service; False: that takes none."""
-        theirs = service.call(self, payload, timeout_ms)
+        theirs = service.machine.call(self, payload, timeout_ms)
         if theirs is None:
             return False
         self._service = service, theirs
+        self._size = len(payload)
+        service.near_bytes += self._size
         wait_s = timeout_ms / 1000 + self._slack_s
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._timed_out)
         return True
 
     def answered(self, success: bool, payload: Payload) -> None:
         """The service answered."""
-        self._timer.cancel()
+        self._end()
         if self._waited:
             if isinstance(payload, Oversized):
                 self._counters["oversized"] += 1
-                success, payload = (
-                    False,
-                    f"a reply of {payload.size} bytes is over the limit".encode(),
-                )
+                text = f"a reply of {payload.size} bytes is over the limit"
+                success, payload = False, text.encode()
             self._machine.reply(self._id, payload, success=success)
 
     def give_back(self, reason: str) -> None:
-        """The service is gone, or has not answered in time."""
-        self._timer.cancel()
+        """The service is gone."""
+        self._end()
         if self._waited:
             self._machine.no_reply(self._id)
 
+    def _end(self) -> None:
+        self._timer.cancel()
+        self._service[0].near_bytes -= self._size
+
     def _timed_out(self) -> None:
-        self._counters["requests unanswered: timeout"] += 1
-        self._machine.no_reply(self._id)
+        if self._machine.waits_for(self._id):
+            self._counters["requests unanswered: timeout"] += 1
+            self._machine.no_reply(self._id)
         self._waited = False  # the caller may give its id to another request
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._given_up)
 
     def _given_up(self) -> None:
+        self._end()
         service, theirs = self._service
-        service.forget_call(theirs)
+        service.machine.forget_call(theirs)
         self._counters["services that did not answer"] += 1

@@ -9,12 +9,12 @@ import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import Tunnel, blob, number
 from interop.iris1.kit import Echo, Side, bridged, hearing, until
-from interop.iris1.offence import Mute, greeted
+from interop.iris1.offence import Mute, conversation, greeted
 
 import iris
 from iris.core.company import KEPT_AFTER, Company
 from relay.bridges.iris1.bridge import Bridge
-from relay.bridges.iris1.local import SHARED
+from relay.bridges.iris1.local import SHARED, SHARED_BYTES
 from relay.bridges.iris1.near import AHEAD_BYTES, NearEnd, near_tunnel
 
 pytestmark = pytest.mark.timeout(60)
@@ -161,12 +161,12 @@ async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
         client.subscribe("topic", hearing([]))
         client.publish("topic", b"x")
         await client.settled()
-        (conversation,) = side.bridge.conversations
-        assert conversation.client is not None
-        session = conversation.client._attached().session
+        (ours_there,) = side.bridge.conversations
+        assert ours_there.client is not None
+        session = ours_there.client._attached().session
         assert session is not None
         (sender_id, *_) = side.bridge.near.company._ids
-        ours = conversation.client.keyring.for_topic("topic")[0]
+        ours = ours_there.client.keyring.for_topic("topic")[0]
         gap = iris.wire.frames.Gap(
             iris.wire.frames.Kind.PUBLISH, "topic", ours.key_id, sender_id, 0, 3, "slow receiver"
         )
@@ -252,6 +252,48 @@ async def test_a_member_that_is_alone_gets_all_requests_up_to_its_bound() -> Non
                 assert isinstance(task.exception(), binding.TimedOut)
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_requests_of_many_bytes_do_not_cut_a_member_that_is_slow() -> None:
+    """Beyond a bound in bytes the relay holds them; all are answered in the end."""
+    async with bridged(queue_bytes=24 << 20) as side:
+        service = await greeted(side, b"cl")
+        await members_known(side, "cl", 1)
+        callers = [await side.connect() for _ in range(5)]
+        service.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
+        asked = [
+            asyncio.create_task(caller.request("cl", bytes(1 << 20), 60_000))
+            for caller in callers
+            for _ in range(4)
+        ]
+        theirs = conversation(side, service)
+        await until(lambda: theirs.near_bytes == 16 << 20)
+        await until(lambda: theirs.machine.owed == len(asked))
+        assert theirs.near_bytes == SHARED_BYTES
+        service.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answers = b"".join(b"\x05" + number(id) + b"\x01\x01y" for id in range(len(asked)))
+        service.send(answers)
+        assert await asyncio.gather(*asked) == [b"y"] * len(asked)
+        assert theirs.near_bytes == 0
+        assert not side.counters["slow clients cut"]
+
+
+async def test_a_fault_of_the_bridge_ends_one_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bridged() as side:
+        one, other = await greeted(side), await greeted(side)
+
+        def broken(**_: object) -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(conversation(side, one), "work", broken)
+        one.send(b"\x08\x01t\x01x")
+        other.send(b"\x06\x01t\x08\x01t\x01x")
+        assert await other.read(5) == b"\x08\x01t\x01x"
+        assert await one.rest() == b""
+        assert side.counters["faults of the bridge"]
+        assert "bridge.fault" in caplog.text
 
 
 async def test_a_late_reply_is_nobodys_though_the_callers_id_is_in_use_again() -> None:

@@ -268,6 +268,10 @@ class Machine:
         """Requests that the client has not answered."""
         return len(self._owners)
 
+    def waits_for(self, id: int) -> bool:
+        """Whether a request of the client's was not answered."""
+        return id in self._calls
+
     @property
     def asked(self) -> int:
         """Requests of the client's that were not answered."""
