@@ -253,7 +253,8 @@ class Campaign:
     def _histories(self) -> Iterator[Told]:
         for path in sorted(self.directory.glob("*.history")):
             lines = path.read_text().splitlines()
-            yield Told(path.stem, [json.loads(line) for line in lines])
+            there = path.stem in {member.name for member in self.members}
+            yield Told(path.stem, [json.loads(line) for line in lines], there)
 
 
 def _wait(process: subprocess.Popen[bytes], what: str) -> None:

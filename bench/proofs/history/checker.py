@@ -20,6 +20,8 @@ class Told:
 
     name: str
     events: list[Event]
+    to_the_end: bool = True
+    """It was there when the last messages came; another one was told to stop before."""
 
     @property
     def closed(self) -> bool:
@@ -142,9 +144,10 @@ def flows(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     whole: dict[str, bool] = {}
     told_sender: Counter[str] = Counter()
     for history in histories:
+        closed = history.closed
         for event in history.all("accepted"):
             accepted[event["flow"]] = event["number"] + 1
-            whole[event["flow"]] = history.closed
+            whole[event["flow"]] = closed
         for event in history.all("loss"):
             if event["kind"] in ("publish", "broadcast"):
                 told_sender[event["flow"]] += 1
@@ -165,7 +168,7 @@ def flows(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                 if account.silent(flow, number) and not told_sender[flow]:
                     yield f"{history.name} heard {flow} {number} after {due - 1}, and nobody told of the rest"
             account.heard(flow, number)
-        if not history.closed:
+        if not (history.closed and history.to_the_end):
             continue
         for flow, count in accepted.items():
             due = account.due(flow)

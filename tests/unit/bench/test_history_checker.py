@@ -128,6 +128,14 @@ def test_each_broken_promise_is_noticed(histories: list[list[dict[str, Any]]], s
     assert any(said in text for text in found), found
 
 
+def test_whoever_was_stopped_before_the_end_misses_what_came_after() -> None:
+    histories = [
+        Told("publisher", [*accepted(0, 1, 2), CLOSED]),
+        Told("subscriber", [heard(0), CLOSED], to_the_end=False),
+    ]
+    assert judge(histories).violations == []
+
+
 def test_the_checker_shares_no_code_with_iris() -> None:
     source = Path(__file__).resolve().parents[3] / "bench" / "proofs" / "history" / "checker.py"
     imports = [
