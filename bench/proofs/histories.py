@@ -74,6 +74,11 @@ class Process:
                 env=self.relay.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
             )  # fmt: skip
 
+    def started(self) -> None:
+        """Start it again, unless another fault's end did."""
+        if self.process.poll() is not None:
+            self.start()
+
     def began(self) -> None:
         """Return when it is connected."""
         path = self.run.directory / f"{self.name}.history"
@@ -131,15 +136,16 @@ class Campaign:
     def relay_killed(self) -> Callable[[], None]:
         relay = self._relay()
         relay.kill()
-        return relay.launch
+        return lambda: _launched(relay)
 
     def relay_stopped(self) -> Callable[[], None]:
         relay = self._relay()
-        relay.process.send_signal(signal.SIGTERM)
+        process = relay.process
+        process.send_signal(signal.SIGTERM)
 
         def again() -> None:
-            _wait(relay.process, f"the relay of {relay.name}")
-            relay.launch()
+            _wait(process, f"the relay of {relay.name}")
+            _launched(relay)
 
         return again
 
@@ -196,15 +202,16 @@ class Campaign:
         member = self._member()
         member.process.kill()
         member.process.wait(END_S)
-        return member.start
+        return member.started
 
     def member_stopped(self) -> Callable[[], None]:
         member = self._member()
-        member.process.send_signal(signal.SIGTERM)
+        process = member.process
+        process.send_signal(signal.SIGTERM)
 
         def again() -> None:
-            _wait(member.process, member.name)
-            member.start()
+            _wait(process, member.name)
+            member.started()
 
         return again
 
@@ -257,7 +264,15 @@ class Campaign:
             yield Told(path.stem, [json.loads(line) for line in lines], there)
 
 
+def _launched(relay: Relay) -> None:
+    """Start a relay again, unless another fault's end did."""
+    if relay.process.poll() is not None:
+        relay.launch()
+
+
 def _wait(process: subprocess.Popen[bytes], what: str) -> None:
+    """Return when a process has ended that was sent SIGTERM; another fault may have frozen it meanwhile."""
+    process.send_signal(signal.SIGCONT)
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:

@@ -282,7 +282,8 @@ def test_a_paused_stream_takes_nothing_and_tells_what_it_missed(shell: Shell) ->
     refused = shell("stream", "append", "ticks", "x", code=1).decode()
     assert "paused" in refused
     assert refused.count("\n") == 1
-    shell("publish", "ticks", "missed")
+    published = shell.start("publish", "ticks", "missed")
+    assert end(published) == (b"", b"iris: nobody subscribes to ticks\n")
     shell("stream", "resume", "ticks")
     assert facts(shell, "ticks")["paused"] is False
     shell("stream", "append", "ticks", "here")

@@ -177,7 +177,7 @@ async def test_a_client_from_before_revisions_is_refused_with_the_advice_to_upgr
 ) -> None:
     _, client, _ = setting
     old = ordering.Order
-    monkeypatch.setattr(ordering, "Order", lambda *given, revision=0: old(*given))
+    monkeypatch.setattr(ordering, "Order", lambda *given: old(*given[:7]))  # without its revision
     await client.streams.create("orders")
     for call in (client.streams.pause("orders"), client.streams.delete("orders")):
         with pytest.raises(StreamError, match="upgrade the client"):
