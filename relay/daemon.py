@@ -112,7 +112,7 @@ class Relay:
         self._store: StoreSupervisor | None = None
         if config.data is not None:
             self._store = store = StoreSupervisor(
-                config.data.absolute(), config.socket_path, config.log_level
+                config.data.absolute(), config.socket_path, config.log_level, self._store_cannot
             )
             self.hub.store_pid = lambda: store.pid
         self._socket: socketfile.SocketFile | None = None
@@ -360,6 +360,12 @@ class Relay:
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.append(asyncio.create_task(work, name=name))
+
+    def _store_cannot(self, why: str, final: bool) -> None:
+        """Our store says why it cannot serve; empty: it can."""
+        self.driver.turn()
+        self.router.stores.cannot(why, final=final, now_us=self.router.now_us)
+        self.driver.settle()
 
     def _status(self) -> dict[str, object]:
         up_s = time.monotonic() - self._started_s

@@ -14,8 +14,11 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +36,27 @@ UNREAD: Final = b"unread\n"
 """At its standard input: what a relay says to its store that has not come yet."""
 
 
+EXIT_USAGE: Final = 2
+"""It could not begin, and has said why."""
+
+
+class _Said(msgspec.Struct):
+    """A line of the store's standard output."""
+
+    cannot: str
+    final: bool
+
+
+_decode: Final = msgspec.json.Decoder(_Said).decode
+
+
 class StoreSupervisor:
     """One store, kept running while `run` runs."""
 
-    def __init__(self, data: Path, socket_path: Path, log_level: str) -> None:
+    def __init__(
+        self, data: Path, socket_path: Path, log_level: str, cannot: Callable[[str, bool], None] = lambda why, final: None
+    ) -> None:  # fmt: skip
+        """`cannot` hears why the store cannot serve, and whether that stays so until somebody mends it; of "" when it can again."""
         self._data = data
         self._command = (
             sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
@@ -46,6 +66,8 @@ class StoreSupervisor:
         self._starts = 0
         self._last_exit: int | None = None
         self._stopping = False
+        self._cannot = ""
+        self._say_cannot = cannot
 
     async def run(self) -> None:
         """Keep the store running. Runs until cancelled or stopped; an end that nobody asked for is logged."""
@@ -54,16 +76,20 @@ class StoreSupervisor:
             began_s = time.monotonic()
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=asyncio.subprocess.PIPE
+                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
                 )
             except OSError as err:
                 log.error("store.not_started", extra={"fields": {"error": str(err)}})
+                self._heard(f"it cannot be started: {err}", final=False)
             else:
                 self._starts += 1
+                await self._listen(self._process)
                 self._last_exit = await self._process.wait()
                 self._process = None
                 if self._stopping:
                     return
+                if self._last_exit != EXIT_USAGE:
+                    self._heard("", final=False)
                 fields = {"exit": self._last_exit, "data": str(self._data)}
                 log.error("store.ended", extra={"fields": fields})
             pause_s = (
@@ -93,6 +119,24 @@ class StoreSupervisor:
     def forget(self) -> None:
         """Something may have been published that the next store does not hear of: there may be a gap. Raises OSError."""
         forget_whole(self._data / WHOLE)
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Read what the store says of itself until it ends: one JSON object a line. What is none is not for us."""
+        assert process.stdout is not None
+        while True:
+            try:
+                line = await process.stdout.readline()
+                if not line:
+                    return
+                said = _decode(line)
+            except (ValueError, msgspec.DecodeError):
+                continue
+            self._heard(said.cannot, final=said.final)
+
+    def _heard(self, why: str, *, final: bool) -> None:
+        if why != self._cannot:
+            self._cannot = why
+            self._say_cannot(why, final)
 
     def let_go(self) -> None:
         """Start it no more: whoever stops the relay may stop the store, too."""
@@ -137,6 +181,7 @@ class StoreSupervisor:
             "pid": self.pid,
             "starts": self._starts,
             "last_exit": self._last_exit,
+            "cannot_serve": self._cannot,
         }
 
 

@@ -61,6 +61,10 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if "limited" in report:
         counts = ", ".join(f"{count} {name}" for name, count in report["counts"].items())
         console.print(f"{counts}; {report['limited']}", markup=False)
+    if why := report.get("store", {}).get("cannot_serve"):
+        console.print(
+            f"store {report['store']['data']} cannot serve: {printable(why)}", markup=False
+        )
     sessions = Table(box=None, pad_edge=False, title="sessions", title_justify="left")
     sessions.add_column("PROGRAM", no_wrap=True)
     columns = ("pid", "members", "subscriptions", "running", "waiting", "tunnels", "held")

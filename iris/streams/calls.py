@@ -62,6 +62,8 @@ HOLDERS_S: Final = 5.0
 _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
+NOBODY: Final = "no store holds it"
+"""So a relay begins to say that nobody serves a stream."""
 START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --data DIR`"
 T = TypeVar("T")
 
@@ -176,7 +178,9 @@ class Stores:
         try:
             got = await waiter
         except NoMembers as err:
-            missing = NoStream(shown, "no store holds it under our keys")
+            why = err.detail.removeprefix(NOBODY)  # which stores cannot serve
+            why = why if why != err.detail else ""
+            missing = NoStream(shown, f"no store holds it under our keys{why}")
             missing.passing = True  # as far as our relay knows
             raise missing from err
         finally:
@@ -438,7 +442,8 @@ class Stores:
         try:
             return await self.until("stores", "", once, timeout=timeout)
         except NoStream as err:
-            raise StreamUnavailable("stores", f"this network has no store: {START_HINT}") from err
+            why = err.detail.partition("; ")[2] or START_HINT
+            raise StreamUnavailable("stores", f"this network has no store: {why}") from err
 
 
 def checked(answer: object, wanted: type[T], shown: str) -> T:

@@ -179,6 +179,8 @@ MAX_CREDIT: Final = 4096
 Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Text = Annotated[str, Meta(max_length=1024)]
+MAX_FAILED: Final = 400
+"""Characters that say why a store cannot serve."""
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
@@ -626,6 +628,8 @@ class Interest(Struct, frozen=True):
     site_topics: list[SiteTopic] = []
     starting: bool = False
     """A store of the sending relay is on its way: it may hold a stream that nobody serves."""
+    store_failed: Annotated[str, Meta(max_length=MAX_FAILED)] = ""
+    """Why the store that the sending relay starts cannot serve."""
 
 
 class Resync(Struct, frozen=True):

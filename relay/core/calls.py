@@ -291,7 +291,7 @@ class Calls:
     def _waited_for(self, route: Route) -> str:
         """Return what a call has waited for until its deadline."""
         if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
-            return f"no store holds it yet, and a store is still starting: {', '.join(where[:4])}"
+            return f"no store holds it yet, and a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
         return "the relay that served it did not come back before the deadline"
 
     def _unparked(self, entry: Parked, *, served: bool) -> None:
@@ -526,7 +526,8 @@ class Calls:
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
         if route.kind == Kind.STREAM:
-            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, "no store holds it"))
+            detail = f"no store holds it{self._mesh.failed_stores()}"
+            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, detail))
             return
         if route.site not in ("", HERE, self.abroad.site) and route.site not in self.abroad.ways:
             detail = f"no way to the site {route.site}"

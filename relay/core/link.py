@@ -30,7 +30,7 @@ class Copy:
     """What another relay's members and subscribers want, as it said last."""
 
     __slots__ = (
-        "keyed", "label", "link", "members", "names", "relay", "site", "starting", "surplus", "until_us", "version",
+        "keyed", "label", "link", "members", "names", "relay", "site", "starting", "store_failed", "surplus", "until_us", "version",
     )  # fmt: skip
 
     def __init__(self, relay: str, site: str, label: str) -> None:
@@ -45,6 +45,8 @@ class Copy:
         self.version = 0
         self.starting = False
         """A store of that relay is on its way."""
+        self.store_failed = ""
+        """Why the store that it starts cannot serve."""
         self.members: dict[int, MemberEntry] = {}
         self.names: dict[str, dict[int, MemberEntry]] = {}
         self.keyed = 0

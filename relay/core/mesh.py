@@ -83,7 +83,9 @@ class Mesh:
         """Our host's name, for people."""
         self.starting = False
         """A store of ours is on its way."""
-        self._told_starting = False
+        self.store_failed = ""
+        """Why the store that this relay starts cannot serve."""
+        self._told_store = (False, "")
         self.version = 1
         """Of our interest."""
         self._joined: dict[int, Member] = {}
@@ -270,11 +272,13 @@ class Mesh:
         parts = list(
             cut(joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics)
         )  # fmt: skip
-        starting, told = self.starting and not self.leaving, self._told_starting
-        self._told_starting = starting
-        for part in parts or [{}] * (starting != told):
+        store, told = self._store_told(), self._told_store
+        self._told_store = starting, failed = store
+        for part in parts or [{}] * (store != told):
             frame = encode_control(
-                frames.Interest(self.version, self.version + 1, **part, starting=starting)
+                frames.Interest(
+                    self.version, self.version + 1, **part, starting=starting, store_failed=failed
+                )
             )
             self.version += 1
             for link in self.links.values():
@@ -301,7 +305,7 @@ class Mesh:
             )
             parts = list(every) or [{}]
             last = len(parts) - 1
-            starting = self.starting and not self.leaving
+            starting, failed = self._store_told()
             self._snapshot = [
                 encode_control(
                     frames.Interest(
@@ -311,6 +315,7 @@ class Mesh:
                         reset=index == 0,
                         more=index < last,
                         starting=starting,
+                        store_failed=failed,
                     )
                 )
                 for index, part in enumerate(parts)
@@ -326,8 +331,8 @@ class Mesh:
     # -- their interest, to us -------------------------------------------------------------------------------
 
     def _on_interest(self, link: Link, change: frames.Interest) -> None:
-        if change.starting != link.copy.starting:
-            link.copy.starting = change.starting
+        if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
+            link.copy.starting, link.copy.store_failed = change.starting, change.store_failed
             self._interest.version += 1  # what waits for it is looked at
         if change.reset:
             copy = link.copy
@@ -530,17 +535,34 @@ class Mesh:
             or any(copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values())
         )  # fmt: skip
 
-    def store_starts(self, starting: bool, now_us: int) -> None:
-        """A store of this relay is on its way, or is not any more."""
-        if starting != self.starting:
-            self.starting = starting
+    def store_is(self, *, starting: bool, failed: str, now_us: int) -> None:
+        """A store of this relay is on its way, or is not any more; or it cannot serve, and this is why."""
+        if (starting, failed) != (self.starting, self.store_failed):
+            self.starting, self.store_failed = starting, failed
             self._interest.version += 1  # what waits for it is looked at
             self.gather(now_us)
 
     def starting_stores(self) -> list[str]:
-        """Return the relays, by their hosts' names, a store of which is on its way: this one first."""
-        there = [copy.label or copy.relay[:8] for copy in self.copies.values() if copy.starting]
-        return [self.label or self._relay_id.hex()[:8], *there] if self.starting else there
+        """Return the relays, by their hosts' names, a store of which is on its way, and what it waits for: this one first."""
+        there = [
+            (copy.label or copy.relay[:8], copy.store_failed)
+            for copy in self.copies.values()
+            if copy.starting
+        ]
+        ours = [(self.label or self._relay_id.hex()[:8], self.store_failed)] * self.starting
+        return [f"{who} ({why})"[:64] if why else who for who, why in (*ours, *there)]
+
+    def failed_stores(self) -> str:
+        """Return which stores cannot serve, and why: up to two, this relay's first; empty if there are none."""
+        there = [(copy.label or copy.relay[:8], copy.store_failed) for copy in self.copies.values()]
+        every = [(self.label or self._relay_id.hex()[:8], self.store_failed), *there]
+        return "".join(
+            [f"; the store of {who} cannot serve: {why}" for who, why in every if why][:2]
+        )
+
+    def _store_told(self) -> tuple[bool, str]:
+        """Return what links are told of our store."""
+        return (False, "") if self.leaving else (self.starting, self.store_failed)
 
     def settling(self, now_us: int) -> bool:
         """Whether a relay was not found yet, or its snapshot has not come."""

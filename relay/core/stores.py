@@ -2,6 +2,7 @@
 
     the relay starts a store, or one was lost ── on its way ──► it has joined for every stream: up
                                                             ──► nobody starts it, and `BACK_US` is over: there is none
+                                                            ──► its directory or key cannot be used: there is none, and why is told
 
 A store joins for the stores first, then for each stream, in one go. So the relay asks it by PING at the first: its PONG follows the rest.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from iris.wire import frames
+from iris.wire.frames import MAX_FAILED
 from relay.core.draining import HEARD_MINOR
 from relay.core.mesh import NEVER_US, Mesh
 from relay.core.quotas import RELAYS_STORE
@@ -29,6 +31,10 @@ class StoreWatch:
         self.deadline_us = NEVER_US
         self._mesh = mesh
         self._starts_one = False
+        self._failed = ""
+        """Why the store that this relay starts cannot serve."""
+        self._final = False
+        """It will not before somebody mends that."""
         self._ended = False
         self._asked: set[int] = set()
         self._up: dict[int, str] = {}
@@ -42,6 +48,11 @@ class StoreWatch:
     def starts_one(self, now_us: int) -> None:
         """This relay has a store that it starts whenever there is none."""
         self._starts_one = True
+        self._tell(now_us)
+
+    def cannot(self, why: str, *, final: bool, now_us: int) -> None:
+        """The store that this relay starts says why it cannot serve; empty: it can. Unless that is `final`, it is waited for."""
+        self._failed, self._final = why[:MAX_FAILED], final and bool(why)
         self._tell(now_us)
 
     def end(self, now_us: int) -> None:
@@ -79,6 +90,7 @@ class StoreWatch:
             self._tell(now_us)
 
     def _tell(self, now_us: int) -> None:
-        ours = self._starts_one and not self.ours_is_up
+        ours = self._starts_one and not self._final and not self.ours_is_up
         back = now_us < self.deadline_us < NEVER_US
-        self._mesh.store_starts((ours or back) and not self._ended, now_us)
+        starting = (ours or back) and not self._ended
+        self._mesh.store_is(starting=starting, failed=self._failed, now_us=now_us)

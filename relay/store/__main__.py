@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -66,6 +67,8 @@ def store(
         )
     except IrisError as err:
         sys.stderr.write(f"iris store: {err}\n")
+        if supervised:
+            sys.stdout.write(json.dumps({"cannot": str(err), "final": True}) + "\n")
         raise typer.Exit(2) from err
 
 
@@ -75,7 +78,7 @@ def salvage(
     stream: Annotated[
         str, typer.Argument(help="Name or uuid of one. Default: all that are damaged.")
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a stream.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a stream.")] = False,
 ) -> None:
     """Make damaged streams readable again, while their store is stopped.
 
@@ -95,7 +98,7 @@ def salvage(
         from relay.store import salvage as work
 
         def told(report: work.Report) -> None:
-            if json:
+            if as_json:
                 write_json(report)
             else:
                 typer.echo("\n".join(_report_lines(report)))
@@ -105,7 +108,7 @@ def salvage(
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store salvage: {err}\n")
         raise typer.Exit(2) from err
-    if not reports and not json:
+    if not reports and not as_json:
         typer.echo(f"{data}: no streams")
     if any(report.state == "failed" for report in reports):
         raise typer.Exit(1)

@@ -37,7 +37,7 @@ from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.continuity import Continuity
 from relay.store.cursor import Dead
 from relay.store.database import write_beside
-from relay.store.ended import Ended
+from relay.store.ended import SUFFIX, Ended
 from relay.store.errors import ChannelRefused, LogDamaged, LogError, LogWriteFailed, Refuse
 from relay.store.log import Log
 from relay.store.presence import Presence, Then, told
@@ -721,6 +721,11 @@ class Store:
             if gone is not None:
                 gone.end(reason)
                 self._destroy(gone.path)
+
+
+def is_stream(name: str) -> bool:
+    """Whether an entry of the directory of streams is a stream, or what was kept of one."""
+    return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith(SUFFIX)
 
 
 def _order_of_list(stream: Stream) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import random
@@ -24,7 +25,7 @@ from iris import keyfiles
 from iris.config import ClientConfig
 from iris.crypto.keys import SECRET_BYTES, StoreKey
 from iris.dialling import dial
-from iris.errors import ConfigError, IrisError, RelayUnavailable
+from iris.errors import ConfigError, IrisError, KeyringError, RelayUnavailable
 from iris.memory import keep_freed_memory
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
@@ -33,7 +34,7 @@ from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.store.database import sync_directory, write_beside
 from relay.store.errors import LogError
-from relay.store.keeper import COMMIT_BYTES, Store
+from relay.store.keeper import COMMIT_BYTES, Store, is_stream
 from relay.store.presence import Answered
 from relay.store.session import StoreSession
 from relay.supervisor import STREAMS, UNREAD
@@ -49,12 +50,20 @@ GATHER_S: Final = 0.002
 """A commit waits so long at most for more to come, and only while more comes."""
 WRITE_HIGH_BYTES: Final = 16 << 20
 DRAIN_S: Final = 5.0
+CANNOT_S: Final = 2.0
+"""A directory or key that cannot be used is looked at again so often; nothing is started for that."""
+BUSY_S: Final = 0.5
+"""Likewise a directory that another store has: perhaps it is on its way out."""
 RETRY_MIN_S: Final = 0.05
 RETRY_MAX_S: Final = 2.0
 HEED_S: Final = 0.5
 """Between a signal to us and the DRAIN of our relay, if that has got the same."""
 
 Connect = Callable[[Callable[[], Pump[StoreSession]]], Awaitable[object]]
+
+
+class DirectoryBusy(ConfigError):
+    """Another process has the data directory."""
 
 
 class StoreProcess:
@@ -88,8 +97,10 @@ class StoreProcess:
         """Lock the directory and open every stream in it.
 
         Raises:
-            ConfigError: another store uses it, others may write to it, or it cannot be used.
-            KeyringError: its key belongs to another user, or others can read it.
+            DirectoryBusy: another store uses it.
+            ConfigError: others may write to it, it cannot be used, or its key is missing although there are streams.
+            KeyringError: its key belongs to another user, others can read it, or it is damaged.
+            LogWriteFailed: the disk took no key.
         """
         try:
             _make_directory(self.directory)
@@ -99,10 +110,14 @@ class StoreProcess:
             _make_directory(self.directory / STREAMS)
             self._lock_fd = _lock(self.directory / LOCK_FILE)
             key = _load_key(self.directory / KEY_FILE, self._entropy)
-            self.store = Store(
+            self.store = store = Store(
                 self.directory, key, self._label, self._dirty, self._urge, self._entropy
             )
-            self.store.load(time.time_ns() // 1000)
+            try:
+                store.load(time.time_ns() // 1000)
+            except BaseException:
+                store.close()
+                raise
             self._now()
         except OSError as err:
             self._unlock()
@@ -279,10 +294,25 @@ class StoreProcess:
 
 
 def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
-    """Return the key of a data directory, made at first use. Raises KeyringError, LogWriteFailed."""
+    """Return the key of a data directory, made at first use. Raises ConfigError, KeyringError, LogWriteFailed, OSError."""
     if not path.exists():
+        streams = path.parent / STREAMS
+        if any(is_stream(name) for name in os.listdir(streams)):
+            raise ConfigError(
+                f"data: {path} is missing, and the streams in {streams} are signed for the store of that key: put it back from a "
+                f"copy. If there is none they cannot be served again; move {streams} away to begin without them"
+            )
         write_beside(str(path), StoreKey(entropy(SECRET_BYTES)).reveal().encode() + b"\n")
-    return keyfiles.load(path, lambda text: StoreKey.parse(text.strip()))
+    return keyfiles.load(path, _parse_key)
+
+
+def _parse_key(text: str) -> StoreKey:
+    try:
+        return StoreKey.parse(text.strip())
+    except KeyringError as err:
+        raise KeyringError(
+            f"{err}: it is damaged, and streams are signed for the store of that key. Put the file back from a copy"
+        ) from None
 
 
 def _make_directory(path: Path) -> None:
@@ -304,7 +334,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError as err:
         pid = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
-        raise ConfigError(
+        raise DirectoryBusy(
             f"data: a store has {path.parent} already: process {pid or 'unknown'}"
         ) from err
     except BaseException:
@@ -350,7 +380,10 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
     if supervised:
         # The relay holds the other end: when it is gone, however it went, so are we.
         loop.add_reader(0, _heed, loop, stop, ended, process.unread)
-    process.open()
+    if not supervised:
+        process.open()
+    elif not await _open_patiently(process, stop):
+        return
     running = loop.create_task(process.run(), name="iris-store")
     try:
         stopped = loop.create_task(stop.wait())
@@ -364,6 +397,34 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await process.close()
+
+
+async def _open_patiently(process: StoreProcess, stop: asyncio.Event) -> bool:
+    """Open the directory as soon as that works; until then tell the relay, at each change, why it does not. False: we are to stop."""
+    said = ""
+    while not stop.is_set():
+        try:
+            process.open()
+        except IrisError as err:
+            busy = isinstance(err, DirectoryBusy)
+            if str(err) != said:
+                said = str(err)
+                log.error("store.cannot_serve", extra={"fields": {"error": said}})
+                tell_relay(said, final=not busy)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BUSY_S if busy else CANNOT_S):
+                    await stop.wait()
+        else:
+            tell_relay("", final=False)
+            return True
+    return False
+
+
+def tell_relay(why: str, *, final: bool) -> None:
+    """Tell the relay that started us why we cannot serve; empty: we can. Not `final`: it may pass by itself."""
+    line = json.dumps({"cannot": why, "final": final}).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        os.write(1, line)  # one write, shorter than a pipe holds
 
 
 def _heed(
