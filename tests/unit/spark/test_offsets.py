@@ -18,6 +18,9 @@ from iris.spark.offsets import (
     split,
     spread,
 )
+from iris.spark.reading import INTACT
+from iris.wire.streams import HOLES
+from relay.store.records import Reason
 
 
 def test_offsets_are_kafkas_json_and_the_log() -> None:
@@ -67,3 +70,8 @@ def test_a_limit_is_shared_out_whole(wanted: dict[str, int], most: int) -> None:
 
 def test_a_small_stream_is_not_starved_by_a_large_one() -> None:
     assert spread({"large": 10**6, "small": 10}, 100) == {"large": 99, "small": 1}
+
+
+def test_damage_fails_a_query_as_other_gaps_do() -> None:
+    assert HOLES[Reason.DAMAGED] == "damaged"
+    assert "damaged" not in INTACT
