@@ -9,6 +9,7 @@
     python bench/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
     python bench/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
     python bench/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
+    python bench/proof.py workers 8             # N runs in which 50 workers of a stream are killed
     python bench/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
     python bench/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
     python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
@@ -51,6 +52,7 @@ AREAS = (
     "scale",
     "discovery",
     "streams",
+    "workers",
     "spark",
     "federation",
     "sites",

@@ -1,0 +1,61 @@
+"""N runs, a seed each: three workers share 10,000 messages of a stream while 50 of them are killed.
+
+The scenario is that of `tests/support/proof_consuming.py`. Every message is handled or a dead letter, each poison is one, and no good
+message is. What is broken is told with the seed of its run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+from harness import BENCH, BenchError
+
+from proofs.common import Proof
+
+if TYPE_CHECKING:
+    from support.stores import Outcome
+
+sys.path.insert(0, str(BENCH.parent / "tests"))
+MESSAGES = 10_000
+KILLS = 50
+RUN_S = 300.0
+"""A run that takes longer is given up."""
+
+
+def run(count: int, seed: int) -> Proof:
+    """Prove it in `count` runs."""
+    proof = Proof()
+    for turn in range(count):
+        begin_s = time.monotonic()
+        outcome = _play(seed + turn)
+        took_s = time.monotonic() - begin_s
+        print(f"run {turn + 1}: {took_s:.0f} s", file=sys.stderr, flush=True)
+        figures = outcome.figures
+        proof.figures[f"run {turn + 1}: messages"] = figures["messages"]
+        proof.figures[f"run {turn + 1}: handled"] = figures["handled"]
+        proof.figures[f"run {turn + 1}: dead letters"] = figures["dead letters"]
+        proof.figures[f"run {turn + 1}: took"] = f"{took_s:.0f} s"
+        for text in outcome.broken:
+            proof.promise(f"run {turn + 1}: {text}", False)
+    return proof
+
+
+def _play(seed: int) -> Outcome:
+    from support.proof_consuming import workers
+    from support.stores import Rig
+
+    async def bounded() -> Outcome:
+        async with asyncio.timeout(RUN_S):
+            return await workers(rig, MESSAGES, KILLS, seed)
+
+    with tempfile.TemporaryDirectory(prefix="iris-proof-") as made, Rig(Path(made)) as rig:
+        try:
+            return uvloop.run(bounded())
+        except (TimeoutError, RuntimeError) as err:
+            raise BenchError(f"{type(err).__name__}: {err}") from err
