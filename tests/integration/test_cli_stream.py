@@ -282,8 +282,10 @@ def test_a_paused_stream_takes_nothing_and_tells_what_it_missed(shell: Shell) ->
     refused = shell("stream", "append", "ticks", "x", code=1).decode()
     assert "paused" in refused
     assert refused.count("\n") == 1
-    published = shell.start("publish", "ticks", "missed")
-    assert end(published) == (b"", b"iris: nobody subscribes to ticks\n")
+    # Not even the store of a paused stream subscribes, and the command says so.
+    assert (
+        end(shell.start("publish", "ticks", "missed"))[1] == b"iris: nobody subscribes to ticks\n"
+    )
     shell("stream", "resume", "ticks")
     assert facts(shell, "ticks")["paused"] is False
     shell("stream", "append", "ticks", "here")
@@ -292,6 +294,37 @@ def test_a_paused_stream_takes_nothing_and_tells_what_it_missed(shell: Shell) ->
     assert err.startswith(b"iris: missing at offset 0: ")
     assert err.count(b"\n") == 1
     shell("stream", "delete", "ticks", "--yes")
+
+
+def test_a_pause_of_consumers_goes_on_recording_and_both_pauses_are_told_apart(
+    shell: Shell, stream: str
+) -> None:
+    shell("stream", "pause", stream, "--consumers")
+    found = facts(shell, stream)
+    assert (found["paused"], found["consumers_paused"]) == (False, True)
+    assert shell("stream", "append", stream, "kept") == b"0\n"
+    assert "consumers paused" in on_a_terminal(shell, "stream", "list")
+    shell("stream", "resume", stream)
+    found = facts(shell, stream)
+    assert (found["paused"], found["consumers_paused"]) == (False, False)
+    assert shell("stream", "read", stream) == b"kept\n"
+    said = " ".join(shell("stream", "pause", "--help").decode().split())
+    assert "LOST" in said
+    assert "nothing is lost" in said
+
+
+def test_a_message_that_a_script_appends_again_under_its_id_is_stored_once(
+    shell: Shell, stream: str
+) -> None:
+    refused = shell("stream", "append", stream, "7", "--id", "order-7", code=1)
+    assert b"--dedup-window" in refused
+    shell("stream", "change", stream, "--dedup-window", "10m")
+    assert facts(shell, stream)["dedup_window"] == 600
+    for _ in range(2):
+        assert shell("stream", "append", stream, "7", "--id", "order-7") == b"0\n"
+    assert shell("stream", "append", stream, "8", "--id", "order-8") == b"1\n"
+    assert shell("stream", "read", stream) == b"7\n8\n"
+    assert b"--id" in shell("stream", "append", stream, "--lines", "--id", "9", code=2)
 
 
 def test_change_sets_a_limit_and_lifts_it(shell: Shell, stream: str) -> None:
