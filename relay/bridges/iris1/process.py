@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from typing import Final
@@ -44,6 +45,8 @@ async def serve(config: Iris1Config, relay: str | None) -> None:
 
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await bridge.start()
+        gc.collect()
+        gc.freeze()  # a full collection of all that was imported takes longer than these programs wait for an event
         try:
             while not stop.is_set():
                 with contextlib.suppress(TimeoutError):
