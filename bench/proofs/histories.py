@@ -46,6 +46,7 @@ PLACES: Final = {
     "worker": ("eu1", "eu3"),
 }
 """Who runs where."""
+LISTENERS: Final = ("service", "subscriber", "sharer")
 CALM_S: Final = 5.0
 """After the last fault, before anybody is told to end."""
 END_S: Final = 60.0
@@ -79,11 +80,11 @@ class Process:
         if self.process.poll() is not None:
             self.start()
 
-    def began(self) -> None:
-        """Return when it is connected."""
+    def began(self, word: bytes = b"") -> None:
+        """Return when it is connected, and has written `word`."""
         path = self.run.directory / f"{self.name}.history"
         until_s = time.monotonic() + END_S
-        while not (path.exists() and path.stat().st_size):
+        while not (path.exists() and path.stat().st_size and word in path.read_bytes()):
             if self.process.poll() is not None or time.monotonic() > until_s:
                 raise BenchError(f"{self.name} did not begin")
             time.sleep(0.02)
@@ -245,6 +246,9 @@ class Campaign:
         for relay in self.relays.values():
             relay.serves()
         self.federation.joined()
+        for member in self.members:
+            if member.role in LISTENERS:
+                member.began(b'"ready"')
         time.sleep(CALM_S)
         for roles in (("caller", "publisher", "appender"), ("worker",), tuple(PLACES)):
             for member in [m for m in self.members if m.role in roles and m.process.poll() is None]:

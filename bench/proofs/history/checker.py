@@ -1,13 +1,13 @@
 """Judges the histories of a run. It knows what Iris promises, and shares no code with it.
 
-A history is the list of events of one process, in its order; `killed` says that it was ended without a word. Each function
+A history is the list of events of one process, in its order; one that was killed has no "closed" at its end. Each function
 below judges one promise and returns what breaks it, in words.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ class Told:
     """The history of one process."""
 
     name: str
-    events: list[Event]
+    events: Sequence[Event]
     to_the_end: bool = True
     """It was there when the last messages came; another one was told to stop before."""
 
@@ -55,11 +55,16 @@ def judge(histories: Iterable[Told]) -> Judged:
 def calls(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """At most once, the truth of `may_have_run`, an end for each call."""
     runs: Counter[str] = Counter()
+    surveyed: Counter[str] = Counter()
+    asked = {event["id"] for history in histories for event in history.all("call")}
     for history in histories:
         per_member: Counter[str] = Counter()
         for event in history.all("ran"):
+            if event["id"] not in asked:
+                yield f"{event['kind']} {event['id']} ran at {history.name}, and nobody made it"
             if event["kind"] == "survey":  # every member runs it
                 per_member[event["id"]] += 1
+                surveyed[event["id"]] += 1
                 if per_member[event["id"]] == 2:
                     yield f"survey {event['id']} ran twice at {history.name}"
             else:
@@ -69,7 +74,8 @@ def calls(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
         begun = {event["id"]: event for event in history.all("call")}
         ends = {event["id"]: event for event in history.all("done", "failed")}
         for call, event in begun.items():
-            kind, ran, end = event["kind"], runs[call], ends.get(call)
+            kind, end = event["kind"], ends.get(call)
+            ran = surveyed[call] if kind == "survey" else runs[call]
             counts[kind] += 1
             if kind in ("request", "push") and ran > 1 and not event["idempotent"]:
                 yield f"{kind} {call} ran {ran} times"
@@ -79,7 +85,7 @@ def calls(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                 continue
             if end["what"] == "failed":
                 counts[f"{kind}s failed"] += 1
-                if end["ran"] == "no" and ran and kind in ("request", "push"):
+                if end["ran"] == "no" and ran:
                     yield f"{kind} {call} ran, and was said not to have: {end['error']}"
             elif kind == "request" and not ran:
                 yield f"request {call} was answered, and nobody ran it"
@@ -88,6 +94,10 @@ def calls(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
 def tunnels(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """What one end got is the beginning of what the other sent; who says that it is all, has all."""
     sent = {event["id"]: event for history in histories for event in history.all("sent")}
+    meant = {event["id"]: event["count"] for history in histories for event in history.all("meant")}
+    never = {
+        event["id"] for history in histories for event in history.all("failed") if event["ran"] == "no"
+    }  # fmt: skip
     seen: set[str] = set()
     for history in histories:
         for got in history.all("tunnel"):
@@ -96,6 +106,10 @@ def tunnels(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                 yield f"tunnel {call} had two other ends"
             seen.add(call)
             counts["tunnels that reached a member"] += 1
+            if call in never:
+                yield f"tunnel {call} reached a member, and was said not to have"
+            if got["whole"] and got["got"] < meant.get(call, 0):
+                yield f"tunnel {call}: its member has all, {got['got']} of {meant[call]} that were meant"
             one = sent.get(call)
             if one is None:
                 continue  # its caller was killed
@@ -105,106 +119,173 @@ def tunnels(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                 yield f"tunnel {call}: its member has all, {got['got']} of {one['sent']}"
             if one["whole"] and not (got["whole"] and got["got"] == one["sent"]):
                 yield f"tunnel {call}: its caller says all {one['sent']} arrived, its member has {got['got']}"
+    for call, one in sent.items():
+        if one["whole"] and call not in seen:
+            yield f"tunnel {call}: its caller says all {one['sent']} arrived, and no member has it"
+
+
+class Published:
+    """What the publishers wrote down of their flows, and what they were told of losses."""
+
+    def __init__(self, histories: list[Told]) -> None:
+        self.count: dict[str, int] = {}
+        """Of each flow: how many were accepted."""
+        self.whole: set[str] = set()
+        """The flows whose publisher ended by itself: nothing follows what it wrote."""
+        self.last: set[str] = set()
+        """Those of them whose latest messages came when all was well again."""
+        self.lost: dict[str, float] = defaultdict(float)
+        """Of each flow: how many its publisher was told of; endless if nobody knew."""
+        for history in histories:
+            own = set()
+            for event in history.all("accepted"):
+                own.add(event["flow"])
+                self.count[event["flow"]] = event["number"] + 1
+            if history.closed:
+                self.whole |= own
+                self.last |= own if history.to_the_end else set()
+            # Only its own: a subscriber's client is told of losses, too, and of another's messages.
+            for event in history.all("loss"):
+                flow = event["flow"] if event["kind"] == "publish" else f"broadcast {history.name}"
+                if event["kind"] in ("publish", "broadcast") and flow in own:
+                    self.lost[flow] += float("inf") if event["count"] is None else event["count"]
+
+    def never(self, flow: str, number: int) -> bool:
+        """Return whether nobody published this. What is written follows the call: a killed publisher may have sent one more."""
+        count = self.count.get(flow, 0)
+        return number >= count + (flow not in self.whole)
 
 
 class Account:
     """What one listener was told of losses, and of each flow where it is."""
 
-    def __init__(self) -> None:
-        self._unknown = self._known = 0
-        self._at: dict[str, tuple[int, int, int]] = {}
-        """Of a flow: the number that is due, and the losses told when its latest message came."""
+    def __init__(self, published: Published) -> None:
+        self._lost = published.lost
+        self._gaps: list[tuple[str, int | None]] = []
+        self._at: dict[str, tuple[int, int]] = {}
+        """Of a flow: the number that is due, and how many gaps had been told when its latest message came."""
+        self._silent: Counter[str] = Counter()
 
-    def gap(self, count: int | None) -> None:
-        """A loss is told."""
-        if count is None:
-            self._unknown += 1
-        else:
-            self._known += count
+    def gap(self, name: str, count: int | None) -> None:
+        """A loss is told, of a topic or of all that a pattern takes; an empty name is of anything."""
+        self._gaps.append((name, count))
 
     def due(self, flow: str) -> int | None:
         """Return the number that is due; None if nothing of the flow has come."""
         found = self._at.get(flow)
         return None if found is None else found[0]
 
+    def told(self, flow: str) -> bool:
+        """Return whether any loss was told since the latest message of a flow."""
+        after = self._at[flow][1] if flow in self._at else 0
+        return any(_names(name, flow) for name, _ in self._gaps[after:])
+
     def silent(self, flow: str, number: int) -> int:
-        """Return how many before `number` are missing that nobody told of."""
-        due, unknown, known = self._at[flow]
+        """Return how many before `number` are missing that nobody told of, neither here nor to the publisher."""
+        due, after = self._at[flow]
         missing = number - due
-        return missing if self._unknown == unknown and self._known - known < missing else 0
+        for name, count in self._gaps[after:]:
+            if _names(name, flow):
+                if count is None:
+                    return 0
+                missing -= count
+        if missing <= 0:
+            return 0
+        self._silent[flow] += missing
+        return missing if self._silent[flow] > self._lost[flow] else 0
 
     def heard(self, flow: str, number: int) -> None:
         """A message has come."""
-        self._at[flow] = number + 1, self._unknown, self._known
+        self._at[flow] = number + 1, len(self._gaps)
+
+
+def _names(name: str, flow: str) -> bool:
+    """Return whether a gap of this name can be of the flow. One of broadcasts has the cluster's name, not the sender's."""
+    return not name or name == flow or "*" in name or ">" in name or flow.startswith("broadcast ")
 
 
 def flows(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """Order, no duplicate, and sent = received + told, for everybody who hears all of a flow."""
-    accepted: dict[str, int] = {}
-    whole: dict[str, bool] = {}
-    told_sender: Counter[str] = Counter()
+    published = Published(histories)
     for history in histories:
-        closed = history.closed
-        for event in history.all("accepted"):
-            accepted[event["flow"]] = event["number"] + 1
-            whole[event["flow"]] = closed
-        for event in history.all("loss"):
-            if event["kind"] in ("publish", "broadcast"):
-                told_sender[event["flow"]] += 1
-    for history in histories:
-        account = Account()
+        account = Account(published)
         for event in history.all("heard", "gap"):
             if event["what"] == "gap":
                 counts["gaps told"] += 1
-                account.gap(event["count"])
+                account.gap(event.get("name", ""), event["count"])
                 continue
             flow, number = event["flow"], event["number"]
             counts["messages heard"] += 1
+            if published.never(flow, number):
+                yield f"{history.name} heard {flow} {number}, which nobody published"
             due = account.due(flow)
             if due is not None:
                 if number < due:
                     yield f"{history.name} heard {flow} {number} after {due - 1}"
                     continue
-                if account.silent(flow, number) and not told_sender[flow]:
+                if account.silent(flow, number):
                     yield f"{history.name} heard {flow} {number} after {due - 1}, and nobody told of the rest"
             account.heard(flow, number)
         if not (history.closed and history.to_the_end):
             continue
-        for flow, count in accepted.items():
+        hears = {event["hears"] for event in history.all("ready")}
+        for flow, count in published.count.items():
             due = account.due(flow)
-            if whole[flow] and due is not None and due < count and account.silent(flow, count):
+            if due is None:
+                kind = "broadcast" if flow.startswith("broadcast ") else "publish"
+                if flow in published.last and kind in hears and not account.told(flow):
+                    yield f"{history.name} heard nothing of {flow}, and nobody told it why"
+            elif flow in published.whole and due < count and account.silent(flow, count):
                 yield f"{history.name} heard {flow} to {due - 1} of {count - 1}, and nobody told of the rest"
 
 
 def groups(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """One of a queue group hears a message, and each in order."""
     by: dict[tuple[str, int], str] = {}
+    published = Published(histories)
+    there: list[Account] = []
+    """What those were told who were there to the end."""
     for history in histories:
         last: dict[str, int] = {}
-        for event in history.all("shared"):
+        account = Account(published)
+        hears = {event["hears"] for event in history.all("ready")}
+        if "shared" in hears and history.closed and history.to_the_end:
+            there.append(account)
+        for event in history.all("shared", "gap"):
+            if event["what"] == "gap":
+                account.gap(event.get("name", ""), event["count"])
+                continue
+            account.heard(event["flow"], event["number"])
             place = (event["flow"], event["number"])
             counts["messages shared"] += 1
+            if published.never(*place):
+                yield f"{history.name} heard {place}, which nobody published"
             if place in by:
                 yield f"{place} was heard by {by[place]} and {history.name}"
             by[place] = history.name
             if event["number"] <= last.get(event["flow"], -1):
                 yield f"{history.name} heard {place} after {last[event['flow']]}"
             last[event["flow"]] = event["number"]
+    for flow in sorted(published.last):
+        final = (flow, published.count[flow] - 1)
+        if flow.startswith("broadcast ") or final in by or not there:
+            continue
+        if not published.lost[flow] and not any(account.told(flow) for account in there):
+            yield f"{final}, the last of all, was heard by nobody of the group"
 
 
 def appends(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """What was acknowledged is there, at its offset, once; what is said not to be stored is not there."""
     places: dict[str, list[int]] = defaultdict(list)
-    read = False
+    asked = {event["id"] for history in histories for event in history.all("call")}
     for history in histories:
         for event in history.all("read"):
             if event["stream"] == "orders":
-                read = True
                 places[event["payload"]].append(event["offset"])
-    if not read:
-        return
     for call, offsets in places.items():
         counts["appends read"] += 1
+        if call not in asked:
+            yield f"{call!r} is there at {offsets}, and nobody appended it"
         if len(offsets) > 1:
             yield f"append {call} is there {len(offsets)} times, at {offsets}"
     for history in histories:
@@ -219,17 +300,20 @@ def appends(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
 
 def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """A recorded stream has each flow in order, and tells of what it lacks."""
+    published = Published(histories)
     for history in histories:
-        account = Account()
+        account = Account(published)
         for event in history.all("read", "hole"):
             if event["stream"] != "recorded":
                 continue
             if event["what"] == "hole":
                 counts["holes told"] += 1
-                account.gap(event["count"] or None)
+                account.gap("", event["count"] or None)
                 continue
             flow, number = event["topic"], int(event["payload"])
             counts["recorded messages read"] += 1
+            if published.never(flow, number):
+                yield f"recorded: {flow} {number}, which nobody published"
             due = account.due(flow)
             if due is not None:
                 if number < due:
@@ -238,16 +322,29 @@ def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                 if account.silent(flow, number):
                     yield f"recorded: {flow} {number} stands after {due - 1}, and no hole tells of the rest"
             account.heard(flow, number)
+        if not any(event["stream"] == "recorded" for event in history.all("finished")):
+            continue
+        for flow in sorted(published.last):
+            due, count = account.due(flow), published.count[flow]
+            if flow.startswith("broadcast "):
+                continue
+            if due is None:
+                if not account.told(flow):
+                    yield f"recorded: nothing of {flow}, and no hole tells why"
+            elif due < count and account.silent(flow, count):
+                yield f"recorded: {flow} ends with {due - 1} of {count - 1}, and no hole tells of the rest"
 
 
 def worked(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     """Every message of the stream was worked on, or is a dead letter; good ones are no dead letters."""
     done: Counter[int] = Counter()
+    named: set[tuple[int, str]] = set()
     there: dict[int, str] = {}
     dead = 0
     for history in histories:
         for event in history.all("worked"):
             done[event["offset"]] += 1
+            named.add((event["offset"], event["id"]))
         for event in history.all("read"):
             if event["stream"] == "orders":
                 there[event["offset"]] = event["payload"]
@@ -256,6 +353,9 @@ def worked(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
     counts["messages worked on"] += len(done)
     counts["worked on again"] += sum(done.values()) - len(done)
     counts["dead letters"] += dead
+    for offset, call in sorted(named):
+        if there.get(offset) != call:
+            yield f"a worker was handed {call} at {offset}, where {there.get(offset)} is"
     for offset, call in there.items():
         if not done[offset] and not dead:
             yield f"{call} at {offset} was never handed to a worker"

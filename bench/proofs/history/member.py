@@ -90,7 +90,9 @@ async def service(member: Member, client: iris.Client) -> None:
         source, _, number = payload.decode().rpartition(" ")
         member.history.write("heard", flow=f"broadcast {source}", number=int(number))
 
-    made.on_gap(lambda lost: member.history.write("gap", kind="broadcast", count=lost.count))
+    made.on_gap(
+        lambda lost: member.history.write("gap", kind="broadcast", name=lost.name, count=lost.count)
+    )
 
     @made.on_tunnel
     async def tunnel(end: iris.Tunnel) -> None:
@@ -109,7 +111,7 @@ async def service(member: Member, client: iris.Client) -> None:
                 await end.send(str(got))
 
     async with client.serve(made):
-        member.history.write("ready")
+        member.history.write("ready", hears="broadcast")
         await member.stopping.wait()
 
 
@@ -119,7 +121,9 @@ async def caller(member: Member, client: iris.Client) -> None:
     async def request(call: str) -> None:
         idempotent = member.rng.random() < 0.3
         member.history.write("call", id=call, kind="request", idempotent=idempotent)
-        await client.request(CLUSTER, call, timeout=TIMEOUT_S, idempotent=idempotent)
+        reply = await client.request(CLUSTER, call, timeout=TIMEOUT_S, idempotent=idempotent)
+        if bytes(reply) != call.encode():
+            member.history.write("wrong", id=call, text=f"request {call} was answered with {reply!r}")  # fmt: skip
 
     async def survey(call: str) -> None:
         member.history.write("call", id=call, kind="survey", idempotent=False)
@@ -132,12 +136,14 @@ async def caller(member: Member, client: iris.Client) -> None:
 
     async def tunnel(call: str) -> None:
         member.history.write("call", id=call, kind="tunnel", idempotent=False)
+        meant = member.rng.randint(1, 40)
+        member.history.write("meant", id=call, count=meant)
         sent = 0
         whole = False
         try:
             async with client.tunnel(CLUSTER, timeout=TIMEOUT_S) as end:
                 await end.send(call)
-                for _ in range(member.rng.randint(1, 40)):
+                for _ in range(meant):
                     await end.send(str(sent))
                     sent += 1
                     await asyncio.sleep(0.01 if member.rng.random() < 0.2 else 0)
@@ -206,10 +212,10 @@ async def subscriber(member: Member, client: iris.Client, group: str = "") -> No
         member.history.write("shared" if group else "heard", flow=flow, number=number)
 
     def gap(lost: iris.Lost) -> None:
-        member.history.write("gap", kind="publish", count=lost.count)
+        member.history.write("gap", kind="publish", name=lost.name, count=lost.count)
 
     async with client.subscribe(f"{TOPICS}.>", heard, group=group, on_gap=gap):
-        member.history.write("ready")
+        member.history.write("ready", hears="shared" if group else "publish")
         await member.stopping.wait()
 
 
@@ -275,6 +281,7 @@ async def reader(member: Member, client: iris.Client) -> None:
                     member.history.write(
                         "read", stream=name, offset=message.offset, topic=message.name, payload=message.payload.decode()
                     )  # fmt: skip
+            member.history.write("finished", stream=name)
         for gap in gaps[told:]:
             member.history.write("hole", stream=name, count=gap.count, cause=gap.cause)
 

@@ -34,8 +34,20 @@ def accepted(*numbers: int, flow: str = "t.p") -> list[dict[str, Any]]:
     return [heard(number, flow, "accepted") for number in numbers]
 
 
-def gap(count: int | None) -> dict[str, Any]:
-    return {"what": "gap", "kind": "publish", "count": count}
+def gap(count: int | None, name: str = "") -> dict[str, Any]:
+    return {"what": "gap", "kind": "publish", "name": name, "count": count}
+
+
+def loss(count: int | None, flow: str = "t.p") -> dict[str, Any]:
+    return {"what": "loss", "kind": "publish", "flow": flow, "count": count}
+
+
+def ready(hears: str) -> dict[str, Any]:
+    return {"what": "ready", "hears": hears}
+
+
+def meant(count: int) -> dict[str, Any]:
+    return {"what": "meant", "id": "c/1", "count": count}
 
 
 def read(offset: int, payload: str, stream: str = "orders", topic: str = "") -> dict[str, Any]:
@@ -60,6 +72,7 @@ def violations(*histories: list[dict[str, Any]]) -> list[str]:
 
 APPEND = of("append")
 APPENDED = {"what": "appended", "id": "c/1", "offset": 0}
+FINISHED = {"what": "finished", "stream": "recorded"}
 HOLE = {"what": "hole", "stream": "recorded", "count": None, "cause": "restart"}
 
 
@@ -83,7 +96,30 @@ HOLE = {"what": "hole", "stream": "recorded", "count": None, "cause": "restart"}
         [[*accepted(0), CLOSED], [heard(0, what="shared")], []],
         [[APPEND, APPENDED, DONE, CLOSED], [worked(0)], [read(0, "c/1")]],
         [[APPEND, failed(), CLOSED], []],
-        [[read(0, "0", "recorded", "t.p"), HOLE, read(1, "5", "recorded", "t.p")]],
+        [accepted(5), [read(0, "0", "recorded", "t.p"), HOLE, read(1, "5", "recorded", "t.p")]],
+        [accepted(0), [heard(0), heard(1)]],  # killed before it wrote that it had sent another
+        [[*accepted(0, 2), loss(1), CLOSED], [heard(0), heard(2)]],
+        [[*accepted(0, 2), loss(None), CLOSED], [heard(0), heard(2)]],
+        [[*accepted(0, 1), CLOSED], [heard(0), gap(1, "t.p"), CLOSED]],
+        [[*accepted(0, 1), CLOSED], [heard(0), gap(None, "t.>"), CLOSED]],
+        [[*accepted(0, 1), CLOSED], [ready("publish"), gap(None, "t.>"), CLOSED]],
+        [[*accepted(0), CLOSED], [ready("broadcast"), CLOSED]],  # it hears something else
+        [
+            [*accepted(0), CLOSED],
+            [ready("shared"), heard(0, what="shared"), CLOSED],
+            [ready("shared"), CLOSED],
+        ],
+        [[*accepted(0), CLOSED], [ready("shared"), gap(None, "t.>"), CLOSED]],
+        [
+            [*accepted(0, flow="broadcast p"), CLOSED],
+            [ready("broadcast"), heard(0, "broadcast p"), CLOSED],
+        ],
+        [
+            [of("tunnel"), meant(3)],
+            [tunnel(3, whole=True)],
+        ],  # its caller was killed at the very end
+        [[*accepted(0), CLOSED], [read(0, "0", "recorded", "t.p"), FINISHED]],
+        [[*accepted(0, 1), CLOSED], [read(0, "0", "recorded", "t.p"), FINISHED, HOLE]],
     ],
 )
 def test_what_keeps_the_promises_is_no_violation(histories: list[list[dict[str, Any]]]) -> None:
@@ -121,6 +157,50 @@ def test_what_keeps_the_promises_is_no_violation(histories: list[list[dict[str, 
         ([[read(0, "1", "recorded", "t.p"), read(1, "0", "recorded", "t.p")]], "stands after"),
         ([[read(0, "c/1")]], "never handed"),
         ([[worked(0)], [read(0, "c/1"), read(0, "", "orders.dead")]], "dead letters"),
+        # What another was told is no excuse, nor what was told of another topic, nor more than was told of.
+        ([[*accepted(0, 2), CLOSED], [loss(1), heard(0), heard(2)]], "nobody told"),
+        (
+            [[*accepted(0, 2), CLOSED], [loss(1), heard(0), heard(2)], [heard(0), heard(2)]],
+            "nobody told",
+        ),
+        ([[*accepted(0, 2), loss(1, "t.q"), CLOSED], [heard(0), heard(2)]], "nobody told"),
+        ([[*accepted(0, 2, 4), loss(1), CLOSED], [heard(0), heard(2), heard(4)]], "nobody told"),
+        ([[*accepted(0, 2), CLOSED], [heard(0), gap(1, "t.q"), heard(2)]], "nobody told"),
+        ([[*accepted(0, 2), CLOSED], [heard(0), gap(None, "t.q"), heard(2)]], "nobody told"),
+        ([[*accepted(0, 1, 2), loss(1), CLOSED], [heard(0), CLOSED]], "nobody told"),
+        # Nothing at all came.
+        ([[*accepted(0), CLOSED], [ready("publish"), CLOSED]], "heard nothing of t.p"),
+        (
+            [[*accepted(0), CLOSED], [ready("publish"), gap(1, "t.q"), CLOSED]],
+            "heard nothing of t.p",
+        ),
+        (
+            [[*accepted(0, flow="broadcast p"), CLOSED], [ready("broadcast"), CLOSED]],
+            "heard nothing",
+        ),
+        (
+            [[*accepted(0, 1), CLOSED], [ready("shared"), heard(0, what="shared"), CLOSED]],
+            "by nobody",
+        ),
+        ([[*accepted(0), CLOSED], [FINISHED]], "recorded: nothing of t.p"),
+        (
+            [[*accepted(0, 1), CLOSED], [read(0, "0", "recorded", "t.p"), FINISHED]],
+            "ends with 0 of 1",
+        ),
+        ([[APPEND, APPENDED, DONE, CLOSED], [{**FINISHED, "stream": "orders"}]], "is at []"),
+        # What nobody made or sent.
+        ([[], [RAN]], "nobody made it"),
+        ([[*accepted(0), CLOSED], [heard(0), heard(1)]], "nobody published"),
+        ([accepted(0), [heard(0), heard(1), heard(2)]], "nobody published"),
+        ([[*accepted(0), CLOSED], [heard(1, what="shared")]], "nobody published"),
+        ([[*accepted(0), CLOSED], [read(0, "1", "recorded", "t.p")]], "nobody published"),
+        ([[read(0, "c/1")], [worked(0)]], "nobody appended"),
+        ([[APPEND], [worked(0)], [read(0, "c/2")]], "was handed c/1 at 0"),
+        ([[of("survey"), failed(), CLOSED], [{**RAN, "kind": "survey"}]], "said not to have"),
+        # A tunnel whose caller says nothing more, or whose member does not.
+        ([[of("tunnel"), meant(3)], [tunnel(2, whole=True)]], "2 of 3 that were meant"),
+        ([[of("tunnel"), sent(3, whole=True)], []], "no member has it"),
+        ([[of("tunnel"), failed(), CLOSED], [tunnel(0, whole=False)]], "reached a member"),
     ],
 )
 def test_each_broken_promise_is_noticed(histories: list[list[dict[str, Any]]], said: str) -> None:
