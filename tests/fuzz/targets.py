@@ -649,7 +649,7 @@ def iris1(data: bytes) -> None:
     except Violation:
         machine.end()
     assert 0 <= machine._purse.held <= 150_000
-    assert machine._tunnels <= 8
+    assert machine.tunnels <= 8
     assert len(machine._calls) <= 8
     machine.end()
     # One reply for every request and one confirmation for every tunnel, whatever happened.
