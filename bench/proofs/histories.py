@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from harness import BENCH, BenchError
 
@@ -54,6 +55,8 @@ END_S: Final = 60.0
 FAKETIME: Final = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 SETTING: Final = "clock"
 MAX_SHOWN: Final = 5
+KEEP: Final = "IRIS_PROOF_KEEP"
+"""The environment's name of a folder that is not there yet: histories that break a promise are copied to it, with the faults."""
 
 
 class Process:
@@ -116,6 +119,9 @@ class Campaign:
             for host in hosts
         ]
         self.did: Counter[str] = Counter()
+        self.chosen = ""
+        """What the latest fault was done to, if that has a name."""
+        self.faults: list[dict[str, Any]] = []
         self.clocks = os.path.exists(FAKETIME)
 
     # -- faults: each returns what undoes it -----------------------------------------------------------------
@@ -129,10 +135,15 @@ class Campaign:
         ]  # fmt: skip
         (chosen,) = self.rng.choices([f for _, f in faults], [weight for weight, _ in faults])
         self.did[chosen.__name__] += 1
-        return chosen()
+        began_s, self.chosen = time.monotonic(), ""
+        undo = chosen()
+        self.faults.append({"at": began_s, "what": chosen.__name__, "of": self.chosen})
+        return undo
 
     def _relay(self) -> Relay:
-        return self.rng.choice(list(self.relays.values()))
+        relay = self.rng.choice(list(self.relays.values()))
+        self.chosen = relay.name
+        return relay
 
     def relay_killed(self) -> Callable[[], None]:
         relay = self._relay()
@@ -197,7 +208,9 @@ class Campaign:
         return found
 
     def _member(self) -> Process:
-        return self.rng.choice(self.members)
+        member = self.rng.choice(self.members)
+        self.chosen = member.name
+        return member
 
     def member_killed(self) -> Callable[[], None]:
         member = self._member()
@@ -312,7 +325,10 @@ def run(count: int, seed: int) -> Proof:
             if campaign.clocks:
                 _restart_with_clocks(campaign)
             histories = campaign.play(count)
-    judged = judge(histories)
+            judged = judge(histories)
+            if judged.violations and (kept := os.environ.get(KEEP)):
+                shutil.copytree(directory / "histories", kept)
+                Path(kept, "faults.json").write_text(json.dumps(campaign.faults))
     faults = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sorted(campaign.did.items()))
     proof.figures |= {
         "faults": f"{sum(campaign.did.values())}: {faults}",

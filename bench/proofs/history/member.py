@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -33,8 +34,11 @@ class History:
         self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def write(self, what: str, **fields: Any) -> None:
-        """Write one event."""
-        os.write(self._file, (json.dumps({"what": what, **fields}) + "\n").encode())
+        """Write one event, with the time of a clock that all processes share and nobody sets."""
+        os.write(
+            self._file,
+            (json.dumps({"what": what, **fields, "at": time.monotonic()}) + "\n").encode(),
+        )
 
 
 class Member:
