@@ -104,7 +104,7 @@ def test_a_compressed_frame_expands_to_its_run() -> None:
 
 
 def test_the_limits_of_compression_are_those_of_the_code() -> None:
-    section = TEXT.partition("### 20.4 Compression")[2]
+    section = " ".join(TEXT.partition("### 20.4 Compression")[2].split())
     assert f"at most {compression.MAX_RUN_BYTES:,} bytes" in section
     assert f"at most {compression.MAX_RATIO} times as many" in section
     assert f"one frame for each {compression.FRAME_BYTES} bytes" in section
