@@ -21,7 +21,8 @@ def send(
 ) -> None:  # fmt: skip
     """Send one message, or one a line, by `call`; return when the relay has routed them.
 
-    `heard` says how many hear them; if it is nobody, `unheard` is said. The exit code is that of the last loss which was told; each loss is a line on stderr.
+    `heard` says how many hear them; if it is nobody, `unheard` is said. The exit code is that of the last loss which was
+    told; each loss is a line on stderr.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
@@ -50,6 +51,10 @@ def send(
 
         async with iris.connect(relay) as client:
             client.on_loss = on_loss
+            there: int | None = None
+            if heard is not None:
+                with contextlib.suppress(RelayError):  # it is too old to say
+                    there = await heard(client)
             async for message in messages():
                 await call(client, message)
                 sent += 1
@@ -58,11 +63,11 @@ def send(
                 if hint := await takes(client, name):
                     complain(hint)
             report = {"sent": sent, "lost": lost}
-            if heard is not None:
-                with contextlib.suppress(RelayError):  # it is too old to say
-                    report["subscribers"] = await heard(client)
-                    if not report["subscribers"]:
-                        complain(unheard)
+            if heard is not None and there is not None:
+                # Whoever came since, too; who has what it wanted may be gone by now.
+                report["subscribers"] = max(there, await heard(client))
+                if not report["subscribers"]:
+                    complain(unheard)
         if as_json:
             output.write_json(report)
         return code
