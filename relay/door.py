@@ -105,7 +105,8 @@ class Door:
         after_s = time.monotonic() - self._began_s
         linked = sum(not link.stale for link in self._router.links.values())
         linked += sum(not wan.stale for wan in self._router.wans.values())
-        store_waits = self._store_due and after_s < self._store_s
+        due = self._store_due and not self._router.stores.ours_cannot
+        store_waits = due and after_s < self._store_s
         if store_waits or (linked < self._links_due and after_s < BACK_S):
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
             return

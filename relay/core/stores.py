@@ -45,6 +45,11 @@ class StoreWatch:
         """Whether the store that this relay starts has joined for every stream."""
         return RELAYS_STORE in self._up.values()
 
+    @property
+    def ours_cannot(self) -> bool:
+        """Whether the store that this relay starts cannot serve before somebody mends what it lacks."""
+        return self._final
+
     def starts_one(self, now_us: int) -> None:
         """This relay has a store that it starts whenever there is none."""
         self._starts_one = True

@@ -26,7 +26,7 @@ class Place:
         self.directory = directory
         self.links: dict[bytes, Any] = {}
         self.wans: dict[bytes, Any] = {}
-        self.stores = SimpleNamespace(ours_is_up=False)
+        self.stores = SimpleNamespace(ours_is_up=False, ours_cannot=False)
         self.alone, self.relay_id = True, RELAY
         self.held: list[object] | None = None
         self.opened = asyncio.Event()
@@ -105,6 +105,18 @@ async def test_what_does_not_come_back_is_not_waited_for_any_longer(
         await place.opened.wait()
     assert not (tmp_path / WHOLE).exists()  # its store would not hear of what is published now
     assert place.kept == {"links": 0, "relay": RELAY.hex()}
+
+
+async def test_a_store_that_somebody_has_to_mend_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / STREAMS / "one").mkdir(parents=True)
+    (tmp_path / WHOLE).write_text(json.dumps({"relay": "", "streams": {}}))
+    place = Place(tmp_path, data=True)
+    place.door.start(linked=True)
+    assert place.held == []
+    place.stores.ours_cannot = True
+    async with asyncio.timeout(door.BACK_S / 2):
+        await place.opened.wait()
+    assert not (tmp_path / WHOLE).exists()
 
 
 async def test_a_relay_that_stops_before_lets_nobody_in(tmp_path: Path) -> None:
