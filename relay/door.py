@@ -113,6 +113,8 @@ class Door:
         if self._store_due or linked < self._links_due:
             fields = {"after_s": round(after_s, 3), "store": not self._store_due, "links": linked, "links_before": self._links_due}  # fmt: skip
             log.warning("door.late", extra={"fields": fields})
+            missing = max(0, self._links_due - linked)
+            self._router.wait_for_links(missing, time.monotonic_ns() // 1000)
             self._forget()
         self._timer = None
         self._open = True

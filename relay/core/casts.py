@@ -14,6 +14,7 @@ import msgspec
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, END_AT
 from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
+from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.ports import Accounts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TOLD_US: Final = 1_000_000
 MAX_TOLD: Final = 4096
+BEGAN: Final = "sent while a link on the way was down"
 _FIRST: Final = END_AT + 16
 
 
@@ -40,6 +42,7 @@ class Casts:
         self._slow = slow
         self.begun = False
         """Something was published or broadcast."""
+        self.away = Away()
         self.abroad: Federation
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
@@ -103,6 +106,8 @@ class Casts:
     def _resolve(self, route: Route) -> None:
         """Find who gets this route's casts while the interest stays as it is."""
         self.begun = True
+        if route.version < 0 and self.away:
+            self.away.began(route)
         route.targets.clear()
         route.groups = ()
         if route.kind == Kind.BROADCAST:
@@ -213,6 +218,8 @@ class Casts:
 
     def _gap_to_site(self, route: Route, gap: Gap) -> None:
         """The word of a loss takes the way of what was lost, so that it overtakes nothing."""
+        if route.version < 0:  # nothing was lost of it here: it began where its site was away
+            self._resolve(route)
         wan = self.abroad.wan_of(route)
         if wan is not None:
             wan.control(gap)
@@ -282,15 +289,42 @@ class Casts:
         for route in session.routes:
             if route is None or route.barred or route.kind not in (Kind.PUBLISH, Kind.BROADCAST):
                 continue
-            if route.version != self._interest.version:
-                self._resolve(route)
-            targets = [*route.many]
-            for name, takers in route.groups:
-                groups = (name,) if name else ()
-                targets += [route.target(t, 0, not name, groups) for t in dict.fromkeys(takers)]
-            for target in targets:
+            for target in self._all_targets(route):
                 if target.neighbor.hop_class:  # a session's connection ends, which says the same
                     target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, "a relay on the way was stopped")  # fmt: skip
+
+    def _all_targets(self, route: Route, alone: Neighbor | None = None) -> list[Target]:
+        """Return every target that a route's messages may go to. `alone`: of a queue group only if all of it is behind that neighbor."""
+        if route.version != self._interest.version:
+            self._resolve(route)
+        targets = [*route.many]
+        for name, takers in route.groups:
+            groups = (name,) if name else ()
+            if not name or alone is None or all(taker.neighbor is alone for taker in takers):
+                targets += [route.target(t, 0, not name, groups) for t in dict.fromkeys(takers)]
+        return targets
+
+    def link_back(self, link: Link, now_us: int) -> None:
+        """The relay behind a link has said what it wants: it hears of what began while it was away."""
+        for route in self.away.back(link.relay_id, now_us):
+            for target in self._all_targets(route, link):
+                if target.neighbor is link and not target.delivery[-1]:
+                    link.tell(target.delivery, 0, UNKNOWN_COUNT, BEGAN)
+            self._told(route)
+
+    def site_back(self, site: str, now_us: int) -> None:
+        """As `link_back`, for another site. A gateway on the way passes the word on only for what was declared to it."""
+        for route in self.away.back(site, now_us):
+            for target in self._all_targets(route):
+                if target.delivery[-1] == site:
+                    target.number(self._interest.tick)
+                    target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, BEGAN)
+            self._told(route)
+
+    @staticmethod
+    def _told(route: Route) -> None:
+        if route.neighbor.closed:
+            route.release()
 
     def wan_lost(self, wan: Wan) -> None:
         """As `link_lost`, for a WAN connection: the relays of this site hear of it, too."""

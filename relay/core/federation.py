@@ -145,6 +145,7 @@ class Federation:
                 if wan.stale:
                     wan.stale = False
                     self._tell_mesh(wan.site, now_us)
+                    self._casts.site_back(wan.site, now_us)
             return
         if wan.resyncing:
             return  # the snapshot will have it
@@ -359,11 +360,20 @@ class Federation:
                 return
             del self._coming[link.number]
         behind = self._behind.setdefault(link.number, {})
+        before = set(behind)
         for entry in change.sites if coming is None else coming.sites:
             self._told_site(link, behind, entry, now_us)
         if coming is None:
             self._told_all(link, behind, change.clusters, change.site_topics, now_us)
-            return
+        else:
+            self._told_whole(link, behind, coming, now_us)
+        for site in behind.keys() - before:
+            self._casts.site_back(site, now_us)
+
+    def _told_whole(
+        self, link: Link, behind: dict[str, Way], coming: frames.Interest, now_us: int
+    ) -> None:
+        """Take what a gateway's snapshot says of the sites that it reaches."""
         told: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}
         for site in behind:
             told[site] = ([], [])
@@ -437,9 +447,11 @@ class Federation:
     def _remove(self, way: Way, now_us: int, *, final: bool = False) -> None:
         ways = self.ways[way.site]
         del ways[way.number]
-        if not final and not way.stale and all(other.stale for other in ways.values()):
-            gone = self._suspended[way.site] = Suspended(way, now_us)
-            self.deadline_us = min(self.deadline_us, gone.until_us)
+        if not way.stale and all(other.stale for other in ways.values()):
+            self._casts.away.left(way.site, now_us)
+            if not final:
+                gone = self._suspended[way.site] = Suspended(way, now_us)
+                self.deadline_us = min(self.deadline_us, gone.until_us)
         if not ways:
             del self.ways[way.site]
         summary = self._theirs.get(way.site) if way.own else None

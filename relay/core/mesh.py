@@ -139,6 +139,7 @@ class Mesh:
             del self.links[link.relay_id]
             copy.link = None
             copy.until_us = now_us if link.bye else now_us + SUSPENDED_US
+            self._casts.away.left(link.relay_id, now_us)
             self._due(copy.until_us)
         self._interest.version += 1
 
@@ -376,12 +377,14 @@ class Mesh:
         for address in link.addresses:
             self._interest.changed(address)  # the copy counts only now
         link.waiting = None
-        link.stale = link.resyncing = False
+        new, link.stale, link.resyncing = link.stale, False, False
         link.settle_us = 0
         pings, link.pings = link.pings, []
         for ping in pings:
             link.control(frames.Pong(ping))
         self._interest.version += 1
+        if new:
+            self._casts.link_back(link, link.beats.last_us)
 
     def _apply(self, link: Link, change: frames.Interest) -> None:
         copy = link.copy
@@ -702,6 +705,8 @@ class Mesh:
             ],
             "suspended": [copy.relay for copy in self.copies.values() if copy.link is None],
             "resyncs": self.resyncs,
+            "away": len(self._casts.away),
+            "casts_untold": self._casts.away.untold,
         }
 
 

@@ -177,6 +177,7 @@ class Router:
         self._calls.neighbor_down(session, self.now_us)
         self.drains.forget(session, self.now_us)
         self.stores.gone(session, self.now_us)
+        session.empty()
 
     def hello(self, dial_us: int) -> frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
@@ -343,6 +344,11 @@ class Router:
     def wait_for_return(self, members: int, until_us: int) -> None:
         """This relay had so many members before it was restarted: calls that nobody serves wait until as many are here, or it is `until_us`."""
         self._calls.awaited, self._calls.awaited_until_us = members, until_us
+
+    def wait_for_links(self, count: int, now_us: int) -> None:
+        """This relay had so many links and WAN connections more before it was restarted, and lets sessions in without them."""
+        for number in range(count):
+            self._casts.away.left(number, now_us)
 
     def drain(self, grace_ms: int) -> None:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""

@@ -503,6 +503,11 @@ class Session(Neighbor):
         self.settling = 0
         """Its SETTLEs that wait for other relays."""
 
+    def empty(self) -> None:
+        """It is gone, and the tables of the relay have nothing of it: a cast that it began may still be kept (`relay.core.away`)."""
+        self.proven, self.granted = set(), set()
+        self.members, self.subscriptions, self.groups, self.watches = {}, {}, {}, {}
+
     @property
     def stores(self) -> bool:
         """Whether it is a store."""

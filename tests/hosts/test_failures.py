@@ -312,3 +312,34 @@ def test_through_flaps_nothing_is_heard_twice_or_out_of_order_and_gaps_are_told(
             lost = count - len(numbers)
             # None is a loss whose size nobody knew.
             assert sum(filter(None, told)) == lost or (None in told and lost), (what, told, lost)
+
+
+def test_what_a_relay_routed_before_its_links_were_back_is_told_to_those_behind_them(
+    network: Network,
+) -> None:
+    a, b = network.hosts("ab")
+    network.meshed()
+    caller, hearer = a.program("caller"), b.member()
+    caller.sees_members(1)
+    hearer.do("subscribe", pattern="news")
+    caller.do("publish", topic="news", first=0, count=1)
+    caller.do("broadcast", cluster="echo", payloads=["0"])
+    for what in ("publish", "broadcast"):
+        assert hearer.heard(what, 1) == ["0"]
+    assert a.stop() == 0
+    nic = a.host.nics["eth0"]
+    nic.cut()
+    a.start()
+    a.says("door.late")
+    caller.do("publish", topic="news", first=1, count=3)
+    caller.do("broadcast", cluster="echo", payloads=["1", "2", "3"])
+    nic.heal()
+    network.meshed()
+    caller.sees_members(1)
+    caller.do("publish", topic="news", first=4, count=1)
+    caller.do("broadcast", cluster="echo", payloads=["4"])
+    for what in ("publish", "broadcast"):
+        assert hearer.heard(what, 2) == ["0", "4"]
+    told = {(gap["kind"], gap["count"], gap["cause"]) for gap in hearer.heard("gap", 2)}
+    cause = "sent while a link on the way was down"
+    assert told == {("broadcast", None, cause), ("publish", None, cause)}

@@ -411,6 +411,37 @@ def test_a_wan_that_stalls_and_heals_tells_what_it_cost(stalled_s: float) -> Non
         assert any(gap.count == UNKNOWN_COUNT for gap in subscriber.gaps)
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_began_while_a_site_was_away_is_told_there_when_it_is_back(place: int) -> None:
+    net = federation(5)
+    subscriber, member = net.at("ber", 2).session("s"), net.at("ber", 1).session("m")
+    subscriber.subscribe("news")
+    member.serve("db")
+    settle(net)
+    for pair in wans(net, "ams", "ber"):
+        net.stop(*pair)
+    net.run(8.0)
+    told = len(subscriber.gaps), len(member.gaps)
+    publisher, gone = net.at("ams", place).session("p"), net.at("ams", place).session("q")
+    publisher.publish("news")
+    publisher.broadcast("db")
+    gone.publish("news")
+    net.run(0.1)
+    gone.bye()
+    net.run(0.1)
+    for pair in wans(net, "ams", "ber"):
+        net.heal(*pair)
+    net.run(4.0)
+    told_now = [gap.sender_id for gap in subscriber.gaps[told[0] :]]
+    assert sorted(set(told_now)) == sorted({publisher.sender_id, gone.sender_id})
+    assert {gap.sender_id for gap in member.gaps[told[1] :]} == {publisher.sender_id}
+    assert {gap.count for gap in subscriber.gaps[told[0] :]} == {UNKNOWN_COUNT}
+    tag = publisher.publish("news")
+    net.run(REACH_S)
+    assert got(subscriber, tag) == 1
+    rest(net)
+
+
 @pytest.mark.parametrize("wire", [(0, 1), (0, 2), (2, 3)])
 def test_a_full_queue_anywhere_on_the_way_to_another_site_is_told(
     wire: tuple[int, int],

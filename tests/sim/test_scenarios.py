@@ -432,6 +432,37 @@ def test_order_holds_and_nothing_comes_twice_while_links_flap(net: SimNetwork) -
     assert any(gap.count == UNKNOWN_COUNT for gap in listener.gaps)
 
 
+def test_what_began_while_a_link_was_down_is_told_behind_it_when_it_is_back(
+    net: SimNetwork,
+) -> None:
+    listener, member = net.relays[1].session("listener"), net.relays[1].session("member")
+    listener.subscribe("a.b")
+    listener.subscribe("a.b", group="g")
+    member.serve("db")
+    before = net.relays[0].session("before")
+    net.run(0.1)
+    before.publish("a.b")
+    net.stop(0, 1)
+    net.run(8.0)
+    told = len(listener.gaps)
+    publisher, gone = net.relays[0].session("publisher"), net.relays[0].session("gone")
+    for sender in (publisher, gone):
+        sender.publish("a.b")
+        sender.broadcast("db")
+    before.publish("a.b")  # its sequence tells how many are missing
+    net.run(0.1)
+    gone.bye()
+    net.heal(0, 1)
+    net.run(4.0)
+    senders = {publisher.sender_id, gone.sender_id}
+    for since, session, plain in ((told, listener, True), (told, listener, False), (0, member, True)):  # fmt: skip
+        gaps = [gap for gap in session.gaps[since:] if gap.plain is plain]
+        assert {gap.sender_id for gap in gaps} == senders
+        assert {gap.count for gap in gaps} == {UNKNOWN_COUNT}
+        assert len(gaps) == len(senders)
+    assert net.relays[0].router._casts.away._begun == {}
+
+
 def test_a_subscriber_hears_at_once_that_a_link_on_the_way_was_lost(net: SimNetwork) -> None:
     publisher, listener = net.relays[0].session("publisher"), net.relays[1].session("listener")
     listener.subscribe("a.b")

@@ -30,12 +30,16 @@ class Place:
         self.alone, self.relay_id = True, RELAY
         self.held: list[object] | None = None
         self.opened = asyncio.Event()
+        self.awaited = 0
         store = StoreSupervisor(directory, directory / "x", "INFO") if data else None
         socket_path = directory / "relay.sock"
         self.door = Door(self, self, store, socket_path, self.opened.set)  # type: ignore[arg-type]
 
     def release(self) -> None:
         self.held = None
+
+    def wait_for_links(self, count: int, now_us: int) -> None:
+        self.awaited = count
 
     def link(self, *, stale: bool = False) -> None:
         self.alone = False
@@ -105,6 +109,7 @@ async def test_what_does_not_come_back_is_not_waited_for_any_longer(
         await place.opened.wait()
     assert not (tmp_path / WHOLE).exists()  # its store would not hear of what is published now
     assert place.kept == {"links": 0, "relay": RELAY.hex()}
+    assert place.awaited == 3  # what is published from now on is told to them when they are back
 
 
 async def test_a_store_that_somebody_has_to_mend_is_not_waited_for(tmp_path: Path) -> None:
