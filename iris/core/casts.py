@@ -213,8 +213,11 @@ class Casts:
         )
         flow = InFlow(declared, key, None)
         if gap.count == UNKNOWN_COUNT:
-            # The next message shows how many. If there is none, the number stays unknown.
-            self._lose(flow, None, gap.cause)
+            # The next message shows how many. If there is none, the number stays unknown. Of one loss both sides of a link may tell.
+            place = self._place(flow) if flow.plain else None
+            expected = self._guard.known(place) if place is not None else None
+            if expected is None or expected.unsure_again():
+                self._lose(flow, None, gap.cause)
         elif not flow.plain:
             # Members of a group see only their share, so the relay's number is the only one.
             self._lose(flow, gap.count, gap.cause)

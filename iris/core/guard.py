@@ -62,7 +62,7 @@ class Shares:
 class Sequence:
     """What is expected next from one sender for one address."""
 
-    __slots__ = ("known", "next", "told", "used_us")
+    __slots__ = ("known", "next", "told", "unsure", "used_us")
 
     def __init__(self) -> None:
         self.next = 0
@@ -71,6 +71,8 @@ class Sequence:
         """Losses below were announced by a relay. If such a message arrives, the announcement was wrong and is ignored."""
         self.known = False
         """Whether deliveries without a queue group were followed without a pause, so that a jump is a gap."""
+        self.unsure = -1
+        """What was expected next when a loss of unknown count was reported last."""
         self.used_us = 0
 
     def missing(self, first: int) -> int:
@@ -78,6 +80,13 @@ class Sequence:
         if first < self.told:
             self.told = 0
         return first - max(self.next, self.told)
+
+    def unsure_again(self) -> bool:
+        """Note that nobody knows how many are lost from here on. Returns False if that was reported already, and nothing came since."""
+        if self.unsure == self.next:
+            return False
+        self.unsure = self.next
+        return True
 
     def lost(self, first: int, count: int) -> tuple[int, int]:
         """Note that a relay dropped `count` from `first` on.
@@ -156,6 +165,10 @@ class Guard:
             self._sequences[place] = entry
             entry.used_us = now_us
         return entry
+
+    def known(self, place: Place) -> Sequence | None:
+        """Return the sequence of a sender of whom something opened; None if nothing did."""
+        return self._sequences.get(place)
 
     def announced(self, place: Place) -> Sequence:
         """Return the sequence of a sender whose losses a relay announced.

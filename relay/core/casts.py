@@ -6,11 +6,12 @@ every queue group which session, which relay or which site gets it. In the site 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from iris.core.aliases import Alias
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, END_AT
 from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
@@ -18,7 +19,7 @@ from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.ports import Accounts
-from relay.core.session import Neighbor, Route, Session, Target
+from relay.core.session import UNUSED, Neighbor, Route, Session, Target
 from relay.core.slow import SlowReceivers
 
 if TYPE_CHECKING:
@@ -36,13 +37,15 @@ _FIRST: Final = END_AT + 16
 class Casts:
     """The router's half that expects no answers."""
 
-    def __init__(self, accounts: Accounts, interest: Interest, slow: SlowReceivers) -> None:
+    def __init__(
+        self, accounts: Accounts, interest: Interest, slow: SlowReceivers, clock: Callable[[], int]
+    ) -> None:
         self._accounts = accounts
         self._interest = interest
         self._slow = slow
         self.begun = False
         """Something was published or broadcast."""
-        self.away = Away()
+        self.away = Away(clock)
         self.abroad: Federation
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
@@ -71,7 +74,7 @@ class Casts:
                 if not target.port.has_room(end - start):
                     self._too_slow(target, buf, start, count)
                     return
-                known = target.declare(tick)
+                known = self._declare(target, tick)
             known.used = tick
             ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
             if target.port.forward(buf, start, end, count):
@@ -91,11 +94,22 @@ class Casts:
             if not target.port.has_room(len(frame)):
                 self._too_slow(target, buf, start, count)
                 continue
-            ALIAS.pack_into(frame, ALIAS_AT, target.number(tick))
+            known = target.alias
+            if known.number < 0:
+                known = self._declare(target, tick)
+            known.used = tick
+            ALIAS.pack_into(frame, ALIAS_AT, known.number)
             if target.port.send(bytes(frame), count):
                 accounts.out += count
             else:
                 self._too_slow(target, buf, start, count)
+
+    def _declare(self, target: Target, tick: int) -> Alias:
+        if target.neighbor.hop_class:
+            self.away.began(
+                target.route
+            )  # if the connection is lost now, the other side does not know of it
+        return target.declare(tick)
 
     def _too_slow(self, target: Target, buf: memoryview, start: int, count: int) -> None:
         self._accounts.drop("slow receiver", count)
@@ -106,7 +120,7 @@ class Casts:
     def _resolve(self, route: Route) -> None:
         """Find who gets this route's casts while the interest stays as it is."""
         self.begun = True
-        if route.version < 0 and self.away:
+        if route.version == UNUSED or self.away:
             self.away.began(route)
         route.targets.clear()
         route.groups = ()
@@ -218,7 +232,7 @@ class Casts:
 
     def _gap_to_site(self, route: Route, gap: Gap) -> None:
         """The word of a loss takes the way of what was lost, so that it overtakes nothing."""
-        if route.version < 0:  # nothing was lost of it here: it began where its site was away
+        if route.version == UNUSED:  # nothing was lost of it here: it began where its site was away
             self._resolve(route)
         wan = self.abroad.wan_of(route)
         if wan is not None:
@@ -304,25 +318,23 @@ class Casts:
                 targets += [route.target(t, 0, not name, groups) for t in dict.fromkeys(takers)]
         return targets
 
-    def link_back(self, link: Link, now_us: int) -> None:
-        """The relay behind a link has said what it wants: it hears of what began while it was away."""
-        for route in self.away.back(link.relay_id, now_us):
-            for target in self._all_targets(route, link):
-                if target.neighbor is link and not target.delivery[-1]:
-                    link.tell(target.delivery, 0, UNKNOWN_COUNT, BEGAN)
-            self._told(route)
+    def link_back(self, link: Link) -> None:
+        """The relay behind a link has said what it wants: it hears of what was sent while it was away."""
+        for route in self.away.back(link.relay_id):
+            targets = self._all_targets(route, link)
+            self._tell_late(route, [target for target in targets if target.neighbor is link])
 
-    def site_back(self, site: str, now_us: int) -> None:
-        """As `link_back`, for another site. A gateway on the way passes the word on only for what was declared to it."""
-        for route in self.away.back(site, now_us):
-            for target in self._all_targets(route):
-                if target.delivery[-1] == site:
-                    target.number(self._interest.tick)
-                    target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, BEGAN)
-            self._told(route)
+    def site_back(self, site: str, *, connected: bool) -> None:
+        """As `link_back`, for another site; `connected`: this relay is its gateway."""
+        for route in self.away.back(site, connected=connected):
+            targets = self._all_targets(route)
+            self._tell_late(route, [target for target in targets if target.delivery[-1] == site])
 
-    @staticmethod
-    def _told(route: Route) -> None:
+    def _tell_late(self, route: Route, targets: Iterable[Target]) -> None:
+        for target in targets:
+            if target.delivery[-1]:  # a gateway on the way passes on what was declared to it
+                target.number(self._interest.tick)
+            target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, BEGAN)
         if route.neighbor.closed:
             route.release()
 

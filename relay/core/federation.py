@@ -145,7 +145,7 @@ class Federation:
                 if wan.stale:
                     wan.stale = False
                     self._tell_mesh(wan.site, now_us)
-                    self._casts.site_back(wan.site, now_us)
+                    self._casts.site_back(wan.site, connected=True)
             return
         if wan.resyncing:
             return  # the snapshot will have it
@@ -368,7 +368,7 @@ class Federation:
         else:
             self._told_whole(link, behind, coming, now_us)
         for site in behind.keys() - before:
-            self._casts.site_back(site, now_us)
+            self._casts.site_back(site, connected=False)
 
     def _told_whole(
         self, link: Link, behind: dict[str, Way], coming: frames.Interest, now_us: int
@@ -448,7 +448,7 @@ class Federation:
         ways = self.ways[way.site]
         del ways[way.number]
         if not way.stale and all(other.stale for other in ways.values()):
-            self._casts.away.left(way.site, now_us)
+            self._casts.away.left(way.site, final=final)
             if not final:
                 gone = self._suspended[way.site] = Suspended(way, now_us)
                 self.deadline_us = min(self.deadline_us, gone.until_us)

@@ -139,7 +139,8 @@ class Mesh:
             del self.links[link.relay_id]
             copy.link = None
             copy.until_us = now_us if link.bye else now_us + SUSPENDED_US
-            self._casts.away.left(link.relay_id, now_us)
+            self._casts.away.left(link.relay_id, final=link.bye)
+            self._casts.away.forget(link)
             self._due(copy.until_us)
         self._interest.version += 1
 
@@ -384,7 +385,7 @@ class Mesh:
             link.control(frames.Pong(ping))
         self._interest.version += 1
         if new:
-            self._casts.link_back(link, link.beats.last_us)
+            self._casts.link_back(link)
 
     def _apply(self, link: Link, change: frames.Interest) -> None:
         copy = link.copy
@@ -657,6 +658,7 @@ class Mesh:
                 else:
                     soonest = min(soonest, copy.until_us)
         if self.links and now_us >= self._peers_us:
+            self._casts.away.expire()
             self._peers_us = now_us + PEERS_US
             self._asked_peer += 1
             links = list(self.links.values())

@@ -114,7 +114,7 @@ class Router:
         self._entropy = entropy
         self._next_number = 1
         self.slow = SlowReceivers(lambda: self.now_us)
-        self._casts = casts = Casts(self.accounts, self.interest, self.slow)
+        self._casts = casts = Casts(self.accounts, self.interest, self.slow, lambda: self.now_us)
         self.mesh = Mesh(relay_id, self.interest, casts)
         self.mesh.members = self._members
         self.mesh.label = label
@@ -298,8 +298,6 @@ class Router:
             self._beat()
         if self.now_us >= self.mesh.deadline_us:
             self.mesh.expire(self.now_us)
-        if self.now_us >= self.abroad.deadline_us:
-            self.abroad.expire(self.now_us)
         if self.now_us >= self._calls.deadline_us:
             self._calls.expire(self.now_us)
         if self.now_us >= self.drains.deadline_us:
@@ -312,6 +310,10 @@ class Router:
             self.settling.expire(self.now_us)
         if self.now_us >= self.audiences.deadline_us:
             self.audiences.expire(self.now_us)
+        if (
+            self.now_us >= self.abroad.deadline_us
+        ):  # last: others' changes are to be told to other sites, too
+            self.abroad.expire(self.now_us)
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
         """Beat to a neighbor on another host from now on, and end it when it is silent."""
@@ -347,8 +349,9 @@ class Router:
 
     def wait_for_links(self, count: int, now_us: int) -> None:
         """This relay had so many links and WAN connections more before it was restarted, and lets sessions in without them."""
+        self.now_us = now_us
         for number in range(count):
-            self._casts.away.left(number, now_us)
+            self._casts.away.left(number, final=True)
 
     def drain(self, grace_ms: int) -> None:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""

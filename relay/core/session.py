@@ -115,6 +115,11 @@ class Asked:
         self.used_us = 0
 
 
+UNUSED: Final = -1
+RELEASED: Final = -2
+"""Versions of a route that was not resolved yet, or whose sender is gone."""
+
+
 class Route:
     """An alias that a neighbor declared: where its frames go. What is cached holds for one `version` of the interest.
 
@@ -177,7 +182,7 @@ class Route:
         """Members in other sites, nearest first, all of a site as one."""
         self.asked: Asked | None = None
         """Over a link: where its calls are counted."""
-        self.version = -1
+        self.version = UNUSED
         self.turn = 0
         """Rises with every choice, so that equals take turns."""
         self.single: Target | None = None
@@ -207,6 +212,9 @@ class Route:
             if neighbor is not None:
                 neighbor.aliases.free(delivery)
         self._declared = {}
+        # Who still refers to it (`relay.core.away`) keeps little.
+        self.targets, self.single, self.many, self.groups = {}, None, (), ()
+        self.version = RELEASED
 
     def target(
         self, taker: Taker, member: int, plain: bool = True, groups: tuple[str, ...] = ()

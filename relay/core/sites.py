@@ -203,6 +203,11 @@ class Wan(Neighbor):
         self.pulse = self.beats = Pulse(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
+    def forget(self) -> None:
+        """Its connection is gone: a cast that came over it may still be kept (`relay.core.away`)."""
+        super().forget()
+        self.told_us = {}
+
     def heard(self) -> None:
         """A beat came: the round trip, smoothed."""
         way, rtt_us = self.way, self.beats.rtt_us

@@ -120,6 +120,30 @@ def test_a_bundle_that_was_changed_on_the_way_and_comes_again_is_told_once() -> 
     assert receiver.session.dropped["late or repeated"] == 2
 
 
+def test_what_both_ends_of_a_link_tell_of_one_loss_is_told_once() -> None:
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    listener, sender = net.host(), net.host(relay=1)
+    inbox = listener.subscribe("a")
+    net.run()
+    for _ in range(2):
+        sender.publish("a", b"heard")
+        net.pass_time(10)
+        inbox.gaps.clear()
+        net.cut(ends)
+        sender.publish("a", b"lost")
+        net.host(relay=1).publish("a", b"lost")
+        net.run()
+        ends = net.link(0, 1)
+        assert [gap.count for gap in inbox.gaps] == [None, None]
+        assert len({gap.source for gap in inbox.gaps}) == 2
+    sender.publish("a", b"heard")
+    net.run()
+    assert [gap.count for gap in inbox.gaps] == [None, None, 1]
+    assert inbox.payloads == [b"heard"] * 3
+    net.check()
+
+
 def test_settle_is_answered_once_the_linked_relays_know() -> None:
     net = Network(relays=2)
     net.link(0, 1)

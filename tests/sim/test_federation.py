@@ -412,7 +412,7 @@ def test_a_wan_that_stalls_and_heals_tells_what_it_cost(stalled_s: float) -> Non
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_what_began_while_a_site_was_away_is_told_there_when_it_is_back(place: int) -> None:
+def test_what_was_sent_while_a_site_was_away_is_told_there_when_it_is_back(place: int) -> None:
     net = federation(5)
     subscriber, member = net.at("ber", 2).session("s"), net.at("ber", 1).session("m")
     subscriber.subscribe("news")

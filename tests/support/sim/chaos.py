@@ -33,8 +33,8 @@ BY_DESIGN: Final = {
     "Pulse.samples": "16 samples of the other clock",
     "SlowReceivers._slow": "256 receivers, kept for operators after they left",
     "Slow.topics": "64 addresses of each",
-    "Away._since": "1,024 relays and sites, which may come back for an hour",
-    "Away._begun": "4,096 casts that began since one of these left",
+    "Away._left": "1,024 relays and sites, which may come back for an hour",
+    "Away._begun": "4,096 casts that were sent since one of these left",
     "Away._users": "whose they are",
 }
 """Tables with a bound of their own, which need not be empty when everybody has left."""

@@ -303,13 +303,15 @@ class Ledger:
             self._sent.append(cast)
 
     def audit(self) -> None:
-        """At rest: what was sent to a receiver by an unbroken way arrived, or it was told what it lost."""
+        """At rest: what was sent within a site, or to another by an unbroken way, arrived, or its receiver was told of the loss."""
         for cast in self._sent:
             kind, name, key = cast.address
             if not cast.sender.relay.alive:
                 continue
             for session, serial in cast.receivers:
-                if session.closed or session.leaving or not self._unbroken(cast, session):
+                if session.closed or session.leaving or not session.relay.alive:
+                    continue
+                if cast.sender.relay.site != session.relay.site and not self._unbroken(cast, session):  # fmt: skip
                     continue
                 if serial:
                     if serial not in session.members or session.members[serial].leaving:

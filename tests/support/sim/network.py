@@ -662,6 +662,7 @@ class SimNetwork:
         assert not old.alive
         relay = self.relays[place] = SimRelay(self, place, old.offset_us, old.generation + 1)
         self.note(f"{relay} starts")
+        relay.router.wait_for_links(len(self.wired(place)), relay.mono_us)  # as the door does
         for other in self.wired(place):
             self.dial(place, other)
         return relay
