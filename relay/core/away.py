@@ -69,8 +69,7 @@ class Away:
             del self._left[next(iter(self._left))]
         since = self._order
         if not final:
-            unsure = (at for at, began_us in self._begun.values() if began_us > now_us - UNSURE_US)
-            since = next(unsure, since + 1) - 1
+            since = next((self._begun[route][0] for route in self.unsure()), since + 1) - 1
         self._left[who] = _Left(since, now_us + AWAY_US, final)
 
     def began(self, route: Route) -> None:
@@ -86,6 +85,11 @@ class Away:
         self._users[user] = mine
         self._order += 1
         self._begun[route] = self._order, self._clock()
+
+    def unsure(self) -> list[Route]:
+        """Return what began so lately that a connection which is lost now may not have carried it."""
+        since_us = self._clock() - UNSURE_US
+        return [route for route, (_, began_us) in self._begun.items() if began_us > since_us]
 
     def back(self, who: Who, *, connected: bool = True) -> list[Route]:
         """Return what was sent while a relay or site was away. If it is `connected` to this relay and was not known, it may be one that left, started again."""

@@ -330,6 +330,14 @@ class Casts:
             targets = self._all_targets(route)
             self._tell_late(route, [target for target in targets if target.delivery[-1] == site])
 
+    def way_lost(self, way: Way, began: Iterable[Route]) -> None:
+        """One of several ways to a site is lost: what went that way and is not known there is told another way."""
+        for route in began:
+            targets = self._all_targets(route)
+            self._tell_late(
+                route, [target for target in targets if target.delivery[-1] == way.site]
+            )
+
     def _tell_late(self, route: Route, targets: Iterable[Target]) -> None:
         for target in targets:
             if target.delivery[-1]:  # a gateway on the way passes on what was declared to it

@@ -388,7 +388,7 @@ class Federation:
             if site in reached:
                 self._replace(behind[site], clusters, topics, now_us)
             else:
-                self._remove(behind.pop(site), now_us)
+                self._remove(behind.pop(site), now_us, drained=True)
 
     def _told_site(self, link: Link, behind: dict[str, Way], entry: SiteEntry, now_us: int) -> None:
         """A gateway reaches a site, or does no more."""
@@ -436,7 +436,7 @@ class Federation:
         """A link is gone: no way leads over it."""
         self._coming.pop(link.number, None)
         for way in self._behind.pop(link.number, {}).values():
-            self._remove(way, now_us)
+            self._remove(way, now_us, drained=link.bye)
 
     # -- ways ------------------------------------------------------------------------------------------------
 
@@ -444,10 +444,16 @@ class Federation:
         self.ways.setdefault(way.site, {})[way.number] = way
         self._interest.version += 1
 
-    def _remove(self, way: Way, now_us: int, *, final: bool = False) -> None:
+    def _remove(self, way: Way, now_us: int, *, final: bool = False, drained: bool = False) -> None:
+        """Forget a way. `final`: the other end said goodbye; `drained`: so will a gateway of ours, once all that it has is through."""
         ways = self.ways[way.site]
         del ways[way.number]
-        if not way.stale and all(other.stale for other in ways.values()):
+        began: list[Route] = []
+        if not way.stale and any(not other.stale for other in ways.values()):
+            if not (final or drained):
+                unsure = self._casts.away.unsure()
+                began = [route for route in unsure if route.vias.get(way.site) == way.number]
+        elif not way.stale:
             self._casts.away.left(way.site, final=final)
             if not final:
                 gone = self._suspended[way.site] = Suspended(way, now_us)
@@ -461,6 +467,7 @@ class Federation:
             for place in way.topics:
                 summary.touch_topic(place)
         way.empty(self._interest)
+        self._casts.way_lost(way, began)
 
     def takers(self, route: Route, ways: Iterable[Way]) -> list[Way]:
         """Return one of `ways` for each site that a route's messages may go to, nearest first, the way taken before if it still leads there.

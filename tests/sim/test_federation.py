@@ -442,6 +442,26 @@ def test_what_was_sent_while_a_site_was_away_is_told_there_when_it_is_back(place
     rest(net)
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_went_a_way_that_was_dead_already_is_told_another_way(place: int) -> None:
+    net = federation(6)
+    subscriber = net.at("ber", 2).session("s")
+    subscriber.subscribe("news")
+    settle(net)
+    for pair in through(net, net.places["ams"][0]):
+        net.stop(*pair)
+    publishers = [net.at("ams", place).session(f"p{number}") for number in range(8)]
+    tags = [publisher.publish("news") for publisher in publishers]
+    net.run(6.0)
+    lost = {
+        p.sender_id for p, tag in zip(publishers, tags, strict=True) if not got(subscriber, tag)
+    }
+    assert lost
+    assert place == 0 or len(lost) < 8
+    assert {gap.sender_id for gap in subscriber.gaps} >= lost
+    rest(net)
+
+
 @pytest.mark.parametrize("wire", [(0, 1), (0, 2), (2, 3)])
 def test_a_full_queue_anywhere_on_the_way_to_another_site_is_told(
     wire: tuple[int, int],
