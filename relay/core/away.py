@@ -1,7 +1,11 @@
-"""Relays and sites that are away, and the casts that began meanwhile: those behind them hear of the loss when they are back.
+"""Relays and sites that are away, and the casts that were sent meanwhile. Whoever is behind them hears of the loss when they are back.
 
-Of a sender that was there before, they count what is missing themselves, by its sequence. A sender that began later is unknown to them.
-A relay that was started again has another id: one that was not known may be any of those that left, and takes the place of one.
+A receiver that heard a sender before counts what is missing by its sequence. A receiver that did not cannot know of the loss.
+
+    link or site lost ──► left ── each cast that is sent or declared ──► began ── link or site up, its interest known ──► back ──► GAP
+
+A relay that was started again has another id. So a relay that was not known may be any of those that left: it is told what any of them
+may have missed, and takes the place of one.
 """
 
 from __future__ import annotations
@@ -15,13 +19,13 @@ from relay.core.session import Neighbor, Route
 AWAY_US: Final = 3_600_000_000
 """Who stays away for longer does not count as coming back."""
 UNSURE_US: Final = 5_000_000
-"""A connection that is lost may have carried nothing for so long: it is given up after 3 s of silence."""
+"""A connection is given up after 3 s of silence: what it was given in its last 5 s may not have arrived."""
 CLAIMED_US: Final = 300_000_000
-"""Who was lost may come back for so long after a relay that was not known took its place: it was another."""
+"""A relay that was lost may still come back, for so long, after one that was not known took its place."""
 MAX_AWAY: Final = 1024
 """Relays and sites; of more, the one that left first is forgotten."""
 MAX_BEGUN: Final = 4096
-"""Casts (an address and its sender) that begin while somebody is away, of all users; the loss of more is counted, not told."""
+"""Casts (an address and its sender) that are remembered, of all users. The loss of more is counted, not told."""
 
 Who = bytes | str | int
 """A relay's id, a site's name, or the number of one that this relay's predecessor was connected to and that is not back."""
@@ -34,24 +38,24 @@ class _Left:
 
     def __init__(self, since: int, until_us: int, final: bool) -> None:
         self.since = since
-        """What began after this place is unknown there."""
+        """It may have missed all casts after this place in the order."""
         self.until_us = until_us
         """When it is forgotten."""
         self.final = final
-        """It said goodbye, or is known by its number alone: it comes back as another."""
+        """It comes back under another id, if it does."""
         self.claimed = False
         """Another took its place."""
 
 
 class Away:
-    """Who is away from one relay, since when, and what began since."""
+    """Who is away from one relay, and the casts that they may have missed."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
         self._left: dict[Who, _Left] = {}
         """Who left first comes first."""
         self._begun: dict[Route, tuple[int, int]] = {}
-        """Its place, and when it began: since the first left, or a moment ago."""
+        """Cast -> its place in the order, and when it was noted. The latest comes last."""
         self._users: dict[str, int] = {}
         """User -> how many of these are of its senders: at most all but a quarter."""
         self._order = 0
@@ -62,7 +66,7 @@ class Away:
         return len(self._left)
 
     def left(self, who: Who, *, final: bool) -> None:
-        """A relay or site is not reached any more. Unless that is `final`, for it said goodbye, it may have missed what began before."""
+        """A relay or site is not reached any more. `final`: it said goodbye, so that it has all that was sent before."""
         now_us = self._clock()
         self._left.pop(who, None)
         if len(self._left) >= MAX_AWAY:
@@ -73,7 +77,7 @@ class Away:
         self._left[who] = _Left(since, now_us + AWAY_US, final)
 
     def began(self, route: Route) -> None:
-        """The first message of a cast is being routed, or the first over one more connection."""
+        """A cast is being sent for the first time, for the first time over a connection, or while somebody is away."""
         self._tidy()
         if route in self._begun:
             self._drop(route)
@@ -87,12 +91,12 @@ class Away:
         self._begun[route] = self._order, self._clock()
 
     def unsure(self) -> list[Route]:
-        """Return what began so lately that a connection which is lost now may not have carried it."""
+        """Return the casts that a connection which is lost now may not have carried."""
         since_us = self._clock() - UNSURE_US
         return [route for route, (_, began_us) in self._begun.items() if began_us > since_us]
 
     def back(self, who: Who, *, connected: bool = True) -> list[Route]:
-        """Return what was sent while a relay or site was away. If it is `connected` to this relay and was not known, it may be one that left, started again."""
+        """Return the casts that a relay or site may have missed. One that is `connected` to this relay and was not known may be one that left."""
         self.expire()
         since = self._order
         if who in self._left:
