@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from iris.core.asks import NEVER_US
@@ -23,6 +25,8 @@ from iris.wire.frames import Hello
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 8192
+NEVER_PAUSES = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
+"""asyncio's `writelines` does not look at the high-water mark, so that its buffer has no bound (CVE-2024-12254)."""
 
 
 class Writer:
@@ -46,19 +50,27 @@ class Writer:
             chunks = [b"".join(chunks)]  # copying small pieces is cheaper than listing them
         transport = self._transport
         if self._fd < 0 or transport.is_closing() or transport.get_write_buffer_size():
-            transport.writelines(chunks)
+            self._leave(chunks)
             return
         try:
             sent = os.writev(self._fd, chunks)
         except OSError:  # full, or broken: the transport waits, or finds out
-            transport.writelines(chunks)
+            self._leave(chunks)
             return
         if sent < size:
             for index, chunk in enumerate(chunks):
                 if sent < len(chunk):
-                    transport.writelines([memoryview(chunk)[sent:], *chunks[index + 1 :]])
+                    self._leave([memoryview(chunk)[sent:], *chunks[index + 1 :]])
                     return
                 sent -= len(chunk)
+
+    def _leave(self, chunks: Sequence[bytes | memoryview]) -> None:
+        transport = self._transport
+        transport.writelines(chunks)
+        if NEVER_PAUSES:
+            low, high = transport.get_write_buffer_limits()
+            if transport.get_write_buffer_size() > high:
+                transport.set_write_buffer_limits(high, low)  # this pauses
 
 
 class Outgoing(Protocol):
