@@ -6,12 +6,13 @@ TOPIC with `slow` ──► TOPIC to every link that leads to subscribers ──
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from iris.wire import frames
+from iris.wire.codec import MAX_CONTROL_BYTES
 from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, HopClass, SlowEntry
 from iris.wire.names import printable
 from relay.core.link import Link
@@ -26,6 +27,10 @@ ASK_US: Final = 500_000
 """Other relays are waited for no longer."""
 MAX_ASKED: Final = 4096
 """Questions that wait for other relays; more are answered with what this relay knows."""
+_SLOW_BYTES: Final = MAX_CONTROL_BYTES - 1024
+"""For the slow receivers in one frame."""
+_ENTRY_BYTES: Final = 48
+"""Most that one of them takes besides its texts."""
 
 
 class _Asked:
@@ -88,7 +93,7 @@ class Audiences:
         ]  # fmt: skip
         before = asked.audience
         asked.audience = msgspec.structs.replace(
-            before, dropped=_capped(before.dropped + audience.dropped), slow=[*before.slow, *slow][:MAX_SLOW_TOLD]
+            before, dropped=_capped(before.dropped + audience.dropped), slow=_fitting([*before.slow, *slow])
         )  # fmt: skip
         if not asked.open:
             self._end(audience.id)
@@ -130,7 +135,8 @@ class Audiences:
             SlowEntry(each.label, _capped(dropped), now_us - each.since_us, now_us - each.last_us, self._relay, each.pid, each.address, each.link)
             for each, dropped in found[:MAX_SLOW_TOLD]
         ]  # fmt: skip
-        return frames.Audience(topic.id, count, _capped(sum(dropped for _, dropped in found)), slow)
+        dropped = _capped(sum(dropped for _, dropped in found))
+        return frames.Audience(topic.id, count, dropped, _fitting(slow))
 
     def _links(self, topic: frames.Topic) -> Iterable[Link]:
         """Return the links that lead to subscribers, whose relays take the question."""
@@ -142,6 +148,19 @@ class Audiences:
             if taker.hop_class == HopClass.MESH and isinstance(taker, Link) and taker.minor >= AUDIENCE_MINOR
         }  # fmt: skip
         return list(links.values())
+
+
+def _fitting(slow: Sequence[SlowEntry]) -> list[SlowEntry]:
+    """Return as many as one frame takes, whatever other relays call theirs."""
+    fitting = []
+    left = _SLOW_BYTES
+    for entry in slow[:MAX_SLOW_TOLD]:
+        texts = entry.label + entry.relay + entry.address
+        left -= _ENTRY_BYTES + (len(texts) if texts.isascii() else 4 * len(texts))
+        if left < 0:
+            break
+        fitting.append(entry)
+    return fitting
 
 
 def _capped(count: int) -> int:
