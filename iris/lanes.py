@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from iris.core.message import Message
 
@@ -13,14 +13,12 @@ Lane = tuple[bytes, str]
 class Waiting:
     """One bundle. All its messages are of one publisher and topic."""
 
-    __slots__ = ("lane", "messages", "size", "taken")
+    __slots__ = ("lane", "messages", "size")
 
     def __init__(self, lane: Lane, messages: list[Message], size: int) -> None:
         self.lane = lane
         self.messages = messages
         self.size = size
-        self.taken = False
-        """It is at a handler, or was dropped."""
 
 
 class Lanes:
@@ -29,7 +27,8 @@ class Lanes:
     __slots__ = ("_all", "_lanes", "_ready", "_running")
 
     def __init__(self) -> None:
-        self._all: deque[Waiting] = deque()
+        self._all: OrderedDict[Waiting, None] = OrderedDict()
+        """What waits, the oldest first. Not a deque: what was taken goes from the middle, however long its neighbors stay."""
         self._lanes: dict[Lane, deque[Waiting]] = {}
         """Of each lane that has something waiting."""
         self._ready: deque[Lane] = deque()
@@ -49,7 +48,7 @@ class Lanes:
         first = messages[0]
         lane = (first.source, first.name)
         waiting = Waiting(lane, messages, size)
-        self._all.append(waiting)
+        self._all[waiting] = None
         known = self._lanes.get(lane)
         if known is not None:
             known.append(waiting)
@@ -75,24 +74,18 @@ class Lanes:
 
     def drop_oldest(self) -> tuple[list[Message], int] | None:
         """Remove and return what waits for the longest time; None if nothing waits."""
-        all_of_them = self._all
-        while all_of_them:
-            waiting = all_of_them.popleft()
-            if waiting.taken:
-                continue
-            lane = waiting.lane
-            self._next(lane)  # the oldest of all is the oldest of its lane
-            if lane not in self._lanes and lane not in self._running:
-                self._ready.remove(lane)
-            return waiting.messages, waiting.size
-        return None
+        if not self._all:
+            return None
+        lane = next(iter(self._all)).lane
+        waiting = self._next(lane)  # the oldest of all is the oldest of its lane
+        if lane not in self._lanes and lane not in self._running:
+            self._ready.remove(lane)
+        return waiting.messages, waiting.size
 
     def _next(self, lane: Lane) -> Waiting:
         known = self._lanes[lane]
         waiting = known.popleft()
-        waiting.taken = True
+        del self._all[waiting]
         if not known:
             del self._lanes[lane]
-        while self._all and self._all[0].taken:
-            self._all.popleft()
         return waiting
