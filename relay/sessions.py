@@ -58,6 +58,8 @@ class SessionHub:
         """Connections accepted whose ports are not made yet."""
         self.held: list[tuple[socket.socket, SessionPort]] | None = None
         """Sessions that are accepted and not read, while the store is to come first; None: nobody is held."""
+        self.over = False
+        """The relay has said its last word: who has not greeted never does."""
         self.users = Table(config.max_sessions)
         """Sessions per user. A connection over TLS counts once its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
@@ -116,6 +118,13 @@ class SessionHub:
         }
         event = "link.slow" if slow.link else "session.slow"
         self.quiet.warning(log, event, (slow.label, slow.pid), time.monotonic(), fields)
+
+    def let_in_no_more(self) -> None:
+        """Cut whoever has not greeted, and those that are being accepted as they come. Nothing of theirs was taken. Idempotent."""
+        self.over = True
+        for port in list(self.ports):
+            if not port.session.greeted:
+                port.abort("the relay stops")
 
     def has_place(self, user: str = "") -> bool:
         """Whether there is a place for one more session, of `user` if known. A refusal is counted and logged."""
@@ -253,6 +262,8 @@ class SessionPort(ConnectionPort):
             name = transport.get_extra_info("peername")
             self.session.address = show(*name[:2]) if name else ""
             self._admit(transport.get_extra_info("ssl_object"), channel_of)
+        if self._hub.over:
+            self.abort("the relay stops")
 
     def _admit(self, tls: ssl.SSLObject, channel_of: ChannelOf) -> None:
         self.context = tls.context

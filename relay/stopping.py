@@ -81,6 +81,8 @@ class Stopping:
 
     def _cut(self, bound_s: float) -> bool:
         """The grace is over: what is still under way is said, and that nobody knows what else was sent. Return whether all had ended."""
+        # A store is told that nothing is missing: what is taken after that would be.
+        self._sessions.let_in_no_more()
         drains = self._router.drains
         drains.answer_byes(over=True)
         calls, tunnels = self._router.under_way
