@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -75,7 +75,7 @@ class Store:
         self.address = public_id(key.public_key).hex()
         self.label = label
         self.clock = Clock()
-        self.presence = Presence(key, self.address, self._late)
+        self.presence = Presence(key, self.address, self._late, self._refused)
         self.continuity = Continuity()
         self._left = directory / WHOLE
         self.authority = Authority(key.public_key)
@@ -209,7 +209,8 @@ class Store:
         self.leaving = False
         for stream in self.streams.values():
             if stream.orders and not stream.dead:
-                if not first and stream.uuid not in self.continuity.whole:
+                gone_by = not first and stream.uuid not in self.continuity.whole
+                if gone_by or stream.log is None:
                     self._missed(stream, "the relay was away")
                 self._serve(stream, told(stream.name))
 
@@ -224,10 +225,19 @@ class Store:
             if stream.uuid in missing:
                 self._missed(stream, "the store was not there yet")
 
+    def _refused(self, streams: Iterable[Stream]) -> None:
+        """The relay sends these nothing of what they record."""
+        for stream in streams:
+            self._missed(stream, "the relay refused what it records")
+
     def _missed(self, stream: Stream, cause: str) -> None:
-        if stream.log is not None and (stream.definition.topic or stream.definition.cluster):
-            stream.note(None, cause)
-            self._touch(stream)
+        if not (stream.definition.topic or stream.definition.cluster):
+            return
+        if stream.log is None:
+            stream.unheard = True  # it is noted when there is a log
+            return
+        stream.note(None, cause)
+        self._touch(stream)
 
     def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
         """The session has ended. `complete`: `relay` said so of what it sent."""
@@ -389,6 +399,10 @@ class Store:
                     if not was_open and not stream.dead and stream.log is not None:
                         # The definition file beside a log may be older than the log's own.
                         self._take_up(stream, stream.log.definition)
+                        if stream.unheard or stream.definition.cluster:
+                            # Between two memberships broadcasts may pass by.
+                            self._missed(stream, "its log could not be opened")
+                        stream.unheard = False
                         self._place(stream)
                         self._leave(stream)
                         self._serve(stream, told(stream.name))

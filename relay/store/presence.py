@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -28,9 +28,9 @@ class Heard:
     """Waits for one Ack (a `Waiter`), and calls back with what was wrong, or "", and the member that it made."""
 
     def __init__(
-        self, then: Callable[[str, int], None], late: Callable[[], None] | None = None
+        self, then: Callable[[str, int], None], late: Callable[[str], None] | None = None
     ) -> None:
-        """`late` is called before, if the Ack refuses, or says that something was routed already."""
+        """`late` is called before, with what was wrong, if the Ack refuses, or says that something was routed already."""
         self._then: Callable[[str, int], None] | None = then
         self._late = late
 
@@ -39,7 +39,7 @@ class Heard:
 
     def set_result(self, result: Any, /) -> None:
         if self._late is not None and (result.error or not result.fresh):
-            self._late()
+            self._late(result.error)
         self._tell(result.error, result.member)
 
     def set_exception(self, exception: BaseException, /) -> None:
@@ -78,7 +78,7 @@ class Asks:
         self._error = ""
 
     def heard(
-        self, also: Callable[[int], None] | None = None, late: Callable[[], None] | None = None
+        self, also: Callable[[int], None] | None = None, late: Callable[[str], None] | None = None
     ) -> Heard:
         """Return what waits for one of them; `also` is called with the member it made, if all went well."""
         self._open += 1
@@ -105,13 +105,17 @@ class Asks:
 class Presence:
     """One store at one relay; empty after every loss of the session."""
 
-    def __init__(self, key: StoreKey, address: str, late: Callable[[], None]) -> None:
-        """`late` is called when the relay says that it routed something before it heard what we record."""
+    def __init__(
+        self, key: StoreKey, address: str, late: Callable[[], None], refused: Callable[[Iterable[Stream]], None]
+    ) -> None:  # fmt: skip
+        """`late` is called when the relay says that it routed something before it heard what we record, and `refused` with
+        the streams that it sends nothing."""
         self.session: StoreSession | None = None
         self.members: dict[int, Stream] = {}
         """By the member that takes a cluster's share for it."""
         self._key = key
         self._late = late
+        self._refused = refused
         self._address = address
         self._served: dict[bytes, list[int]] = {}
         """Members of a stream, by its uuid."""
@@ -160,12 +164,18 @@ class Presence:
                 session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
         if definition.cluster and recording:
             shares = self._joined(stream, shares=True)
-            session.join(
-                definition.cluster, stream.live_ids, _SHARE, "", asks.heard(shares, self._late)
-            )
+            late = partial(self._missed, [stream])
+            session.join(definition.cluster, stream.live_ids, _SHARE, "", asks.heard(shares, late))
         if definition.topic and recording:
             self._want(session, definition.topic, all_streams, asks)
         asks.sent()
+
+    def _missed(self, streams: Sequence[Stream], error: str) -> None:
+        """The relay sends these nothing, or had routed something before it heard of them."""
+        if error:
+            self._refused(streams)
+        else:
+            self._late()
 
     def _joined(self, stream: Stream, *, shares: bool = False) -> Callable[[int], None]:
         """Return what notes a member of a stream, or has it leave at once if `leave` came before the relay's answer."""
@@ -223,11 +233,13 @@ class Presence:
         The frames go out together, so the relay routes nothing between the end of one subscription and the next.
         """
         found: dict[bytes, None] = {}
+        recorders = []
         for stream in streams:
             definition = stream.definition
             recording = not definition.paused and stream.log is not None
             if definition.topic == topic and recording and stream.uuid in self._served:
                 found.update(dict.fromkeys(stream.live_ids))
+                recorders.append(stream)
         wanted = tuple(found)
         if wanted == self._filters.get(topic, ()):
             return
@@ -235,8 +247,14 @@ class Presence:
             session.ask(lambda number: Unsubscribe(number, topic), asks.heard())
         if wanted:
             self._filters[topic] = wanted
+
+            def late(error: str) -> None:
+                if error:
+                    self._filters.pop(topic, None)  # it is asked for again
+                self._missed(recorders, error)
+
             session.ask(
-                lambda number: Subscribe(number, topic, list(wanted)), asks.heard(late=self._late)
+                lambda number: Subscribe(number, topic, list(wanted)), asks.heard(late=late)
             )
 
 

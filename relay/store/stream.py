@@ -109,6 +109,8 @@ class Stream:
         """Messages that a failed disk did not take, to be told when it does again ..."""
         self._unrecorded_more = False
         """... and others that nobody counted."""
+        self.unheard = False
+        """While its log was not open nothing was recorded, and nobody counted what that was."""
         self._noted = ("", -1)
         """The last gap of unknown count: its cause, and the offset after it."""
         self._waiting: list[tuple[int, Question, Fetch]] = []

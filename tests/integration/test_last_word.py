@@ -35,7 +35,7 @@ async def store_of(relay: Relay) -> AsyncIterator[Wire]:
 async def test_who_greets_after_the_last_word_to_a_store_is_not_let_in(tmp_path: Path) -> None:
     relay = Relay(RelayConfig(socket_path=tmp_path / "relay.sock", dev=True, drain_timeout_s=10))
     await relay.start()
-    stopping = None
+    stopping: asyncio.Task[None] | None = None
     try:
         async with store_of(relay) as store, Wire(relay.config.socket_path, KEY) as late:
             await eventually(lambda: len(relay.hub.ports) == 2)
@@ -53,4 +53,4 @@ async def test_who_greets_after_the_last_word_to_a_store_is_not_let_in(tmp_path:
         async with asyncio.timeout(PATIENCE_S):
             await stopping
     finally:
-        await (stopping or relay.stop(drain_s=0))
+        await (relay.stop(drain_s=0) if stopping is None else stopping)
