@@ -446,15 +446,19 @@ def load_config(
     if file is None and (named := environ.get(_FILE_VARIABLE)):
         file = Path(named)
     values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     if file is not None:
         for name, value in _read(file).items():
-            values[name] = _parse(name, value, f"{file}: {name}")
+            sources[name] = f"{file}: {name}"
+            values[name] = _parse(name, value, sources[name])
     for variable in sorted(environ):
         if variable.startswith(ENVIRONMENT_PREFIX) and variable != _FILE_VARIABLE:
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            sources[name] = variable
             values[name] = _parse(name, environ[variable], variable)
     for name, value in argv_overrides.items():
         if value is not None:
+            sources.pop(name, None)
             given = name in _GIVEN_ONLY
             values[name] = value if given else _parse(name, value, name)
     values = {_FIELDS.get(name, name): value for name, value in values.items()}
@@ -462,7 +466,13 @@ def load_config(
     default_path = paths.default_socket(environ, os.geteuid() if uid is None else uid)
     socket_path = values.pop("socket_path", default_path)
     preset = dev if values.get("dev") else lan
-    return replace(preset(socket_path), **values)
+    try:
+        return replace(preset(socket_path), **values)
+    except ConfigError as err:
+        name, colon, rest = str(err).partition(":")
+        if name not in sources:
+            raise
+        raise ConfigError(f"{sources[name]}{colon}{rest}") from err
 
 
 def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> dict[str, str]:

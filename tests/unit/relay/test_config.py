@@ -394,3 +394,17 @@ def test_every_field_says_what_it_is() -> None:
         declaration = source.index(f"\n    {found.name}: ")
         following = source[declaration + 1 :].split("\n", 2)[1]
         assert following.startswith('    """'), found.name
+
+
+def test_a_value_out_of_its_range_is_named_with_its_source(tmp_path: Path) -> None:
+    file = written(tmp_path / "relay.toml", 'log_level = "LOUD"\n')
+    with pytest.raises(ConfigError) as raised:
+        load(file=file)
+    assert str(raised.value).startswith(f"{file}: log_level: 'LOUD' is none of ")
+    environ = {"IRIS_RELAY_LOG_LEVEL": "QUIET", "IRIS_RELAY_PORT": "99999"}
+    with pytest.raises(ConfigError, match=r"^IRIS_RELAY_PORT: 99999 is not from 0 to 65535$"):
+        load(environ={"IRIS_RELAY_PORT": "99999"}, file=written(file, "port = 0\n"))
+    with pytest.raises(ConfigError, match=r"^IRIS_RELAY_LOG_LEVEL: 'QUIET' "):
+        load({"port": 7430}, environ)
+    with pytest.raises(ConfigError, match=r"^port: 70000 is not "):
+        load({"port": 70_000, "log_level": "INFO"}, environ)
