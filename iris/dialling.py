@@ -232,7 +232,9 @@ async def dial_remote(
             "port of `iris relay --listen`"
         ) from err
     except OSError as err:
-        raise RelayUnavailable(f"no relay at {address[0]}:{address[1]} ({err})") from err
+        raise RelayUnavailable(
+            f"no relay at {address[0]}:{address[1]} ({err}); `iris relay --listen tls://HOST:PORT` takes sessions there"
+        ) from err
 
 
 async def dial(path: Path, relay_user: str) -> socket.socket:

@@ -116,6 +116,7 @@ def relay(
       iris relay --join 10.0.0.7:7430
       iris relay --listen tls://0.0.0.0:7431
       iris relay --data /var/lib/iris
+      iris relay --config relay.toml --check
       iris relay --site eu --site-key eu.toml --gateway tls://0.0.0.0:7440 \\
           --peer-site us=tls://gw.us.example:7440#FINGERPRINT
     """

@@ -37,7 +37,9 @@ class AlreadyRunning(IrisError):
 
     def __init__(self, path: Path, pid: int | None) -> None:
         who = "another process" if pid is None else f"process {pid}"
-        super().__init__(f"a relay already serves {path}: {who}")
+        super().__init__(
+            f"a relay already serves {path}: {who}; stop it first, or give this one another --socket"
+        )
         self.path = path
         self.pid = pid
 

@@ -60,7 +60,8 @@ HELP = """Talk to clusters by name, from a shell.
 
     \b
     Environment:
-      IRIS_RELAY   the relay: path of its socket, or tls://host:port
+      IRIS_RELAY   the relay: path of its socket, or tls://host:port; of several
+                   one that answers: tls://a:7431,tls://dns:NAME:7431
       IRIS_CONFIG  directory of keyring.toml, network.toml and access.pem; without
                    it $XDG_CONFIG_HOME/iris, else ~/.config/iris
       IRIS_ACCESS  access file for tls://; without it access.pem of that directory

@@ -52,8 +52,9 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = output.console()
+    process = f"process {report['pid']}, " if "pid" in report else ""
     console.print(
-        f"[bold]relay[/] {report['relay']}  process {report.get('pid', '?')}, up {_duration(report.get('uptime_s', 0))}"
+        f"[bold]relay[/] {report['relay']}  {process}up {_duration(report.get('uptime_s', 0))}"
         + (", draining" if report["draining"] else "")
     )
     if "socket" in report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run
+from iris.cli.members import saying_what_they_take
 
 
 def survey(
@@ -31,7 +32,7 @@ def survey(
     headers = options.parse_headers(header)
 
     async def work() -> int:
-        async with iris.connect(relay) as client:
+        async with iris.connect(relay) as client, saying_what_they_take(client, cluster):
             answers = client.survey(cluster, body, timeout=timeout, headers=headers, scope=scope)
             async for message in answers:
                 output.show(message, as_json=json)

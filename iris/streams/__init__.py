@@ -87,6 +87,10 @@ _Places = list[tuple[asyncio.Future[int], int]]
 PATIENCE_S: Final = 30.0
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""
+_CHANGEABLE: Final = frozenset(
+    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us"}
+)
+"""Fields of a definition that `change` changes."""
 __all__ = [
     "CommitInfo",
     "Consumer",
@@ -669,7 +673,13 @@ def _same(found: Known, definition: Definition) -> StreamInfo:
         if getattr(there, field) != getattr(definition, field)
     ]
     held = f"it is held by the store on {found.described.label} as log {found.order.uuid.hex()}"
-    raise StreamExists(definition.name, f"{held}, with another {', '.join(differ)}")
+    named = ", ".join(field.removesuffix("_us") for field in differ)
+    advice = (
+        "`iris stream change` changes that"
+        if _CHANGEABLE.issuperset(differ)
+        else "give this one another name, or the same definition"
+    )
+    raise StreamExists(definition.name, f"{held}, with another {named}; {advice}")
 
 
 def _info(known: Known) -> StreamInfo:

@@ -63,6 +63,7 @@ _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 NOBODY: Final = "no store holds it"
+_MISSING: Final = "; `iris stream list` shows those that are there, `iris stream create` makes one"
 """So a relay begins to say that nobody serves a stream."""
 START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --data DIR`"
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class Stores:
             got = await waiter
         except NoMembers as err:
             why = err.detail.removeprefix(NOBODY)  # which stores cannot serve
-            why = why if why != err.detail else ""
+            why = why if why != err.detail else _MISSING
             missing = NoStream(shown, f"no store holds it under our keys{why}")
             missing.passing = True  # as far as our relay knows
             raise missing from err

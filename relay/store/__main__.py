@@ -84,7 +84,7 @@ def salvage(
 
     Reads every stream. One that is damaged is written again with all that can be read, at the same offsets; readers are told
     of the others as gaps, "damaged". It needs as much room again on the disk. The damaged files are kept as UUID.damaged-N:
-    delete them when you need them no more. What is not damaged is left alone.
+    delete them when you no longer need them. What is not damaged is left alone.
 
     \b
     Examples:
@@ -131,7 +131,7 @@ def _report_lines(report: Report) -> list[str]:
     more = f", and {len(report.lost) - SHOWN} more ranges" if len(report.lost) > SHOWN else ""
     lines.append(f"  lost     {report.lost_offsets} offsets{': ' if shown else ''}{shown}{more}")
     lines += [f"  also     {printable(one)}" for one in report.also]
-    lines.append(f"  before   {report.kept_at}: delete it when you need it no more")
+    lines.append(f"  before   {report.kept_at}: delete it when you no longer need it")
     return lines
 
 

@@ -239,7 +239,8 @@ class Consuming:
             self._consumers[call.consumer] = consumer
         elif consumer.settings != settings:
             raise ConsumerRefused(
-                f"consumer {call.consumer!r} is there with other settings: {consumer.settings}"
+                f"consumer {call.consumer!r} is there with other settings: {_differing(consumer.settings, settings)}; "
+                "use those, another name, or delete it, and its place, with `iris stream consumer delete`"
             )
         if not call.durable:
             self._used_us[call.consumer] = now_us
@@ -326,3 +327,15 @@ def _handed(item: Delivery | Gap | Hole) -> Handed:
 
 class ConsumerRefused(IrisError):
     """A consumer cannot be made or found as asked."""
+
+
+def _differing(there: Settings, asked: Settings) -> str:
+    """Return what differs, as the arguments of `consumer` say it."""
+    said = []
+    for field in there.__struct_fields__:
+        has, wants = getattr(there, field), getattr(asked, field)
+        if has != wants and field.endswith("_us"):
+            said.append(f"{field.removesuffix('_us')} {has / 1e6:g}, not {wants / 1e6:g}")
+        elif has != wants:
+            said.append(f"{field} {has}, not {wants}")
+    return ", ".join(said)

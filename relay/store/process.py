@@ -335,7 +335,7 @@ def _lock(path: Path) -> int:
         pid = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
         raise DirectoryBusy(
-            f"data: a store has {path.parent} already: process {pid or 'unknown'}"
+            f"data: a store has {path.parent} already: process {pid or 'unknown'}; stop it first (the relay, if that runs it)"
         ) from err
     except BaseException:
         os.close(descriptor)

@@ -359,7 +359,10 @@ class Stream:
     def _open(self, question: Question) -> Log | None:
         """Return the log if it takes writes; else refuse."""
         if self.definition.paused:
-            question.refuse("paused", f"stream {self.name!r} is paused")
+            question.refuse(
+                "paused",
+                f"it is paused; `iris stream resume {self.name}` has it take messages again",
+            )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")
             # A commit that is repeated may have been written the first time.

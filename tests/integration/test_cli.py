@@ -540,7 +540,7 @@ def test_members_under_another_key_are_pointed_out(
     stranger("request", "echo", "x", code=3)
 
 
-@pytest.mark.parametrize("verb", ["request", "push", "tunnel"])
+@pytest.mark.parametrize("verb", ["request", "push", "survey", "tunnel"])
 def test_a_verb_that_no_member_takes_names_those_that_they_take(
     shell: Shell, observer: iris.blocking.Client, verb: str
 ) -> None:

@@ -230,7 +230,7 @@ def test_create_prints_the_uuid_and_may_be_said_twice(shell: Shell, stream: str)
     as_json = json.loads(shell("stream", "create", stream, "--json"))
     assert (as_json["name"], as_json["uuid"]) == (stream, again.decode().strip())
     other = shell("stream", "create", stream, "--max-bytes", "1GiB", code=1).decode()
-    assert "with another max_bytes" in other
+    assert "with another max_bytes; `iris stream change` changes that" in other
     assert again.decode().strip() in other
     assert other.count("\n") == 1
 
@@ -280,7 +280,7 @@ def test_a_paused_stream_takes_nothing_and_tells_what_it_missed(shell: Shell) ->
     shell("stream", "pause", "ticks")
     assert facts(shell, "ticks")["paused"] is True
     refused = shell("stream", "append", "ticks", "x", code=1).decode()
-    assert "paused" in refused
+    assert "it is paused; `iris stream resume ticks` " in refused
     assert refused.count("\n") == 1
     # Not even the store of a paused stream subscribes, and the command says so.
     assert (
@@ -358,7 +358,9 @@ def test_a_stream_that_is_not_there_is_exit_code_3_at_once(
 ) -> None:
     began_s = time.monotonic()
     said = shell("stream", *arguments, code=3).decode()
-    assert said.startswith("iris: stream nothing: no store holds it under our keys")
+    assert said.startswith(
+        "iris: stream nothing: no store holds it under our keys; `iris stream list`"
+    )
     assert said.count("\n") == 1
     assert time.monotonic() - began_s < 12
 

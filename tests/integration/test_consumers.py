@@ -259,7 +259,9 @@ async def test_a_consumer_that_is_there_with_other_settings_is_not_taken(setting
         async with client.streams.consumer(
             "orders", "invoices", group=True, max_deliver=7
         ) as another:
-            with pytest.raises(StreamError, match="other settings"):
+            with pytest.raises(
+                StreamError, match=r"other settings: max_deliver 0, not 7; .*consumer delete"
+            ):
                 await anext(another)
 
 
