@@ -117,7 +117,9 @@ class Attendance:
         return (sessions, members) if sound and said.get("boot") == self._boot else (0, 0)
 
     def _write(self) -> None:
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()  # before a drain it is not due yet, and would count who has left by then
+            self._timer = None
         count = (len(self._router.sessions), self._router.interest.joined)
         if count == self._written:
             return

@@ -59,6 +59,22 @@ async def test_a_call_that_comes_before_its_member_is_back_waits_for_it(
     assert daemon.said("relay.returned")
 
 
+async def test_members_that_came_just_before_the_relay_was_stopped_are_kept(daemon: Daemon) -> None:
+    slow, begun = iris.Service("slow"), asyncio.Event()
+
+    @slow.on_request
+    async def answer(_: bytes) -> None:
+        begun.set()
+        await asyncio.sleep(0.3)  # the drain lasts for longer than the count waits to be written
+
+    async with client(daemon.socket) as member, client(daemon.socket) as caller, member.serve(slow):
+        call = asyncio.create_task(caller.request("slow", b"", timeout=PATIENCE_S))
+        await begun.wait()
+        await asyncio.to_thread(daemon.stop, signal.SIGTERM)
+        await call
+        assert members_kept(daemon) == 1
+
+
 async def test_what_does_not_come_back_is_waited_for_a_while_and_no_longer(daemon: Daemon) -> None:
     async with client(daemon.socket) as member, member.serve(echo_service()):
         await eventually(lambda: members_kept(daemon) == 1)
