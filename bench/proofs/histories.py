@@ -329,6 +329,8 @@ def run(count: int, seed: int) -> Proof:
             if judged.violations and (kept := os.environ.get(KEEP)):
                 shutil.copytree(directory / "histories", kept)
                 Path(kept, "faults.json").write_text(json.dumps(campaign.faults))
+                for relay in campaign.relays.values():
+                    shutil.copy(relay.log, Path(kept, f"{relay.name}.log"))
     faults = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sorted(campaign.did.items()))
     proof.figures |= {
         "faults": f"{sum(campaign.did.values())}: {faults}",
