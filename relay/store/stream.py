@@ -13,6 +13,7 @@ the wall clock's, which may be set; what waits goes by time that passes.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Set
 from typing import Final
 
@@ -448,6 +449,9 @@ class Stream:
         except LogWriteFailed as err:
             self._failed(batch, err)
             return
+        except (LogDamaged, struct.error) as err:
+            self._without_ids(batch, err, now_us)
+            return
         except ValueError as err:
             self._failed(batch, LogWriteFailed(self.path, str(err)))
             return
@@ -466,6 +470,23 @@ class Stream:
         if staging is not None:
             staging.written()
         self._grown(now_us)
+
+    def _without_ids(
+        self, batch: list[tuple[Entry | Note, Sink]], err: Exception, now_us: int
+    ) -> None:
+        """Nothing was written: what is known of messages' ids cannot be read. Who appends with one hears so, and the rest is written."""
+        named = {
+            id(sink): sink
+            for entry, sink in batch
+            if isinstance(entry, Entry) and entry.id_hash and isinstance(sink, _Pending)
+        }
+        if not named:
+            self._failed(batch, LogWriteFailed(self.path, str(err)))
+            return
+        for pending in named.values():
+            pending.question.refuse("disk", f"the ids of messages cannot be read: {err}", sure=True)
+        self._batch = [one for one in batch if id(one[1]) not in named]
+        self.commit(now_us)
 
     def _grown(self, now_us: int) -> None:
         """Tell who waits for more, and keep no more than the limits. Raises LogError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,23 @@ from support.keeper import DEFINITION, OWNER, SECOND, UUID, Keeper, order
 from support.keeper import Session as Accepting
 
 from iris.wire import frames
-from iris.wire.streams import Definition, Described, Refused
+from iris.wire.codec import END
+from iris.wire.frames import Kind
+from iris.wire.streams import (
+    STORED,
+    Append,
+    Appended,
+    Definition,
+    Described,
+    NewRecord,
+    Outcome,
+    Refused,
+)
+from relay.store.errors import LogDamaged
 from relay.store.log import Log
 from relay.store.records import Gap
+from relay.store.session import Bundle, Flow
+from relay.store.stream import Stream
 
 
 class Picky(Accepting):
@@ -106,3 +121,52 @@ def test_a_log_that_is_shut_when_the_relay_comes_back_says_so_when_it_opens(
     keeper.store.tend()
     assert stream.log is not None
     assert gaps(keeper) == [(None, "its log could not be opened")]
+
+
+class Told:
+    """A call that hears one answer."""
+
+    key_id = b"k" * 16
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def answer(self, answer: object) -> None:
+        self.said.append(answer)
+
+    def refuse(self, code: str, detail: str, *, sure: bool = True) -> None:
+        self.said.append(code)
+
+
+@pytest.mark.parametrize("fault", [LogDamaged("log", "a block is damaged"), struct.error("short")])
+def test_ids_that_cannot_be_read_cost_the_appends_that_have_one_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    path = str(tmp_path / "log")
+    with Log.create(path, uuid=UUID, definition=b"", created_us=1) as log:
+        stream = Stream(path, UUID, log)
+        stream.define(structs.replace(DEFINITION, dedup_window_us=1_000_000))
+        named, plain, both = Told(), Told(), Told()
+
+        def unreadable(key: bytes) -> bytes | None:
+            raise fault
+
+        monkeypatch.setattr(log.ids._database, "get", unreadable)
+        end = END.pack(1, 0, 1, 0)
+        one, with_id = NewRecord(0, end, b"x"), NewRecord(0, end, b"x", id_hash=b"h" * 32)
+        append = [
+            Append(b"s" * 16, [with_id]),
+            Append(b"s" * 16, [one]),
+            Append(b"s" * 16, [one, with_id]),
+        ]
+        stream.append(named, append[0])  # type: ignore[arg-type]  # a stand-in, as the others
+        session: Any = None  # nobody hears of publications
+        flow = Flow(frames.Declare(0, Kind.PUBLISH, "orders", b"k" * 16, b"s" * 16))
+        stream.record(Bundle(session, flow, 0, end, b"sealed"), 5)
+        stream.append(plain, append[1])  # type: ignore[arg-type]
+        stream.append(both, append[2])  # type: ignore[arg-type]
+        stream.commit(5)
+        assert log.next == 2, "what was published, and what was appended without an id"
+        assert (named.said, both.said) == (["disk"], ["disk"])
+        assert plain.said == [Appended([Outcome(STORED, 1)])]
+        assert stream.whole
