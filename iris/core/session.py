@@ -531,7 +531,8 @@ class Session:
         if type(ack) is not wanted:
             raise PeerProtocolError(f"{type(ack).__name__} came where {wanted.__name__} was due")
         del self._acks[ack.id]
-        self.asks.routed = hops  # the relay takes our frames in order
+        # The relay takes our frames in order; some answers wait for other relays, and come behind later ones.
+        self.asks.routed = max(self.asks.routed, hops)
         if not waiter.done():
             waiter.set_result(ack)
 

@@ -534,6 +534,25 @@ def test_a_pong_says_that_everything_before_the_ping_was_routed(net: Network) ->
     assert [loss.name for loss in caller.losses] == ["nobody"]
 
 
+def test_an_answer_that_waits_for_other_relays_takes_back_nothing_of_what_was_routed() -> None:
+    net = Network(relays=2)
+    _, there = net.link(0, 1)
+    there.tamper = lambda frame: []  # the other relay is slow
+    caller, member = net.host(), net.host()
+    member.serve("db")
+    settled, routed = Result(), Result()
+    caller.session.ask(frames.Settle, settled)
+    caller.push("db", timeout_ms=60_000)
+    caller.session.ask(frames.Ping, routed)
+    net.run()
+    assert routed.done()
+    assert not settled.done()
+    net.pass_time(1.1)
+    assert settled.done()
+    caller.lose("the relay went away")
+    assert caller.losses == [], "a member has it"
+
+
 def test_the_end_of_a_session_ends_everything_that_it_waits_for(net: Network) -> None:
     caller, member = net.host(), net.host()
     member.serve("db")
