@@ -66,7 +66,7 @@ class Stopping:
     def _staying(self) -> list[SessionPort]:
         """Sessions that have not ended, but for those that were never begun and those of stores, which end last."""
         ports = self._sessions.ports
-        return [port for port in ports if port.session.greeted and not port.session.stores]
+        return [port for port in ports if port.session.greeted and not _records(port)]
 
     def _held(self, port: SessionPort) -> bool:
         """Whether a session has to be read until it ends: it says goodbye itself, or it may have sent what nobody would miss."""
@@ -103,10 +103,15 @@ class Stopping:
 
     async def _end_stores(self, complete: bool) -> None:
         """Say goodbye to stores, and return when they have taken all that was sent to them, or take no more."""
-        stores = [port for port in self._sessions.ports if port.session.stores]
+        stores = [port for port in self._sessions.ports if _records(port)]
         for port in stores:
             self._router.end(port.session, complete=complete and not port.held_messages)
         self._driver.settle()
         until_s = time.monotonic() + STORE_S
         while time.monotonic() < until_s and not self._sessions.ports.isdisjoint(stores):  # noqa: ASYNC110 - closes are the stores' to make
             await asyncio.sleep(POLL_S)
+
+
+def _records(port: SessionPort) -> bool:
+    """Whether a session is a store's, which ends last. Whoever publishes is none: what it sent is to be read before."""
+    return port.session.stores and not port.session.casts

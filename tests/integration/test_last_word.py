@@ -54,3 +54,26 @@ async def test_who_greets_after_the_last_word_to_a_store_is_not_let_in(tmp_path:
             await stopping
     finally:
         await (relay.stop(drain_s=0) if stopping is None else stopping)
+
+
+async def test_who_publishes_is_read_to_its_end_though_it_serves_streams_too(
+    tmp_path: Path,
+) -> None:
+    relay = Relay(RelayConfig(socket_path=tmp_path / "relay.sock", dev=True, drain_timeout_s=0.2))
+    await relay.start()
+    stopping: asyncio.Task[None] | None = None
+    try:
+        async with store_of(relay) as store, Wire(relay.config.socket_path, KEY) as both:
+            await both.prove(KEY)
+            await both.join("orders", Kind.STREAM)
+            await both.send(both.declare(1, Kind.PUBLISH, "all"))
+            await both.alive()
+            stopping = asyncio.create_task(relay.stop())
+            await store.expect(frames.Drain)
+            await store.send(frames.Pong((await store.expect(frames.Ping)).id))
+            assert not (await store.expect(frames.Bye)).complete, "it never said goodbye"
+            await both.gone()
+        async with asyncio.timeout(PATIENCE_S):
+            await stopping
+    finally:
+        await (relay.stop(drain_s=0) if stopping is None else stopping)
