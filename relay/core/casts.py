@@ -47,6 +47,8 @@ class Casts:
         """Something was published or broadcast."""
         self.away = Away(clock)
         self.abroad: Federation
+        self.has_heard: Callable[[Neighbor], bool] = _stays
+        """Whether this relay stops, and that neighbor has heard of it."""
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Publish or broadcast: to every target."""
@@ -295,7 +297,7 @@ class Casts:
         for route, gap in self._gaps(link):
             if route.hop_class != HopClass.TO_WAN:
                 self._tell_here(gap)
-            elif not self.abroad.leaving:  # nothing new came this way since we said so
+            elif not self.has_heard(link):  # else nothing new came this way
                 self._gap_to_site(route, msgspec.structs.replace(gap, site=route.site))
 
     def unread(self, session: Session) -> None:
@@ -366,3 +368,8 @@ class Casts:
         address = (gap.kind, gap.name, gap.key_id, gap.sender_id)
         delivery = (not groups, list(groups), member)
         neighbor.control(Gap(*address, gap.first, gap.count, gap.cause, *delivery))
+
+
+def _stays(neighbor: Neighbor) -> bool:
+    """This relay does not stop."""
+    return False

@@ -43,6 +43,8 @@ class Draining:
         self._leave = leave
         self._open: set[int] = set()
         """Neighbors that have not answered."""
+        self._mute: frozenset[int] = frozenset()
+        """Those that had not when time was over."""
         self._unasked_us = 0
         """Until then relays that are not asked may have something on the way."""
         self._until_us = 0
@@ -66,6 +68,12 @@ class Draining:
         """A PONG came. Others than to our PING are ignored."""
         if self._open and pong.id == DRAIN_PING:
             self.forget(neighbor, now_us)
+
+    def has_heard(self, neighbor: Neighbor) -> bool:
+        """Whether a neighbor of a relay that stops sends nothing new. Of who is not asked that is so when nobody is waited for any more."""
+        if not self.begun or neighbor.number in self._open or neighbor.number in self._mute:
+            return False
+        return self.heard or neighbor.minor >= HEARD_MINOR
 
     def forget(self, neighbor: Neighbor, now_us: int) -> None:
         """A neighbor has heard, or is gone."""
@@ -110,6 +118,7 @@ class Draining:
             self.deadline_us = until_us
             return
         self.heard, self.deadline_us = True, NEVER_US
+        self._mute = frozenset(self._open)
         self._open.clear()
         leaving, self._leaving = self._leaving, {}
         for session, leave in leaving.values():

@@ -114,11 +114,11 @@ class Federation:
         self._add(way)
         self._snapshot(wan)
 
-    def wan_down(self, wan: Wan, now_us: int) -> None:
-        """The connection is gone, however it ended."""
+    def wan_down(self, wan: Wan, now_us: int, *, silent: bool = False) -> None:
+        """The connection is gone, however it ended. `silent`: the other gateway had heard that we stop, and sent nothing new."""
         if self.wans.get(wan.relay_id) is wan:
             del self.wans[wan.relay_id]
-        if not wan.bye and not self.leaving:
+        if not wan.bye and not silent:
             self._casts.wan_lost(wan)
         self._remove(wan.way, now_us, final=wan.bye)
         self._tell_mesh(wan.site, now_us)

@@ -139,6 +139,7 @@ class Router:
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
         self.drains = Draining(self._from_sessions.on_leave, self._from_sessions.end)
+        casts.has_heard = self.drains.has_heard
         self._link_table = _table(casts, calls, self._call, LinkControl(self, calls, casts).frame)
         self._wan_table = _table(casts, calls, self._call, WanControl(self, calls, casts).frame)
 
@@ -232,7 +233,7 @@ class Router:
         """The WAN connection is gone, however it ended. Idempotent."""
         if wan.closed:
             return
-        self.abroad.wan_down(wan, self.now_us)
+        self.abroad.wan_down(wan, self.now_us, silent=self.drains.has_heard(wan))
         wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
         self._calls.neighbor_down(wan, self.now_us)

@@ -723,6 +723,48 @@ def test_a_gateway_that_is_about_to_stop_takes_back_what_it_told(net: Sites) -> 
     assert all(not end.why for end in net.ends)
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_connection_that_is_lost_in_a_drain_tells_of_what_was_on_its_way(heard: bool) -> None:
+    net = Sites("ams", "ber", "ber")
+    alice, bob = net.host("alice"), net.host("bob", relay=2)
+    ends = net.connect(0, 1)
+    inbox = bob.subscribe("news")
+    net.settle()
+    alice.publish("news", b"one")
+    net.settle()
+    net.routers[1].drain(10_000)
+    if heard:
+        net.settle()
+    alice.publish("news", b"two")
+    alice.speak()
+    net.lose(ends)
+    assert inbox.payloads == [b"one"]
+    assert len(inbox.gaps) == (not heard), "after its answer nothing is on its way"
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_link_that_is_lost_in_a_drain_tells_the_site_behind_of_what_was_on_its_way(
+    heard: bool,
+) -> None:
+    net = Sites("ams", "ams", "ber")
+    ends = net.ends[0], net.ends[1]
+    alice, bob = net.host("alice"), net.host("bob", relay=2)
+    net.connect(1, 2)
+    inbox = bob.subscribe("news")
+    net.settle()
+    alice.publish("news", b"one")
+    net.settle()
+    net.routers[1].drain(10_000)
+    if heard:
+        net.settle()
+    alice.publish("news", b"two")
+    alice.speak()
+    net.cut(ends)
+    net.settle()
+    assert inbox.payloads == [b"one"]
+    assert len(inbox.gaps) == (not heard)
+
+
 def test_a_lost_connection_tells_the_relays_behind_it_of_the_loss(net: Sites) -> None:
     ends = net.connect(0, 2)
     alice, bob = net.host("alice", relay=2), net.host("bob", relay=1)
