@@ -180,7 +180,8 @@ class Stores:
             got = await waiter
         except NoMembers as err:
             why = err.detail.removeprefix(NOBODY)  # which stores cannot serve
-            why = why if why != err.detail else _MISSING
+            if why in ("", err.detail):
+                why = "" if address == STORES else _MISSING
             missing = NoStream(shown, f"no store holds it under our keys{why}")
             missing.passing = True  # as far as our relay knows
             raise missing from err
