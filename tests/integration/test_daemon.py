@@ -211,7 +211,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
         ('max_sessions = "many"\n', {}, "max_sessions: 'many' is not a whole number"),
         ("max_sessions = \n", {}, "relay.toml"),
         ("", {"IRIS_RELAY_FRAME_TIMEOUT_S": "soon"}, "IRIS_RELAY_FRAME_TIMEOUT_S"),
-        ("", {"IRIS_RELAY_FRAME_TIMEOUT_S": "nan"}, "frame_timeout_s"),
+        ("", {"IRIS_RELAY_FRAME_TIMEOUT_S": "nan"}, "IRIS_RELAY_FRAME_TIMEOUT_S: nan"),
         ("", {"IRIS_RELAY_NETWORK_KEYS": "x"}, "IRIS_RELAY_NETWORK_KEYS"),
         ("", {"IRIS_RELAY_SOCKET_GROUP": "no-such-group-here"}, "no-such-group-here"),
     ],

@@ -105,7 +105,7 @@ def test_the_socket_has_its_mode_before_it_has_its_name(
 
 def test_a_second_relay_is_refused_with_the_pid_of_the_first(bind: Bind, path: Path) -> None:
     bind(path)
-    with pytest.raises(AlreadyRunning, match=f"process {os.getpid()}$") as raised:
+    with pytest.raises(AlreadyRunning, match=f"process {os.getpid()}; ") as raised:
         bind(path)
     assert raised.value.pid == os.getpid()
     assert connects(path)
