@@ -23,7 +23,7 @@ def runtime_directory(environ: Mapping[str, str], uid: int) -> Path:
 
     `$XDG_RUNTIME_DIR/iris`, else `/run/iris` for root, else `/tmp/iris-<uid>`. An empty or relative
     XDG_RUNTIME_DIR counts as unset (XDG Base Directory Specification). Anybody may create a name in
-    `/tmp` first: whoever uses the directory checks its owner, as `relay.socketfile` does.
+    `/tmp` first: whoever uses the directory checks its owner, as `relay.net.socketfile` does.
     """
     xdg = environ.get("XDG_RUNTIME_DIR", "")
     if xdg.startswith("/"):

@@ -2,7 +2,7 @@
 
 TLS 1.3 alone, and either side shows a certificate of the one authority that the other trusts
 (`iris.crypto.certificates`). The system's authorities count for nothing, so contexts are made bare.
-`relay.tls` builds a relay's contexts of the same parts; a client's comes from its access file:
+`relay.net.tls` builds a relay's contexts of the same parts; a client's comes from its access file:
 
     access = load_access(Path("iris-access.pem"))
     await loop.create_connection(..., ssl=access.context, server_hostname=access.server_name)

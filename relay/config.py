@@ -18,7 +18,7 @@ from iris.crypto.keys import parse_fingerprint
 from iris.errors import ConfigError, InvalidName, KeyringError
 from iris.wire.names import check_filter, check_site
 from relay.discovery.seeds import MAX_JOINS, parse_join
-from relay.socketfile import MAX_PATH_BYTES
+from relay.net.socketfile import MAX_PATH_BYTES
 
 if TYPE_CHECKING:
     from iris.crypto.keys import NetworkKey

@@ -22,8 +22,7 @@ from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
-from relay import notify, socketfile
-from relay.addresses import show
+from relay import notify
 from relay.attendance import Attendance
 from relay.config import RelayConfig, load_config
 from relay.core.policy import Policy
@@ -34,17 +33,19 @@ from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
 from relay.discovery.zeroconf import MulticastDiscovery
 from relay.door import Door
-from relay.federation import GatewayHub
-from relay.hub import Hub
-from relay.links import LinkHub
 from relay.logs import configure
-from relay.ports import Driver
+from relay.net import socketfile
+from relay.net.addresses import show
+from relay.net.gateways import GatewayHub
+from relay.net.hub import Hub
+from relay.net.links import LinkHub
+from relay.net.ports import Driver
+from relay.net.remote import RemoteListener
+from relay.net.sessions import SessionHub
+from relay.net.tls import garbled_names_told
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
-from relay.remote import RemoteListener
-from relay.sessions import SessionHub
 from relay.stopping import Stopping
 from relay.supervisor import StoreSupervisor
-from relay.tls import garbled_names_told
 
 log = logging.getLogger(__name__)
 

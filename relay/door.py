@@ -23,7 +23,7 @@ from typing import Final
 
 from iris.errors import ConfigError
 from relay.core.router import Router
-from relay.sessions import SessionHub
+from relay.net.sessions import SessionHub
 from relay.supervisor import StoreSupervisor
 
 log = logging.getLogger(__name__)

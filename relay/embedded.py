@@ -11,8 +11,8 @@ from pathlib import Path
 from iris.errors import RelayUnavailable
 from relay.config import RelayConfig
 from relay.daemon import make_router
-from relay.ports import Driver
-from relay.sessions import SessionHub
+from relay.net.ports import Driver
+from relay.net.sessions import SessionHub
 
 
 class MemoryTransport(asyncio.Transport):

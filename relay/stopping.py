@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from relay.core.draining import HEARD_MINOR
-from relay.hub import Hub
-from relay.ports import Driver
-from relay.sessions import SessionHub, SessionPort
+from relay.net.hub import Hub
+from relay.net.ports import Driver
+from relay.net.sessions import SessionHub, SessionPort
 
 log = logging.getLogger(__name__)
 

@@ -149,7 +149,7 @@ def _credentials(keys: Path, own: str, site: str) -> tuple[ssl.SSLContext, str]:
     from iris.crypto.certificates import gateway_leaf, site_authority
     from iris.crypto.keys import public_id
     from iris.remote import mutual_context
-    from relay.tls import WAN_ALPN, Credentials
+    from relay.net.tls import WAN_ALPN, Credentials
 
     if not own:
         credentials = Credentials(load_network_keys(keys / NETWORK_FILE)[0], EVIL_ID)

@@ -1,7 +1,7 @@
 """The flags byte of data frames: what each side may set, and what a relay forwards.
 
 A relay checks every flags byte before it forwards a frame, because the receiver blames the relay for it. A session sends 0, or
-`refused` with a reason in a frame that it returns. Between relays there is also `more`, which `relay.fragments` removes before
+`refused` with a reason in a frame that it returns. Between relays there is also `more`, which `relay.net.fragments` removes before
 the router sees the frame. A relay of minor version 0 forwarded its sessions' flags unchecked: they are cleared, at no cost to it.
 """
 

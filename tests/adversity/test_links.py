@@ -21,10 +21,10 @@ from iris.remote import mutual_context
 from iris.wire import frames
 from iris.wire.codec import END, encode_control
 from iris.wire.frames import FLAG_MORE, Control, HopClass, Kind
-from relay import links
 from relay.config import RelayConfig
 from relay.daemon import Relay
-from relay.tls import LINK_ALPN, SESSION_ALPN, Credentials, make_access
+from relay.net import links
+from relay.net.tls import LINK_ALPN, SESSION_ALPN, Credentials, make_access
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -195,7 +195,9 @@ async def test_a_handshake_that_goes_on_and_on_is_cut(relay: Relay, tmp_path: Pa
 async def test_who_says_nothing_or_half_of_something_is_cut(
     relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.hub.HELLO_S", 2.0)  # one of them has to get through TLS meanwhile
+    monkeypatch.setattr(
+        "relay.net.hub.HELLO_S", 2.0
+    )  # one of them has to get through TLS meanwhile
     hello = Impostor(relay).hello()
     async with Stranger(relay) as silent, Stranger(relay) as begun, Impostor(relay) as shaken:
         await begun.say(b"\x16\x03\x01\x02\x00\x01\x00")
@@ -218,7 +220,7 @@ async def test_who_comes_and_goes_is_counted(relay: Relay, tmp_path: Path) -> No
 async def test_of_too_many_half_open_connections_the_oldest_is_dropped(
     relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.hub.MAX_HALF_OPEN", 8)
+    monkeypatch.setattr("relay.net.hub.MAX_HALF_OPEN", 8)
     strangers = []
     for number in range(30):
         strangers.append(socket.create_connection(("127.0.0.1", hub(relay).port)))

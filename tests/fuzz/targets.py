@@ -39,7 +39,7 @@ from relay.bridges.iris1.core.machine import Machine, State
 from relay.compression import FRAME_BYTES, MAX_RUN_BYTES, expanded, frames_in
 from relay.core.ports import Held
 from relay.core.router import Router
-from relay.fragments import Assembly
+from relay.net.fragments import Assembly
 from relay.store.channels import Channels
 from relay.store.errors import ChannelRefused
 from relay.store.session import StoreSession

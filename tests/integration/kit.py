@@ -9,7 +9,7 @@ from typing import Any, cast
 from iris import Client, ClientConfig, Keyring, Lost, Message, Service
 from iris.testing import LocalCluster
 from relay.embedded import MemoryTransport
-from relay.sessions import SessionPort
+from relay.net.sessions import SessionPort
 
 WAIT_S = 10.0
 """Longest that a test waits for something that has to happen: it fails a test, and never slows one."""

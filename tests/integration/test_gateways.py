@@ -29,12 +29,12 @@ from iris.remote import mutual_context
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, PREFIX, encode_control
 from iris.wire.frames import Control, Kind, Serving
-from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
-from relay.federation import MAX_CONNECTIONS, NOT_PINNED, OTHER_NAME, GatewayHub, GatewayPort
-from relay.links import LinkHub
-from relay.tls import LINK_ALPN, SESSION_ALPN, WAN_ALPN
+from relay.net.addresses import show
+from relay.net.gateways import MAX_CONNECTIONS, NOT_PINNED, OTHER_NAME, GatewayHub, GatewayPort
+from relay.net.links import LinkHub
+from relay.net.tls import LINK_ALPN, SESSION_ALPN, WAN_ALPN
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -266,7 +266,7 @@ async def test_names_are_looked_up_at_each_dial_and_one_that_does_not_resolve_ho
             return ["127.0.0.2", "127.0.0.1"] if asked.count(name) > 1 else ["127.0.0.2"]
         raise OSError("no such name")
 
-    monkeypatch.setattr("relay.federation.resolve", resolve)
+    monkeypatch.setattr("relay.net.gateways.resolve", resolve)
     eu = await world.start("eu", world.peer("us"))
     number = hub(eu).addresses[0][1]
     entry = world.peer("eu", f"tls://nobody.invalid:{number}", f"tls://gw.eu.example:{number}")
@@ -611,7 +611,7 @@ async def test_a_handshake_that_goes_on_and_on_is_cut(world: World, eu: Relay) -
 async def test_who_says_nothing_or_half_of_something_is_cut(
     world: World, eu: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.hub.HELLO_S", 0.3)
+    monkeypatch.setattr("relay.net.hub.HELLO_S", 0.3)
     hello = encode_control(Impostor(world, eu).hello())
     async with Stranger(eu) as silent, Stranger(eu) as begun, Impostor(world, eu) as shaken:
         await begun.say(b"\x16\x03\x01\x02\x00\x01\x00")
@@ -626,7 +626,7 @@ async def test_who_says_nothing_or_half_of_something_is_cut(
 async def test_a_gateway_that_is_dialled_and_says_nothing_is_given_up_and_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.hub.HELLO_S", 0.1)
+    monkeypatch.setattr("relay.net.hub.HELLO_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
         place = f"tls://127.0.0.1:{silent.getsockname()[1]}"
@@ -641,8 +641,10 @@ async def test_of_too_many_half_open_connections_the_oldest_of_the_busiest_host_
     world: World, eu: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who floods crowds out itself: a gateway that is slow because it is far away gets through."""
-    monkeypatch.setattr("relay.hub.MAX_HALF_OPEN", 8)
-    monkeypatch.setattr("relay.hub.HELLO_S", 60.0)  # nobody is dropped for the time that this takes
+    monkeypatch.setattr("relay.net.hub.MAX_HALF_OPEN", 8)
+    monkeypatch.setattr(
+        "relay.net.hub.HELLO_S", 60.0
+    )  # nobody is dropped for the time that this takes
     loop = asyncio.get_running_loop()
     async with Stranger(eu, host="127.0.0.3") as slow, Stranger(eu, host="127.0.0.4") as slower:
         await eventually(lambda: len(hub(eu).ports) == 2)
@@ -816,7 +818,7 @@ async def test_one_site_has_so_many_connections_and_no_more(
     world: World, eu: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_CONNECTIONS >= 16
-    monkeypatch.setattr("relay.federation.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("relay.net.gateways.MAX_CONNECTIONS", 2)
     one, two, three = (Impostor(world, eu, relay_id=bytes([n]) * 16) for n in (1, 2, 3))
     async with one, two, three:
         await one.meet()

@@ -20,13 +20,13 @@ from iris import keyfiles
 from iris.crypto.keyring import dump_network_keys
 from iris.crypto.keys import ClusterKey, NetworkKey
 from iris.wire.frames import Kind
-from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.discovery import Sighting
-from relay.linkport import PORTION_BYTES, LinkPort
-from relay.links import LinkHub
-from relay.sessions import SessionHub
+from relay.net.addresses import show
+from relay.net.linkport import PORTION_BYTES, LinkPort
+from relay.net.links import LinkHub
+from relay.net.sessions import SessionHub
 from relay.stopping import DRAIN_QUIET_POLLS
 
 pytestmark = pytest.mark.timeout(60)
@@ -542,7 +542,7 @@ async def test_the_usual_port_is_left_to_who_has_it_and_a_chosen_one_is_insisted
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await site.start()
-    monkeypatch.setattr("relay.addresses.DEFAULT_PORT", hub(first).port)
+    monkeypatch.setattr("relay.net.addresses.DEFAULT_PORT", hub(first).port)
     monkeypatch.setattr("relay.daemon.DEFAULT_PORT", hub(first).port)
     second = await site.start(port=None)
     assert hub(second).port not in (0, hub(first).port)

@@ -21,7 +21,7 @@ from iris.wire import frames
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import Control
 from relay.daemon import Relay
-from relay.tls import Credentials, session_server_context
+from relay.net.tls import Credentials, session_server_context
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,9 +14,9 @@ from adversity.kit import client, eventually
 
 from iris.crypto.keys import NetworkKey
 from iris.errors import NoStream, StreamUnavailable
-from relay.addresses import show
 from relay.config import RelayConfig
 from relay.daemon import Relay
+from relay.net.addresses import show
 
 pytestmark = pytest.mark.timeout(60)
 

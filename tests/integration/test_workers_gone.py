@@ -19,8 +19,8 @@ from support.stores import Rig
 
 import iris
 from iris.errors import NoStream
-from relay.addresses import show
 from relay.daemon import Relay
+from relay.net.addresses import show
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -33,11 +33,12 @@ from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
 from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
-from relay import compression, ports, sessions
+from relay import compression
 from relay.compression import expanded, frames_in
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, router, sites
 from relay.core.router import Limits
+from relay.net import ports, sessions
 from relay.store import channels
 from relay.store.authority import Authority
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from proofs.sabotages.sabotage import Sabotage
 
-SOCKET = ("tests/unit/relay/test_socketfile.py",)
-TLS = ("tests/unit/relay/test_tls.py",)
-GATEWAY_TLS = ("tests/unit/relay/test_gateway_tls.py",)
+SOCKET = ("tests/unit/relay/net/test_socketfile.py",)
+TLS = ("tests/unit/relay/net/test_tls.py",)
+GATEWAY_TLS = ("tests/unit/relay/net/test_gateway_tls.py",)
 CERTIFICATES = ("tests/unit/crypto/test_certificates.py", *TLS)
 LINKS = ("tests/adversity/test_links.py",)
 UNPROVEN = ("tests/protocol/test_guarding.py", "tests/protocol/test_fairness.py")
@@ -16,14 +16,14 @@ RULES = (
 GRANTS = ("tests/protocol/test_grants.py",)
 DIALLING = ("tests/unit/test_dialling.py",)
 BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.py")
-DIALS = ("tests/unit/relay/test_dialling.py",)
+DIALS = ("tests/unit/relay/net/test_dialling.py",)
 STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
 
 SABOTAGES = (
     Sabotage(
         "socket-directory-owner",
-        "relay/socketfile.py",
+        "relay/net/socketfile.py",
         "_prepare_directory",
         "found.st_uid != os.geteuid()",
         "False",
@@ -32,7 +32,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "socket-directory-mode",
-        "relay/socketfile.py",
+        "relay/net/socketfile.py",
         "_prepare_directory",
         "found.st_mode & 0o022",
         "False",
@@ -41,7 +41,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "socket-directory-link",
-        "relay/socketfile.py",
+        "relay/net/socketfile.py",
         "_prepare_directory",
         "found = directory.lstat()",
         "found = directory.stat()",
@@ -50,7 +50,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "socket-mode",
-        "relay/socketfile.py",
+        "relay/net/socketfile.py",
         "_listen",
         "unnamed.chmod(mode)",
         "pass",
@@ -59,7 +59,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "socket-live",
-        "relay/socketfile.py",
+        "relay/net/socketfile.py",
         "_check_leftover",
         "answer in (0, errno.EAGAIN)",
         "False",
@@ -68,7 +68,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "socket-release",
-        "relay/socketfile.py",
+        "relay/net/socketfile.py",
         "SocketFile.release",
         "_identity(self.path) == self._identity",
         "True",
@@ -131,7 +131,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "tls-network",
-        "relay/tls.py",
+        "relay/net/tls.py",
         "_server_context",
         "return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME",
         "return None",
@@ -140,7 +140,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "tls-access",
-        "relay/tls.py",
+        "relay/net/tls.py",
         "Credentials.__init__",
         "alpn=SESSION_ALPN, leaf=leaf, trusted=access",
         "alpn=SESSION_ALPN, leaf=leaf, trusted=network",
@@ -158,7 +158,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "gateway-site",
-        "relay/tls.py",
+        "relay/net/tls.py",
         "peer_gateway",
         "found[1] != site",
         "False",
@@ -167,7 +167,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "gateway-pin",
-        "relay/tls.py",
+        "relay/net/tls.py",
         "GatewayCredentials.__init__",
         "ssl.PROTOCOL_TLS_SERVER, alpn=WAN_ALPN, leaf=leaf, trusted=authority",
         "ssl.PROTOCOL_TLS_SERVER, alpn=WAN_ALPN, leaf=leaf, trusted=first",
@@ -176,7 +176,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "gateway-hello",
-        "relay/federation.py",
+        "relay/net/gateways.py",
         "GatewayPort._understood",
         "hello.site != self.site",
         "False",
@@ -187,7 +187,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "link-hello",
-        "relay/linkport.py",
+        "relay/net/linkport.py",
         "LinkPort._greeting",
         "body.relay_id != self.relay_id",
         "False",
@@ -421,7 +421,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "goodbye-known",
-        "relay/dialling.py",
+        "relay/net/dialling.py",
         "Dialler.sighted",
         "target.known and seen.source == ADVERT",
         "False",
@@ -430,7 +430,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "stranger-bound",
-        "relay/dialling.py",
+        "relay/net/dialling.py",
         "Dialler._try_all",
         "target.stranger and not self._may_dial(address)",
         "False",
@@ -448,7 +448,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "advert-hurry",
-        "relay/dialling.py",
+        "relay/net/dialling.py",
         "Dialler._add",
         "now_s - target.news_s < NEWS_S",
         "False",
@@ -457,7 +457,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "advert-room",
-        "relay/dialling.py",
+        "relay/net/dialling.py",
         "Dialler._make_room",
         "made.stranger and not target.stranger",
         "False",

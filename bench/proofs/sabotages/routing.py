@@ -9,17 +9,17 @@ MESH = ("tests/protocol/test_mesh.py", "tests/sim/test_scenarios.py")
 SCENARIOS = ("tests/sim/test_scenarios.py", "tests/protocol/test_conversation.py")
 BALANCE = ("tests/unit/relay/test_balance.py", "tests/sim/test_scenarios.py")
 TUNNELS = ("tests/protocol/test_tunnels.py", "tests/sim/test_scenarios.py")
-FRAGMENTS = ("tests/unit/relay/test_fragments.py",)
+FRAGMENTS = ("tests/unit/relay/net/test_fragments.py",)
 HELLO = (
     "tests/adversity/test_silence_and_floods.py::test_a_client_that_connects_and_says_nothing_is_told_and_cut",
 )
-LINK_PORT = ("tests/unit/relay/test_link_port.py",)
+LINK_PORT = ("tests/unit/relay/net/test_linkport.py",)
 RULES = (
     "tests/adversity/test_bad_input.py::test_an_offender_hears_the_rule_and_nobody_else_notices",
 )
 GUARDING = ("tests/protocol/test_guarding.py",)
 LINKS = ("tests/adversity/test_links.py",)
-SESSION_PORT = ("tests/unit/relay/test_session_port.py",)
+SESSION_PORT = ("tests/unit/relay/net/test_session_port.py",)
 FLAGS = ("tests/protocol/test_flags.py",)
 ANSWERS = ("tests/protocol/test_strange_keys.py", *RULES)
 QUOTAS = ("tests/protocol/test_quotas.py",)
@@ -261,7 +261,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "pieces-interleaved",
-        "relay/fragments.py",
+        "relay/net/fragments.py",
         "Assembly.add",
         "part.header != header",
         "False",
@@ -270,7 +270,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "pieces-limit",
-        "relay/fragments.py",
+        "relay/net/fragments.py",
         "Assembly.add",
         "len(part.frame) - 4 + piece > self._limit",
         "False",
@@ -279,7 +279,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "pieces-many",
-        "relay/fragments.py",
+        "relay/net/fragments.py",
         "Assembly.add",
         "len(self._parts) >= MAX_OPEN",
         "False",
@@ -288,7 +288,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "port-control",
-        "relay/ports.py",
+        "relay/net/ports.py",
         "ConnectionPort.control",
         "self._control_bytes > CONTROL_LIMIT_BYTES",
         "False",
@@ -297,7 +297,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "port-lost",
-        "relay/ports.py",
+        "relay/net/ports.py",
         "ConnectionPort._lost",
         "self._router.accounts.drop(cause, self._held)",
         "pass",
@@ -306,7 +306,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "session-hello",
-        "relay/sessions.py",
+        "relay/net/sessions.py",
         "SessionPort.check_deadline",
         "now_s - self._busy_since_s > limit_s and not self._reading_paused",
         "False",

@@ -165,7 +165,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "gateway-relay-id",
-        "relay/federation.py",
+        "relay/net/gateways.py",
         "GatewayHub._judge",
         "(known is not None and known.site != site) or relay_id in self.router.mesh.copies",
         "False",

@@ -19,9 +19,9 @@ from iris.wire.frames import Kind
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
-from relay.dialling import LINKED
-from relay.federation import GatewayPort
-from relay.linkport import (
+from relay.net.dialling import LINKED
+from relay.net.gateways import GatewayPort
+from relay.net.linkport import (
     BULK_TURN_BYTES,
     PORTION_BYTES,
     PORTION_FRAME_BYTES,
@@ -29,8 +29,8 @@ from relay.linkport import (
     LinkPort,
     Refused,
 )
-from relay.links import LinkHub
-from relay.ports import Driver
+from relay.net.links import LinkHub
+from relay.net.ports import Driver
 
 MIB = 1 << 20
 
@@ -224,7 +224,7 @@ async def test_a_fault_when_something_is_due_does_not_stop_the_clock(
         rig.router.mesh.deadline_us = 1 << 62
 
     monkeypatch.setattr(rig.router, "expire", fail)
-    monkeypatch.setattr("relay.ports.FAULT_PAUSE_US", 20_000)
+    monkeypatch.setattr("relay.net.ports.FAULT_PAUSE_US", 20_000)
     rig.router.mesh.deadline_us = 1
     rig.driver.settle()
     await until(lambda: len(called) == 3)
@@ -399,7 +399,7 @@ async def test_frames_that_were_compressed_together_wait_in_their_order(
         run = runs[ALIAS.unpack_from(buf, start + ALIAS_AT)[0]]
         return memoryview(bytearray(b"".join(frame(number, 54, Kind.GAP) for number in run)))
 
-    monkeypatch.setattr("relay.federation.expanded", expanded)
+    monkeypatch.setattr("relay.net.gateways.expanded", expanded)
     port._reader.on_frame = partial(GatewayPort._frame_or_run, port)  # type: ignore[arg-type]
     heard.bytes_come(
         b"".join(

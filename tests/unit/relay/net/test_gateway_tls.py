@@ -18,7 +18,7 @@ from iris.crypto.certificates import Leaf, access_leaf, gateway_leaf, relay_leaf
 from iris.crypto.keys import NetworkKey, SiteKey, public_id
 from iris.errors import InvalidName, LocalProtocolError, PeerProtocolError
 from iris.remote import bare_context, mutual_context
-from relay.tls import (
+from relay.net.tls import (
     LINK_ALPN,
     SESSION_ALPN,
     WAN_ALPN,

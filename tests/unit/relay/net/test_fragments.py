@@ -23,7 +23,7 @@ from iris.wire.codec import (
     tunnel_frame,
 )
 from iris.wire.frames import FLAG_MORE, FLAG_REFUSED, Kind
-from relay.fragments import MAX_OPEN, MAX_OPEN_BYTES, PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
+from relay.net.fragments import MAX_OPEN, MAX_OPEN_BYTES, PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
 
 LIMIT = (1 << 20) + 4096
 TURN = 2 * PIECE_BYTES

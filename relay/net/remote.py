@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, Final
 
 from iris.errors import ConfigError, PeerProtocolError
-from relay.accepting import Acceptor
-from relay.addresses import listen_at
 from relay.config import parse_listen
 from relay.logs import Quiet
-from relay.sessions import SessionHub
-from relay.tls import Credentials, refusal, session_server_context
+from relay.net.accepting import Acceptor
+from relay.net.addresses import listen_at
+from relay.net.sessions import SessionHub
+from relay.net.tls import Credentials, refusal, session_server_context
 
 log = logging.getLogger(__name__)
 

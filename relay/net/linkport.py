@@ -28,14 +28,14 @@ from iris.wire.codec import (
 from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION, TUNNEL_KINDS
 from iris.wire.names import printable
 from relay.core.session import Neighbor
-from relay.dialling import LINKED, OURSELVES, UP, Outcome
-from relay.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
-from relay.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Secured
-from relay.tls import LINK_ALPN, check_alpn, peer_relay_id
+from relay.net.dialling import LINKED, OURSELVES, UP, Outcome
+from relay.net.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
+from relay.net.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Secured
+from relay.net.tls import LINK_ALPN, check_alpn, peer_relay_id
 
 if TYPE_CHECKING:
-    from relay.hub import Hub
-    from relay.links import LinkHub
+    from relay.net.hub import Hub
+    from relay.net.links import LinkHub
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Refused(PeerProtocolError):
 
 
 class Dialling(Protocol):
-    """As whom a connection is dialled; see `relay.tls`."""
+    """As whom a connection is dialled; see `relay.net.tls`."""
 
     @property
     def server_name(self) -> str: ...

@@ -19,14 +19,14 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from iris.wire import frames
-from relay.accepting import Acceptor
-from relay.addresses import connect, prepare, show
 from relay.config import RelayConfig
 from relay.core.session import Neighbor
-from relay.dialling import LINKED, Address, Dialler, Outcome, Target
-from relay.linkport import FINISH_S, LinkPort, Refused
 from relay.logs import Quiet
-from relay.ports import Driver
+from relay.net.accepting import Acceptor
+from relay.net.addresses import connect, prepare, show
+from relay.net.dialling import LINKED, Address, Dialler, Outcome, Target
+from relay.net.linkport import FINISH_S, LinkPort, Refused
+from relay.net.ports import Driver
 
 log = logging.getLogger(__name__)
 

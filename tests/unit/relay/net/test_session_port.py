@@ -12,8 +12,8 @@ from iris.wire.codec import encode_control
 from iris.wire.frames import Report
 from relay.config import RelayConfig
 from relay.daemon import make_router
-from relay.ports import CONTROL_LIMIT_BYTES, Driver
-from relay.sessions import SessionHub, SessionPort
+from relay.net.ports import CONTROL_LIMIT_BYTES, Driver
+from relay.net.sessions import SessionHub, SessionPort
 
 MIB = 1 << 20
 

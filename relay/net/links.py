@@ -1,4 +1,4 @@
-"""Links to the other relays of the networks that this one has a key of; what they do as connections is in `relay.hub`."""
+"""Links to the other relays of the networks that this one has a key of; what they do as connections is in `relay.net.hub`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import ClassVar, Final, cast
 from iris.crypto.keys import NetworkKey
 from iris.wire import frames
 from iris.wire.frames import MAX_ADDRESSES
-from relay.addresses import bind, parse_addresses, show
 from relay.config import RelayConfig
 from relay.core.link import Link
 from relay.core.session import Neighbor
-from relay.dialling import UP, Address, Outcome, Seen, Target
-from relay.hub import Hub
-from relay.linkport import WRONG_NETWORK, LinkPort, Refused
-from relay.ports import Driver
-from relay.tls import Credentials, link_server_context
+from relay.net.addresses import bind, parse_addresses, show
+from relay.net.dialling import UP, Address, Outcome, Seen, Target
+from relay.net.hub import Hub
+from relay.net.linkport import WRONG_NETWORK, LinkPort, Refused
+from relay.net.ports import Driver
+from relay.net.tls import Credentials, link_server_context
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from relay.addresses import show
 from relay.logs import Quiet
+from relay.net.addresses import show
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""WAN connections to the gateways of other sites; what they do as connections is in `relay.hub`.
+"""WAN connections to the gateways of other sites; what they do as connections is in `relay.net.hub`.
 
     gateway of eu ── TLS: each shows a leaf of its own site's CA, and trusts the one that it pinned ── gateway of us
 
@@ -32,17 +32,17 @@ from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import KIND_AT
 from iris.wire.frames import Kind
-from relay.addresses import listen_at, show
 from relay.compression import FRAME_BYTES, compressed, expanded, frames_in
 from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
 from relay.core.session import Neighbor
 from relay.core.sites import Wan
-from relay.dialling import LINKED, UP, Address, Outcome, Target
 from relay.discovery.seeds import resolve
-from relay.hub import Hub
-from relay.linkport import FOREIGN, WRONG_NETWORK, LinkPort, Refused
-from relay.ports import Driver
-from relay.tls import (
+from relay.net.addresses import listen_at, show
+from relay.net.dialling import LINKED, UP, Address, Outcome, Target
+from relay.net.hub import Hub
+from relay.net.linkport import FOREIGN, WRONG_NETWORK, LinkPort, Refused
+from relay.net.ports import Driver
+from relay.net.tls import (
     WAN_ALPN,
     GatewayCredentials,
     gateway_server_context,

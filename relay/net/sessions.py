@@ -1,6 +1,6 @@
 """Accepts the sessions of this host: bytes in, frames to the router, and back within each port's bounds.
 
-One `SessionHub` serves all sessions; what their ports share with those of links is in `relay.ports`.
+One `SessionHub` serves all sessions; what their ports share with those of links is in `relay.net.ports`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
 from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
 from iris.wire.frames import Error
-from relay.accepting import Acceptor
-from relay.addresses import show
 from relay.config import RelayConfig
 from relay.core.quotas import RELAYS_STORE, Table
 from relay.core.session import Session
 from relay.core.slow import Slow
 from relay.logs import Quiet
-from relay.ports import ConnectionPort, Driver
+from relay.net.accepting import Acceptor
+from relay.net.addresses import show
+from relay.net.ports import ConnectionPort, Driver
 
 log = logging.getLogger(__name__)
 

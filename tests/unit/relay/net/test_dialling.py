@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from relay.dialling import (
+from relay.discovery import Sighting
+from relay.net.dialling import (
     BACKOFF_MAX_S,
     HOST_BURST,
     HOST_PER_S,
@@ -27,7 +28,6 @@ from relay.dialling import (
     Outcome,
     Target,
 )
-from relay.discovery import Sighting
 
 OWN, X, Y = b"\x01" * 16, b"\x02" * 16, b"\x03" * 16
 SHARED, DEAD, GOOD = ("172.17.0.1", 7430), ("10.0.0.5", 7430), ("192.168.7.7", 7430)
@@ -183,7 +183,7 @@ async def test_a_fault_in_a_dial_is_said_once_and_the_target_is_dialled_again(
 async def test_what_peers_tell_and_nobody_links_gives_way_to_what_they_tell_later(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.dialling.MAX_TARGETS", MAX_DIALS + 8)
+    monkeypatch.setattr("relay.net.dialling.MAX_TARGETS", MAX_DIALS + 8)
     net.held.clear()
     known = net.see(GOOD, relay_id=X)
     for number in range(MAX_DIALS + 7):
@@ -204,7 +204,7 @@ async def test_what_peers_tell_and_nobody_links_gives_way_to_what_they_tell_late
 async def test_a_peer_does_not_make_us_forget_a_relay_whose_link_was_lost_just_now(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.dialling.MAX_TARGETS", 1)
+    monkeypatch.setattr("relay.net.dialling.MAX_TARGETS", 1)
     net.at = {GOOD: Outcome(UP, X)}
     net.hear(X, GOOD)
     target = net.target(X)
@@ -266,7 +266,7 @@ async def test_a_relay_that_said_goodbye_is_given_up_when_it_stays_away(
     net.at[GOOD] = Outcome("no answer")
     net.up.discard(X)
     advert(net, X, GOOD, gone=True)
-    monkeypatch.setattr("relay.dialling.GOODBYE_S", 0.2)
+    monkeypatch.setattr("relay.net.dialling.GOODBYE_S", 0.2)
     net.dialler.lost(X, 100.0, True)
     shown = net.dialler.status()["unlinked"]
     assert shown == [], "nobody is missed who took leave"
@@ -357,7 +357,7 @@ async def test_a_stranger_that_never_answers_is_dialled_at_growing_intervals(net
 async def test_adverts_displace_neither_seeds_nor_linked_relays_nor_targets_from_peers(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.dialling.MAX_TARGETS", 4)
+    monkeypatch.setattr("relay.net.dialling.MAX_TARGETS", 4)
     await linked(net, X, GOOD)
     net.up.discard(X)
     net.dialler.lost(X, 100.0, True)

@@ -33,7 +33,7 @@ from iris.crypto.certificates import (
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, KeyringError, LocalProtocolError, PeerProtocolError
 from iris.remote import RemoteAccess, bare_context, load_access, mutual_context
-from relay.tls import (
+from relay.net.tls import (
     LINK_ALPN,
     SESSION_ALPN,
     Credentials,

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from iris.errors import ConfigError
-from relay import socketfile
-from relay.socketfile import AlreadyRunning, SocketFile
+from relay.net import socketfile
+from relay.net.socketfile import AlreadyRunning, SocketFile
 
 Bind = Callable[..., SocketFile]
 
 DIES = """
 import os, sys
 from pathlib import Path
-from relay.socketfile import bind
+from relay.net.socketfile import bind
 bind(Path(sys.argv[1]))
 os._exit(0)
 """

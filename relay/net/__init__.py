@@ -1,0 +1,1 @@
+"""Everything of a relay that touches sockets: its sessions, its links to other relays and its connections to other sites."""
