@@ -7,6 +7,8 @@ from typing import Any
 import iris
 from iris.cli import options
 from iris.cli.sending import send
+from iris.wire.frames import HERE
+from iris.wire.names import check_address
 
 
 def broadcast(
@@ -22,7 +24,7 @@ def broadcast(
 ) -> None:
     """Send a message to every member of a cluster that serves broadcasts.
 
-    Succeeds once the relay has routed it, also if nobody is there to hear it.
+    Succeeds once the relay has routed it; if no member is there to hear it, it says so.
 
     \b
     Examples:
@@ -34,4 +36,15 @@ def broadcast(
     async def call(client: iris.Client, body: Any) -> None:
         await client.broadcast(cluster, body, headers=headers, scope=scope)
 
-    send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)
+    async def heard(client: iris.Client) -> int | None:
+        site, name = check_address(cluster)
+        if site not in ("", HERE):
+            return None
+        there = await client.members(name, timeout=timeout)
+        # What those of other sites serve is not known here.
+        return there.serving("broadcast") + (0 if scope == "site" else sum(there.sites.values()))
+
+    send(
+        call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
+        heard=heard, hearers="members", unheard=f"no member of {cluster} serves broadcasts",
+    )  # fmt: skip

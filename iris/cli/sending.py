@@ -17,12 +17,13 @@ from iris.errors import NoMembers, RelayError
 
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
-    as_json: bool, relay: str | None, heard: Callable[[iris.Client], Awaitable[int]] | None = None, unheard: str = "",
+    as_json: bool, relay: str | None, heard: Callable[[iris.Client], Awaitable[int | None]] | None = None, hearers: str = "subscribers",
+    unheard: str = "",
 ) -> None:  # fmt: skip
     """Send one message, or one a line, by `call`; return when the relay has routed them.
 
-    `heard` says how many hear them; if it is nobody, `unheard` is said. The exit code is that of the last loss which was
-    told; each loss is a line on stderr.
+    `heard` says how many hear them, or None where that is not known; the report shows it as `hearers`. If it is nobody, `unheard`
+    is said. The exit code is that of the last loss which was told; each loss is a line on stderr.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
@@ -65,8 +66,8 @@ def send(
             report = {"sent": sent, "lost": lost}
             if heard is not None and there is not None:
                 # Whoever came since, too; who has what it wanted may be gone by now.
-                report["subscribers"] = max(there, await heard(client))
-                if not report["subscribers"]:
+                report[hearers] = max(there, await heard(client) or 0)
+                if not report[hearers]:
                     complain(unheard)
         if as_json:
             output.write_json(report)

@@ -185,6 +185,28 @@ async def test_the_command_says_that_nobody_subscribes(
         assert json.loads(heard.stdout)["subscribers"] == 1
 
 
+async def test_the_command_says_that_no_member_serves_broadcasts(
+    relays: tuple[Relay, Relay], tmp_path: Path
+) -> None:
+    keyfiles.save_keyring(tmp_path / "keyring.toml", KEYRING)
+    args = ["broadcast", "caches", "hello", "--json", "--relay", str(relays[0].config.socket_path)]
+    env = {"IRIS_CONFIG": str(tmp_path)}
+    mute = iris.Service("caches")
+    mute.on_request(lambda payload: payload)
+    async with client(relays[1]) as far, far.serve(mute):
+        alone = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
+        assert (alone.exit_code, alone.stderr) == (
+            0, "iris: no member of caches serves broadcasts\n",
+        )  # fmt: skip
+        assert json.loads(alone.stdout) == {"sent": 1, "lost": 0, "members": 0}
+        hears = iris.Service("caches")
+        hears.on_broadcast(lambda payload: None)
+        async with far.serve(hears):
+            heard = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
+            assert (heard.exit_code, heard.stderr) == (0, "")
+            assert json.loads(heard.stdout)["members"] == 1
+
+
 async def test_coroutine_handlers_run_at_once_and_each_publisher_and_topic_in_order() -> None:
     running: dict[tuple[bytes, str], int] = {}
     most = [0]
