@@ -51,7 +51,8 @@ from iris.keyfiles import has_keys, load_keys
 from iris.membership import Members, Watcher
 from iris.memory import keep_freed_memory
 from iris.registry import Registry
-from iris.service import Service, ServiceBinding
+from iris.service import Service
+from iris.serving import ServiceBinding
 from iris.streams import Streams
 from iris.subscription import Policy, Subscription
 from iris.survey import Survey

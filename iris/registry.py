@@ -17,7 +17,7 @@ from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConnectionLost, KeyringError, LocalProtocolError
 from iris.membership import Watcher
-from iris.service import ServiceBinding
+from iris.serving import ServiceBinding
 from iris.subscription import Subscription
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
