@@ -34,6 +34,7 @@ from iris.core.parties import Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
+from iris.deadlines import deadline, milliseconds, seconds_left, within
 from iris.dialling import REMOTE, arrivals, reach
 from iris.errors import (
     Closed,
@@ -277,7 +278,7 @@ class Client:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost; each says `may_have_run`.
             DecodeError: the reply does not fit `type`.
         """
-        timeout_ms = _milliseconds(timeout)
+        timeout_ms = milliseconds(timeout)
         until_s = time.monotonic() + timeout
         attempts = SESSIONS_TRIED if idempotent else 1
         ran = False
@@ -295,7 +296,7 @@ class Client:
                     session = pump.session
                 else:
                     pump, session = await self._ready(cluster, timeout)
-                    timeout_ms = _milliseconds(_seconds_left(until_s))
+                    timeout_ms = milliseconds(seconds_left(until_s))
                 data, packed = self._encode(payload, headers)
                 waiter: asyncio.Future[Message] = self._loop.create_future()
                 pending = session.asks.send(
@@ -307,8 +308,8 @@ class Client:
                     message = await waiter
                 except ConnectionLost as err:
                     ran = ran or err.may_have_run
-                    timeout = _seconds_left(until_s)
-                    timeout_ms = _milliseconds(timeout)
+                    timeout = seconds_left(until_s)
+                    timeout_ms = milliseconds(timeout)
                     if not attempts or timeout_ms <= 1 or self._closed:
                         raise
                 else:
@@ -332,7 +333,7 @@ class Client:
         Returns when it is on the way. A push that fails (no members, all full, member lost, not started in time) is told to `on_loss`
         and kept in `losses`; `flush` waits until the relay has handed over what was sent before.
         """
-        until_s = _deadline(timeout)
+        until_s = deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         data, packed = self._encode(payload, headers)
         session.asks.push(
@@ -341,7 +342,7 @@ class Client:
             data,
             headers,
             packed,
-            _milliseconds(_seconds_left(until_s)),
+            milliseconds(seconds_left(until_s)),
         )
         pump.touch()
         if (attachment := self._attached()).blocked:
@@ -359,11 +360,11 @@ class Client:
         data, packed = self._encode(payload, headers)
 
         async def start(survey: Survey) -> Callable[[], None]:
-            until_s = _deadline(timeout)
+            until_s = deadline(timeout)
             pump, session = await self._ready(cluster, timeout)
             pending = session.asks.send(
                 Kind.SURVEY, address, self._registry.cluster_keys(address)[0], data, headers, packed,
-                timeout_ms=_milliseconds(_seconds_left(until_s)), survey=survey,
+                timeout_ms=milliseconds(seconds_left(until_s)), survey=survey,
             )  # fmt: skip
             pump.touch()
             return lambda: session.asks.forget(pending)
@@ -372,13 +373,13 @@ class Client:
 
     async def flush(self, *, timeout: float = 5.0) -> None:
         """Return when the relay has routed everything sent before; failures of pushes have then been told."""
-        until_s = _deadline(timeout)
+        until_s = deadline(timeout)
         pump, session = await self._ready("relay", timeout)
         waiter: asyncio.Future[Any] = self._loop.create_future()
         session.flush()
         session.ask(frames.Ping, waiter)
         pump.touch()
-        await _within(waiter, _seconds_left(until_s), "the relay did not answer")
+        await within(waiter, seconds_left(until_s), "the relay did not answer")
 
     # -- casts -----------------------------------------------------------------------------------------------
 
@@ -444,7 +445,7 @@ class Client:
 
         Raises RequestTimeout after `timeout` seconds.
         """
-        until_s = _deadline(timeout)
+        until_s = deadline(timeout)
         pause_s = WAIT_MIN_S
         there = 0
         while True:
@@ -462,7 +463,7 @@ class Client:
             pause_s = min(2 * pause_s, WAIT_MAX_S)
 
     async def _audience(self, topic: str, timeout: float, *, slow: bool) -> Audience:
-        until_s = _deadline(timeout)
+        until_s = deadline(timeout)
         key = self._registry.topic_key(topic)
         pump, session = await self._ready(topic, timeout)
         if session.minor < AUDIENCE_MINOR:
@@ -474,7 +475,7 @@ class Client:
         session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
         pump.touch()
         text = "the relay did not say who subscribes to it"
-        return Audience.of(await _within(waiter, _seconds_left(until_s), text))
+        return Audience.of(await within(waiter, seconds_left(until_s), text))
 
     def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
         """Publish if that needs no waiting; False: not taken, the write buffer is full."""
@@ -579,7 +580,7 @@ class Client:
     async def _subscribed(self, subscription: Subscription) -> None:
         """Return when our relay knows of a subscription; raises what it refused it with."""
         await self._attached().ready(subscription.filter, self.config.connect_timeout_s)
-        await _within(
+        await within(
             self._registry.ready(subscription), self.config.connect_timeout_s, "the relay did not answer SUBSCRIBE"
         )  # fmt: skip
 
@@ -634,13 +635,13 @@ class Client:
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost; no handler has run.
         """
-        until_s = _deadline(timeout)
+        until_s = deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         if headers:
             check_headers(headers)
         key = self._registry.cluster_keys(cluster)[0]
-        left_s = _seconds_left(until_s)
-        end = session.tunneling.open(cluster, key, headers, _milliseconds(left_s))
+        left_s = seconds_left(until_s)
+        end = session.tunneling.open(cluster, key, headers, milliseconds(left_s))
         changed = asyncio.Event()
         end.wake = changed.set
         pump.touch()
@@ -689,9 +690,7 @@ class Client:
             if service.handlers:
                 joined = self._registry.join(session, binding)
                 attachment.touch()
-                await _within(
-                    joined, self.config.connect_timeout_s, "the relay did not answer JOIN"
-                )
+                await within(joined, self.config.connect_timeout_s, "the relay did not answer JOIN")
             for subscription in subscriptions:
                 await self._subscribed(subscription)
             await self._settled()
@@ -772,12 +771,12 @@ class Client:
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Return the relay's counters and tables."""
-        until_s = _deadline(timeout)
+        until_s = deadline(timeout)
         pump, session = await self._ready("relay", timeout)
         waiter: asyncio.Future[frames.Report] = self._loop.create_future()
         session.ask(frames.Status, waiter)
         pump.touch()
-        report = await _within(waiter, _seconds_left(until_s), "the relay did not answer")
+        report = await within(waiter, seconds_left(until_s), "the relay did not answer")
         try:
             document: dict[str, Any] = msgspec.json.decode(report.document, type=dict[str, Any])
         except msgspec.DecodeError as err:
@@ -909,14 +908,6 @@ class Client:
             self._attachment.poison()
 
 
-async def _within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:
-    try:
-        async with asyncio.timeout(timeout):
-            return await waiter
-    except TimeoutError:
-        raise RequestTimeout("relay", f"{text} within {timeout:g} s") from None
-
-
 def _scoped(cluster: str, scope: Scope) -> str:
     """Return a cluster's name with the site that a scope means before it; raises InvalidName or ConfigError."""
     site, name = check_address(cluster)
@@ -927,23 +918,6 @@ def _scoped(cluster: str, scope: Scope) -> str:
     if site not in ("", HERE):
         raise ConfigError(f"scope: {cluster!r} names a site already")
     return f"{HERE}:{name}"
-
-
-def _deadline(timeout: float) -> float:
-    """Return when a call that may take `timeout` seconds is over: waiting for a relay counts."""
-    _milliseconds(timeout)
-    return time.monotonic() + timeout
-
-
-def _seconds_left(until_s: float) -> float:
-    """Return what is left of a timeout, and never nothing: who just made it may go on."""
-    return max(0.001, until_s - time.monotonic())
-
-
-def _milliseconds(timeout: float) -> int:
-    if not timeout > 0:
-        raise ConfigError(f"timeout: {timeout} s is not above 0")
-    return min(max(1, round(timeout * 1000)), 0xFFFFFFFF)
 
 
 def _after_fork() -> None:
