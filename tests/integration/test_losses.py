@@ -16,6 +16,7 @@ from integration.kit import Collector, freeze, named, port_of, until
 import iris
 from iris.config import Limits
 from iris.testing import LocalCluster
+from iris.wire.frames import Kind
 
 
 def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
@@ -156,3 +157,57 @@ async def test_the_relay_names_a_slow_session_in_its_log_and_status(
         (slow,) = (await pub.status())["slow"]  # also when the session is gone
         assert (slow["label"], slow["dropped"], slow["topics"]) == ("slow", dropped, ["t.a"])
         assert 0 <= slow["last_s"] <= slow["since_s"]
+
+
+async def test_what_a_coroutine_subscription_cannot_finish_in_time_is_told_as_lost() -> None:
+    first = asyncio.Event()
+
+    async def stay(message: iris.Message) -> None:
+        first.set()
+        await asyncio.Event().wait()
+
+    async with LocalCluster() as cluster, cluster.client() as sender:
+        reader = named(cluster, "reader", drain_timeout_s=0.05)
+        async with reader:
+            subscription = await reader.subscribe("t", stay).ready()
+            for n in range(5):
+                await sender.publish("t", b"%d" % n)
+            await first.wait()
+            await sender.flush()
+            await cluster.settle()
+        assert subscription.lost == 4
+        assert sum(lost.count or 0 for lost in reader.losses) == 4
+        assert not reader.working, "and its task has ended"
+
+
+async def test_casts_kept_offline_are_told_by_their_kind_when_the_client_is_closed() -> None:
+    async with LocalCluster() as cluster:
+        async with named(cluster, "sender") as sender:
+            await cluster.stop_relay()
+            await until(lambda: sender._attachment.pump is None)  # type: ignore[union-attr]
+            await sender.publish("t", b"x")
+            await sender.broadcast("c", b"y")
+        assert [(lost.kind, lost.name) for lost in sender.losses] == [
+            ("publish", "t"),
+            ("broadcast", "c"),
+        ]
+
+
+async def test_an_offline_cast_that_cannot_be_sent_is_told_and_the_rest_goes_on() -> None:
+    collector = Collector()
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as reader,
+        named(cluster, "sender") as sender,
+    ):
+        await cluster.stop_relay()
+        await until(lambda: sender._attachment.pump is None)  # type: ignore[union-attr]
+        assert sender._attachment is not None
+        sender._attachment.keep((Kind.BROADCAST, "no name", b"x", None, False))
+        await sender.publish("t", b"y")
+        await cluster.start_relay()
+        await reader.subscribe("t", collector).ready()
+        await until(lambda: sender._attachment.pump is not None)  # type: ignore[union-attr]
+        assert [lost.kind for lost in sender.losses] == ["broadcast"]
+        await sender.publish("t", b"z")
+        await until(lambda: b"z" in collector.payloads)

@@ -8,9 +8,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from integration.kit import Collector, fill, freeze, named, until
+from integration.kit import Collector, echo_service, fill, freeze, named, until
 
 import iris
+from iris.crypto.keyring import Keyring
+from iris.crypto.keys import ClusterKey
 from iris.subscription import Policy
 from iris.testing import LocalCluster
 from iris.wire.names import matches
@@ -572,3 +574,56 @@ async def test_an_event_is_compared_with_no_exact_topic_but_its_own(
         await client.publish("t.0", b"x")
         await until(lambda: len(heard) == 152)
         assert heard[-2:] == ["t.0", "*"]
+
+
+async def test_a_service_whose_topic_has_no_key_leaves_nothing_behind() -> None:
+    service = echo_service()
+    service.on_publish("a.>")(lambda payload: None)
+    service.on_publish("b.>")(lambda payload: None)
+    key = ClusterKey(bytes(32))
+    keyring = Keyring({"echo": (key,), "topic:a": (key,)})
+    async with LocalCluster() as cluster, cluster.client(keyring=keyring) as member:
+        with pytest.raises(iris.KeyringError):
+            async with member.serve(service):
+                pass
+        assert not member._registry.services
+        assert not member._registry._subscriptions
+
+
+async def test_a_coroutine_subscription_finishes_what_it_accepted_when_it_is_closed() -> None:
+    got: list[bytes] = []
+    first, go = asyncio.Event(), asyncio.Event()
+
+    async def keep(message: iris.Message) -> None:
+        first.set()
+        await go.wait()
+        got.append(message.payload)
+
+    async with LocalCluster() as cluster, cluster.client() as sender, cluster.client() as reader:
+        subscription = await reader.subscribe("t", keep).ready()
+        for n in range(5):
+            await sender.publish("t", b"%d" % n)
+        await sender.flush()
+        await first.wait()
+        await cluster.settle()
+        closing = asyncio.create_task(subscription.close())
+        await cluster.settle()
+        go.set()
+        await closing
+        assert got == [b"0", b"1", b"2", b"3", b"4"]
+        assert not reader.working
+
+
+async def test_a_plain_handler_that_raises_cancelled_error_does_not_cost_the_session() -> None:
+    def cancel(message: iris.Message) -> None:
+        raise asyncio.CancelledError
+
+    collector = Collector()
+    async with LocalCluster() as cluster, cluster.client() as sender, cluster.client() as reader:
+        session = reader._attachment.session  # type: ignore[union-attr]
+        await reader.subscribe("t", cancel).ready()
+        await reader.subscribe("t", collector).ready()
+        await sender.publish("t", b"x")
+        await until(lambda: collector.payloads == [b"x"])
+        assert reader.counters["failed handlers"] == 1
+        assert reader._attachment.session is session  # type: ignore[union-attr]

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from integration.kit import cut, named, port_of, until
 
 import iris
+from iris.core.asks import Asks
 from iris.testing import LocalCluster
 
 
@@ -230,3 +232,19 @@ async def test_headers_of_a_push_reach_its_handler() -> None:
         await sender.push("work", {"a": 1}, headers={"h": "v"})
         await until(lambda: got)
         assert (got[0].headers, got[0].value, got[0].name) == ({"h": "v"}, {"a": 1}, "work")
+
+
+async def test_time_spent_waiting_for_a_relay_counts_against_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with LocalCluster() as cluster, cluster.client() as client:
+        ready, left = client._ready, []
+
+        async def late(name: str, timeout: float) -> Any:
+            await asyncio.sleep(0.1)
+            return await ready(name, timeout)
+
+        monkeypatch.setattr(client, "_ready", late)
+        monkeypatch.setattr(Asks, "push", lambda *args: left.append(args[-1]))
+        await client.push("c", b"x", timeout=5)
+        assert left[0] <= 4901

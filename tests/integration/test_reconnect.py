@@ -8,11 +8,13 @@ import asyncio
 import contextlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integration.kit import Collector, cut, echo_service, named, until
 
 import iris
+from iris.core.asks import Asks
 from iris.testing import LocalCluster
 
 
@@ -263,3 +265,20 @@ async def test_a_client_without_a_relay_cannot_be_opened() -> None:
         with pytest.raises(iris.RelayUnavailable, match="iris relay --dev"):
             async with iris.connect(keyring=cluster.keyring, config=config):
                 raise AssertionError("connected to nothing")
+
+
+async def test_an_idempotent_request_is_sent_on_three_sessions_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with LocalCluster() as cluster, cluster.client() as caller:
+        sent = 0
+
+        def lose(*args: Any, waiter: asyncio.Future[Any], **kwargs: Any) -> None:
+            nonlocal sent
+            sent += 1
+            waiter.set_exception(iris.ConnectionLost("c", "lost by the test"))
+
+        monkeypatch.setattr(Asks, "send", lose)
+        with pytest.raises(iris.ConnectionLost):
+            await caller.request("c", b"x", timeout=5, idempotent=True)
+        assert sent == 3

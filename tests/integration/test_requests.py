@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import time
+from typing import Any
 
 import pytest
 from integration.kit import cut, echo_service, named, port_of, until
@@ -544,3 +546,38 @@ async def test_a_closed_client_says_so() -> None:
         with pytest.raises(iris.Closed):
             client.offer("a", b"")
         await client.close()
+
+
+async def test_a_deferred_reply_collected_in_another_thread_fails_on_the_loop() -> None:
+    service = iris.Service("later")
+    held: list[iris.Deferred] = []
+    seen: list[int] = []
+
+    @service.on_request
+    def later(request: iris.Request) -> None:
+        held.append(request.defer())
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as caller,
+        cluster.client() as member,
+        member.serve(service) as binding,
+    ):
+        end_with = binding.end_with
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            seen.append(threading.get_ident())
+            end_with(*args, **kwargs)
+
+        binding.end_with = noted  # type: ignore[method-assign]
+        call = asyncio.create_task(caller.request("later", b"", timeout=5))
+        await until(lambda: held)
+
+        def collect() -> None:
+            held.clear()
+            gc.collect()
+
+        await asyncio.to_thread(collect)
+        with pytest.raises(iris.RemoteError, match="gave its deferred reply up"):
+            await call
+        assert seen == [threading.get_ident()]

@@ -286,3 +286,31 @@ async def test_a_stream_is_used_under_each_key_and_a_retired_key_keeps_no_channe
         assert 5 in readable
         assert readable.isdisjoint({0, 1})
         assert OLD.key_id.hex() in (await streams.describe("orders")).key_ids
+
+
+async def test_a_move_to_new_keys_waits_for_the_handlers_that_run() -> None:
+    service = iris.Service("slow")
+    running, go = asyncio.Event(), asyncio.Event()
+
+    @service.on_request
+    async def slow(payload: bytes) -> bytes:
+        running.set()
+        await go.wait()
+        return payload
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as caller,
+        cluster.client() as member,
+        member.serve(service) as binding,
+    ):
+        before = binding.member
+        call = asyncio.create_task(caller.request("slow", b"x", timeout=30))
+        await running.wait()
+        moving = asyncio.create_task(member.reload_keys(cluster.keyring))
+        await until(lambda: binding.member != before)
+        await cluster.settle()
+        assert not moving.done()
+        go.set()
+        assert await call == b"x"
+        await moving

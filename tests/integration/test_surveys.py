@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from integration.kit import cut, fill, named, until
@@ -226,3 +227,36 @@ async def test_a_body_that_does_not_decode_is_a_failed_answer() -> None:
             assert [a async for a in survey] == []
             assert list(survey.failed) == ids
             assert "does not decode as int" in survey.failed[ids[0]]
+
+
+async def test_a_survey_answer_names_the_member_that_was_asked_though_it_moved() -> None:
+    service = iris.Service("c")
+    running, go = asyncio.Event(), asyncio.Event()
+
+    @service.on_survey
+    async def answer(payload: bytes) -> bytes:
+        running.set()
+        await go.wait()
+        return payload
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as asker,
+        cluster.client() as member,
+        member.serve(service) as binding,
+    ):
+        asked = binding.member_id
+        survey = asker.survey("c", b"x", timeout=30)
+
+        async def ask() -> list[Any]:
+            return [each.payload async for each in survey]
+
+        asking = asyncio.create_task(ask())
+        await running.wait()
+        moving = asyncio.create_task(member.reload_keys(cluster.keyring))
+        await until(lambda: binding.member_id != asked)
+        go.set()
+        assert await asking == [b"x"]
+        await moving
+        assert survey.answered == [asked]
+        assert survey.missing == []

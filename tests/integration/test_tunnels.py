@@ -461,3 +461,32 @@ async def test_both_ends_may_be_in_one_client() -> None:
             await tunnel.send(b"self" * 100_000)
             assert await tunnel.recv() == b"self" * 100_000
             await tunnel.finish()
+
+
+async def test_empty_tunnel_messages_beyond_the_credit_all_arrive() -> None:
+    service = iris.Service("db")
+    start, counted = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    @service.on_tunnel
+    async def count(tunnel: iris.Tunnel) -> None:
+        await start.wait()
+        counted.set_result([message async for message in tunnel])
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as opener,
+        cluster.client() as member,
+        member.serve(service),
+        opener.tunnel("db", timeout=5) as tunnel,
+    ):
+
+        async def send() -> None:
+            for _ in range(3000):
+                await tunnel.send(b"")
+            await tunnel.finish()
+
+        sending = asyncio.create_task(send())
+        await until(lambda: tunnel._waiters)
+        start.set()
+        await sending
+        assert await counted == [b""] * 3000

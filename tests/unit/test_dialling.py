@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import pwd
@@ -10,12 +11,14 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import iris
 from iris import dialling, paths
 from iris.config import ClientConfig
-from iris.dialling import reach
+from iris.dialling import dial, reach
 from iris.errors import ConfigError, RelayUnavailable
 
 NOBODY = 65534
@@ -320,3 +323,15 @@ async def test_an_abstract_socket_is_never_gone_to(
             await go(environ, Path(name) if how == "configuration" else None)
         with pytest.raises(BlockingIOError):
             listener.accept()
+
+
+async def test_no_free_descriptor_is_a_relay_that_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", full)
+        with pytest.raises(iris.RelayUnavailable, match="too many open files"):
+            await dial(Path("/nowhere"), "iris")
