@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
-import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,12 +23,8 @@ from iris.attachment import Attachment, Connector, never
 from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
-from iris.core.company import Company
-from iris.core.inbound import InFlow
-from iris.core.message import Message, decode_payload, encode_payload
-from iris.core.outbound import OutFlow
-from iris.core.parties import Lost, Sink
-from iris.core.session import Session
+from iris.core.message import Message, decode_payload
+from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.deadlines import deadline, milliseconds, seconds_left, within
@@ -42,22 +35,21 @@ from iris.errors import (
     ConnectionLost,
     DecodeError,
     IrisError,
-    MessageTooLarge,
     RelayError,
     RequestError,
     RequestTimeout,
     ran_before,
 )
 from iris.keyfiles import has_keys, load_keys
-from iris.membership import Members, Watcher
+from iris.membership import Members
 from iris.memory import keep_freed_memory
-from iris.registry import Registry
+from iris.registry import Registry, Served
+from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding
 from iris.streams import Streams
 from iris.subscription import Policy, Subscription
 from iris.survey import Survey
-from iris.transport import Pump
 from iris.tunnel import Tunnel
 from iris.wire import frames
 from iris.wire.frames import AUDIENCE_MINOR, HERE, Kind
@@ -66,19 +58,13 @@ from iris.wire.names import check_address, check_filter, check_group
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
 
-log = logging.getLogger(__name__)
-
-MAX_LOSSES: Final = 1000
 WAIT_MIN_S: Final = 0.005
 WAIT_MAX_S: Final = 0.1
 """Between two looks of `wait_for_subscribers`."""
-LOG_INTERVAL_S: Final = 1.0
 Scope = Literal["site", "federation"]
 """Whom a survey or broadcast is for: the members of this site, or of all."""
 SESSIONS_TRIED: Final = 3
 """Sessions that an idempotent request is sent on, as one after the other is lost."""
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def connect(
@@ -108,16 +94,11 @@ class Client:
         connector: Connector | None = None, entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:  # fmt: skip
         self.config = config
-        self.losses: deque[Lost] = deque(maxlen=MAX_LOSSES)
+        self._runtime = runtime = Runtime(config)
+        self.losses = runtime.losses
         """The latest losses that were told, oldest first."""
-        self.on_loss: Callable[[Lost], object] | None = None
-        """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast, what was dropped here unhandled."""
-        self.counters: dict[str, int] = {}
+        self.counters = runtime.counters
         """Messages dropped here, by cause, and handlers that failed."""
-        self.company: Company | None = None
-        """Clients that deliver their casts to each other themselves; set before it is opened (for bridges)."""
-        self.working: set[Subscription] = set()
-        """Subscriptions whose coroutine handler has a task."""
         self._given_keyring = keyring
         self._embedded = embedded
         self._entropy = entropy
@@ -128,7 +109,11 @@ class Client:
         self._relay: EmbeddedRelay | None = None
         self._closed = False
         self._streams: Streams | None = None
-        self._quiet_until_s = 0.0
+        # What every message takes.
+        self._attached = runtime.attached
+        self._ready = runtime.ready
+        self._encode = runtime.encode
+        self._take = runtime.take
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -148,18 +133,16 @@ class Client:
         keyring = self._given_keyring
         if keyring is None and self._embedded and not has_keys(os.environ):
             keyring = Keyring.single(ClusterKey(self._entropy(32)))
-        self._registry = Registry(keyring or load_keys(os.environ))
+        keyring = keyring or load_keys(os.environ)
         if self.config.keep_freed_memory:
             keep_freed_memory()
         self._loop = asyncio.get_running_loop()
-        self._attachment = Attachment(
-            self, self.config, self._connector or self._default_connector(), self._entropy,
-            self._default_watch(), self.company,
+        self._attachment = self._runtime.attach(
+            keyring, self._connector or self._default_connector(), self._entropy, self._default_watch()
         )  # fmt: skip
-        self._registry.share_out(self._attachment.guard)
+        self._registry = self._runtime.registry
         if self._streams is not None:
             self._registry.on_keys = self._streams.keys_changed
-        _clients.add(self)
         try:
             await self._attachment.open()
         except BaseException:
@@ -187,9 +170,11 @@ class Client:
                     # Until all of it has ended handlers may use this client.
                     bindings = list(self._registry.services)
                     leaving = [self._leave(b, self._say_leave(b)) for b in bindings]
-                    for subscription in list(self.working):
+                    for subscription in list(self._runtime.working):
                         subscription.stop()
-                    await asyncio.gather(*leaving, *(s.finish() for s in list(self.working)))
+                    await asyncio.gather(
+                        *leaving, *(s.finish() for s in list(self._runtime.working))
+                    )
                     await asyncio.gather(*(binding.stop() for binding in bindings))
                     if self._streams is not None:
                         with contextlib.suppress(TimeoutError):
@@ -202,7 +187,7 @@ class Client:
             self._registry.end()
             if self._streams is not None:
                 self._streams.end()
-            for subscription in list(self.working):
+            for subscription in list(self._runtime.working):
                 subscription.give_up()
             await asyncio.gather(*(binding.stop() for binding in self._registry.services))
             await self._stop_embedded()
@@ -237,28 +222,43 @@ class Client:
             relay, self._relay = self._relay, None
             await relay.close()
 
-    def _attached(self) -> Attachment:
-        attachment = self._attachment
-        if attachment is None:
-            raise Closed("this client is not connected yet; use `async with`, or await open()")
-        attachment.check_open()
-        return attachment
-
     @property
     def streams(self) -> Streams:
         """Durable streams: create, append, read, consume."""
         if self._streams is None:
-            self._streams = Streams(self)
+            self._streams = Streams(self._runtime)
             if self._attachment is not None:
                 self._registry.on_keys = self._streams.keys_changed
         return self._streams
 
-    async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
-        """Return what to send with, waiting at most `timeout` seconds for a lost relay (for `streams`)."""
-        return await self._ready(name, timeout)
+    @property
+    def on_loss(self) -> Callable[[Lost], object] | None:
+        """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast, what was dropped here unhandled."""
+        return self._runtime.on_loss
 
-    async def _ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
-        return await (self._attachment or self._attached()).ready(name, timeout)
+    @on_loss.setter
+    def on_loss(self, told: Callable[[Lost], object] | None) -> None:
+        self._runtime.on_loss = told
+
+    @property
+    def keyring(self) -> Keyring:
+        """The keys in use."""
+        return self._runtime.keyring
+
+    @property
+    def message_limit(self) -> int:
+        """Bytes of the longest payload."""
+        return self._runtime.message_limit
+
+    @property
+    def sent_messages(self) -> int:
+        """Data messages sent over all sessions."""
+        return self._runtime.messages("sent")
+
+    @property
+    def received_messages(self) -> int:
+        """Data messages received over all sessions, accepted or not."""
+        return self._runtime.messages("received")
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -388,14 +388,14 @@ class Client:
     ) -> None:  # fmt: skip
         """Send to every member that serves broadcasts, in all sites or (`scope="site"`) in this one; waits and fails as `publish`."""
         cluster = _scoped(cluster, scope)
-        if not self._cast(Kind.BROADCAST, cluster, payload, headers):
+        if not self._take(Kind.BROADCAST, cluster, payload, headers):
             await self._attached().wait_writable()
-            self._cast(Kind.BROADCAST, cluster, payload, headers, force=True)
+            self._take(Kind.BROADCAST, cluster, payload, headers, force=True)
 
     def offer_broadcast(self, cluster: str, payload: object) -> bool:
         """Broadcast if that needs no waiting; False: not taken, the write buffer is full."""
         check_address(cluster)
-        return self._cast(Kind.BROADCAST, cluster, payload, None)
+        return self._take(Kind.BROADCAST, cluster, payload, None)
 
     @overload
     async def publish(
@@ -421,7 +421,7 @@ class Client:
         """
         if not self.offer(topic, payload, headers=headers):
             await self._attached().wait_writable()
-            self._cast(Kind.PUBLISH, topic, payload, headers, force=True)
+            self._take(Kind.PUBLISH, topic, payload, headers, force=True)
         if not report:
             return None
         try:
@@ -486,10 +486,10 @@ class Client:
             or headers is not None
             or type(payload) is not bytes
         ):
-            return self._cast(Kind.PUBLISH, topic, payload, headers)
+            return self._take(Kind.PUBLISH, topic, payload, headers)
         out = attachment.out
         assert out is not None  # there is one while it is not blocked
-        flow = out.topics.get(topic) or self._topic(topic)
+        flow = out.topics.get(topic) or self._runtime.topic(topic)
         payloads = flow.payloads
         size = flow.size + len(payload) + MESSAGE_BYTES
         if payloads and flow.plain and size <= CUT_BYTES:  # nothing to decide: the hot path
@@ -497,55 +497,10 @@ class Client:
             flow.size = size
             return True
         if len(payload) > CUT_BYTES:
-            self._check_size(payload)
+            self._runtime.check_size(payload)
         out.add(flow, payload, None, False)
         attachment.pump.touch()  # type: ignore[union-attr]  # as for `out`
         return True
-
-    def _cast(
-        self,
-        kind: Kind,
-        name: str,
-        payload: object,
-        headers: Headers | None,
-        *,
-        force: bool = False,
-    ) -> bool:
-        """Take a publication or broadcast; False while the write buffer is full."""
-        attachment = self._attached()
-        data, packed = self._encode(payload, headers)
-        if attachment.out is None:
-            # The name and its key are checked now: there is nobody to tell when the relay is back.
-            (self._registry.topic_key if kind == Kind.PUBLISH else self._registry.cluster_keys)(
-                name
-            )
-            attachment.keep((kind, name, data, headers, packed))
-            return True
-        if attachment.blocked and not force:
-            return False
-        self.cast(kind, name, data, headers, packed)
-        attachment.touch()
-        return True
-
-    def cast(
-        self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool
-    ) -> None:
-        """Put a checked publication or broadcast into its bundle (for the attachment)."""
-        out = self._attachment.out if self._attachment is not None else None
-        assert out is not None
-        if kind == Kind.PUBLISH:
-            flow = out.topics.get(name) or self._topic(name)
-        else:
-            flow = out.flow(kind, name, self._registry.cluster_keys(name)[0])
-        out.add(flow, payload, headers, packed)
-
-    def _topic(self, topic: str) -> OutFlow:
-        """Return the flow of a topic at its first use."""
-        out = self._attached().out
-        assert out is not None
-        flow = out.flow(Kind.PUBLISH, topic, self._registry.topic_key(topic))
-        out.topics[topic] = flow
-        return flow
 
     def subscribe(
         self, pattern: str, handler: Callable[[Message], object] | None = None, *, group: str = "",
@@ -562,56 +517,13 @@ class Client:
             check_group(group)
         attachment = self._attached()
         subscription = Subscription(
-            self, pattern, handler, group, policy, limit_bytes, on_gap, concurrency
+            self._runtime, pattern, handler, group, policy, limit_bytes, on_gap, concurrency
         )
         if attachment.pump is not None:
             attachment.pump.turn()
         self._registry.add(subscription, attachment.session, attachment.guard)
         attachment.touch()
         return subscription
-
-    async def subscription_ready(self, subscription: Subscription) -> None:
-        """Return when our relay and its peers know of a subscription (for `Subscription`)."""
-        await self._subscribed(subscription)
-        if not subscription.settled:
-            await self._settled()
-            subscription.settled = True
-
-    async def _subscribed(self, subscription: Subscription) -> None:
-        """Return when our relay knows of a subscription; raises what it refused it with."""
-        await self._attached().ready(subscription.filter, self.config.connect_timeout_s)
-        await within(
-            self._registry.ready(subscription), self.config.connect_timeout_s, "the relay did not answer SUBSCRIBE"
-        )  # fmt: skip
-
-    async def _settled(self) -> None:
-        """Return when the relays that are linked to ours know what was registered; ours bounds that by a second."""
-        attachment = self._attached()
-        session = attachment.session
-        if session is None or session.minor < AUDIENCE_MINOR:
-            return
-        waiter: asyncio.Future[Any] = self._loop.create_future()
-        session.ask(frames.Settle, waiter)
-        attachment.touch()
-        with contextlib.suppress(
-            ConnectionLost, TimeoutError
-        ):  # the next relay tells its peers, too
-            async with asyncio.timeout(self.config.connect_timeout_s):
-                await waiter
-
-    def unsubscribe(self, subscription: Subscription) -> asyncio.Future[None] | None:
-        """End a subscription at once (for `Subscription`); return what to pass to `told`, if anything."""
-        session = self._attachment.session if self._attachment is not None else None
-        done = self._registry.remove(subscription, session)
-        self.touch()
-        return done
-
-    async def told(self, done: asyncio.Future[Any] | None) -> None:
-        """Return when the relay knows that something has ended here, or has not answered in time: it has, anyway."""
-        if done is not None:
-            with contextlib.suppress(ConnectionLost, TimeoutError):
-                async with asyncio.timeout(self.config.connect_timeout_s):
-                    await done
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 
@@ -662,7 +574,7 @@ class Client:
             raise end.error
         if end.broken:
             raise ConnectionLost(cluster, end.broken, may_have_run=False)
-        return Tunnel(end, self.touch, self.writable)
+        return Tunnel(end, self._runtime.touch, self._runtime.writable)
 
     # -- serving ---------------------------------------------------------------------------------------------
 
@@ -675,7 +587,7 @@ class Client:
         On the way out the member leaves, and what it accepted is finished.
         """
         attachment = self._attached()
-        binding = ServiceBinding(self, service)
+        binding = ServiceBinding(self._runtime, service)
         _, session = await self._ready(service.name, self.config.connect_timeout_s)
         self._registry.services.append(binding)
         subscriptions: list[Subscription] = []
@@ -692,8 +604,8 @@ class Client:
                 attachment.touch()
                 await within(joined, self.config.connect_timeout_s, "the relay did not answer JOIN")
             for subscription in subscriptions:
-                await self._subscribed(subscription)
-            await self._settled()
+                await subscription.registered()
+            await self._runtime.settled()
             yield binding
         finally:
             # All of it is said before the first await: who is cancelled here leaves as well.
@@ -707,17 +619,16 @@ class Client:
                 await binding.stop()
                 self._registry.forget(binding)
 
-    def _say_leave(self, binding: ServiceBinding) -> list[asyncio.Future[None]]:
+    def _say_leave(self, binding: Served) -> list[asyncio.Future[None]]:
         """Tell the relay that a member takes nothing new; return what is resolved when it knows."""
-        session = self._attachment.session if self._attachment is not None else None
-        left = self._registry.leave(session, binding)
-        self.touch()
+        left = self._registry.leave(self._runtime.session, binding)
+        self._runtime.touch()
         return left
 
-    async def _leave(self, binding: ServiceBinding, left: list[asyncio.Future[None]]) -> None:
+    async def _leave(self, binding: Served, left: list[asyncio.Future[None]]) -> None:
         """Take what comes until the relay knows that we left, and finish it."""
         for done in left:
-            await self.told(done)
+            await self._runtime.told(done)
         binding.leaving = True
         # Bounded, because an idle tunnel may stay for ever: stop() ends what is left.
         with contextlib.suppress(TimeoutError):
@@ -732,7 +643,7 @@ class Client:
 
     async def watch_members(self, cluster: str) -> AsyncIterator[Members]:
         """Iterate over who is there: now, and after every change."""
-        with self._watching(cluster) as watcher:
+        with self._runtime.watching(cluster) as watcher:
             await watcher.first()
             while not watcher.ended:
                 yield watcher.members()
@@ -740,7 +651,7 @@ class Client:
 
     async def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
         """Return once at least `count` members are there; raises RequestTimeout after `timeout` seconds."""
-        with self._watching(cluster) as watcher:
+        with self._runtime.watching(cluster) as watcher:
             try:
                 async with asyncio.timeout(timeout):
                     await watcher.first()
@@ -753,21 +664,6 @@ class Client:
                     cluster, f"{there} of {count} members are there after {timeout:g} s"
                 ) from None
             return watcher.members()
-
-    @contextlib.contextmanager
-    def _watching(self, cluster: str) -> Iterator[Watcher]:
-        attachment = self._attached()
-        watcher = Watcher(cluster, self._registry.cluster_keys(cluster))
-        self._registry.watchers.append(watcher)
-        if attachment.session is not None:
-            watcher.attach(attachment.session)
-            attachment.touch()
-        try:
-            yield watcher
-        finally:
-            self._registry.watchers.remove(watcher)
-            watcher.detach()
-            attachment.touch()
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Return the relay's counters and tables."""
@@ -783,130 +679,6 @@ class Client:
             raise DecodeError(f"the relay's status: {err}") from err
         return document
 
-    # -- what the session, the attachment and our own objects call -------------------------------------------
-
-    @property
-    def keyring(self) -> Keyring:
-        """The keys in use."""
-        return self._registry.keyring
-
-    def find_key(self, key_id: bytes) -> ClusterKey | None:
-        """Return the key of an id, if we hold it."""
-        return self._registry.find_key(key_id)
-
-    def binding(self, flow: InFlow) -> ServiceBinding | None:
-        """Return the service that a flow is for."""
-        return self._registry.binding(flow)
-
-    def sinks(self, flow: InFlow) -> Sequence[Sink]:
-        """Return the subscriptions that a flow is for."""
-        return self._registry.sinks(flow)
-
-    def register(self, session: Session) -> list[asyncio.Future[None]]:
-        """Register everything at a new session."""
-        return self._registry.register(session)
-
-    def adopted(self, session: Session) -> None:
-        """A new session is in use."""
-        self._registry.adopted(session)
-
-    def ended(self, session: Session) -> None:
-        """A session is over (for the attachment)."""
-        self._registry.ended(session)
-
-    def detached(self, reason: str) -> None:
-        """There is no relay."""
-        for lost in self._registry.detached(reason):
-            self.tell(lost)
-
-    def draining(self) -> None:
-        """A relay is stopping: nothing new goes there, what is in flight goes on, and we look for another."""
-        log.info("client.relay_draining")
-        if self._attachment is not None:
-            self._attachment.drain()
-
-    def out_full(self) -> None:
-        """Enough is framed to be worth a write before the turn ends."""
-        if self._attachment is not None:
-            self._attachment.out_full()
-
-    def touch(self) -> None:
-        """Something is to be written at the end of this turn."""
-        if self._attachment is not None:
-            self._attachment.touch()
-
-    def writable(self) -> Awaitable[None] | None:
-        """Return None if there is room to write, else what to await."""
-        return self._attachment.writable() if self._attachment is not None else None
-
-    def lost(self, lost: Lost) -> None:
-        """Messages of ours, or for us, were lost. Subscriptions and services log what they miss; what we sent is logged here."""
-        if not lost.source and self.on_loss is None and self._may_log():
-            log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
-        self.tell(lost)
-
-    def tell(self, lost: Lost) -> None:
-        """Remember a loss that is counted and logged, and tell `on_loss`."""
-        self.losses.append(lost)
-        if self.on_loss is not None:
-            try:
-                self.on_loss(lost)
-            except (Exception, asyncio.CancelledError):
-                self.handler_failed("on_loss")
-
-    def handler_failed(self, what: str) -> None:
-        """A user's handler raised: counted always, logged with its traceback once in a while."""
-        self.count_dropped("failed handlers", 1)
-        if self._may_log():
-            log.exception("client.handler_failed", extra={"fields": {"handler": what}})  # noqa: LOG004 - called where it is caught
-
-    def count_dropped(self, cause: str, count: int) -> None:
-        """Count messages that were dropped in this process."""
-        self.counters[cause] = self.counters.get(cause, 0) + count
-
-    @property
-    def sent_messages(self) -> int:
-        """Data messages sent over all sessions."""
-        return self._attachment.messages("sent") if self._attachment is not None else 0
-
-    @property
-    def received_messages(self) -> int:
-        """Data messages received over all sessions, accepted or not."""
-        return self._attachment.messages("received") if self._attachment is not None else 0
-
-    def _may_log(self) -> bool:
-        now_s = time.monotonic()
-        if now_s < self._quiet_until_s:
-            return False
-        self._quiet_until_s = now_s + LOG_INTERVAL_S
-        return True
-
-    def _encode(self, payload: object, headers: Headers | None) -> tuple[bytes, bool]:
-        data, packed = encode_payload(payload)
-        if len(data) > CUT_BYTES:
-            self._check_size(data)
-        if headers:
-            check_headers(headers)
-        return data, packed
-
-    @property
-    def message_limit(self) -> int:
-        """Bytes of the longest payload."""
-        session = self._attachment.session if self._attachment is not None else None
-        return session.message_limit if session is not None else self.config.message_limit_bytes
-
-    def _check_size(self, data: bytes) -> None:
-        limit = self.message_limit
-        if len(data) > limit:
-            raise MessageTooLarge(
-                f"{len(data)} bytes are over the limit of {limit}; send it through a tunnel"
-            )
-
-    def forked(self) -> None:
-        """In the child of a fork: nothing of this client may be used here."""
-        if self._attachment is not None:
-            self._attachment.poison()
-
 
 def _scoped(cluster: str, scope: Scope) -> str:
     """Return a cluster's name with the site that a scope means before it; raises InvalidName or ConfigError."""
@@ -918,11 +690,3 @@ def _scoped(cluster: str, scope: Scope) -> str:
     if site not in ("", HERE):
         raise ConfigError(f"scope: {cluster!r} names a site already")
     return f"{HERE}:{name}"
-
-
-def _after_fork() -> None:
-    for client in list(_clients):
-        client.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)

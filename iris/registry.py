@@ -6,19 +6,19 @@ Also the client's side of a session: which service a member number stands for, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from iris.attachment import Attachment
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.parties import Lost, Sink
+from iris.core.parties import Binding, Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConnectionLost, KeyringError, LocalProtocolError
 from iris.membership import Watcher
-from iris.serving import ServiceBinding
-from iris.subscription import Subscription
+from iris.service import Service
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.names import check_address, check_topic, is_wild, matches
@@ -28,15 +28,43 @@ Place = tuple[str, str]
 """filter, group"""
 
 
+class Served(Binding, Protocol):
+    """A service that is being served."""
+
+    service: Service
+    key_ids: set[bytes]
+    going: bool
+    leaving: bool
+
+    @property
+    def misses_casts(self) -> bool: ...
+    def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None: ...
+    async def finish(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Subscriber(Sink, Protocol):
+    """A subscription."""
+
+    filter: str
+    group: str
+
+    def stop(self) -> None: ...
+    def end(self) -> None: ...
+    def said_all(self) -> None: ...
+    def give_up(self) -> None: ...
+    async def finish(self) -> None: ...
+
+
 class Registry:
     """Services, subscriptions and watches of one client, and the keys they use."""
 
     def __init__(self, keyring: Keyring) -> None:
         self.keyring: Keyring
-        self.services: list[ServiceBinding] = []
+        self.services: list[Served] = []
         self.watchers: list[Watcher] = []
-        self._bindings: dict[int, ServiceBinding] = {}
-        self._subscriptions: dict[Place, list[Subscription]] = {}
+        self._bindings: dict[int, Served] = {}
+        self._subscriptions: dict[Place, list[Subscriber]] = {}
         self._wild: dict[Place, None] = {}
         """Those of them whose filter may match more than one topic: each is looked at for every new topic."""
         self._answers: dict[Place, asyncio.Future[None]] = {}
@@ -135,7 +163,7 @@ class Registry:
 
     # -- services --------------------------------------------------------------------------------------------
 
-    def join(self, session: Session, binding: ServiceBinding) -> asyncio.Future[None]:
+    def join(self, session: Session, binding: Served) -> asyncio.Future[None]:
         """Make `binding` a member through `session`; resolved when the relay knows."""
         service = binding.service
         done = _answer()
@@ -161,14 +189,14 @@ class Registry:
         )
         return done
 
-    def binding(self, flow: InFlow) -> ServiceBinding | None:
+    def binding(self, flow: InFlow) -> Served | None:
         """Return the service that a flow is for; None if it did not join the flow's address, whatever the relay says."""
         binding = self._bindings.get(flow.member)
         if binding is None or flow.name != binding.service.name:
             return None
         return binding if flow.key.key_id in binding.key_ids else None
 
-    def leave(self, session: Session | None, binding: ServiceBinding) -> list[asyncio.Future[None]]:
+    def leave(self, session: Session | None, binding: Served) -> list[asyncio.Future[None]]:
         """Tell the relay that `binding` takes nothing new; each future is resolved when it knows.
 
         Where it is joining still, or is a member through a session that is not in use yet, it leaves as soon as it can.
@@ -180,7 +208,7 @@ class Registry:
         members = [m for m in session.members if self._bindings.get(m) is binding]
         return [_leave(session, member) for member in members]
 
-    def forget(self, binding: ServiceBinding) -> None:
+    def forget(self, binding: Served) -> None:
         """It no longer serves."""
         self.services.remove(binding)
         self._bindings = {
@@ -189,7 +217,7 @@ class Registry:
 
     # -- subscriptions ---------------------------------------------------------------------------------------
 
-    def add(self, subscription: Subscription, session: Session | None, guard: Guard) -> None:
+    def add(self, subscription: Subscriber, session: Session | None, guard: Guard) -> None:
         """Register a subscription; one filter and group is registered once, however many ask for it.
 
         Raises KeyringError if there is no key for it.
@@ -231,7 +259,7 @@ class Registry:
             raise KeyringError(text)
         return keys
 
-    async def ready(self, subscription: Subscription) -> None:
+    async def ready(self, subscription: Subscriber) -> None:
         """Return when the relay knows of it; raises what it refused it with."""
         place = (subscription.filter, subscription.group)
         while (done := self._answers.get(place)) is not None:
@@ -244,7 +272,7 @@ class Registry:
                 return
 
     def remove(
-        self, subscription: Subscription, session: Session | None
+        self, subscription: Subscriber, session: Session | None
     ) -> asyncio.Future[None] | None:
         """Unregister it; if it was the last of its filter and group, return what is resolved when the relay knows."""
         place = (subscription.filter, subscription.group)
@@ -269,7 +297,7 @@ class Registry:
         if not any(flow.key in ring.for_topic(flow.name) for ring in self._rings):
             return ()
         found: list[Sink] = []
-        grouped: dict[str, list[Subscription]] = {}
+        grouped: dict[str, list[Subscriber]] = {}
         places = [(flow.name, group) for group in ("", *sorted(flow.groups))]
         places += [place for place in self._wild if matches(place[0], flow.name)]
         for place in places:

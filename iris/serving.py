@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message
@@ -17,12 +16,10 @@ from iris.core.tunnel import TunnelEnd
 from iris.errors import ConfigError, DecodeError
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
 from iris.losses import LossLog
+from iris.runtime import Runtime
 from iris.service import Service
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.frames import Kind, Refusal
-
-if TYPE_CHECKING:
-    from iris.client import Client
 
 log = logging.getLogger("iris.service")  # programs know it by this name
 
@@ -45,7 +42,7 @@ class _Inbox:
 class ServiceBinding:
     """A service that is being served: its member, its queues, its workers. Outlives reconnects."""
 
-    def __init__(self, client: Client, service: Service) -> None:
+    def __init__(self, runtime: Runtime, service: Service) -> None:
         self.service = service
         self.number = next(_numbers)
         self.member = 0
@@ -57,7 +54,7 @@ class ServiceBinding:
         self.leaving = False
         """It takes nothing any more."""
         self.running = 0
-        self._client = client
+        self._runtime = runtime
         self.loop = asyncio.get_running_loop()
         self._limits = service.limits
         self._inboxes = {
@@ -165,7 +162,7 @@ class ServiceBinding:
     def tunnel(self, end: TunnelEnd) -> None:
         """Run a tunnel handler."""
         self.running += 1
-        tunnel = Tunnel(end, self._client.touch, self._client.writable)
+        tunnel = Tunnel(end, self._runtime.touch, self._runtime.writable)
         task = self.loop.create_task(
             self._work_tunnel(tunnel), name=f"iris-{self.service.name}-tunnel"
         )
@@ -174,13 +171,13 @@ class ServiceBinding:
 
     def gap(self, gap: Lost) -> None:
         """Some broadcasts did not come."""
-        listens = self.service.gap_handler is not None or self._client.on_loss is not None
+        listens = self.service.gap_handler is not None or self._runtime.on_loss is not None
         self._log.add(gap, heard=listens)
         if self.service.gap_handler is not None:
             try:
                 self.service.gap_handler(gap)
             except (Exception, asyncio.CancelledError):
-                self._client.handler_failed(f"gap handler of {self.service.name}")
+                self._runtime.handler_failed(f"gap handler of {self.service.name}")
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -188,7 +185,7 @@ class ServiceBinding:
         try:
             handler.function(handler.convert(message))
         except (Exception, asyncio.CancelledError):
-            self._client.handler_failed(f"broadcast handler of {self.service.name}")
+            self._runtime.handler_failed(f"broadcast handler of {self.service.name}")
 
     async def _work_casts(self, handler: Handler) -> None:
         try:
@@ -200,7 +197,7 @@ class ServiceBinding:
                     except (Exception, asyncio.CancelledError):
                         if stopping():
                             raise
-                        self._client.handler_failed(f"broadcast handler of {self.service.name}")
+                        self._runtime.handler_failed(f"broadcast handler of {self.service.name}")
                     if stopping():
                         return
                 self._cast_bytes -= size
@@ -246,7 +243,7 @@ class ServiceBinding:
                 except EndOfTunnel:
                     return
         except Exception:
-            self._client.handler_failed(f"tunnel handler of {self.service.name}")
+            self._runtime.handler_failed(f"tunnel handler of {self.service.name}")
         finally:
             self.done()
 
@@ -266,7 +263,7 @@ class ServiceBinding:
         """Cancel what still runs, answer what did not start, and wait for the former to end, within bounds. Idempotent."""
         self.leaving = True
         if self._stop_by_s is None:
-            self._stop_by_s = self.loop.time() + self._client.config.drain_timeout_s
+            self._stop_by_s = self.loop.time() + self._runtime.config.drain_timeout_s
         tasks = [
             *self._tunnels,
             *(task for inbox in self._inboxes.values() for task in inbox.workers),
@@ -293,7 +290,7 @@ class ServiceBinding:
                 inbox.queued_bytes -= delivery.size
                 self.end_with(delivery, "the member stopped before it started", may_have_run=False)
             if given_up:
-                self._client.count_dropped("member stopped", len(given_up))
+                self._runtime.count_dropped("member stopped", len(given_up))
         while self._casts:
             messages, size = self._casts.popleft()
             self._cast_bytes -= size
@@ -302,10 +299,10 @@ class ServiceBinding:
 
     def _casts_lost(self, messages: list[Message], cause: str) -> None:
         first = messages[0]
-        self._client.count_dropped(cause, len(messages))
+        self._runtime.count_dropped(cause, len(messages))
         lost = Lost("broadcast", first.name, first.source, len(messages), cause)
         self.gap(lost)
-        self._client.tell(lost)
+        self._runtime.tell(lost)
 
     def finish_one(self, delivery: Delivery, value: object) -> None:
         """A handler returned `value`: answer with it, or give a push's credit back."""
@@ -344,16 +341,16 @@ class ServiceBinding:
 
     def _ended(self, delivery: Delivery) -> None:
         delivery.session.running -= 1
-        self._client.touch()
+        self._runtime.touch()
         self.done()
 
     def expired(self) -> None:
         """What waited here for longer than its sender allowed is not run."""
-        self._client.count_dropped("expired", 1)
+        self._runtime.count_dropped("expired", 1)
 
     def failed(self) -> None:
         """A handler raised: logged once in a while, counted always."""
-        self._client.handler_failed(f"handler of {self.service.name}")
+        self._runtime.handler_failed(f"handler of {self.service.name}")
 
 
 class _Answer:

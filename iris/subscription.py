@@ -8,17 +8,16 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from iris.core.message import Message
 from iris.core.parties import Lost
+from iris.deadlines import within
 from iris.errors import ConfigError, IrisError, Overloaded
 from iris.handlers import stopping
 from iris.lanes import Lanes
 from iris.losses import LossLog
-
-if TYPE_CHECKING:
-    from iris.client import Client
+from iris.runtime import Runtime
 
 MAX_CONCURRENCY: Final = 65_536
 
@@ -37,7 +36,7 @@ class Subscription:
     """
 
     def __init__(
-        self, client: Client, pattern: str, handler: Callable[[Message], object] | None, group: str, policy: Policy,
+        self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str, policy: Policy,
         limit_bytes: int, on_gap: Callable[[Lost], object] | None, concurrency: int = 1,
     ) -> None:  # fmt: skip
         if policy not in ("drop-new", "drop-old", "cut"):
@@ -46,9 +45,9 @@ class Subscription:
         self.group = group
         self.lost = 0
         """Messages known to be lost on the way here."""
-        self.settled = False
+        self._runtime = runtime
+        self._settled = False
         """The other relays know of it."""
-        self._client = client
         self._handler = handler
         self._is_coroutine = inspect.iscoroutinefunction(handler)
         if not 1 <= concurrency <= MAX_CONCURRENCY:
@@ -81,8 +80,18 @@ class Subscription:
 
     async def ready(self) -> Self:
         """Return when the relay of this host and those linked to it know of the subscription; raises what it refused it with."""
-        await self._client.subscription_ready(self)
+        await self.registered()
+        if not self._settled:
+            await self._runtime.settled()
+            self._settled = True
         return self
+
+    async def registered(self) -> None:
+        """Return when the relay of this host knows of it; raises what it refused it with (for `Client.serve`)."""
+        runtime = self._runtime
+        timeout = runtime.config.connect_timeout_s
+        await runtime.ready(self.filter, timeout)
+        await within(runtime.registry.ready(self), timeout, "the relay did not answer SUBSCRIBE")
 
     async def close(self) -> None:
         """End it: nothing is delivered after the return. Idempotent.
@@ -92,7 +101,7 @@ class Subscription:
         """
         self.stop()
         try:
-            await self._client.told(self._stopped)
+            await self._runtime.told(self._stopped)
         except BaseException:
             self.give_up()
             raise
@@ -104,7 +113,7 @@ class Subscription:
         tasks = self._tasks
         if not tasks or asyncio.current_task() in tasks:
             return
-        bound_s = self._client.config.drain_timeout_s
+        bound_s = self._runtime.config.drain_timeout_s
         try:
             _, late = await asyncio.wait(tasks, timeout=bound_s)
         finally:
@@ -137,7 +146,9 @@ class Subscription:
     def stop(self) -> None:
         """End it without waiting for the relay: what is queued is still delivered. Idempotent."""
         self.end()
-        self._stopped = self._client.unsubscribe(self) or self._stopped
+        runtime = self._runtime
+        self._stopped = runtime.registry.remove(self, runtime.session) or self._stopped
+        runtime.touch()
 
     async def __aenter__(self) -> Self:
         self._entered = True
@@ -187,12 +198,12 @@ class Subscription:
     def gap(self, gap: Lost) -> None:
         """Some messages did not come."""
         self.lost += gap.count or 0
-        self._log.add(gap, heard=self._on_gap is not None or self._client.on_loss is not None)
+        self._log.add(gap, heard=self._on_gap is not None or self._runtime.on_loss is not None)
         if self._on_gap is not None:
             try:
                 self._on_gap(gap)
             except (Exception, asyncio.CancelledError):
-                self._client.handler_failed(f"on_gap of {self.filter}")
+                self._runtime.handler_failed(f"on_gap of {self.filter}")
 
     def said_all(self) -> None:
         """The client is closed: the log waits for no more losses."""
@@ -214,7 +225,7 @@ class Subscription:
                     handler(message)
                 return
             except (Exception, asyncio.CancelledError):
-                self._client.handler_failed(f"subscription {self.filter}")
+                self._runtime.handler_failed(f"subscription {self.filter}")
 
     def _enqueue(self, messages: list[Message], size: int) -> None:
         if self._error is not None:
@@ -233,7 +244,7 @@ class Subscription:
                     self._work_lanes(self._lanes), name=f"iris-{self.filter}"
                 )
                 self._workers[task] = iter(())
-                self._client.working.add(self)
+                self._runtime.working.add(self)
                 task.add_done_callback(self._worker_ended)
             return
         self._queue.append((messages, size))
@@ -243,8 +254,8 @@ class Subscription:
             self._worker = asyncio.get_running_loop().create_task(
                 self._work(), name=f"iris-{self.filter}"
             )
-            self._client.working.add(self)
-            self._worker.add_done_callback(lambda _: self._client.working.discard(self))
+            self._runtime.working.add(self)
+            self._worker.add_done_callback(lambda _: self._runtime.working.discard(self))
 
     def _full(self, messages: list[Message], size: int) -> None:
         if self._policy == "drop-old":
@@ -273,10 +284,10 @@ class Subscription:
 
     def _drop(self, messages: list[Message], cause: str = "slow subscriber") -> None:
         first = messages[0]
-        self._client.count_dropped(cause, len(messages))
+        self._runtime.count_dropped(cause, len(messages))
         lost = Lost("publish", first.name, first.source, len(messages), cause)
         self.gap(lost)
-        self._client.tell(lost)
+        self._runtime.tell(lost)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -299,7 +310,7 @@ class Subscription:
                 except (Exception, asyncio.CancelledError):
                     if stopping():
                         raise
-                    self._client.handler_failed(f"subscription {self.filter}")
+                    self._runtime.handler_failed(f"subscription {self.filter}")
                 if stopping():
                     return  # the handler took no notice of its cancellation
             self._queued_bytes -= size
@@ -319,7 +330,7 @@ class Subscription:
                         except (Exception, asyncio.CancelledError):
                             if stopping():
                                 raise
-                            self._client.handler_failed(f"subscription {self.filter}")
+                            self._runtime.handler_failed(f"subscription {self.filter}")
                         if stopping():
                             return  # the handler took no notice of its cancellation
                 finally:
@@ -331,4 +342,4 @@ class Subscription:
     def _worker_ended(self, task: asyncio.Task[None]) -> None:
         self._workers.pop(task, None)
         if not self._workers:
-            self._client.working.discard(self)
+            self._runtime.working.discard(self)

@@ -176,4 +176,4 @@ def _written(access: Access) -> int:
 
 
 async def _stores(client: Client) -> Stores:
-    return Stores(client)
+    return Stores(client._runtime)

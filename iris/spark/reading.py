@@ -78,11 +78,11 @@ class _RangeReader:
 
     def __iter__(self) -> Iterator[list[Opened]]:
         part, link, stores = self._part, self._link, self._link.stores
-        self._opener = RecordOpener(stores.client.find_key)
+        self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
 
         if part.key_ids and not any(
-            stores.client.keyring.by_id(bytes.fromhex(key_id)) for key_id in part.key_ids
+            stores.runtime.keyring.by_id(bytes.fromhex(key_id)) for key_id in part.key_ids
         ):
             raise SparkError(
                 AUTH,

@@ -145,7 +145,7 @@ class _Sink:
 
         async def send(client: Client) -> None:
             lost: list[Lost] = []
-            _, session = await client.ready("relay", timeout_s)
+            _, session = await client._runtime.ready("relay", timeout_s)
             client.on_loss = lost.append
             try:
                 for number, row in enumerate(rows, first):
@@ -164,7 +164,7 @@ class _Sink:
                     else:
                         await client.publish(check_topic(name), row.value, headers=headers)
                 await client.flush(timeout=timeout_s)
-                _, after = await client.ready("relay", timeout_s)
+                _, after = await client._runtime.ready("relay", timeout_s)
             finally:
                 client.on_loss = None
             failed = [one for one in lost if one.error is not None]

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct, structs
 
@@ -28,6 +28,7 @@ from iris.errors import (
     StreamExists,
     StreamUnavailable,
 )
+from iris.runtime import Runtime
 from iris.streams.appending import PLAIN, Extras, Producer
 from iris.streams.calls import Known, RevisionTaken, Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
@@ -69,9 +70,6 @@ from iris.wire.streams import (
     Settled,
     check_definition,
 )
-
-if TYPE_CHECKING:
-    from iris.client import Client
 
 MAX_PRODUCERS: Final = 1024
 MAX_FOUND: Final = 16_384
@@ -152,9 +150,9 @@ class StreamInfo(Struct, frozen=True):
 class Streams:
     """The streams of a client's clusters and topics. Made by `client.streams`."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._stores = Stores(client)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._stores = Stores(runtime)
         self.keys_changed = self._stores.keys_changed
         self._producers: dict[tuple[str, str], Producer] = {}
 
@@ -232,7 +230,9 @@ class Streams:
 
     async def _known(self, timeout: float) -> _Knowns:
         until_s = time.monotonic() + timeout
-        keys = {key.key_id: key for keys in self._client.keyring.entries().values() for key in keys}
+        keys = {
+            key.key_id: key for keys in self._runtime.keyring.entries().values() for key in keys
+        }
         stores = await self._stores.holders(STORES, [NO_KEY], timeout=timeout)
         found: dict[tuple[str, bytes], Described] = {}
         # A store lists the streams of a key only to holders of that key.
@@ -305,7 +305,7 @@ class Streams:
                 return _info(found)
             log = found.order.uuid.hex()
             keys = self._keys(definition)
-            orders = orders_to_change(definition, keys, found, self._client.keyring)
+            orders = orders_to_change(definition, keys, found, self._runtime.keyring)
             try:
                 changed = await self._stores.ask_stream(
                     name, log, Change(orders), Described, timeout=_left(until_s), writes=True
@@ -346,7 +346,7 @@ class Streams:
         log = found.order.uuid.hex()
         with contextlib.suppress(NoStream):  # an answer was lost: it is gone
             for _ in range(CHANGE_TRIES):
-                orders = orders_to_end(found, self._client.keyring)
+                orders = orders_to_end(found, self._runtime.keyring)
                 try:
                     await self._stores.ask_stream(
                         name, log, Delete(orders), Settled, timeout=_left(until_s), writes=True
@@ -392,7 +392,7 @@ class Streams:
             OffsetConflict: the next offset is another; nothing was stored.
             StreamError: StreamUnavailable says in `may_have_run` whether it may be stored. After a timeout it may still be.
         """
-        data, packed = encode_message(self._client, message, headers)
+        data, packed = encode_message(self._runtime, message, headers)
         extras = await make_extras(
             self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
             message_id=message_id,
@@ -423,7 +423,7 @@ class Streams:
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
-                    data, packed = encode_message(self._client, message, None)
+                    data, packed = encode_message(self._runtime, message, None)
                     if producer.full:
                         await producer.room()
                     places.append(producer.add(data, None, packed, PLAIN))
@@ -460,7 +460,7 @@ class Streams:
             StreamError: likewise nothing was committed, unless `may_have_run`.
             MessageTooLarge: the attempts do not fit one call: 40,000 or so do.
         """
-        call = commit_call(name, writer, batch, attempts, self._client.message_limit)
+        call = commit_call(name, writer, batch, attempts, self._runtime.message_limit)
         done = await self._stores.ask_stream(
             name, uuid, call, Committed, timeout=timeout, writes=True
         )
@@ -470,7 +470,7 @@ class Streams:
         self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt] = (), uuid: str = "", timeout: float = 10.0
     ) -> int:  # fmt: skip
         """Drop what the attempts staged, without any what all of the batch did; return how many records that was. Raises StreamError."""
-        call = discard_call(name, writer, batch, attempts, self._client.message_limit)
+        call = discard_call(name, writer, batch, attempts, self._runtime.message_limit)
         done = await self._stores.ask_stream(
             name, uuid, call, Settled, timeout=timeout, writes=True
         )
@@ -607,7 +607,7 @@ class Streams:
 
     def _keys(self, definition: Definition) -> _Keys:
         """Return every key of ours for a stream, what it records, and what a copy's records are of."""
-        keyring = self._client.keyring
+        keyring = self._runtime.keyring
         keys = [*self._stores.keys(definition.name)]
         keys += keyring.for_filter(definition.topic) if definition.topic else ()
         keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
@@ -634,7 +634,7 @@ class Streams:
         """Append one record under a condition, as a producer of its own: a retry is known for one."""
         until_s = time.monotonic() + timeout
         place = await self._stores.place(name, uuid, timeout=timeout)
-        _, session = await self._client.ready(name, _left(until_s))
+        _, session = await self._runtime.ready(name, _left(until_s))
         sender_id, end, body = session.out.record(
             name, place.key, (data,), (headers,) if headers else None, packed, extras.key
         )

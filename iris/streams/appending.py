@@ -233,10 +233,10 @@ class Producer:
                 elif self._queue and self._records < WINDOW:
                     place = await self._place()
                     if place is not None:
-                        _, session = await self._stores.client.ready(self.name, GIVE_UP_S)
+                        _, session = await self._stores.runtime.ready(self.name, GIVE_UP_S)
                         if not self._again:  # nothing was lost while we waited
                             self._send_new(session, place)
-                            self._stores.client.touch()
+                            self._stores.runtime.touch()
                     continue
                 self._work.clear()
                 if self._calls or self._again or not self._queue:
@@ -281,7 +281,7 @@ class Producer:
 
     @property
     def _call_bytes(self) -> int:
-        return min(CALL_BYTES, self._stores.client.message_limit)
+        return min(CALL_BYTES, self._stores.runtime.message_limit)
 
     def _seal(self, session: Session, place: Place, record: Pending, sender_id: bytes) -> bool:
         """Seal a record once, or again if its key is gone. Returns whether `sender_id` sealed it."""
@@ -306,7 +306,7 @@ class Producer:
     def _still_for(self, record: Pending, place: Place) -> bool:
         """Whether a sealed record can go to this place: we still have its key, and it is the same stream."""
         sealed = record.place
-        if sealed is None or self._stores.client.keyring.by_id(sealed.key.key_id) is None:
+        if sealed is None or self._stores.runtime.keyring.by_id(sealed.key.key_id) is None:
             return False
         return sealed.uuid == place.uuid or sealed.key.key_id == place.key.key_id
 
@@ -451,7 +451,7 @@ class Producer:
         if any(record.lost for record in stale):
             self._next = -1  # it cannot be sent again, and later ones would be out of order
         if stale:
-            _, session = await self._stores.client.ready(self.name, GIVE_UP_S)
+            _, session = await self._stores.runtime.ready(self.name, GIVE_UP_S)
             for record in stale:
                 if not record.lost:  # it is not stored, so sealing it again duplicates nothing
                     self._seal(session, place, record, b"")

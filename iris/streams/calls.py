@@ -9,7 +9,7 @@ import re
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from iris.errors import (
     StreamUnavailable,
     ran_before,
 )
+from iris.runtime import Runtime
 from iris.wire import frames
 from iris.wire.frames import NO_KEY, STORES
 from iris.wire.names import check_address, split_site
@@ -51,9 +52,6 @@ from iris.wire.streams import (
     encode,
     in_force,
 )
-
-if TYPE_CHECKING:
-    from iris.client import Client
 
 MAX_PLACES: Final = 4096
 PLACE_S: Final = 10.0
@@ -133,8 +131,8 @@ class RevisionTaken(StreamError):
 class Stores:
     """Finds streams and asks their stores, for one client."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
         """Objects that open records with our keys."""
         self._places: dict[tuple[str, str], Place] = {}
@@ -162,7 +160,7 @@ class Stores:
             RequestError: the call did not come through.
         """
         until_s = time.monotonic() + timeout
-        pump, session = await self.client.ready(shown, timeout)
+        pump, session = await self.runtime.ready(shown, timeout)
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         left_ms = max(1, round(1000 * (until_s - time.monotonic())))
         called = session.calling.send(
@@ -265,7 +263,7 @@ class Stores:
     def known(self, name: str, described: Described) -> Known:
         """Return a described stream with the latest order that one of our keys signed. Raises StreamError if there is none."""
         name = split_site(name)[1]
-        find_key = self.client.keyring.by_id
+        find_key = self.runtime.keyring.by_id
         ours = own_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
         latest = in_force(order for order in ours if is_called(order, name))
         if latest is None:
@@ -286,7 +284,7 @@ class Stores:
     def keys(self, name: str) -> tuple[ClusterKey, ...]:
         """Return our keys for a stream; raises KeyringError if there are none."""
         base = check_address(name)[1].removesuffix(DEAD)
-        keys = self.client.keyring.for_cluster(base)
+        keys = self.runtime.keyring.for_cluster(base)
         if not keys:
             raise KeyringError(f"no key for stream {name!r}, and no default key")
         return keys
@@ -302,7 +300,7 @@ class Stores:
         if (
             place is None
             or place.until_s < time.monotonic()
-            or self.client.keyring.by_id(place.key.key_id) is None  # it was retired since
+            or self.runtime.keyring.by_id(place.key.key_id) is None  # it was retired since
         ):
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
@@ -401,9 +399,9 @@ class Stores:
     async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
         """Return which stores our relay knows to hold a stream of this name; for `stores` under NO_KEY, the stores."""
         until_s = time.monotonic() + timeout
-        _, session = await self.client.ready(name, timeout)
+        _, session = await self.runtime.ready(name, timeout)
         for key_id in key_ids:
-            if key_id != NO_KEY and (key := self.client.keyring.by_id(key_id)) is not None:
+            if key_id != NO_KEY and (key := self.runtime.keyring.by_id(key_id)) is not None:
                 session.out.prove(key)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         found: list[frames.MemberInfo] = []
@@ -416,7 +414,7 @@ class Stores:
                 done.set_result(None)
 
         number = session.watch(name, list(key_ids), heard, stay=False, streams=True)
-        self.client.touch()
+        self.runtime.touch()
         try:
             async with asyncio.timeout(max(0.001, min(HOLDERS_S, until_s - time.monotonic()))):
                 await done

@@ -55,7 +55,7 @@ class Consumer:
         self._patience = patience
         self._on_gap = on_gap
         self._worker = os.urandom(16)
-        self._opener = RecordOpener(stores.client.find_key)
+        self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
         self._ready: deque[StreamMessage] = deque()
         self._held: set[int] = set()

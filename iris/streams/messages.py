@@ -5,16 +5,14 @@ from __future__ import annotations
 import hmac
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.core.bundle import Headers, check_headers
 from iris.core.message import encode_payload
 from iris.errors import ConfigError, MessageTooLarge, StreamError
+from iris.runtime import Runtime
 from iris.streams.appending import PLAIN, Extras
 from iris.streams.calls import Stores
-
-if TYPE_CHECKING:
-    from iris.client import Client
 
 MAX_US: Final = 1 << 62
 """µs since 1970."""
@@ -22,7 +20,9 @@ MAX_KEY_BYTES: Final = 4096
 ID_LABEL: Final = b"iris-message-id-1"
 
 
-def encode_message(client: Client, message: object, headers: Headers | None) -> tuple[bytes, bool]:
+def encode_message(
+    runtime: Runtime, message: object, headers: Headers | None
+) -> tuple[bytes, bool]:
     """Return a message's bytes, and whether they are MessagePack.
 
     Raises:
@@ -30,7 +30,7 @@ def encode_message(client: Client, message: object, headers: Headers | None) -> 
         LocalProtocolError: `headers` are not str to str, or too large.
     """
     data, packed = encode_payload(message)
-    limit = client.message_limit
+    limit = runtime.message_limit
     if len(data) > limit:
         raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit} of a message")
     if headers:

@@ -227,7 +227,7 @@ class Mirror:
 
     def _fetch(self, start: int) -> asyncio.Task[Fetched]:
         wait_ms = WAIT_MS if self._follow else 0
-        limit = min(FETCH_BYTES, self._stores.client.message_limit)
+        limit = min(FETCH_BYTES, self._stores.runtime.message_limit)
         work = self._ask(
             self.source, self._of, Fetch(start, limit, wait_ms), Fetched, wait_ms / 1000
         )

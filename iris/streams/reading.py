@@ -53,7 +53,7 @@ class Reader:
         self._batch_bytes = batch_bytes
         self._patience = patience
         self._on_gap = on_gap
-        self._opener = RecordOpener(stores.client.find_key)
+        self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
         self._ready: deque[StreamMessage] = deque()
         self._fetching: asyncio.Task[Fetched] | None = None

@@ -119,7 +119,7 @@ class Staging:
             Closed: after `finish` or `close`.
         """
         self._check()
-        data, packed = encode_message(self._stores.client, message, headers)
+        data, packed = encode_message(self._stores.runtime, message, headers)
         extras = await make_extras(
             self._stores, self.name, self._uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=self._timeout
         )  # fmt: skip
@@ -135,7 +135,7 @@ class Staging:
         """Stage messages in order, several to a record; raises as `append`."""
         for message in messages:
             self._check()
-            data, packed = encode_message(self._stores.client, message, None)
+            data, packed = encode_message(self._stores.runtime, message, None)
             await self._add(data, None, packed)
 
     async def add_bundle(self, plain: bytes, count: int) -> None:
@@ -146,7 +146,7 @@ class Staging:
         self._check()
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
             raise LocalProtocolError(f"no bundle of {count} messages")
-        limit = self._stores.client.message_limit
+        limit = self._stores.runtime.message_limit
         if len(plain) > limit:
             raise MessageTooLarge(f"{len(plain)} bytes are over the limit of {limit} of a message")
         session, sealing = await self._cut()
@@ -205,7 +205,7 @@ class Staging:
         while self._way_bytes > WINDOW_BYTES and self._error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         place = await self._stores.place(self.name, self._uuid, timeout=self._timeout)
-        _, session = await self._stores.client.ready(self.name, self._timeout)
+        _, session = await self._stores.runtime.ready(self.name, self._timeout)
         self._check()
         if self._payloads:
             payloads, headers = self._payloads, self._headers
@@ -218,7 +218,7 @@ class Staging:
         """Put a sealed record into the call, which is sent first if it is full or of another sender."""
         sender_id, end, body = sealed
         size = len(body) + RECORD_BYTES
-        limit = min(CALL_BYTES, self._stores.client.message_limit)
+        limit = min(CALL_BYTES, self._stores.runtime.message_limit)
         if self._call and (
             self._call_bytes + size > limit
             or len(self._call) == CALL_RECORDS

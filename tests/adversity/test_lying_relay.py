@@ -815,7 +815,7 @@ async def test_after_a_reload_nothing_is_accepted_under_a_retired_key(
             assert ran == ([] if kind == Kind.TUNNEL_OPEN else [b"old"])
             assert old.count(Kind.TUNNEL_ACCEPT) == (kind == Kind.TUNNEL_OPEN)
             await client.reload_keys(both.retire("default"))
-            assert client.find_key(KEY.key_id) is None
+            assert client._runtime.find_key(KEY.key_id) is None
             assert binding.key_ids == {OTHER_KEY.key_id}
             new = liar.last
             new.sealers = old.sealers

@@ -177,7 +177,7 @@ async def test_what_a_coroutine_subscription_cannot_finish_in_time_is_told_as_lo
             await cluster.settle()
         assert subscription.lost == 4
         assert sum(lost.count or 0 for lost in reader.losses) == 4
-        assert not reader.working, "and its task has ended"
+        assert not reader._runtime.working, "and its task has ended"
 
 
 async def test_casts_kept_offline_are_told_by_their_kind_when_the_client_is_closed() -> None:

@@ -611,7 +611,7 @@ async def test_a_coroutine_subscription_finishes_what_it_accepted_when_it_is_clo
         go.set()
         await closing
         assert got == [b"0", b"1", b"2", b"3", b"4"]
-        assert not reader.working
+        assert not reader._runtime.working
 
 
 async def test_a_plain_handler_that_raises_cancelled_error_does_not_cost_the_session() -> None:

@@ -91,7 +91,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
         async def call(body: Any, name: str) -> Any:
             waiter = asyncio.get_running_loop().create_future()
             calling.plain(name, Claimed, encode(body), timeout_ms=10_000, waiter=waiter, shown="it")
-            thief.touch()
+            thief._runtime.touch()
             return await waiter
 
         end = bytes(8) + bytes(4) + (1).to_bytes(4, "little") + bytes(8)

@@ -85,7 +85,7 @@ async def test_a_site_without_a_key_can_neither_take_over_nor_end_a_stream(
                     session.calling.plain(
                         address, cast(Any, Claimed), body, timeout_ms=5000, waiter=waiter, shown=""
                     )
-                other.touch()
+                other._runtime.touch()
                 try:
                     return await waiter
                 except (NoMembers, NoStream):  # its gateway has not announced it yet

@@ -405,14 +405,14 @@ async def test_a_call_that_no_store_understands_is_refused_and_costs_nobody_anyt
     for body in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"op": "nonsense"}), bytes(1000)):
         waiter = asyncio.get_running_loop().create_future()
         session.calling.send(store.address, None, body, timeout_ms=5000, waiter=waiter)
-        other.touch()
+        other._runtime.touch()
         assert (await waiter).code == ("channel" if body[:1] == b"\xc1" else "invalid")
     key = ClusterKey(bytes(32))
     broken = SignedOrder(b"not an order", key.public_key, key.sign_order(b"not an order"))
     for call in (Create([broken]), Append(bytes(16), [NewRecord(0, bytes(24), b"x")])):
         waiter = asyncio.get_running_loop().create_future()
         session.calling.send(store.address, None, encode(call), timeout_ms=5000, waiter=waiter)
-        other.touch()
+        other._runtime.touch()
         assert isinstance(await waiter, Refused)
     assert (await client.streams.describe("orders")).uuid == made.uuid
 
@@ -429,7 +429,7 @@ async def test_the_first_order_of_a_deleted_stream_makes_no_new_one(setting: Any
     other._attachment.session.calling.send(
         store.address, None, encode(Create(kept)), timeout_ms=5000, waiter=waiter
     )
-    other.touch()
+    other._runtime.touch()
     answer = await waiter
     assert (answer.code, "deleted" in answer.detail) == ("order", True)
 
@@ -501,7 +501,7 @@ async def test_a_stream_takes_no_more_keys_than_its_relay_does(setting: Any) -> 
     other._attachment.session.calling.send(
         store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
     )
-    other.touch()
+    other._runtime.touch()
     answer = await waiter
     assert (answer.code, "65 keys" in answer.detail) == ("full", True)
     assert (await client.streams.describe("orders")).uuid == made.uuid
@@ -520,7 +520,7 @@ async def test_nobody_makes_a_log_in_the_place_of_a_streams_dead_letters(setting
     other._attachment.session.calling.send(
         store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
     )
-    other.touch()
+    other._runtime.touch()
     assert "dead letters" in (await waiter).detail
 
 

@@ -201,7 +201,7 @@ class Conversation(asyncio.Protocol):
             self._taken += 1
             waiting = machine.take(frame)
             if waiting is None and client is not None:
-                waiting = client.writable()
+                waiting = client._runtime.writable()
             if waiting is not None:
                 frame = None  # others do not wait for what this one waits for
                 break
@@ -437,7 +437,7 @@ class Conversation(asyncio.Protocol):
                     f"the bridge has {bridge.config.max_clients} clients already"
                 )
             client = bridge.connect(f"iris1 {self.peer}"[:64])
-            client.company = bridge.near.company
+            client._runtime.company = bridge.near.company
             async with client:
                 await self._serve(client, cluster)
         except iris.IrisError as err:

@@ -32,7 +32,7 @@ class Stores:
 
     def __init__(self, *answers: tuple[Sequence[Item], int]) -> None:
         self.answers = list(answers)
-        self.client: Any = self
+        self.runtime: Any = self
         self.openers: set[object] = set()
 
     def find_key(self, key_id: bytes) -> None:

@@ -36,7 +36,7 @@ class Stores:
     def __init__(self, *answers: Delivered | Exception) -> None:
         self.answers = list(answers)
         self.calls: list[Consume] = []
-        self.client: Any = self
+        self.runtime: Any = self
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
         self.address, self.key = "", KEY
 

@@ -1,0 +1,27 @@
+"""What a program's completion shows of a client: verbs, and what the documentation names."""
+
+from __future__ import annotations
+
+import inspect
+
+import iris
+
+VERBS = {
+    "audience", "broadcast", "close", "flush", "members", "offer", "offer_broadcast", "open", "open_tunnel", "publish", "push",
+    "reload_keys", "request", "serve", "status", "subscribe", "survey", "tunnel", "wait_for_members", "wait_for_subscribers",
+    "watch_members",
+}  # fmt: skip
+ATTRIBUTES = {
+    "config", "counters", "keyring", "losses", "message_limit", "on_loss", "received_messages", "sent_messages", "streams",
+}  # fmt: skip
+
+
+def test_a_client_shows_its_verbs_and_documented_attributes_alone() -> None:
+    client = iris.connect()
+    shown = {name for name in dir(client) if not name.startswith("_")}
+    assert shown == VERBS | ATTRIBUTES
+
+
+def test_every_public_name_of_a_client_says_what_it_is() -> None:
+    for name in VERBS | ATTRIBUTES - {"config", "counters", "losses"}:  # those are no properties
+        assert inspect.getdoc(inspect.getattr_static(iris.Client, name)), name
