@@ -25,8 +25,9 @@ from relay.store.clock import Clock
 from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.errors import LogDamaged
 from relay.store.log import MAX_CURSOR_NAME_BYTES, MAX_OFFSET, Log
+from relay.store.parts import Open, Part, lowest
 from relay.store.records import Gap, Hole, Item, Reason, Record
-from relay.store.unsettled import Open, Part, Unsettled, lowest
+from relay.store.unsettled import Unsettled
 
 MAX_BLOCKED: Final = 4096
 ENVELOPE_BYTES: Final = 448

@@ -1,0 +1,111 @@
+"""Records that are not settled, and their parts (sans-IO).
+
+Unsettled messages of a record that share a fate are a *part*: held by a worker until a lease ends, waiting to be
+delivered again, or given up. Which messages they are is a bitmap.
+"""
+
+from __future__ import annotations
+
+
+class Part:
+    """Unsettled messages of a record that share a fate."""
+
+    __slots__ = (
+        "bits",
+        "confirmed",
+        "deliveries",
+        "due_us",
+        "handed",
+        "reason",
+        "record",
+        "tries",
+        "worker",
+    )
+
+    def __init__(
+        self, record: Open, bits: int, deliveries: int, due_us: int, tries: int = 0
+    ) -> None:
+        self.record = record
+        self.bits = bits
+        self.deliveries = deliveries
+        """That were confirmed: the worker asked for more, or said something of these."""
+        self.tries = tries
+        """Times that it was handed out and not confirmed, the present one included."""
+        self.handed = deliveries > 0 or tries > 0
+        """It was handed out, now or before."""
+        self.confirmed = False
+        """Its worker has it for certain."""
+        self.due_us = due_us
+        """When the lease ends, or when to deliver again."""
+        self.worker: bytes | None = None
+        self.reason: str | None = None
+        """Why it was given up."""
+
+    @property
+    def waiting(self) -> bool:
+        return self.worker is None and self.reason is None
+
+    def rest(self, bits: int) -> Part:
+        """Take these bits out, into a part of the same fate."""
+        self.bits ^= bits
+        part = Part(self.record, bits, self.deliveries, self.due_us, self.tries)
+        part.worker, part.confirmed, part.handed = self.worker, self.confirmed, self.handed
+        self.record.parts.append(part)
+        return part
+
+
+class Open:
+    """A record that is not settled."""
+
+    __slots__ = ("count", "dead", "deferred", "first", "key", "parts", "queued")
+
+    def __init__(self, first: int, count: int, key: bytes | None, deferred: bool) -> None:
+        self.first = first
+        self.count = count
+        self.key = key
+        self.deferred = deferred
+        self.parts: list[Part] = []
+        """Disjoint, none empty."""
+        self.dead = 0
+        """Listed as dead letters."""
+        self.queued = False
+        """It is in the heap of those that may be ready."""
+
+    @property
+    def next(self) -> int:
+        return self.first + self.count
+
+    @property
+    def open(self) -> int:
+        return self.bits(self.parts) | self.dead
+
+    @property
+    def fresh(self) -> int:
+        """Never handed out."""
+        return self.bits([part for part in self.parts if not part.handed])
+
+    @staticmethod
+    def bits(parts: list[Part]) -> int:
+        bits = 0
+        for part in parts:
+            bits |= part.bits
+        return bits
+
+    def mask(self, first: int, end: int) -> int:
+        """Return the bitmap of its messages from offset `first` until `end`."""
+        low, high = max(first - self.first, 0), min(end - self.first, self.count)
+        return (1 << high) - (1 << low) if low < high else 0
+
+
+def lowest(bits: int, most: int) -> int:
+    """Return the lowest `most` set bits."""
+    if bits.bit_count() <= most:
+        return bits
+    low, high = 0, bits.bit_length()
+    while low < high:
+        middle = (low + high) // 2
+        if (bits & (1 << middle) - 1).bit_count() < most:
+            low = middle + 1
+        else:
+            high = middle
+    return bits & (1 << low) - 1
