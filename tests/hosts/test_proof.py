@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROOF = Path(__file__).resolve().parents[2] / "bench" / "proof.py"
+PROOF = Path(__file__).resolve().parents[1] / "proof.py"
 
 
 @pytest.mark.net

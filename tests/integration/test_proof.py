@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
+import proof
 import pytest
+from proofs import mutations, order
+from proofs.common import Proof
 
 import iris
 
-PROOF = Path(__file__).resolve().parents[2] / "bench" / "proof.py"
+PROOF = Path(__file__).resolve().parents[1] / "proof.py"
 COUNTS = {
     "tunnels": 200,
     "connections": 40,
@@ -28,13 +28,6 @@ COUNTS = {
     "drains": 1,
     "gateway-drains": 2,
 }
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a module of the benches, which find each other in their own folder."""
-    monkeypatch.syspath_prepend(PROOF.parent)
-    return importlib.import_module
 
 
 def prove(area: str, count: int, record: Path, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -64,14 +57,11 @@ def test_each_promise_holds_at_a_small_count_and_leaves_nothing(area: str, tmp_p
     assert list(made.iterdir()) == []
 
 
-def test_a_run_replaces_the_section_of_its_area_and_count_and_no_other(
-    bench: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    record = bench("proof").record
+def test_a_run_replaces_the_section_of_its_area_and_count_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "proof.md"
     for heading in ("idle 10", "tunnels 10,000", "idle 2", "tunnels 9", "idle 2"):
         before = path.read_text() if path.exists() else ""
-        record(path, f"## {heading}\n\nafter {len(before)} characters\n")
+        proof.record(path, f"## {heading}\n\nafter {len(before)} characters\n")
     text = path.read_text()
     headings = ["tunnels 9", "tunnels 10,000", "idle 2", "idle 10"]
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == headings
@@ -79,17 +69,16 @@ def test_a_run_replaces_the_section_of_its_area_and_count_and_no_other(
     assert f"## idle 2\n\nafter {len(before)} characters\n" in text
 
 
-def test_a_broken_promise_is_written_down(bench: Callable[[str], ModuleType]) -> None:
-    proof = bench("proofs.common").Proof({"lost": "1"})
-    proof.promise("nothing is lost", False)
-    proof.promise("all is in order", True)
-    text = bench("proof").section("order", 9, 7, proof)
+def test_a_broken_promise_is_written_down() -> None:
+    outcome = Proof({"lost": "1"})
+    outcome.promise("nothing is lost", False)
+    outcome.promise("all is in order", True)
+    text = proof.section("order", 9, 7, outcome)
     assert "**Did not hold:** nothing is lost.\n" in text
     assert "| lost | 1 |\n" in text
 
 
-def test_the_audit_of_order_sees_what_is_wrong(bench: Callable[[str], ModuleType]) -> None:
-    order = bench("proofs.order")
+def test_the_audit_of_order_sees_what_is_wrong() -> None:
     drawn = order.draw(7, 0, 500)
     topic = drawn[0]
     name, count = order.TOPICS[topic], drawn.count(topic)
@@ -122,15 +111,12 @@ def test_an_unknown_area_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_a_sabotage_that_no_test_notices_breaks_the_promise(
-    bench: Callable[[str], ModuleType],
-) -> None:
-    mutations = bench("proofs.mutations")
+def test_a_sabotage_that_no_test_notices_breaks_the_promise() -> None:
     tests = ("tests/unit/crypto/test_replay_window.py",)
     place = ("iris/crypto/sframe.py", "Sealer.poison", "self._encrypt = _refuse_poisoned", "pass")
     unnoticed = mutations.Sabotage("elsewhere", *place, tests, "two processes use one counter")
-    proof = mutations.run(1, 7, [unnoticed])
-    assert proof.broken == ["elsewhere is noticed"]
-    assert proof.figures["sabotages"] == "1, 0 noticed"
-    with pytest.raises(bench("harness").BenchError, match="is there 0 times"):
+    outcome = mutations.run(1, 7, [unnoticed])
+    assert outcome.broken == ["elsewhere is noticed"]
+    assert outcome.figures["sabotages"] == "1, 0 noticed"
+    with pytest.raises(proof.BenchError, match="is there 0 times"):
         mutations.run(1, 7, [unnoticed._replace(find="self._encrypt = None")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 def prove(area: str, count: int, record: Path) -> str:
     command = [
         sys.executable,
-        str(ROOT / "bench" / "proof.py"),
+        str(TESTS / "proof.py"),
         area,
         str(count),
         "--record",

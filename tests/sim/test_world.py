@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.sim import World
 
-BENCH = Path(__file__).parents[2] / "bench"
+TESTS = Path(__file__).parents[1]
 SMALL = """
 import json
 from proofs.common import Proof
@@ -39,7 +39,7 @@ def test_every_promise_holds_in_many_sites_whose_gateways_fail(seed: int) -> Non
 
 def test_the_proof_of_a_federation_says_what_it_did(tmp_path: Path) -> None:
     script = tmp_path / "small.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(BENCH)!r})\n{SMALL}")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{SMALL}")
     run = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=100
     )

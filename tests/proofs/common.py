@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import BENCH, Result, Role, Roles
+from harness import Result, Role, Roles
+
+from proofs import ROOT
 
 TIMEOUT_S = 60.0
 """Longest that a role waits for anything: it fails a proof, and never slows one."""
@@ -46,7 +48,7 @@ def start(
 ) -> Role:
     """Start the role `name` ("area.function") with `options`; with `ready`, return when it has said so."""
     command = [
-        str(BENCH / "proof.py"),
+        str(ROOT / "tests" / "proof.py"),
         "--role",
         name,
         str(int(roles.deadline_s) + 1),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from proofs import mutations
 
-BENCH = Path(__file__).resolve().parents[3] / "bench"
+TESTS = Path(__file__).resolve().parents[2]
 SOURCE = '''\
 class Guard:
     def check(self, number):
@@ -49,13 +48,7 @@ print(json.dumps([outcome.code, outcome.noticed, outcome.by]))
 
 
 @pytest.fixture
-def mutations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCH)
-    return importlib.import_module("proofs.mutations")
-
-
-@pytest.fixture
-def sabotage(mutations: ModuleType) -> Callable[..., Any]:
+def sabotage() -> Callable[..., Any]:
     """Make a sabotage of SOURCE as guard.py."""
 
     def make(function: str, find: str, put: str, tests: tuple[str, ...] = ()) -> Any:
@@ -64,13 +57,13 @@ def sabotage(mutations: ModuleType) -> Callable[..., Any]:
     return make
 
 
-def test_every_sabotage_applies_to_this_tree(mutations: ModuleType) -> None:
+def test_every_sabotage_applies_to_this_tree() -> None:
     assert mutations.faults(mutations.SABOTAGES) == []
     assert mutations.MOST >= 60
 
 
 def test_a_sabotage_changes_its_own_function_wherever_the_lines_break(
-    mutations: ModuleType, sabotage: Callable[..., Any]
+    sabotage: Callable[..., Any],
 ) -> None:
     changed = mutations.sabotaged(sabotage("Guard.check", "if number > 3 and ( number != 7 ):", "if False:"), SOURCE)  # fmt: skip
     assert changed == SOURCE.replace("if number > 3 and (\n            number != 7\n        ):", "if False:")  # fmt: skip
@@ -90,7 +83,7 @@ def test_a_sabotage_changes_its_own_function_wherever_the_lines_break(
     ],
 )
 def test_a_sabotage_whose_expression_is_not_there_exactly_once_is_an_error(
-    mutations: ModuleType, sabotage: Callable[..., Any], tmp_path: Path, function: str, find: str, put: str, told: str
+    sabotage: Callable[..., Any], tmp_path: Path, function: str, find: str, put: str, told: str
 ) -> None:  # fmt: skip
     (tmp_path / "guard.py").write_text(SOURCE)
     (fault,) = mutations.faults([sabotage(function, find, put)], tmp_path)
@@ -99,7 +92,7 @@ def test_a_sabotage_whose_expression_is_not_there_exactly_once_is_an_error(
 
 
 def test_a_missing_test_and_a_repeated_id_are_errors(
-    mutations: ModuleType, sabotage: Callable[..., Any], tmp_path: Path
+    sabotage: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "guard.py").write_text(SOURCE)
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
@@ -141,7 +134,7 @@ def run_tests(directory: Path, test: str, hangs_s: float) -> list[Any]:
     (tree / ".venv").symlink_to(sys.prefix)
     (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (tree / "test_it.py").write_text(test)
-    command = [sys.executable, "-c", RUNS, str(BENCH), str(tree), str(hangs_s)]
+    command = [sys.executable, "-c", RUNS, str(TESTS), str(tree), str(hangs_s)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
     outcome: list[Any] = json.loads(done.stdout)
     return outcome

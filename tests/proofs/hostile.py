@@ -10,12 +10,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from harness import BENCH
+from support.hostile import Scene
 
 from proofs import flood
 from proofs.common import Proof, shares
@@ -26,13 +25,10 @@ MEASURED_STEPS = 10_000
 """With fewer steps the flood runs only for a moment, and its p99 is not judged."""
 PROBE_EVERY = 50
 KINDS = (("relay",), ("site",), ("relay", "site"))
-sys.path.insert(0, str(BENCH.parent / "tests"))
 
 
 def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
     """Play one life of (seed, steps); return its seed, what it broke or "", what happened, and which rules were broken."""
-    from support.hostile import Scene
-
     seed, steps = task
     broken = ""
     scene = Scene(seed, KINDS[seed % len(KINDS)])
@@ -55,8 +51,6 @@ def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
 
 def grown(steps: int, seed: int) -> tuple[float, str]:
     """Play one long life; return how many MB its second half took, and what it broke."""
-    from support.hostile import Scene
-
     scene = Scene(seed, KINDS[2])
     peaks = []
     try:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
-
 from proofs.history.checker import Told, judge
 
 CALL = {"what": "call", "id": "c/1", "kind": "request", "idempotent": False}
@@ -217,7 +213,7 @@ def test_whoever_was_stopped_before_the_end_misses_what_came_after() -> None:
 
 
 def test_the_checker_shares_no_code_with_iris() -> None:
-    source = Path(__file__).resolve().parents[3] / "bench" / "proofs" / "history" / "checker.py"
+    source = Path(__file__).resolve().parents[2] / "proofs" / "history" / "checker.py"
     imports = [
         line for line in source.read_text().splitlines() if line.startswith(("import", "from"))
     ]

@@ -13,20 +13,17 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from harness import BENCH
+from support.sim import Chaos, Violation
 
 from proofs.common import Proof
 
 STEPS = 360
 SHOWN = 5
 """Broken seeds that are written down."""
-sys.path.insert(0, str(BENCH.parent / "tests"))
 
 
 def live(seed: int) -> tuple[int, str, Counter[str]]:
     """Play one life; return its seed, what it broke (empty: nothing) and what happened in it."""
-    from support.sim import Chaos, Violation
-
     chaos = Chaos(seed)
     broken = ""
     try:

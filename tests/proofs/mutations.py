@@ -24,12 +24,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import BENCH, BenchError
+from harness import BenchError
 
+from proofs import ROOT
 from proofs.common import Proof
 from proofs.sabotages import SABOTAGES, Sabotage
 
-ROOT = BENCH.parent
 PACKAGES = ("iris", "relay")
 MOST = len(SABOTAGES)
 """The count for `N=all`."""

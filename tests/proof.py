@@ -1,24 +1,24 @@
 """Prove a promise at the count that somebody names, and write the figures down.
 
-    python bench/proof.py tunnels 10000         # N idle tunnels, one relay, one member
-    python bench/proof.py connections 1000      # N sessions at once at one relay
-    python bench/proof.py order 200000          # N publications: order, duplicates, losses told
-    python bench/proof.py rotation 2000         # N requests and broadcasts while the key changes
-    python bench/proof.py idle 10               # a relay that nobody uses, for N seconds
-    python bench/proof.py sim 2000              # N lives of simulated networks, a seed each
-    python bench/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
-    python bench/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
-    python bench/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
-    python bench/proof.py workers 8             # N runs in which 50 workers of a stream are killed
-    python bench/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
-    python bench/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
-    python bench/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
-    python bench/proof.py mutations all         # N of our checks removed, one at a time: a test must fail for each (N or all)
-    python bench/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
-    python bench/proof.py drains 200            # N stops of a relay under load, linked and alone with a store: every loss is told
-    python bench/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
-    python bench/proof.py histories 1800        # N seconds of random faults among processes of two sites; their histories are judged (needs root)
-    python bench/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
+    python tests/proof.py tunnels 10000         # N idle tunnels, one relay, one member
+    python tests/proof.py connections 1000      # N sessions at once at one relay
+    python tests/proof.py order 200000          # N publications: order, duplicates, losses told
+    python tests/proof.py rotation 2000         # N requests and broadcasts while the key changes
+    python tests/proof.py idle 10               # a relay that nobody uses, for N seconds
+    python tests/proof.py sim 2000              # N lives of simulated networks, a seed each
+    python tests/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
+    python tests/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
+    python tests/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
+    python tests/proof.py workers 8             # N runs in which 50 workers of a stream are killed
+    python tests/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
+    python tests/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
+    python tests/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
+    python tests/proof.py mutations all         # N of our checks removed, one at a time: a test must fail for each (N or all)
+    python tests/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
+    python tests/proof.py drains 200            # N stops of a relay under load, linked and alone with a store: every loss is told
+    python tests/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
+    python tests/proof.py histories 1800        # N seconds of random faults among processes of two sites; their histories are judged (needs root)
+    python tests/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
 and count, in place of the former one. The areas sim, scale, federation and mutations, and the steps of hostile, run in this
@@ -37,9 +37,9 @@ import sys
 import time
 from pathlib import Path
 
-import harness
+import proofs
 import uvloop
-from harness import BENCH, BenchError
+from harness import BenchError, facts, report
 from proofs.common import Proof
 
 AREAS = (
@@ -63,7 +63,7 @@ AREAS = (
     "gateway-drains",
     "histories",
 )
-RECORD = BENCH.parent / "docs" / "proof.md"
+RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241
 HEAD = """# What was proved, and when
 
@@ -76,7 +76,7 @@ def commit() -> str:
     """Return the commit, and whether anything but this record differs from it."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(BENCH.parent), *arguments]
+        command = ["git", "-C", str(proofs.ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--", ".", ":!docs/proof.md")
@@ -85,12 +85,12 @@ def commit() -> str:
 
 def section(area: str, count: int, seed: int, proof: Proof) -> str:
     """Return what is written down of one run."""
-    facts = harness.facts()
-    machine = f"{facts['cpu']}, {facts['cpus']} cores, Python {facts['python']}"
+    here = facts()
+    machine = f"{here['cpu']}, {here['cpus']} cores, Python {here['python']}"
     verdict = "**Did not hold:** " + "; ".join(proof.broken) if proof.broken else "Held"
     rows = "".join(f"| {name} | {value} |\n" for name, value in proof.figures.items())
     return (
-        f"## {area} {count:,}\n\n{facts['utc']}, commit {commit()}, seed {seed}; {machine}.\n"
+        f"## {area} {count:,}\n\n{here['utc']}, commit {commit()}, seed {seed}; {machine}.\n"
         f"{verdict}.\n\n| | |\n|---|---|\n{rows}"
     )
 
@@ -114,7 +114,7 @@ def play(name: str, deadline_s: str, options: str) -> None:
     signal.alarm(int(deadline_s))
     area, _, function = name.partition(".")
     role = getattr(importlib.import_module(_module(area)), function)
-    harness.report(name, uvloop.run(role(json.loads(options))))
+    report(name, uvloop.run(role(json.loads(options))))
 
 
 def main() -> None:

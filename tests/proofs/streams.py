@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
-from harness import BENCH, BenchError
+from harness import BenchError
 
 from proofs.common import Proof
 
 if TYPE_CHECKING:
     from support.stores import Outcome, Rig
 
-sys.path.insert(0, str(BENCH.parent / "tests"))
 LONG = 50_000
 """Messages of the long read, for each kill."""
 START_S = 300.0

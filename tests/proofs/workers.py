@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
-from harness import BENCH, BenchError
+from harness import BenchError
 
 from proofs.common import Proof
 
 if TYPE_CHECKING:
     from support.stores import Outcome
 
-sys.path.insert(0, str(BENCH.parent / "tests"))
 MESSAGES = 10_000
 KILLS = 50
 RUN_S = 300.0

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 
-from harness import BENCH
-
+from proofs import ROOT
 from proofs.common import Proof
 
 ROUND_S = 900.0
@@ -23,14 +22,14 @@ COUNTED = re.compile(r"(\d+) passed")
 def run(count: int, seed: int) -> Proof:
     """Prove that kills of Spark's processes lose and double no row; the seed is of nothing here."""
     proof = Proof()
-    tests = BENCH.parent / "tests"
+    tests = ROOT / "tests"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", str(tests / "spark")]  # fmt: skip
     passed = 0
     begin_s = time.monotonic()
     for number in range(1, count + 1):
         done = subprocess.run(
             command,
-            cwd=BENCH.parent,
+            cwd=ROOT,
             env={**os.environ, "IRIS_TEST_SPARK": "required"},
             capture_output=True,
             text=True,

@@ -7,21 +7,17 @@ imports are in them. Nothing is configured but the network key.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from harness import BENCH, BenchError
-
-from proofs.common import Proof
-
-sys.path.insert(0, str(BENCH.parent / "tests"))
-
+from harness import BenchError
 from hosts.kit import Network, Relay
 from support.namespaces import Lan, Nic, why_not
+
+from proofs.common import Proof
 
 ALONE_S, LINKED_S = 1.0, 2.0
 """Limits of the medians: serving, and linked to the relay of the other host."""

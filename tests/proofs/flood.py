@@ -15,13 +15,13 @@ import asyncio
 import os
 import ssl
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 import harness
-from harness import BENCH, IrisRelay, Result
+from harness import IrisRelay, Result
+from support.connection import Connection
 
 import iris
 from iris.keyfiles import NETWORK_FILE, create_site_key, load_network_keys, load_site_key
@@ -47,8 +47,6 @@ MEASURED_ROUNDS: Final = 3
 EVIL_ID: Final = b"\xfe" * 16
 OWN_HOP: Final = 1 << 62
 """The relay with the higher id chooses hop ids with this bit."""
-sys.path.insert(0, str(BENCH.parent / "tests"))
-
 
 # -- roles ---------------------------------------------------------------------------------------------------
 
@@ -97,8 +95,6 @@ async def caller(options: dict[str, Any]) -> Result:
 
 async def hostile(options: dict[str, Any]) -> Result:
     """Flood the relays from one cue to the next; report how much was sent, and which of the connections ended."""
-    from support.connection import Connection
-
     cues = Cues()
     flooding = asyncio.Event()
     ended: list[str] = []

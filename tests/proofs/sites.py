@@ -5,21 +5,17 @@ Needs root. The code is that of `tests/support/proof_sites.py`, which `make test
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import BENCH, BenchError
-
-from proofs.common import Proof
-
-sys.path.insert(0, str(BENCH.parent / "tests"))
-
+from harness import BenchError
 from hosts.sites import Federation
 from support import proof_sites
 from support.namespaces import Lan, why_not
+
+from proofs.common import Proof
 
 ONE_WAY_S = 0.02
 MESSAGES = 20_000

@@ -16,7 +16,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from harness import BENCH
+from support.sim import Violation, World
 
 from proofs.common import Proof
 
@@ -27,15 +27,12 @@ STEPS = 40
 """Of a life, before it is checked."""
 SHOWN = 5
 """Broken seeds that are written down."""
-sys.path.insert(0, str(BENCH.parent / "tests"))
 
 
 def live(
     seed: int, sites: int = SITES, relays: int = RELAYS
 ) -> tuple[int, str, float, Counter[str]]:
     """Play one life; return its seed, what it broke (empty: nothing), its processor seconds and what happened in it."""
-    from support.sim import Violation, World
-
     gc.disable()  # it would walk through a thousand relays again and again
     begin_s = time.process_time()
     broken = ""

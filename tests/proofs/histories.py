@@ -23,16 +23,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from harness import BENCH, BenchError
-
-from proofs.common import Proof
-from proofs.history.checker import Told, judge
-
-sys.path.insert(0, str(BENCH.parent / "tests"))
-
+from harness import BenchError
 from hosts.kit import Relay
 from hosts.sites import Federation
 from support.namespaces import Lan, why_not
+
+from proofs.common import Proof
+from proofs.history.checker import Told, judge
 
 MEMBER: Final = Path(__file__).with_name("history") / "member.py"
 STORE: Final = "eu3"
