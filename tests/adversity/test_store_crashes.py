@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from support import proof_consuming, proof_streams
+from proofs.scenarios import consuming, streams
 from support.stores import POWER_LOST, Outcome, Rig, build_lossy_disk, build_shim, compiler
 
 pytestmark = pytest.mark.timeout(240)  # a busy machine is slow; all of it takes under a minute
@@ -66,57 +66,57 @@ def held(outcome: Outcome) -> None:
 
 
 async def test_a_killed_store_keeps_what_it_acknowledged(rig: Rig) -> None:
-    held(await proof_streams.kills(rig, 3, 1))
+    held(await streams.kills(rig, 3, 1))
 
 
 async def test_a_long_read_takes_no_more_memory_than_a_short_one(rig: Rig) -> None:
-    held(await proof_consuming.long_read(rig, 50_000, 5))
+    held(await consuming.long_read(rig, 50_000, 5))
 
 
 async def test_workers_that_are_killed_leave_no_message_unhandled(rig: Rig) -> None:
-    held(await proof_consuming.workers(rig, 300, 3, 6))
+    held(await consuming.workers(rig, 300, 3, 6))
 
 
 async def test_a_clock_that_is_set_holds_up_and_kills_nothing(rig: Rig, clock_shim: Path) -> None:
-    held(await proof_consuming.clock_steps(rig, 2, 7, clock_shim))
+    held(await consuming.clock_steps(rig, 2, 7, clock_shim))
 
 
 async def test_a_disk_that_loses_power_keeps_what_was_acknowledged(rig: Rig, shim: Path) -> None:
-    held(await proof_streams.power(rig, 2, 2, shim))
+    held(await streams.power(rig, 2, 2, shim))
 
 
 async def test_a_new_directory_that_loses_power_keeps_what_was_acknowledged(
     rig: Rig, shim: Path
 ) -> None:
-    held(await proof_streams.first_power(rig, 7, shim))
+    held(await streams.first_power(rig, 7, shim))
 
 
 async def test_a_disk_that_forgets_what_was_synced_is_noticed(rig: Rig, shim: Path) -> None:
-    outcome = await proof_streams.power(rig, 2, 3, shim, lie=True)
+    outcome = await streams.power(rig, 2, 3, shim, lie=True)
     assert any("acknowledged" in text or "beyond the end" in text for text in outcome.broken), (
         outcome
     )
 
 
 async def test_damaged_files_are_noticed_or_harmless_and_cost_no_other_stream(rig: Rig) -> None:
-    held(await proof_streams.damage(rig, 10, 4))
+    held(await streams.damage(rig, 10, 4))
 
 
 async def test_a_full_disk_refuses_appends_and_nothing_else(directory: Path) -> None:
     if os.geteuid():
         cannot("only root may mount a small disk")
     try:
-        held(await proof_streams.full_disk(directory, 5))
+        held(await streams.full_disk(directory, 5))
     except PermissionError as err:
         cannot(f"no small disk can be mounted: {err}")
 
 
 async def test_relay_and_store_end_and_come_back_in_any_order(rig: Rig) -> None:
-    held(await proof_streams.restarts(rig, 4, 1))
+    held(await streams.restarts(rig, 4, 1))
 
 
 async def test_a_killed_store_shows_every_batch_whole_and_once(rig: Rig) -> None:
-    held(await proof_streams.batches(rig, 3, 8))
+    held(await streams.batches(rig, 3, 8))
 
 
 # -- the disk that loses power does what it says -------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hosts.kit import Failed, Program, heard_by, wait_until
 from hosts.sites import Federation
-from support import proof_sites
+from proofs.scenarios import sites
 from support.namespaces import Lan
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.net]
@@ -280,23 +280,23 @@ def hears_of(reader: Program, stream: str) -> None:
 
 
 def test_the_ring_of_three_gives_exactly_one_copy_at_a_rate(world: World) -> None:
-    proof_sites.ring(world.federation, 15_000)
+    sites.ring(world.federation, 15_000)
 
 
 def test_wan_connections_that_break_lose_only_what_is_told(world: World) -> None:
-    proof_sites.cuts(world.federation, 4, SEED)
+    sites.cuts(world.federation, 4, SEED)
 
 
 def test_a_gateway_that_dies_or_freezes_leaves_its_share_to_the_other(world: World) -> None:
-    proof_sites.gateway_kills(world.federation, 3, SEED)
+    sites.gateway_kills(world.federation, 3, SEED)
 
 
 def test_a_site_that_is_lost_is_missed_and_found_again(world: World) -> None:
-    proof_sites.site_lost(world.federation)
+    sites.site_lost(world.federation)
 
 
 def test_another_site_answers_when_the_last_member_at_home_is_lost(world: World) -> None:
-    proof_sites.failover(world.federation, 1)
+    sites.failover(world.federation, 1)
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------

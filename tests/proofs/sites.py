@@ -1,6 +1,6 @@
 """Three sites of two gateways and one more relay each, on hosts of their own: N cuts of the WAN, N dead gateways, 20,000 N messages.
 
-Needs root. The code is that of `tests/support/proof_sites.py`, which `make test` runs small. 20 ms each way between sites.
+Needs root. The code is that of `proofs/scenarios/sites.py`, which `make test` runs small. 20 ms each way between sites.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from harness import BenchError
 from hosts.sites import Federation
-from support import proof_sites
 from support.namespaces import Lan, why_not
 
 from proofs.common import Proof
+from proofs.scenarios import sites
 
 ONE_WAY_S = 0.02
 MESSAGES = 20_000
@@ -28,11 +28,11 @@ def run(count: int, seed: int) -> Proof:
         raise BenchError(f"no hosts: {reason}")
     proof = Proof()
     parts: dict[str, Callable[[Federation], dict[str, Any]]] = {
-        "ring of three": lambda f: proof_sites.ring(f, count * MESSAGES),
-        "WAN cut and healed": lambda f: proof_sites.cuts(f, count, seed),
-        "gateways": lambda f: proof_sites.gateway_kills(f, count, seed),
-        "site lost": proof_sites.site_lost,
-        "failover": lambda f: proof_sites.failover(f, max(1, count // 10)),
+        "ring of three": lambda f: sites.ring(f, count * MESSAGES),
+        "WAN cut and healed": lambda f: sites.cuts(f, count, seed),
+        "gateways": lambda f: sites.gateway_kills(f, count, seed),
+        "site lost": sites.site_lost,
+        "failover": lambda f: sites.failover(f, max(1, count // 10)),
     }
     for name, part in parts.items():
         with tempfile.TemporaryDirectory(prefix="iris-proof-") as directory, Lan() as lan:

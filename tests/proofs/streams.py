@@ -1,6 +1,6 @@
 """Durable streams through N kills of their store, and as much else: power cuts, damaged files, a full disk, restarts.
 
-The scenarios are those of `tests/support/proof_streams.py`, which `make test` runs at small counts. For N kills under load, and N more while batches are committed: N/4
+The scenarios are those of `proofs/scenarios`, which `make test` runs at small counts. For N kills under load, and N more while batches are committed: N/4
 power cuts (and one on a disk that forgets what was synced, which has to be noticed), 3N/2 damaged logs, N/10 ends of relay
 or store while the other runs, one full disk, a read of 50,000 N messages, N/4 kills of workers that share 50 N, and N/5 steps of the store's clock.
 What is broken is told with the seed of its scenario.
@@ -14,15 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 from harness import BenchError
+from support.stores import Outcome, Rig, build_lossy_disk, build_shim
 
 from proofs.common import Proof
-
-if TYPE_CHECKING:
-    from support.stores import Outcome, Rig
+from proofs.scenarios import consuming
+from proofs.scenarios import streams as scenarios
 
 LONG = 50_000
 """Messages of the long read, for each kill."""
@@ -33,10 +32,6 @@ CYCLE_S = 30.0
 
 def run(count: int, seed: int) -> Proof:
     """Prove it with `count` kills."""
-    from support import proof_consuming as consuming
-    from support import proof_streams as scenarios
-    from support.stores import build_lossy_disk, build_shim
-
     proof = Proof()
     with tempfile.TemporaryDirectory(prefix="iris-proof-") as made:
         try:
@@ -91,8 +86,6 @@ def _control(proof: Proof, scenario: Callable[[Rig], Coroutine[None, None, Outco
 
 
 def _run(count: int, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]) -> Outcome:
-    from support.stores import Rig
-
     async def bounded() -> Outcome:
         async with asyncio.timeout(START_S + CYCLE_S * count):
             return await scenario(rig)

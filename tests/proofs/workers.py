@@ -1,6 +1,6 @@
 """N runs, a seed each: three workers share 10,000 messages of a stream while 50 of them are killed.
 
-The scenario is that of `tests/support/proof_consuming.py`. Every message is handled or a dead letter, each poison is one, and no good
+The scenario is that of `proofs/scenarios/consuming.py`. Every message is handled or a dead letter, each poison is one, and no good
 message is. What is broken is told with the seed of its run.
 """
 
@@ -11,15 +11,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 from harness import BenchError
+from support.stores import Outcome, Rig
 
 from proofs.common import Proof
-
-if TYPE_CHECKING:
-    from support.stores import Outcome
+from proofs.scenarios.consuming import workers
 
 MESSAGES = 10_000
 KILLS = 50
@@ -46,9 +44,6 @@ def run(count: int, seed: int) -> Proof:
 
 
 def _play(seed: int) -> Outcome:
-    from support.proof_consuming import workers
-    from support.stores import Rig
-
     async def bounded() -> Outcome:
         async with asyncio.timeout(RUN_S):
             return await workers(rig, MESSAGES, KILLS, seed)

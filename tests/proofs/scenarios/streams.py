@@ -26,9 +26,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import iris
-from iris.errors import IrisError, NoStream, StreamDamaged, StreamError, StreamUnavailable
-from iris.streams import CommitInfo, StagedAttempt, StreamGap
 from support.stores import (
     PATIENCE_S,
     POWER_LOST,
@@ -43,6 +40,10 @@ from support.stores import (
     small_disk,
     streams_listed,
 )
+
+import iris
+from iris.errors import IrisError, NoStream, StreamDamaged, StreamError, StreamUnavailable
+from iris.streams import CommitInfo, StagedAttempt, StreamGap
 
 ORDERS = "orders"
 NEWS = "news"

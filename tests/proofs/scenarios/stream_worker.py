@@ -9,8 +9,9 @@ import asyncio
 import os
 import sys
 
-import iris
 from support.stores import KEY
+
+import iris
 
 STREAM, CONSUMER = "orders", "work"
 MAX_DELIVER = 3

@@ -1,6 +1,6 @@
 """What readers and consumers of a stream promise: memory that does not grow with the log, and workers that may be killed.
 
-As `proof_streams`: scenarios, each with a count and a seed, that return an `Outcome`.
+As `streams`: scenarios, each with a count and a seed, that return an `Outcome`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from iris.streams import StreamMessage
 from support.stores import PATIENCE_S, Outcome, Rig, WallClock
-from support.stream_worker import CONSUMER, STREAM
+
+from iris.streams import StreamMessage
+from proofs.scenarios.stream_worker import CONSUMER, STREAM
 
 HERE = Path(__file__).parent
 CHUNK = 20_000
@@ -94,7 +95,7 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
 
     def launch() -> None:
         nonlocal started
-        environ = {**rig.environ, "PYTHONPATH": str(HERE.parent)}
+        environ = {**rig.environ, "PYTHONPATH": str(HERE.parents[1])}
         command = [
             sys.executable,
             str(HERE / "stream_worker.py"),
