@@ -48,15 +48,12 @@ SLICE_NS: Final = 50_000_000
 REQUEST_BYTES: Final = 256
 MESSAGE_BYTES: Final = 1024
 RATES: Final = (1_000, 20_000)
-SMALL_BYTES: Final = 64
-TOPICS: Final = 100
-"""What compression is measured with."""
 SETTLE_S: Final = 1.0
 """What a run's start put on the WAN has passed by then."""
 FULL_SHARE: Final = 0.8
 """A stream is at its full rate from the first slice on that has this share of what is usual later."""
 MEGABYTE: Final = 1_000_000
-CELLS: Final = ("request", "publish", "compression", "idle", "tunnel")
+CELLS: Final = ("request", "publish", "idle", "tunnel")
 
 
 # -- roles: public names of iris only ------------------------------------------------------------------------
@@ -227,7 +224,7 @@ ROLES: Final[dict[str, Callable[..., Any]]] = {
 class Sites:
     """A relay of `eu`, which dials, and one of `us`, with the WAN between them."""
 
-    def __init__(self, roles: Roles, delay_s: float, *options: str) -> None:
+    def __init__(self, roles: Roles, delay_s: float) -> None:
         from iris.keyfiles import create_site_key
 
         self.roles = roles
@@ -235,7 +232,7 @@ class Sites:
         pins = {site: create_site_key(path).fingerprint for site, path in files.items()}
 
         def start(site: str, *more: str) -> IrisRelay:
-            arguments = ["--site", site, "--site-key", str(files[site]), *options, *more]
+            arguments = ["--site", site, "--site-key", str(files[site]), *more]
             return IrisRelay(roles, arguments, links=True)
 
         accepts = ["--gateway", "tls://127.0.0.1:0", "--peer-site", f"eu=#{pins['eu']}"]
@@ -323,14 +320,14 @@ def requested(result: Result) -> Result:
 
 
 def publish_run(
-    args: argparse.Namespace, rate: float, *options: str, size: int = MESSAGE_BYTES, count: int = 1
+    args: argparse.Namespace, rate: float
 ) -> Result:  # fmt: skip
-    """Publish to a subscriber at the other site, and count what that puts on the WAN. `options` are of both gateways."""
+    """Publish to a subscriber at the other site, and count what that puts on the WAN."""
     with Roles(args.seconds + 60) as roles:
-        sites = Sites(roles, args.delay_s, *options)
+        sites = Sites(roles, args.delay_s)
         expected = int(rate * args.seconds)
-        receiver = sites.role("subscriber", sites.us, ready=True, expected=expected, count=count)
-        load = {"rate": rate, "seconds": args.seconds, "size": size, "count": count}
+        receiver = sites.role("subscriber", sites.us, ready=True, expected=expected, count=1)
+        load = {"rate": rate, "seconds": args.seconds, "size": MESSAGE_BYTES, "count": 1}
         sender = sites.role("publisher", sites.eu, **load)
         receiver.wait_ready()  # a probe came
         sender.cue()
@@ -455,16 +452,6 @@ def publish(args: argparse.Namespace) -> Result:
     return published(args, {f"{rate}/s": partial(publish_run, args, rate) for rate in RATES})
 
 
-def compression(args: argparse.Namespace) -> Result:
-    run = partial(publish_run, size=SMALL_BYTES, count=TOPICS)
-    sides = {
-        f"{rate}/s{', compressed' * bool(options)}": partial(run, args, rate, *options)
-        for rate in RATES
-        for options in ((), ("--site-compression",))
-    }
-    return published(args, sides)
-
-
 def published(args: argparse.Namespace, sides: dict[str, Callable[[], Result]]) -> Result:
     rounds = alternate(args.rounds, sides)
     keys = ("bytes", "out_bytes", "in_bytes", "eu_cpu_s", "us_cpu_s")
@@ -518,14 +505,13 @@ def rows(name: str, result: Result) -> list[str]:
             )
         at_home = f"{home['p50_us']:,.0f} and {home['p99_us']:,.0f} µs"
         return [*lines, f"| the same at home, p50 and p99, all rounds | {at_home} | | | |"]
-    if name in ("publish", "compression"):
-        size = MESSAGE_BYTES if name == "publish" else f"{SMALL_BYTES} to {TOPICS} topics"
+    if name == "publish":
         lines = []
         for side in (each for each in result if each.partition(",")[0].endswith("/s")):
             each = [done[side]["bytes"] for done in rounds]
             shown, spread = result[side], f"{min(each):,.0f} to {max(each):,.0f}"
             split = f"{shown['out_bytes']:,.0f} out, {shown['in_bytes']:,.0f} in"
-            what = f"WAN bytes per message of {size}, {side}"
+            what = f"WAN bytes per message of {MESSAGE_BYTES}, {side}"
             lines.append(f"| {what} | {shown['bytes']:,.0f} ({split}) | {spread} | | |")
         return lines
     lines = []
@@ -571,9 +557,9 @@ def main() -> None:
     args.idle_seconds = args.idle_seconds or (20.0 if args.quick else 60.0)
     args.delay_s = args.delay_ms / 1000
     # Of requests one at a time there are few in a second: p99 needs a thousand over all rounds.
-    seconds = {"request": 8.0, "publish": 3.0, "compression": 3.0, "idle": 0.0, "tunnel": 3.0}
+    seconds = {"request": 8.0, "publish": 3.0, "idle": 0.0, "tunnel": 3.0}
     cells: dict[str, Callable[[argparse.Namespace], Result]] = {
-        "request": request, "publish": publish, "compression": compression, "idle": idle, "tunnel": tunnel
+        "request": request, "publish": publish, "idle": idle, "tunnel": tunnel
     }  # fmt: skip
     document: Result = {
         "facts": harness.facts(),

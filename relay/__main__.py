@@ -83,7 +83,7 @@ def relay(
     ] = None,
     site_compression: Annotated[
         bool,
-        typer.Option("--site-compression", help="Compress what goes to gateways that do so, too.", rich_help_panel=_SITES),
+        typer.Option("--site-compression", help="Has no effect: gateways no longer compress.", hidden=True),
     ] = False,
     export: Annotated[
         list[str] | None,
@@ -150,6 +150,8 @@ def _check(environ: Mapping[str, str]) -> None:
         network_keys(environ)
     if config.site_key is not None:
         keyfiles.load_site_key(config.site_key)
+    for setting in config.no_effect:
+        sys.stderr.write(f"iris relay: {setting} has no effect any more; remove it\n")
     sys.stdout.write("settings and keys are valid\n")
 
 

@@ -161,7 +161,7 @@ class RelayConfig:
     """What it costs to send requests to another site, SITE=MS: milliseconds that count on top of the round trip. 0 if not said."""
 
     site_compression: bool = False
-    """Compress what goes to gateways of other sites that are set to it as well: heads and small messages; sealed bodies stay as long."""
+    """Has no effect: gateways no longer compress. Accepted with a warning, and refused by the next version."""
 
     export: tuple[str, ...] = ()
     """Clusters and topics of this site that others may know of: names and filters, "!" before those that they may not. Empty: all."""
@@ -235,6 +235,11 @@ class RelayConfig:
             raise ConfigError(f"log_level: {self.log_level!r} is none of {', '.join(_LOG_LEVELS)}")
 
     @property
+    def no_effect(self) -> tuple[str, ...]:
+        """Settings that are given, and that this version only accepts."""
+        return ("site_compression",) if self.site_compression else ()
+
+    @property
     def is_gateway(self) -> bool:
         """Whether this relay meets other sites."""
         return bool(self.gateway or self.peer_site)
@@ -259,10 +264,6 @@ class RelayConfig:
                     f"{name}: is for gateways; this relay has neither gateway nor peer_site"
                 )
         if not self.is_gateway:
-            if self.site_compression:
-                raise ConfigError(
-                    "site_compression: is for gateways; this relay has neither gateway nor peer_site"
-                )
             if costs:
                 raise ConfigError(f"site_cost: {next(iter(costs))} is no peer_site")
             return

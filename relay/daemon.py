@@ -148,6 +148,8 @@ class Relay:
             if self.remote is not None:
                 self.remote.stop_listening()
             raise
+        for setting in self.config.no_effect:
+            log.warning("settings.no_effect", extra={"fields": {"setting": setting}})
         self.hub.listen(self._socket.listener)
         self._task(self.hub.sweep(), "iris-sweep")
         if self._store is not None:

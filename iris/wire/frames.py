@@ -64,7 +64,6 @@ class Kind(IntEnum):
     LOADS = 0x24
     ASK_PEERS = 0x25
     PEERS = 0x26
-    COMPRESSED = 0x27
 
     REQUEST = 0x40
     REPLY = 0x41
@@ -536,7 +535,7 @@ class LinkHello(Struct, frozen=True):
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
     """Where the sender accepts links, host:port."""
     compression: bool = False
-    """Between sites: it takes COMPRESSED frames, and sends them to who says the same."""
+    """Gateways of earlier versions could compress frames if both said so. It is ignored, and never said."""
 
 
 class Beat(Struct, frozen=True):

@@ -26,13 +26,9 @@ from typing import ClassVar, Final, cast
 import msgspec
 
 from iris import keyfiles
-from iris.core.compression import codecs
 from iris.crypto.keys import dump_fingerprint, public_id
 from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import KIND_AT
-from iris.wire.frames import Kind
-from relay.compression import FRAME_BYTES, compressed, expanded, frames_in
 from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
 from relay.core.session import Neighbor
 from relay.core.sites import Wan
@@ -97,8 +93,6 @@ class GatewayPort(LinkPort):
         self.fingerprint = b""
         self.site = site
         """The other site; of a connection that is accepted, once its certificate holds."""
-        self._compresses = False
-        self._saved_bytes = 0
         self._gateways = hub
 
     def _identify(self, tls: ssl.SSLObject) -> None:
@@ -125,37 +119,12 @@ class GatewayPort(LinkPort):
 
     def _hello(self) -> frames.LinkHello:
         # Where this relay links with its own network is no other site's business.
-        compression = self._gateways.config.site_compression
-        return msgspec.structs.replace(super()._hello(), addresses=[], compression=compression)
+        return msgspec.structs.replace(super()._hello(), addresses=[])
 
     def _understood(self, hello: frames.LinkHello) -> frames.LinkHello:
         if hello.site != self.site:
             raise Refused("another site's name", f"the certificate is of a gateway of {self.site}")
-        self._write_chunks()  # our own greeting, if it is still here, goes as it is
-        self._compresses = hello.compression and self._gateways.config.site_compression
         return msgspec.structs.replace(hello, addresses=[])
-
-    def _greeting(self, buf: memoryview, start: int, end: int) -> None:
-        super()._greeting(buf, start, end)
-        if self._compresses:
-            self._reader.on_frame = self._frame_or_run
-
-    def _frame_or_run(self, buf: memoryview, start: int, end: int) -> None:
-        if buf[start + KIND_AT] != Kind.COMPRESSED:
-            self._frame(buf, start, end)
-            return
-        run = expanded(buf, start, end)
-        for begin, stop in frames_in(run, (end - start) // FRAME_BYTES):
-            (self._frame if self._hears is None else self._hold)(run, begin, stop)
-            if self.ended:
-                return
-
-    def _write(self, chunks: list[bytes]) -> None:
-        if self._compresses:
-            before = sum(map(len, chunks))
-            chunks = [chunk for chunk in compressed(chunks) if chunk]
-            self._saved_bytes += before - sum(map(len, chunks))
-        super()._write(chunks)
 
     def told(self) -> dict[str, object]:
         return {"site": self.site, **super().told()}
@@ -176,8 +145,6 @@ class GatewayPort(LinkPort):
             "out_frames": self.out_frames,
             "in_bytes": self.in_bytes,
             "out_bytes": self._secured.out_bytes,
-            "compressed": self._compresses,
-            "saved_bytes": self._saved_bytes,
             **_kernel_view(self._transport.get_extra_info("socket")),
         }
 
@@ -206,8 +173,6 @@ class GatewayHub(Hub):
                 raise ConfigError(
                     f"peer_site: {peer.site} has the fingerprint of this site's own key"
                 )
-        if config.site_compression:
-            codecs()  # now rather than when the first connection comes up
         self.fingerprint = site_key.fingerprint
         self.costs = site_costs(config)
         self.pins = {

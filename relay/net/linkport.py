@@ -407,10 +407,8 @@ class LinkPort(ConnectionPort):
         """Hear what is held, up to the end of a portion. Returns whether that was all."""
         hears, later = self._hears, self._later
         assert hears is not None
-        run = self._later = deque()
         while later:
             if self._heard_bytes >= self._portion_bytes:
-                self._later = later
                 self._portion_bytes += self._portion_bytes >> 3
                 self._wait()
                 return False
@@ -418,9 +416,6 @@ class LinkPort(ConnectionPort):
             hears(frame, 0, len(frame))
             if self._closed or self._finishing:
                 return False
-            if run:  # which the frame was
-                later.extendleft(reversed(run))
-                run.clear()
         self._portion_bytes = PORTION_BYTES
         self._reader.on_frame = hears
         self._hear_on()

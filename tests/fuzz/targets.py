@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
-from iris.core.compression import codecs
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.parties import Lost
@@ -26,7 +25,6 @@ from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError,
 from iris.wire import frames, streams
 from iris.wire.codec import (
     HOP,
-    PREFIX,
     FrameReader,
     ReceiveBuffer,
     decode_control,
@@ -36,7 +34,6 @@ from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import check_cluster, check_topic
 from relay.bridges.iris1.core.frames import Request, TunInit, Violation
 from relay.bridges.iris1.core.machine import Machine, State
-from relay.compression import FRAME_BYTES, MAX_RUN_BYTES, expanded, frames_in
 from relay.core.ports import Held
 from relay.core.router import Router
 from relay.net.fragments import Assembly
@@ -353,23 +350,6 @@ def assembly(data: bytes) -> None:
             assert len(whole) - 4 <= limit
 
 
-def run(data: bytes) -> None:
-    """A COMPRESSED frame, by the first byte as it is or made of the rest: whole frames within its memory, or refused."""
-    plain = data[1:]
-    if data[:1] < b"\x80":
-        plain = codecs().compress(plain)
-    buf = memoryview(bytearray(PREFIX.pack(2 + len(plain), Kind.COMPRESSED, 0) + plain))
-    try:
-        whole = expanded(buf, 0, len(buf))
-        assert len(whole) <= MAX_RUN_BYTES
-        most = len(buf) // FRAME_BYTES
-        found = list(frames_in(whole, most))
-        assert len(found) <= most
-    except PeerProtocolError:
-        return
-    assert [0, *(end for _, end in found)] == [*(start for start, _ in found), len(whole)]
-
-
 class _Owner:
     """A client with everything in it, that only looks at what it is given."""
 
@@ -667,7 +647,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "session": session,
     "link": link,
     "assembly": assembly,
-    "run": run,
     "stream_call": stream_call,
     "stream_answer": stream_answer,
     "store": store,

@@ -265,7 +265,6 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "session": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "link": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "assembly": st.one_of(st.binary(max_size=300), nearly_right, pieces()),
-    "run": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "stream_call": st.one_of(st.binary(max_size=100), stream_bodies(streams.Call)),
     "stream_answer": st.one_of(st.binary(max_size=100), stream_bodies(streams.Answer)),
     "iris1": st.one_of(st.binary(max_size=200), iris1_said()),

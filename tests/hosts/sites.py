@@ -69,7 +69,7 @@ class Site:
 
 
 class Federation:
-    """Sites and the router between them; the first two compress what passes between them. A context manager: at its end the proxies are gone; relays go with their `Lan`."""
+    """Sites and the router between them. A context manager: at its end the proxies are gone; relays go with their `Lan`."""
 
     def __init__(
         self, lan: Lan, directory: Path, names: Sequence[str] = ("eu", "us", "ap"), *, gateways: int = 2, plain: int = 0, delay_s: float = 0.0,
@@ -135,12 +135,10 @@ class Federation:
         return made
 
     def _start(self, site: Site, dials: dict[str, list[str]]) -> None:
-        compresses = site in list(self.sites.values())[:2]
         for host in (*site.hosts, *site.plain):
             arguments = tuple(self._arguments(host.name))
             if host in site.hosts:
                 arguments += (*site.arguments(), *dials[host.name])
-                arguments += ("--site-compression",) * compresses
             relay = Relay(site.network, host, arguments, host.name)
             site.network.relays[host.name] = relay
             site.relays.append(relay)

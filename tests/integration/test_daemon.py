@@ -101,6 +101,10 @@ def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> Non
         "",
         "settings and keys are valid\n",
     )
+    old = run(tmp_path, "--check", "--site-compression", IRIS_CONFIG=keys)
+    assert (old.returncode, old.stderr) == (
+        0, "iris relay: site_compression has no effect any more; remove it\n"
+    )  # fmt: skip
     file = tmp_path / "relay.toml"
     file.write_text("max_sesions = 1")
     wrong = run(tmp_path, "--check", "--config", str(file), IRIS_CONFIG=keys)

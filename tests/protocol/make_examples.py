@@ -41,7 +41,6 @@ from iris.wire import frames, streams
 from iris.wire.codec import (
     END,
     HOP,
-    PREFIX,
     RELAY_HOP,
     answer_suffix,
     encode_control,
@@ -531,9 +530,6 @@ def blocks() -> dict[tuple[str, str], str]:
     for name, (frame, said) in {**sealed(), **tunnel(), **stream()}.items():
         found["hex", name] = _hex(frame)
         found["json", name] = _json(said)
-    beats = encode_control(CONTROLS["beat"]) * 2
-    found["hex", "compressed"] = _hex(stored(beats))
-    found["json", "compressed"] = _json({"frame": "COMPRESSED", "run": beats.hex()})
     for name, payloads, headers in (
         ("bundle-one", [b"ping"], None),
         ("bundle-headers", [b"one", b"three"], [None, {"traceparent": "00-0af7"}]),
@@ -550,14 +546,6 @@ def blocks() -> dict[tuple[str, str], str]:
     for name, said in derived().items():
         found["json", name] = _json(said)
     return found
-
-
-def stored(run: bytes) -> bytes:
-    """Return a COMPRESSED frame of up to 255 bytes, not compressed: it does not change with the library."""
-    head = b"\x28\xb5\x2f\xfd\x20" + bytes([len(run)])  # a single segment, its length in a byte
-    block = (1 | len(run) << 3).to_bytes(3, "little")  # the last one, raw
-    zstd = head + block + run
-    return PREFIX.pack(2 + len(zstd), Kind.COMPRESSED, 0) + zstd
 
 
 def _hex(data: bytes) -> str:

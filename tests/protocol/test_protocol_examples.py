@@ -33,8 +33,6 @@ from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
 from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
-from relay import compression
-from relay.compression import expanded, frames_in
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, router, sites
 from relay.core.router import Limits
@@ -49,12 +47,9 @@ JSON: Final[dict[str, dict[str, Any]]] = {
     name: json.loads(text) for (kind, name), text in BLOCKS.items() if kind == "json"
 }
 FRAMES: Final = {name: data for name, data in HEX.items() if not name.startswith("bundle-")}
-COMPRESSED: Final = [name for name, data in FRAMES.items() if data[4] == Kind.COMPRESSED]
-CONTROLS: Final = [
-    name for name, data in FRAMES.items() if data[4] < Kind.REQUEST and name not in COMPRESSED
-]
+CONTROLS: Final = [name for name, data in FRAMES.items() if data[4] < Kind.REQUEST]
 SEALED: Final = [name for name, said in JSON.items() if "counter" in said]
-DATA: Final = [name for name in FRAMES if name not in (*CONTROLS, *COMPRESSED)]
+DATA: Final = [name for name in FRAMES if name not in CONTROLS]
 NAMES: Final = {kind: cls for cls, kind in CONTROL_TYPES.items()}
 
 
@@ -94,22 +89,6 @@ def test_a_control_frame_is_a_plain_messagepack_map(name: str) -> None:
     frame = (2 + len(longer)).to_bytes(4, "little") + data[4:6] + longer
     original = decode_control(memoryview(data), 0, len(data))
     assert decode_control(memoryview(frame), 0, len(frame)) == original
-
-
-def test_a_compressed_frame_expands_to_its_run() -> None:
-    (name,) = COMPRESSED
-    data = HEX[name]
-    run = expanded(memoryview(data), 0, len(data))
-    assert run.hex() == JSON[name]["run"]
-    assert [bytes(run[start:end]) for start, end in frames_in(run)] == [HEX["beat"]] * 2
-
-
-def test_the_limits_of_compression_are_those_of_the_code() -> None:
-    section = " ".join(TEXT.partition("### 20.4 Compression")[2].split())
-    assert f"at most {compression.MAX_RUN_BYTES:,} bytes" in section
-    assert f"at most {compression.MAX_RATIO} times as many" in section
-    assert f"one frame for each {compression.FRAME_BYTES} bytes" in section
-    assert f"more than {compression.LONG_BYTES >> 10} KiB" in section
 
 
 def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:

@@ -273,7 +273,6 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
         ("site_cost", ("=1",)),
         ("export", ("orders",) * 1025),
         ("export", ("orders",)),
-        ("site_compression", True),
         ("import", ("orders",)),
         ("drain_timeout_s", float("nan")),
         ("drain_timeout_s", -1.0),

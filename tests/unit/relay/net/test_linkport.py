@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
 from relay.net.dialling import LINKED
-from relay.net.gateways import GatewayPort
 from relay.net.linkport import (
     BULK_TURN_BYTES,
     PORTION_BYTES,
@@ -384,32 +382,6 @@ async def test_a_message_behind_a_portion_keeps_its_place(heard: Heard) -> None:
     heard.bytes_come(b"".join(data))
     await until(lambda: heard.rig.connection.reading)
     assert heard.numbers == [*range(20), 100, 101, *range(20, 30)]
-
-
-async def test_frames_that_were_compressed_together_wait_in_their_order(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run comes within a portion, behind it, and with others of its kind."""
-    port = heard.port
-    runs: dict[int, list[int]] = {
-        1000: list(range(20)), 1001: [*range(20, 24)], 1002: [*range(25, 60)]
-    }  # fmt: skip
-
-    def expanded(buf: memoryview, start: int, end: int) -> memoryview:
-        run = runs[ALIAS.unpack_from(buf, start + ALIAS_AT)[0]]
-        return memoryview(bytearray(b"".join(frame(number, 54, Kind.GAP) for number in run)))
-
-    monkeypatch.setattr("relay.net.gateways.expanded", expanded)
-    port._reader.on_frame = partial(GatewayPort._frame_or_run, port)  # type: ignore[arg-type]
-    heard.bytes_come(
-        b"".join(
-            frame(number, 2000, Kind.COMPRESSED if number >= 1000 else Kind.GAP)
-            for number in (1000, 1001, 24, 1002, 60)
-        )
-    )
-    assert len(heard.numbers) < 20
-    await until(lambda: heard.rig.connection.reading)
-    assert heard.numbers == list(range(61))
 
 
 async def test_while_a_burst_waits_another_connection_is_heard(heard: Heard) -> None:
