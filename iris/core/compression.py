@@ -9,7 +9,6 @@ secret, leave compression off (Kelsey, "Compression and Information Leakage of P
 from __future__ import annotations
 
 import struct
-import threading
 from typing import Final
 
 from iris.errors import DecodeError
@@ -24,44 +23,32 @@ LEVEL: Final = 3
 """zstd's own default: 300 MB/s and more."""
 
 
-class _Codecs:
-    """Contexts are dear to make, and of one thread each; and the library takes megabytes that a relay has no use for."""
+class Compressor:
+    """Compresses the bundles of one session. Its context is dear to make and must not be used by two threads at once."""
+
+    __slots__ = ("_compress",)
 
     def __init__(self) -> None:
-        import zstandard
+        # The library takes megabytes, which most processes have no use for.
+        from zstandard import ZstdCompressor
 
-        self.error = zstandard.ZstdError
-        self.content_size = zstandard.frame_content_size
-        self.compress = zstandard.ZstdCompressor(level=LEVEL).compress
-        self.decompress = zstandard.ZstdDecompressor().decompress
+        self._compress = ZstdCompressor(level=LEVEL).compress
 
-
-_local: Final = threading.local()
-
-
-def codecs() -> _Codecs:
-    """Return this thread's; the first call takes a while, and some memory."""
-    if not hasattr(_local, "codecs"):
-        _local.codecs = _Codecs()
-    codecs: _Codecs = _local.codecs
-    return codecs
+    def compressed(self, plain: bytes) -> bytes:
+        """Return a bundle compressed, or as it is if that saves less than an eighth."""
+        if len(plain) < WORTH_BYTES:
+            return plain
+        count, flags = struct.unpack_from("<II", plain)
+        body = memoryview(plain)[_BODY_AT:]
+        frame = self._compress(body)
+        if _HEAD.size + len(frame) > len(plain) * 7 // 8:
+            return plain
+        return _HEAD.pack(count, flags | COMPRESSED, len(body)) + frame
 
 
 _HEAD: Final = struct.Struct("<III")
 _FLAGS_AT: Final = 4
 _BODY_AT: Final = 8
-
-
-def compressed(plain: bytes) -> bytes:
-    """Return a bundle compressed, or as it is if that saves less than an eighth."""
-    if len(plain) < WORTH_BYTES:
-        return plain
-    count, flags = struct.unpack_from("<II", plain)
-    body = memoryview(plain)[_BODY_AT:]
-    frame = codecs().compress(body)
-    if _HEAD.size + len(frame) > len(plain) * 7 // 8:
-        return plain
-    return _HEAD.pack(count, flags | COMPRESSED, len(body)) + frame
 
 
 def expanded(plain: bytes) -> bytes:
@@ -74,13 +61,14 @@ def expanded(plain: bytes) -> bytes:
         return plain
     count, flags, size = _HEAD.unpack_from(plain)
     frame = memoryview(plain)[_HEAD.size :]
-    zstd = codecs()
+    import zstandard
+
     try:
         # The frame's own word is what the library allocates by.
-        if size > MAX_EXPANDED_BYTES or zstd.content_size(frame) != size:
+        if size > MAX_EXPANDED_BYTES or zstandard.frame_content_size(frame) != size:
             raise DecodeError(f"a compressed bundle of {size} bytes, or so it says")
-        body = zstd.decompress(frame, max_output_size=size)
-    except zstd.error as err:
+        body = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+    except zstandard.ZstdError as err:
         raise DecodeError(f"a compressed bundle: {err}") from err
     return struct.pack("<II", count, flags & ~COMPRESSED) + body
 

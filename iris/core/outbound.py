@@ -18,7 +18,7 @@ from iris.core.bundle import (
     headers_bytes,
 )
 from iris.core.company import Company
-from iris.core.compression import compressed
+from iris.core.compression import Compressor
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import END, HOP, encode_control, metadata_prefix
@@ -114,7 +114,7 @@ class Outbound:
         self._entropy = entropy
         self._on_full = on_full
         self._full_bytes = full_bytes
-        self._compress = compress
+        self._compressor = Compressor() if compress else None
         self._company = company
         self._aliases: AliasTable[Place] = AliasTable(max_aliases)
         self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
@@ -266,8 +266,8 @@ class Outbound:
         self, name: str, key: ClusterKey, plain: bytes, count: int
     ) -> tuple[bytes, bytes, bytes]:
         """Seal a bundle of `count` messages, laid out as `encode_bundle` does, likewise."""
-        if self._compress:
-            plain = compressed(plain)
+        if self._compressor is not None:
+            plain = self._compressor.compressed(plain)
         flow = self.flow(Kind.STREAM, split_site(name)[1], key)
         if flow.sealer.counter >= SEALS_PER_SENDER:
             self._renew(flow)
@@ -338,8 +338,8 @@ class Outbound:
         self, flow: OutFlow, plain: bytes, hop: int, deadline_us: int, timeout_ms: int, count: int, first: int,
         suffix: bytes,
     ) -> int:  # fmt: skip
-        if self._compress:
-            plain = compressed(plain)
+        if self._compressor is not None:
+            plain = self._compressor.compressed(plain)
         sealer = flow.sealer
         counter = sealer.counter
         if counter >= SEALS_PER_SENDER:

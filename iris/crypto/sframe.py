@@ -22,7 +22,7 @@ larger one is refused like a forgery.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
+from threading import get_ident  # noqa: TID251 - to refuse a second thread, never to start or wait for one
 from typing import Final, NoReturn, Self, TypeAlias
 
 from cryptography.exceptions import InvalidTag

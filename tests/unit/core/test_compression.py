@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from iris.core import compression
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
-from iris.core.compression import COMPRESSED, compressed, expanded
+from iris.core.compression import COMPRESSED, Compressor, expanded
 from iris.errors import DecodeError
+
+compressed = Compressor().compressed
 
 
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=20), st.booleans())
