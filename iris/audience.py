@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from iris.deadlines import deadline, seconds_left, within
+from iris.errors import ConnectionLost, RelayError, RequestTimeout
+from iris.runtime import Runtime
 from iris.wire import frames
+from iris.wire.frames import AUDIENCE_MINOR
+
+WAIT_MIN_S: Final = 0.005
+WAIT_MAX_S: Final = 0.1
+"""Between two looks of `wait_for_subscribers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +60,40 @@ class Audience:
             for each in told.slow
         ]  # fmt: skip
         return cls(told.subscribers, told.dropped, slow)
+
+
+async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bool) -> Audience:
+    """Return who hears a topic; with `slow` also who was too slow for it. Raises RelayError or RequestTimeout."""
+    until_s = deadline(timeout)
+    key = runtime.registry.topic_key(topic)
+    pump, session = await runtime.ready(topic, timeout)
+    if session.minor < AUDIENCE_MINOR:
+        text = "this relay does not say who subscribes to a topic; upgrade it"
+        raise RelayError(topic, text, may_have_run=True)
+    session.flush()
+    session.out.prove(key)
+    waiter: asyncio.Future[frames.Audience] = asyncio.get_running_loop().create_future()
+    session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
+    pump.touch()
+    text = "the relay did not say who subscribes to it"
+    return Audience.of(await within(waiter, seconds_left(until_s), text))
+
+
+async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout: float) -> int:
+    """Return how many subscribe to a topic once they are at least `count`; raises RequestTimeout."""
+    until_s = deadline(timeout)
+    pause_s = WAIT_MIN_S
+    there = 0
+    while True:
+        left_s = until_s - time.monotonic()
+        if left_s > 0:
+            with contextlib.suppress(RequestTimeout, ConnectionLost):
+                there = (await ask_audience(runtime, topic, left_s, slow=False)).subscribers
+            if there >= count:
+                return there
+            left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            text = f"{there} of {count} subscribers are there after {timeout:g} s"
+            raise RequestTimeout(topic, text)
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, WAIT_MAX_S)

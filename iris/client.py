@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 import msgspec
 
 from iris.attachment import Attachment, Connector, never
-from iris.audience import Audience
+from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.config import ClientConfig
-from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, check_headers
+from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.message import Message, decode_payload
 from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
@@ -35,7 +36,6 @@ from iris.errors import (
     ConnectionLost,
     DecodeError,
     IrisError,
-    RelayError,
     RequestError,
     RequestTimeout,
     ran_before,
@@ -43,24 +43,21 @@ from iris.errors import (
 from iris.keyfiles import has_keys, load_keys
 from iris.membership import Members
 from iris.memory import keep_freed_memory
-from iris.registry import Registry, Served
+from iris.registry import Registry
 from iris.runtime import Runtime
 from iris.service import Service
-from iris.serving import ServiceBinding
+from iris.serving import ServiceBinding, serving
 from iris.streams import Streams
-from iris.subscription import Policy, Subscription
+from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
-from iris.tunnel import Tunnel
+from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
-from iris.wire.frames import AUDIENCE_MINOR, HERE, Kind
-from iris.wire.names import check_address, check_filter, check_group
+from iris.wire.frames import HERE, Kind
+from iris.wire.names import check_address
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
 
-WAIT_MIN_S: Final = 0.005
-WAIT_MAX_S: Final = 0.1
-"""Between two looks of `wait_for_subscribers`."""
 Scope = Literal["site", "federation"]
 """Whom a survey or broadcast is for: the members of this site, or of all."""
 SESSIONS_TRIED: Final = 3
@@ -169,7 +166,7 @@ class Client:
                 async with asyncio.timeout(bound_s):
                     # Until all of it has ended handlers may use this client.
                     bindings = list(self._registry.services)
-                    leaving = [self._leave(b, self._say_leave(b)) for b in bindings]
+                    leaving = [binding.leave() for binding in bindings]
                     for subscription in list(self._runtime.working):
                         subscription.stop()
                     await asyncio.gather(
@@ -425,7 +422,9 @@ class Client:
         if not report:
             return None
         try:
-            told = await self._audience(topic, self.config.connect_timeout_s, slow=False)
+            told = await ask_audience(
+                self._runtime, topic, self.config.connect_timeout_s, slow=False
+            )
         except ConnectionLost as err:
             text = (
                 f"published, or kept until there is a relay; nobody said who hears it: {err.detail}"
@@ -438,44 +437,14 @@ class Client:
 
         Other relays are waited for half a second at most. Which process it was is told to programs of the relay's own user.
         """
-        return await self._audience(topic, timeout, slow=True)
+        return await ask_audience(self._runtime, topic, timeout, slow=True)
 
     async def wait_for_subscribers(self, topic: str, count: int, *, timeout: float) -> int:
         """Return how many subscribe to a topic once they are at least `count`: what is published then reaches them.
 
         Raises RequestTimeout after `timeout` seconds.
         """
-        until_s = deadline(timeout)
-        pause_s = WAIT_MIN_S
-        there = 0
-        while True:
-            left_s = until_s - time.monotonic()
-            if left_s > 0:
-                with contextlib.suppress(RequestTimeout, ConnectionLost):
-                    there = (await self._audience(topic, left_s, slow=False)).subscribers
-                if there >= count:
-                    return there
-                left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                text = f"{there} of {count} subscribers are there after {timeout:g} s"
-                raise RequestTimeout(topic, text)
-            await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, WAIT_MAX_S)
-
-    async def _audience(self, topic: str, timeout: float, *, slow: bool) -> Audience:
-        until_s = deadline(timeout)
-        key = self._registry.topic_key(topic)
-        pump, session = await self._ready(topic, timeout)
-        if session.minor < AUDIENCE_MINOR:
-            text = "this relay does not say who subscribes to a topic; upgrade it"
-            raise RelayError(topic, text, may_have_run=True)
-        session.flush()
-        session.out.prove(key)
-        waiter: asyncio.Future[frames.Audience] = self._loop.create_future()
-        session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
-        pump.touch()
-        text = "the relay did not say who subscribes to it"
-        return Audience.of(await within(waiter, seconds_left(until_s), text))
+        return await wait_for_subscribers(self._runtime, topic, count, timeout)
 
     def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
         """Publish if that needs no waiting; False: not taken, the write buffer is full."""
@@ -504,7 +473,7 @@ class Client:
 
     def subscribe(
         self, pattern: str, handler: Callable[[Message], object] | None = None, *, group: str = "",
-        policy: Policy = "drop-new", limit_bytes: int = 64 << 20, on_gap: Callable[[Lost], object] | None = None,
+        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
         concurrency: int = 1,
     ) -> Subscription:  # fmt: skip
         """Receive what is published to matching topics, with a callback or by `async for`.
@@ -512,18 +481,9 @@ class Client:
         Registered at once when connected; `async with client.subscribe(...)` returns when the relay of this host knows and those that
         it is linked to, for which it waits a second at most: what anybody of this site publishes then, is received. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy`, `limit_bytes` and `concurrency`.
         """
-        check_filter(pattern)
-        if group:
-            check_group(group)
-        attachment = self._attached()
-        subscription = Subscription(
+        return Subscription(
             self._runtime, pattern, handler, group, policy, limit_bytes, on_gap, concurrency
         )
-        if attachment.pump is not None:
-            attachment.pump.turn()
-        self._registry.add(subscription, attachment.session, attachment.guard)
-        attachment.touch()
-        return subscription
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 
@@ -547,93 +507,18 @@ class Client:
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost; no handler has run.
         """
-        until_s = deadline(timeout)
-        pump, session = await self._ready(cluster, timeout)
-        if headers:
-            check_headers(headers)
-        key = self._registry.cluster_keys(cluster)[0]
-        left_s = seconds_left(until_s)
-        end = session.tunneling.open(cluster, key, headers, milliseconds(left_s))
-        changed = asyncio.Event()
-        end.wake = changed.set
-        pump.touch()
-        try:
-            async with asyncio.timeout(left_s):
-                while not end.open and not end.broken:
-                    changed.clear()
-                    await changed.wait()
-        except BaseException as err:
-            session.tunneling.drop(end)
-            pump.touch()
-            if isinstance(err, TimeoutError):
-                raise RequestTimeout(
-                    cluster, f"no member accepted the tunnel within {timeout:g} s"
-                ) from None
-            raise
-        if end.error is not None:
-            raise end.error
-        if end.broken:
-            raise ConnectionLost(cluster, end.broken, may_have_run=False)
-        return Tunnel(end, self._runtime.touch, self._runtime.writable)
+        return await open_tunnel(self._runtime, cluster, timeout, headers)
 
     # -- serving ---------------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def serve(self, service: Service) -> AsyncIterator[ServiceBinding]:
+    def serve(self, service: Service) -> AbstractAsyncContextManager[ServiceBinding]:
         """Be a member of `service`'s cluster while the block runs; entered when the relay of this host knows, and those linked to it.
 
         For those it waits a second at most. Callers in other sites find it a little later: `wait_for_members` there returns when they do.
 
         On the way out the member leaves, and what it accepted is finished.
         """
-        attachment = self._attached()
-        binding = ServiceBinding(self._runtime, service)
-        _, session = await self._ready(service.name, self.config.connect_timeout_s)
-        self._registry.services.append(binding)
-        subscriptions: list[Subscription] = []
-        try:
-            for pattern, group, handler, concurrency in service.topics:
-                callback, on_gap = handler.as_callback(), service.gap_handler
-                subscriptions.append(
-                    self.subscribe(
-                        pattern, callback, group=group, on_gap=on_gap, concurrency=concurrency
-                    )
-                )
-            if service.handlers:
-                joined = self._registry.join(session, binding)
-                attachment.touch()
-                await within(joined, self.config.connect_timeout_s, "the relay did not answer JOIN")
-            for subscription in subscriptions:
-                await subscription.registered()
-            await self._runtime.settled()
-            yield binding
-        finally:
-            # All of it is said before the first await: who is cancelled here leaves as well.
-            left = self._say_leave(binding)
-            for subscription in subscriptions:
-                subscription.stop()
-            try:
-                closing = [subscription.close() for subscription in subscriptions]
-                await asyncio.gather(*closing, self._leave(binding, left))
-            finally:
-                await binding.stop()
-                self._registry.forget(binding)
-
-    def _say_leave(self, binding: Served) -> list[asyncio.Future[None]]:
-        """Tell the relay that a member takes nothing new; return what is resolved when it knows."""
-        left = self._registry.leave(self._runtime.session, binding)
-        self._runtime.touch()
-        return left
-
-    async def _leave(self, binding: Served, left: list[asyncio.Future[None]]) -> None:
-        """Take what comes until the relay knows that we left, and finish it."""
-        for done in left:
-            await self._runtime.told(done)
-        binding.leaving = True
-        # Bounded, because an idle tunnel may stay for ever: stop() ends what is left.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                await binding.finish()
+        return serving(self._runtime, service)
 
     # -- members ---------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ Also the client's side of a session: which service a member number stands for, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
 from iris.attachment import Attachment
 from iris.core.guard import Guard
@@ -34,12 +34,11 @@ class Served(Binding, Protocol):
     service: Service
     key_ids: set[bytes]
     going: bool
-    leaving: bool
 
     @property
     def misses_casts(self) -> bool: ...
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None: ...
-    async def finish(self) -> None: ...
+    def leave(self) -> Coroutine[Any, Any, None]: ...
     async def stop(self) -> None: ...
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any
 
 from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.parties import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
+from iris.deadlines import within
 from iris.errors import ConfigError, DecodeError
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
 from iris.losses import LossLog
 from iris.runtime import Runtime
 from iris.service import Service
+from iris.subscription import Subscription
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.frames import Kind, Refusal
 
@@ -253,6 +257,23 @@ class ServiceBinding:
         if self.running == 0:
             self._quiet.set()
 
+    def leave(self) -> Coroutine[Any, Any, None]:
+        """Tell the relay, at once, that the member takes nothing new; await the end of what it accepted."""
+        runtime = self._runtime
+        told = runtime.registry.leave(runtime.session, self)
+        runtime.touch()
+        return self._leave(told)
+
+    async def _leave(self, told: list[asyncio.Future[None]]) -> None:
+        """Take what comes until the relay knows that we left, and finish it."""
+        for done in told:
+            await self._runtime.told(done)
+        self.leaving = True
+        # Bounded, because an idle tunnel may stay for ever: stop() ends what is left.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._runtime.config.drain_timeout_s):
+                await self.finish()
+
     async def finish(self) -> None:
         """Return when everything accepted has run. The member has left by now, so nothing new comes."""
         while self.running:
@@ -408,3 +429,40 @@ def _member_id(delivery: Delivery) -> str:
 
 _numbers = itertools.count(1)
 _ANSWERED = frozenset({Kind.REQUEST, Kind.SURVEY})
+
+
+@contextlib.asynccontextmanager
+async def serving(runtime: Runtime, service: Service) -> AsyncIterator[ServiceBinding]:
+    """Be a member while the block runs: see `Client.serve`."""
+    attachment = runtime.attached()
+    binding = ServiceBinding(runtime, service)
+    _, session = await runtime.ready(service.name, runtime.config.connect_timeout_s)
+    runtime.registry.services.append(binding)
+    subscriptions: list[Subscription] = []
+    try:
+        for pattern, group, handler, concurrency in service.topics:
+            callback, on_gap = handler.as_callback(), service.gap_handler
+            subscriptions.append(
+                Subscription(
+                    runtime, pattern, callback, group, on_gap=on_gap, concurrency=concurrency
+                )
+            )
+        if service.handlers:
+            joined = runtime.registry.join(session, binding)
+            attachment.touch()
+            await within(joined, runtime.config.connect_timeout_s, "the relay did not answer JOIN")
+        for subscription in subscriptions:
+            await subscription.registered()
+        await runtime.settled()
+        yield binding
+    finally:
+        # All of it is said before the first await: who is cancelled here leaves as well.
+        leaving = binding.leave()
+        for subscription in subscriptions:
+            subscription.stop()
+        try:
+            closing = [subscription.close() for subscription in subscriptions]
+            await asyncio.gather(*closing, leaving)
+        finally:
+            await binding.stop()
+            runtime.registry.forget(binding)

@@ -18,8 +18,10 @@ from iris.handlers import stopping
 from iris.lanes import Lanes
 from iris.losses import LossLog
 from iris.runtime import Runtime
+from iris.wire.names import check_filter, check_group
 
 MAX_CONCURRENCY: Final = 65_536
+QUEUE_BYTES: Final = 64 << 20
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,14 @@ class Subscription:
     """
 
     def __init__(
-        self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str, policy: Policy,
-        limit_bytes: int, on_gap: Callable[[Lost], object] | None, concurrency: int = 1,
+        self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str,
+        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
+        concurrency: int = 1,
     ) -> None:  # fmt: skip
+        check_filter(pattern)
+        if group:
+            check_group(group)
+        attachment = runtime.attached()
         if policy not in ("drop-new", "drop-old", "cut"):
             raise ConfigError(f"policy: {policy!r} is none of drop-new, drop-old, cut")
         self.filter = pattern
@@ -75,6 +82,10 @@ class Subscription:
         self.deliver: Callable[[list[Message], int], None] = (
             self._enqueue if handler is None or self._is_coroutine else self._call
         )
+        if attachment.pump is not None:
+            attachment.pump.turn()
+        runtime.registry.add(self, attachment.session, attachment.guard)
+        attachment.touch()
 
     # -- the user's side -------------------------------------------------------------------------------------
 

@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
-from iris.core.bundle import Headers
+from iris.core.bundle import Headers, check_headers
 from iris.core.tunnel import TunnelEnd
-from iris.errors import MessageTooLarge, TunnelBroken
+from iris.deadlines import deadline, milliseconds, seconds_left
+from iris.errors import ConnectionLost, MessageTooLarge, RequestTimeout, TunnelBroken
+from iris.runtime import Runtime
 
 DEFAULT_RECV_LIMIT = 64 << 20
 
@@ -254,3 +256,37 @@ class Tunnel:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+
+async def open_tunnel(
+    runtime: Runtime, cluster: str, timeout: float, headers: Headers | None
+) -> Tunnel:
+    """Open a tunnel to one member; raises as `Client.open_tunnel`."""
+    until_s = deadline(timeout)
+    pump, session = await runtime.ready(cluster, timeout)
+    if headers:
+        check_headers(headers)
+    key = runtime.registry.cluster_keys(cluster)[0]
+    left_s = seconds_left(until_s)
+    end = session.tunneling.open(cluster, key, headers, milliseconds(left_s))
+    changed = asyncio.Event()
+    end.wake = changed.set
+    pump.touch()
+    try:
+        async with asyncio.timeout(left_s):
+            while not end.open and not end.broken:
+                changed.clear()
+                await changed.wait()
+    except BaseException as err:
+        session.tunneling.drop(end)
+        pump.touch()
+        if isinstance(err, TimeoutError):
+            raise RequestTimeout(
+                cluster, f"no member accepted the tunnel within {timeout:g} s"
+            ) from None
+        raise
+    if end.error is not None:
+        raise end.error
+    if end.broken:
+        raise ConnectionLost(cluster, end.broken, may_have_run=False)
+    return Tunnel(end, runtime.touch, runtime.writable)
