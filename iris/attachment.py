@@ -48,9 +48,9 @@ LOOK_S: Final = 0.005
 """Between two looks at what a session that is being left still has to finish."""
 
 
-def never() -> bool:
+def unwatched() -> Callable[[], bool]:
     """Nothing is looked at: the next attempt is made when its pause is over."""
-    return False
+    return lambda: False
 
 
 class Registrar(Owner, Protocol):
@@ -71,7 +71,7 @@ class Attachment:
 
     def __init__(
         self, client: Registrar, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
-        watch: Callable[[], Callable[[], bool]] = lambda: never, company: Company | None = None,
+        watch: Callable[[], Callable[[], bool]] = unwatched, company: Company | None = None,
     ) -> None:  # fmt: skip
         """`watch` is called when a relay is lost, and returns what says whether one has come since it was asked last."""
         self.session: Session | None = None

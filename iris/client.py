@@ -13,14 +13,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import msgspec
 
-from iris.attachment import Attachment, Connector, never
+from iris.attachment import Attachment, Connector, unwatched
 from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
@@ -35,7 +35,6 @@ from iris.errors import (
     ConfigError,
     ConnectionLost,
     DecodeError,
-    IrisError,
     RequestError,
     RequestTimeout,
     ran_before,
@@ -105,7 +104,6 @@ class Client:
         self._attachment: Attachment | None = None
         self._relay: EmbeddedRelay | None = None
         self._closed = False
-        self._streams: Streams | None = None
         # What every message takes.
         self._attached = runtime.attached
         self._ready = runtime.ready
@@ -125,7 +123,7 @@ class Client:
 
     async def open(self) -> None:
         """Connect. Raises RelayUnavailable if no relay answers, KeyringError if there are no keys."""
-        if self._attachment is not None or self._closed:
+        if self._attachment is not None:
             raise Closed("this client was opened before; connect anew")
         keyring = self._given_keyring
         if keyring is None and self._embedded and not has_keys(os.environ):
@@ -134,12 +132,17 @@ class Client:
         if self.config.keep_freed_memory:
             keep_freed_memory()
         self._loop = asyncio.get_running_loop()
-        self._attachment = self._runtime.attach(
-            keyring, self._connector or self._default_connector(), self._entropy, self._default_watch()
-        )  # fmt: skip
+        connector, watch = self._connector, unwatched
+        if connector is None and self._embedded:
+            from relay.embedded import EmbeddedRelay
+
+            self._relay = EmbeddedRelay(entropy=self._entropy)
+            connector = self._relay.connect
+        elif connector is None:
+            connector = partial(reach, self.config, os.environ)
+            watch = partial(arrivals, self.config, os.environ)
+        self._attachment = self._runtime.attach(keyring, connector, self._entropy, watch)
         self._registry = self._runtime.registry
-        if self._streams is not None:
-            self._registry.on_keys = self._streams.keys_changed
         try:
             await self._attachment.open()
         except BaseException:
@@ -161,32 +164,8 @@ class Client:
         if attachment.state != "open":
             return  # after a fork the socket, the loop and its tasks are the parent's
         try:
-            with contextlib.suppress(IrisError, TimeoutError):
-                bound_s = 2 * self.config.drain_timeout_s + self.config.connect_timeout_s
-                async with asyncio.timeout(bound_s):
-                    # Until all of it has ended handlers may use this client.
-                    bindings = list(self._registry.services)
-                    leaving = [binding.leave() for binding in bindings]
-                    for subscription in list(self._runtime.working):
-                        subscription.stop()
-                    await asyncio.gather(
-                        *leaving, *(s.finish() for s in list(self._runtime.working))
-                    )
-                    await asyncio.gather(*(binding.stop() for binding in bindings))
-                    if self._streams is not None:
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(self.config.drain_timeout_s):
-                                await self._streams.finish()
-                    attachment.state = "closing"
-                    await attachment.say_bye()
+            await self._runtime.close()
         finally:
-            attachment.close()
-            self._registry.end()
-            if self._streams is not None:
-                self._streams.end()
-            for subscription in list(self._runtime.working):
-                subscription.give_up()
-            await asyncio.gather(*(binding.stop() for binding in self._registry.services))
             await self._stop_embedded()
 
     async def reload_keys(self, keyring: Keyring | None = None) -> None:
@@ -200,33 +179,14 @@ class Client:
         attachment = self._attached()
         await self._registry.reload(keyring or load_keys(os.environ), attachment)
 
-    def _default_connector(self) -> Connector:
-        if self._embedded:
-            from relay.embedded import EmbeddedRelay
-
-            self._relay = EmbeddedRelay(entropy=self._entropy)
-            return self._relay.connect
-
-        return partial(reach, self.config, os.environ)
-
-    def _default_watch(self) -> Callable[[], Callable[[], bool]]:
-        if self._embedded or self._connector is not None:
-            return lambda: never
-        return partial(arrivals, self.config, os.environ)
-
     async def _stop_embedded(self) -> None:
         if self._relay is not None:
-            relay, self._relay = self._relay, None
-            await relay.close()
+            await self._relay.close()
 
-    @property
+    @cached_property
     def streams(self) -> Streams:
         """Durable streams: create, append, read, consume."""
-        if self._streams is None:
-            self._streams = Streams(self._runtime)
-            if self._attachment is not None:
-                self._registry.on_keys = self._streams.keys_changed
-        return self._streams
+        return Streams(self._runtime)
 
     @property
     def on_loss(self) -> Callable[[Lost], object] | None:

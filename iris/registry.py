@@ -58,7 +58,8 @@ class Subscriber(Sink, Protocol):
 class Registry:
     """Services, subscriptions and watches of one client, and the keys they use."""
 
-    def __init__(self, keyring: Keyring) -> None:
+    def __init__(self, keyring: Keyring, on_keys: Callable[[], None]) -> None:
+        """`on_keys` is called after the keys have changed."""
         self.keyring: Keyring
         self.services: list[Served] = []
         self.watchers: list[Watcher] = []
@@ -72,8 +73,7 @@ class Registry:
         self._rings: list[Keyring] = []
         """The keyring in use, then the one before it while a session drains."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
-        self.on_keys: Callable[[], None] = _nothing
-        """Called after the keys have changed."""
+        self._on_keys = on_keys
         self._reloading = asyncio.Lock()
         self._learn(keyring)
 
@@ -116,7 +116,7 @@ class Registry:
         }
         for watcher in self.watchers:
             watcher.use(self.cluster_keys)
-        self.on_keys()
+        self._on_keys()
 
     def _forget_keys(self, session: Session | None) -> None:
         """Forget all keys that are not in the keyring in use, whoever still sends under them."""
@@ -403,10 +403,6 @@ class AckWaiter:
         """It never will."""
         if not self._future.done():
             self._future.set_exception(exception)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _answer() -> asyncio.Future[None]:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from iris.attachment import Attachment, Connector
 from iris.config import ClientConfig
@@ -26,7 +26,7 @@ from iris.core.parties import Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.errors import Closed, ConnectionLost, MessageTooLarge
+from iris.errors import Closed, ConnectionLost, IrisError, MessageTooLarge
 from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
@@ -39,6 +39,14 @@ MAX_LOSSES: Final = 1000
 LOG_INTERVAL_S: Final = 1.0
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+class Part(Protocol):
+    """What goes by the client's keys and ends with it: its streams."""
+
+    def keys_changed(self) -> None: ...
+    async def finish(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class Runtime:
@@ -56,6 +64,7 @@ class Runtime:
         """Clients that deliver their casts to each other themselves; set before `attach` (for bridges)."""
         self.working: set[Subscriber] = set()
         """Subscriptions whose coroutine handler has a task."""
+        self.parts: list[Part] = []
         self.attachment: Attachment | None = None
         self.registry: Registry
         self._quiet_until_s = 0.0
@@ -64,11 +73,42 @@ class Runtime:
         self, keyring: Keyring, connector: Connector, entropy: Callable[[int], bytes], watch: Callable[[], Callable[[], bool]]
     ) -> Attachment:  # fmt: skip
         """Return the hold on a relay that is to be opened, once."""
-        self.registry = Registry(keyring)
+        self.registry = Registry(keyring, self._keys_changed)
         self.attachment = Attachment(self, self.config, connector, entropy, watch, self.company)
         self.registry.share_out(self.attachment.guard)
         _runtimes.add(self)
         return self.attachment
+
+    async def close(self) -> None:
+        """Leave: see `Client.close`."""
+        attachment, registry, drain_s = self.attached(), self.registry, self.config.drain_timeout_s
+        try:
+            with contextlib.suppress(IrisError, TimeoutError):
+                async with asyncio.timeout(2 * drain_s + self.config.connect_timeout_s):
+                    # Until all of it has ended handlers may use this client.
+                    bindings = list(registry.services)
+                    leaving = [binding.leave() for binding in bindings]
+                    for subscription in list(self.working):
+                        subscription.stop()
+                    await asyncio.gather(*leaving, *(s.finish() for s in list(self.working)))
+                    await asyncio.gather(*(binding.stop() for binding in bindings))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(drain_s):
+                            await asyncio.gather(*(part.finish() for part in self.parts))
+                    attachment.state = "closing"
+                    await attachment.say_bye()
+        finally:
+            attachment.close()
+            registry.end()
+            for part in self.parts:
+                part.end()
+            for subscription in list(self.working):
+                subscription.give_up()
+            await asyncio.gather(*(binding.stop() for binding in registry.services))
+
+    def _keys_changed(self) -> None:
+        for part in self.parts:
+            part.keys_changed()
 
     # -- readiness -------------------------------------------------------------------------------------------
 

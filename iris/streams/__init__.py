@@ -155,6 +155,7 @@ class Streams:
         self._stores = Stores(runtime)
         self.keys_changed = self._stores.keys_changed
         self._producers: dict[tuple[str, str], Producer] = {}
+        runtime.parts.append(self)
 
     # -- which there are -------------------------------------------------------------------------------------
 
