@@ -146,7 +146,6 @@ class Client:
         try:
             await self._attachment.open()
         except BaseException:
-            self._closed = True
             self._attachment.close()
             await self._stop_embedded()
             raise
@@ -158,11 +157,9 @@ class Client:
         Cancelled, it closes at once.
         """
         attachment = self._attachment
-        if attachment is None or self._closed:
-            return
-        self._closed = True
-        if attachment.state != "open":
+        if attachment is None or self._closed or attachment.state != "open":
             return  # after a fork the socket, the loop and its tasks are the parent's
+        self._closed = True
         try:
             await self._runtime.close()
         finally:
@@ -428,7 +425,9 @@ class Client:
         if len(payload) > CUT_BYTES:
             self._runtime.check_size(payload)
         out.add(flow, payload, None, False)
-        attachment.pump.touch()  # type: ignore[union-attr]  # as for `out`
+        pump = attachment.pump
+        assert pump is not None  # likewise
+        pump.touch()
         return True
 
     def subscribe(

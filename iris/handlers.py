@@ -13,7 +13,7 @@ from typing import Any
 from iris.core.bundle import Headers, check_headers
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.core.parties import Delivery
-from iris.errors import ConfigError, DecodeError
+from iris.errors import ConfigError
 
 
 class Reply:
@@ -158,6 +158,3 @@ def _annotation(function: Callable[..., Any]) -> Any:
         ) from err
     wanted = hints.get(parameters[0].name)
     return None if wanted is Any else wanted
-
-
-__all__ = ["DecodeError", "Deferred", "Handler", "Reply", "Request", "encode_reply"]

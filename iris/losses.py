@@ -17,17 +17,7 @@ LOG_S: Final = 10.0
 class LossLog:
     """The log lines of one subscription or service. Nothing is set up before its first loss."""
 
-    __slots__ = (
-        "_cause",
-        "_heard",
-        "_losses",
-        "_messages",
-        "_name",
-        "_timer",
-        "_topic",
-        "_unknown",
-        "_what",
-    )
+    __slots__ = ("_cause", "_heard", "_losses", "_messages", "_name", "_timer", "_topic", "_unknown", "_what")  # fmt: skip
 
     def __init__(self, what: str, name: str) -> None:
         """`what` is "subscription" or "service", `name` its filter or cluster."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import overload
 
 from iris.core.session import Session
 from iris.crypto.keys import ClusterKey
@@ -31,7 +32,11 @@ class Members(Sequence[MemberInfo]):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int or slice, as a tuple
+    @overload
+    def __getitem__(self, index: int) -> MemberInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[MemberInfo, ...]: ...
+    def __getitem__(self, index: int | slice) -> MemberInfo | tuple[MemberInfo, ...]:
         return self._members[index]
 
     def serving(self, kind: str) -> int:

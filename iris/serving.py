@@ -59,6 +59,7 @@ class ServiceBinding:
         """It takes nothing any more."""
         self.running = 0
         self._runtime = runtime
+        self._attachment = runtime.attached()
         self.loop = asyncio.get_running_loop()
         self._limits = service.limits
         self._inboxes = {
@@ -166,7 +167,7 @@ class ServiceBinding:
     def tunnel(self, end: TunnelEnd) -> None:
         """Run a tunnel handler."""
         self.running += 1
-        tunnel = Tunnel(end, self._runtime.touch, self._runtime.writable)
+        tunnel = Tunnel(end, self._attachment.touch, self._attachment.writable)
         task = self.loop.create_task(
             self._work_tunnel(tunnel), name=f"iris-{self.service.name}-tunnel"
         )
@@ -216,7 +217,7 @@ class ServiceBinding:
             answer = _Answer(self, delivery)
             try:
                 if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
-                    answer.expired()
+                    self._expired(delivery)
                 else:
                     value = await handler.function(handler.argument(delivery, answer.defer))
                     answer.returned(value)
@@ -362,12 +363,14 @@ class ServiceBinding:
 
     def _ended(self, delivery: Delivery) -> None:
         delivery.session.running -= 1
-        self._runtime.touch()
+        self._attachment.touch()
         self.done()
 
-    def expired(self) -> None:
+    def _expired(self, delivery: Delivery) -> None:
         """What waited here for longer than its sender allowed is not run."""
         self._runtime.count_dropped("expired", 1)
+        detail = "the deadline had passed in the member's queue"
+        self.end_with(delivery, detail, may_have_run=False)
 
     def failed(self) -> None:
         """A handler raised: logged once in a while, counted always."""
@@ -406,20 +409,12 @@ class _Answer:
             detail = f"{type(err).__name__}, whose text raised {type(broken).__name__}"
         self._finish(None, detail, err)
 
-    def expired(self) -> None:
-        """Its deadline passed in our queue: it must not start any more."""
-        self._binding.expired()
-        self._end_with("the deadline had passed in the member's queue", may_have_run=False)
-
     def _finish(self, value: object, detail: str | None, err: BaseException | None = None) -> None:
-        delivery, binding = self._delivery, self._binding
-        if detail is not None:
-            self._end_with(detail, may_have_run=not isinstance(err, DecodeError))
-            return
-        binding.finish_one(delivery, value)
-
-    def _end_with(self, detail: str, *, may_have_run: bool) -> None:
-        self._binding.end_with(self._delivery, detail, may_have_run=may_have_run)
+        if detail is None:
+            self._binding.finish_one(self._delivery, value)
+        else:
+            may_have_run = not isinstance(err, DecodeError)
+            self._binding.end_with(self._delivery, detail, may_have_run=may_have_run)
 
 
 def _member_id(delivery: Delivery) -> str:

@@ -25,6 +25,7 @@ QUEUE_BYTES: Final = 64 << 20
 
 log = logging.getLogger(__name__)
 
+CoroutineHandler = Callable[[Message], Awaitable[Any]]
 Policy = Literal["drop-new", "drop-old", "cut"]
 
 
@@ -56,10 +57,11 @@ class Subscription:
         self._settled = False
         """The other relays know of it."""
         self._handler = handler
-        self._is_coroutine = inspect.iscoroutinefunction(handler)
+        self._coroutine = handler if inspect.iscoroutinefunction(handler) else None
+        """The handler, if it is one."""
         if not 1 <= concurrency <= MAX_CONCURRENCY:
             raise ConfigError(f"concurrency: {concurrency} is not from 1 to {MAX_CONCURRENCY}")
-        if concurrency > 1 and not self._is_coroutine:
+        if concurrency > 1 and self._coroutine is None:
             raise ConfigError("concurrency: only a coroutine function runs several times at once")
         self._concurrency = concurrency
         self._lanes = Lanes() if concurrency > 1 else None
@@ -80,7 +82,7 @@ class Subscription:
         self._ended = False
         self._error: IrisError | None = None
         self.deliver: Callable[[list[Message], int], None] = (
-            self._enqueue if handler is None or self._is_coroutine else self._call
+            self._enqueue if handler is None or self._coroutine else self._call
         )
         if attachment.pump is not None:
             attachment.pump.turn()
@@ -250,9 +252,10 @@ class Subscription:
         if self._lanes is not None:
             self._queued_bytes += size
             self._lanes.put(messages, size)
+            assert self._coroutine is not None  # lanes are for such
             if self._lanes.ready and len(self._workers) < self._concurrency and not self._ended:
                 task = asyncio.get_running_loop().create_task(
-                    self._work_lanes(self._lanes), name=f"iris-{self.filter}"
+                    self._work_lanes(self._coroutine, self._lanes), name=f"iris-{self.filter}"
                 )
                 self._workers[task] = iter(())
                 self._runtime.working.add(self)
@@ -261,9 +264,9 @@ class Subscription:
         self._queue.append((messages, size))
         self._queued_bytes += size
         self._wake()
-        if self._is_coroutine and self._worker is None and not self._ended:
+        if self._coroutine is not None and self._worker is None and not self._ended:
             self._worker = asyncio.get_running_loop().create_task(
-                self._work(), name=f"iris-{self.filter}"
+                self._work(self._coroutine), name=f"iris-{self.filter}"
             )
             self._runtime.working.add(self)
             self._worker.add_done_callback(lambda _: self._runtime.working.discard(self))
@@ -305,9 +308,8 @@ class Subscription:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def _work(self) -> None:
+    async def _work(self, handler: CoroutineHandler) -> None:
         """Run a coroutine handler for one message after the other."""
-        handler: Callable[[Message], Awaitable[Any]] = self._handler  # type: ignore[assignment]  # it is one: checked
         while not self._ended or self._queue:
             if not self._queue:
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -326,9 +328,8 @@ class Subscription:
                     return  # the handler took no notice of its cancellation
             self._queued_bytes -= size
 
-    async def _work_lanes(self, lanes: Lanes) -> None:
+    async def _work_lanes(self, handler: CoroutineHandler, lanes: Lanes) -> None:
         """Run a coroutine handler for the bundles of one lane after the other; others do so for other lanes."""
-        handler: Callable[[Message], Awaitable[Any]] = self._handler  # type: ignore[assignment]  # it is one: checked
         task = asyncio.current_task()
         assert task is not None
         try:

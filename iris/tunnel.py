@@ -7,7 +7,7 @@ breaks it, and both sides hear of it as TunnelBroken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -33,7 +33,10 @@ class Tunnel:
     )  # fmt: skip
 
     def __init__(
-        self, end: TunnelEnd, touch: Callable[[], None], wait_writable: Callable[[], object]
+        self,
+        end: TunnelEnd,
+        touch: Callable[[], None],
+        wait_writable: Callable[[], Awaitable[None] | None],
     ) -> None:
         self._end = end
         self._touch = touch
@@ -185,9 +188,6 @@ class Tunnel:
 
     async def close(self) -> None:
         """End both directions; unread messages are discarded. Idempotent."""
-        self._close()
-
-    def _close(self) -> None:
         if not self._closing:
             self._closing = True
             self._end.close()
@@ -239,7 +239,7 @@ class Tunnel:
     async def _room(self) -> None:
         waiting = self._wait_writable()
         if waiting is not None:
-            await waiting  # type: ignore[misc]  # an awaitable, or None when there is room
+            await waiting
 
     async def _changed(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
