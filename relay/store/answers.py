@@ -7,8 +7,8 @@ from typing import Final
 from iris.errors import IrisError
 from iris.wire import streams
 from iris.wire.codec import END
-from relay.store.log import Chunk, Conflict, Outcome, Stored
-from relay.store.producers import Duplicate, Fenced, OutOfOrder
+from relay.store.log import Chunk
+from relay.store.outcomes import Conflict, Duplicate, Fenced, Outcome, OutOfOrder, Stored
 from relay.store.records import Gap, Hole, Item, Reason, Record
 
 RECORD_BYTES: Final = 640

@@ -10,7 +10,7 @@ import struct
 from typing import Final
 
 from relay.store.database import Batch, Database
-from relay.store.producers import Duplicate
+from relay.store.outcomes import Duplicate
 
 MAX_IDS: Final = 1 << 20
 """Per stream; some 100 bytes on disk each, and nothing in memory."""

@@ -40,7 +40,8 @@ from relay.store.errors import (
     LogWriteFailed,
 )
 from relay.store.ids import Ids
-from relay.store.producers import Duplicate, Fenced, OutOfOrder, Producers
+from relay.store.outcomes import Conflict, Outcome, Stored
+from relay.store.producers import Producers
 from relay.store.records import (
     ID_BYTES,
     KEY,
@@ -67,19 +68,6 @@ _IDENTITY: Final = struct.Struct("<B16sQq")
 _FORMAT: Final = 1
 
 
-class Stored(Struct, frozen=True):
-    """On disk, at these offsets."""
-
-    first: int
-    next: int
-
-
-class Conflict(Struct, frozen=True):
-    """Not stored: `expect` is not the next offset."""
-
-    next: int
-
-
 class Identity(Struct, frozen=True):
     """Which log it is: row `i`."""
 
@@ -102,9 +90,6 @@ class Identity(Struct, frozen=True):
         if version != _FORMAT:
             raise ValueError(f"its format is {version}, not {_FORMAT}")
         return cls(uuid, epoch, created_us, row[4 + _IDENTITY.size :])
-
-
-Outcome = Stored | Duplicate | OutOfOrder | Fenced | Conflict
 
 
 class Chunk(Struct, frozen=True):

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from msgspec import Struct
-
+from relay.store.outcomes import Duplicate, Fenced, OutOfOrder
 from relay.store.records import Stamp
 
 MAX_PRODUCERS: Final = 16_384
@@ -24,25 +23,6 @@ RECENT: Final = 64
 """Last sequences of which the offsets are kept: what a producer may have unanswered and still learn on a retry."""
 _STATE: Final = struct.Struct("<IQq")
 _PLACE: Final = struct.Struct("<QI")
-
-
-class Duplicate(Struct, frozen=True):
-    """Stored before, at these offsets; None when it is more than `RECENT` sequences ago."""
-
-    first: int | None
-    next: int | None
-
-
-class OutOfOrder(Struct, frozen=True):
-    """Not stored: an earlier sequence is missing. 0 is expected of an unknown producer or a new epoch."""
-
-    expected: int
-
-
-class Fenced(Struct, frozen=True):
-    """Not stored: the producer has gone on in this later epoch."""
-
-    epoch: int
 
 
 class _State:

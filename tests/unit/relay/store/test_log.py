@@ -15,8 +15,8 @@ from relay.store import producers as producers_module
 from relay.store import retention, segments
 from relay.store.database import MARK_NAME
 from relay.store.errors import CursorsFull, LogBusy, LogDamaged, LogExists, LogMissing
-from relay.store.log import Conflict, Log, Outcome, Stored
-from relay.store.producers import Duplicate, Fenced, OutOfOrder
+from relay.store.log import Log
+from relay.store.outcomes import Conflict, Duplicate, Fenced, Outcome, OutOfOrder, Stored
 from relay.store.records import KEY, Entry, Gap, Hole, Item, Reason, Record, Stamp
 from relay.store.segments import Limits
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from iris.wire.codec import END
-from relay.store.log import Log, Stored
+from relay.store.log import Log
+from relay.store.outcomes import Stored
 from relay.store.records import Entry, Hole, Reason, Record
 from relay.store.segments import Limits
 from relay.store.staged import Committed

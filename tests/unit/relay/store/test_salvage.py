@@ -15,7 +15,8 @@ from relay.store import salvage as module
 from relay.store.clock import Clock
 from relay.store.consumers import Consumer, Settings
 from relay.store.errors import LogDamaged
-from relay.store.log import Duplicate, Log, OutOfOrder, Stored
+from relay.store.log import Log
+from relay.store.outcomes import Duplicate, OutOfOrder, Stored
 from relay.store.records import Entry, Hole, Item, Note, Reason, Record, Stamp
 from relay.store.salvage import Report, finish, salvage
 from relay.store.segments import Limits
