@@ -21,7 +21,6 @@ import shutil
 import struct
 from collections.abc import Sequence
 from typing import Final
-from zlib import crc32
 
 from msgspec import Struct
 from rocksdict import Rdict
@@ -39,6 +38,7 @@ from relay.store.errors import (
     LogMissing,
     LogWriteFailed,
 )
+from relay.store.identity import Identity, make
 from relay.store.ids import Ids
 from relay.store.outcomes import Conflict, Outcome, Stored
 from relay.store.producers import Producers
@@ -64,32 +64,6 @@ MAX_CURSORS: Final = 4096
 MAX_CURSOR_NAME_BYTES: Final = 1024
 MAX_CURSOR_BYTES: Final = 1 << 20
 MAX_OFFSET: Final = 1 << 63
-_IDENTITY: Final = struct.Struct("<B16sQq")
-_FORMAT: Final = 1
-
-
-class Identity(Struct, frozen=True):
-    """Which log it is: row `i`."""
-
-    uuid: bytes
-    epoch: int
-    created_us: int
-    definition: bytes
-
-    def pack(self) -> bytes:
-        """Return the row."""
-        rest = _IDENTITY.pack(_FORMAT, self.uuid, self.epoch, self.created_us) + self.definition
-        return crc32(rest).to_bytes(4, "little") + rest
-
-    @classmethod
-    def unpack(cls, row: bytes) -> Identity:
-        """Raises ValueError if the row is not one that this version wrote."""
-        if len(row) < 4 + _IDENTITY.size or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
-            raise ValueError("its identity is damaged")
-        version, uuid, epoch, created_us = _IDENTITY.unpack_from(row, 4)
-        if version != _FORMAT:
-            raise ValueError(f"its format is {version}, not {_FORMAT}")
-        return cls(uuid, epoch, created_us, row[4 + _IDENTITY.size :])
 
 
 class Chunk(Struct, frozen=True):
@@ -152,7 +126,7 @@ class Log:
         made = f"{path}.new"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            _make(made, uuid, Identity(uuid, epoch, created_us, definition).pack())
+            make(made, uuid, Identity(uuid, epoch, created_us, definition).pack())
             os.rename(made, path)
             sync_directory(os.path.dirname(os.path.abspath(path)))
         except OSError as err:
@@ -610,21 +584,3 @@ def _shown(item: Item, now_us: int, deferred: bool) -> Item:
         if item.deferred and not deferred:
             return Hole(item.first, item.next, Reason.DEFERRED)
     return item
-
-
-def _make(path: str, uuid: bytes, identity: bytes) -> None:
-    """Write an empty log and close it. Raises LogWriteFailed, OSError.
-
-    A function of its own, so that nothing of it is left when the directory gets its name: RocksDB's lock on the file is gone
-    for all of this process as soon as any descriptor of it is closed.
-    """
-    database = Database.create(path)
-    try:
-        database.make_mark(uuid, 0)
-        batch = database.batch()
-        batch.put(b"i", identity)
-        batch.put(b"o", KEY.pack(0))
-        batch.put(b"n", KEY.pack(0))
-        database.write(batch, 0, sync=True)
-    finally:
-        database.close()

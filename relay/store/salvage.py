@@ -33,7 +33,8 @@ from relay.store.chain import DUE, Chain
 from relay.store.database import Database, room_to_open, sync_directory
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
-from relay.store.log import MAX_OFFSET, Identity, Log
+from relay.store.identity import Identity
+from relay.store.log import MAX_OFFSET, Log
 from relay.store.records import KEY, Hole, Reason, Record, check_row, encode_hole
 from relay.store.segments import Segment, Slot
 from relay.store.wreck import Wreck
