@@ -23,8 +23,9 @@ from msgspec import Struct
 from relay.store import cursor
 from relay.store.clock import Clock
 from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
+from relay.store.cursors import MAX_CURSOR_NAME_BYTES
 from relay.store.errors import LogDamaged
-from relay.store.log import MAX_CURSOR_NAME_BYTES, MAX_OFFSET, Log
+from relay.store.log import MAX_OFFSET, Log
 from relay.store.parts import Open, Part, lowest
 from relay.store.records import Gap, Hole, Item, Reason, Record
 from relay.store.unsettled import Unsettled
@@ -151,7 +152,7 @@ class Consumer:
             CursorDamaged: its state is not what was saved.
             LogDamaged: the row cannot be read.
         """
-        data = log.get_cursor(name)
+        data = log.cursors.get(name)
         if data is None:
             raise KeyError(name)
         state = cursor.decode(name, data)
@@ -167,7 +168,7 @@ class Consumer:
             raise CursorDamaged(name, f"it does not fit together or its log: {err}") from err
         consumer._position = state.position
         consumer._due = state.due
-        log.listed(state.due[0])
+        log.cursors.listed(state.due[0])
         consumer.counts = state.counts
         return consumer
 
@@ -366,7 +367,7 @@ class Consumer:
                 self.counts,
                 max(0, self._wall_us),
             )
-            self._log.put_cursor(self.name, cursor.encode(state), sync=sync)
+            self._log.cursors.put(self.name, cursor.encode(state), sync=sync)
             self._table.dirty = False
 
     def info(self) -> Info:
@@ -482,7 +483,7 @@ class Consumer:
                 elif not self._take_record(item, item.first, basket, deferred=True):
                     return False
             self._due = pair
-            self._log.listed(pair[0])
+            self._log.cursors.listed(pair[0])
             self._table.dirty = True
         basket.more = len(found) == DUE_BATCH
         return not basket.more

@@ -133,7 +133,7 @@ class Consuming:
 
     def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
         """Return where each is, by name, behind the name `after`; and whether there are more."""
-        names = sorted({*self._log.cursors(), *self._consumers})
+        names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
         told = []
         for name in names[:MAX_TOLD]:
@@ -154,7 +154,7 @@ class Consuming:
         self._save_us.pop(name, None)
         for waiting in self._waiting.pop(name, []):
             waiting.question.refuse("consumer", f"consumer {name!r} was deleted")
-        return self._log.delete_cursor(name) or known
+        return self._log.cursors.delete(name) or known
 
     # -- time ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 A state lists the records that are not settled, each with the bitmaps of the messages that share a delivery count and a
 due time. Whatever else lies below the read position is settled. `weight` is the most that a record can ever take
 here, however its messages part ways: whoever keeps the sum of weights under `MAX_RECORDS_BYTES` and that of
-`dead_weight` under `MAX_DEAD_BYTES` plus one letter has a cursor that fits into `relay.store.log.MAX_CURSOR_BYTES`.
+`dead_weight` under `MAX_DEAD_BYTES` plus one letter has a cursor that fits into `relay.store.cursors.MAX_CURSOR_BYTES`.
 """
 
 from __future__ import annotations

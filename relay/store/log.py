@@ -28,9 +28,9 @@ from rocksdict import Rdict
 from relay.store.chain import DUE, Chain, Draft
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
+from relay.store.cursors import Cursors
 from relay.store.database import Database, sync_directory
 from relay.store.errors import (
-    CursorsFull,
     LogBusy,
     LogDamaged,
     LogError,
@@ -60,9 +60,6 @@ from relay.store.retention import Retention
 from relay.store.segments import Limits, Slot
 from relay.store.staged import Committed, Last, Staged
 
-MAX_CURSORS: Final = 4096
-MAX_CURSOR_NAME_BYTES: Final = 1024
-MAX_CURSOR_BYTES: Final = 1 << 20
 MAX_OFFSET: Final = 1 << 63
 
 
@@ -100,9 +97,7 @@ class Log:
         self._compaction = Compaction(self._chain)
         self._producers = Producers(database.rows(b"p"))
         self._staged = Staged(database)
-        self._cursors = {name.decode() for name, _ in database.rows(b"c")}
-        self._listed_us = int.from_bytes(database.get(b"l") or b"", "big")
-        """Due times up to here were listed, as far as a cursor tells."""
+        self.cursors = Cursors(self._chain)
         self.steps = Steps()
         self.ids = Ids(database)
         """Its window and time are the owner's to set."""
@@ -436,7 +431,7 @@ class Log:
     ) -> list[tuple[int, int]]:
         """Return (due time, offset) of up to `limit` deferred records that are due, in that order, later than `after`.
 
-        Each is listed until its record is removed. None comes to stand before one that `listed` was told of, so the last pair is
+        Each is listed until its record is removed. None comes to stand before one that `cursors.listed` was told of, so the last pair is
         all that a consumer has to remember. Raises LogDamaged.
         """
         found: list[tuple[int, int]] = []
@@ -447,12 +442,6 @@ class Log:
             if (due_us, offset) > after:
                 found.append((due_us, offset))
         return found
-
-    def listed(self, due_us: int) -> None:
-        """A consumer goes on behind this due time. What is stored later and due before it is not deferred, and may be ahead of
-        its time then: the clock was set back.
-        """
-        self._listed_us = max(self._listed_us, due_us)
 
     def verify(self) -> None:
         """Read all of it, and return if it is what was written. Raises LogDamaged."""
@@ -497,45 +486,6 @@ class Log:
         """
         return self._compaction.step(now_us)
 
-    # Cursors
-
-    def put_cursor(self, name: str, state: bytes, *, sync: bool = True) -> None:
-        """Keep `state`, up to 1 MiB, under `name`. Without `sync` a power cut may bring the former one back.
-
-        Raises:
-            ValueError: name or state is too long.
-            CursorsFull: there are `MAX_CURSORS` others.
-            LogWriteFailed: the former state may still be there.
-        """
-        if len(name.encode()) > MAX_CURSOR_NAME_BYTES or len(state) > MAX_CURSOR_BYTES:
-            raise ValueError(f"cursor {name[:64]!r}: name or state is too long")
-        if name not in self._cursors and len(self._cursors) >= MAX_CURSORS:
-            raise CursorsFull(self._path, f"it keeps {MAX_CURSORS} cursors already")
-        batch = self._database.batch()
-        if self._listed_us:
-            batch.put(b"l", self._listed_us.to_bytes(8, "big"))
-        batch.put(b"c" + name.encode(), state)
-        self._chain.write(batch, sync=sync)
-        self._cursors.add(name)
-
-    def get_cursor(self, name: str) -> bytes | None:
-        """Return the state of `name`. Raises LogDamaged."""
-        return self._database.get(b"c" + name.encode())
-
-    def cursors(self) -> list[str]:
-        """Return the names, sorted."""
-        return sorted(self._cursors)
-
-    def delete_cursor(self, name: str) -> bool:
-        """Forget `name`, synced; return whether it was there. Raises LogWriteFailed."""
-        if name not in self._cursors:
-            return False
-        batch = self._database.batch()
-        batch.delete(b"c" + name.encode())
-        self._chain.write(batch, sync=True)
-        self._cursors.discard(name)
-        return True
-
     # Inside
 
     def _load_identity(self) -> None:
@@ -550,7 +500,7 @@ class Log:
 
     def _draft(self) -> Draft:
         draft = self._chain.draft()
-        draft.listed_us = self._listed_us
+        draft.listed_us = self.cursors.listed_us
         return draft
 
     def _judge(self, entry: Entry, at: int, now_us: int) -> Outcome | None:

@@ -18,7 +18,8 @@ from iris.wire.codec import END
 from relay.store import consumers
 from relay.store.consumers import ENVELOPE_BYTES, MAX_DELAY_US, Consumer, Delivery, Taken
 from relay.store.cursor import CursorDamaged, Dead, Settings, State, decode, encode
-from relay.store.log import MAX_CURSOR_BYTES, Log
+from relay.store.cursors import MAX_CURSOR_BYTES
+from relay.store.log import Log
 from relay.store.records import Entry, Gap, Hole, Reason
 from relay.store.segments import Limits
 
@@ -648,7 +649,7 @@ def test_an_ephemeral_consumer_is_never_written(log: Log) -> None:
     one = consumer(log, durable=False)
     one.save()
     assert not one.dirty
-    assert log.cursors() == []
+    assert log.cursors.names() == []
     with pytest.raises(KeyError):
         Consumer.load(log, "c")
 
@@ -658,7 +659,7 @@ def test_a_damaged_cursor_is_told(log: Log) -> None:
     one = consumer(log)
     all_of(one)
     one.save()
-    data = log.get_cursor("c") or b""
+    data = log.cursors.get("c") or b""
     state = decode("c", data)
     ahead = State(state.settings, 0, 9, state.due, [], [], state.counts)
     alone = State(state.settings, 0, 1, state.due, [], [Dead(0, 1, "")], state.counts)
@@ -671,7 +672,7 @@ def test_a_damaged_cursor_is_told(log: Log) -> None:
         encode(alone),
     ]
     for damaged in bad:
-        log.put_cursor("c", damaged)
+        log.cursors.put("c", damaged)
         with pytest.raises(CursorDamaged, match="cursor c"):
             Consumer.load(log, "c")
 
@@ -700,7 +701,7 @@ def test_the_cursor_always_fits_and_reading_stops_before_it_would_not(log: Log) 
     for offset in range(0, position, 50):
         one.ack(ANN, offset + 11, offset + 12, 1)
     one.save()
-    assert len(log.get_cursor("c") or b"") <= MAX_CURSOR_BYTES
+    assert len(log.cursors.get("c") or b"") <= MAX_CURSOR_BYTES
     again = Consumer.load(log, "c").info()
     assert again.lag == one.info().lag
     one.ack(ANN, 0, 500, 1)

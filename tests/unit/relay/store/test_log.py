@@ -10,9 +10,8 @@ from support.disk import shrunk_to
 
 from iris.errors import Closed
 from iris.wire.codec import END
-from relay.store import log as log_module
+from relay.store import cursors, retention, segments
 from relay.store import producers as producers_module
-from relay.store import retention, segments
 from relay.store.database import MARK_NAME
 from relay.store.errors import CursorsFull, LogBusy, LogDamaged, LogExists, LogMissing
 from relay.store.log import Log
@@ -506,31 +505,31 @@ def test_a_time_finds_the_first_record_stored_then_or_later(log: Log, small_segm
 
 
 def test_cursors_are_kept_by_name(path: str, log: Log) -> None:
-    log.put_cursor("invoices", b"1")
-    log.put_cursor("audit", b"2", sync=False)
-    log.put_cursor("invoices", b"3")
-    assert log.get_cursor("nobody") is None
+    log.cursors.put("invoices", b"1")
+    log.cursors.put("audit", b"2", sync=False)
+    log.cursors.put("invoices", b"3")
+    assert log.cursors.get("nobody") is None
     log.close()
     with Log.open(path) as log:
-        assert log.cursors() == ["audit", "invoices"]
-        assert log.get_cursor("invoices") == b"3"
-        assert log.delete_cursor("audit")
-        assert not log.delete_cursor("audit")
-        assert log.cursors() == ["invoices"]
+        assert log.cursors.names() == ["audit", "invoices"]
+        assert log.cursors.get("invoices") == b"3"
+        assert log.cursors.delete("audit")
+        assert not log.cursors.delete("audit")
+        assert log.cursors.names() == ["invoices"]
 
 
 def test_a_cursor_too_many_is_refused_and_the_others_go_on(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_module, "MAX_CURSORS", 2)
-    log.put_cursor("one", b"")
-    log.put_cursor("two", b"")
+    monkeypatch.setattr(cursors, "MAX_CURSORS", 2)
+    log.cursors.put("one", b"")
+    log.cursors.put("two", b"")
     with pytest.raises(CursorsFull):
-        log.put_cursor("three", b"")
-    log.put_cursor("one", b"more")
+        log.cursors.put("three", b"")
+    log.cursors.put("one", b"more")
     with pytest.raises(ValueError, match="too long"):
-        log.put_cursor("one", bytes((1 << 20) + 1))
-    assert log.get_cursor("one") == b"more"
+        log.cursors.put("one", bytes((1 << 20) + 1))
+    assert log.cursors.get("one") == b"more"
 
 
 def test_a_record_that_is_missing_between_others_is_damage_and_never_skipped(log: Log) -> None:

@@ -38,7 +38,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with Log.create(str(folder / "tables"), **CREATE) as log:
         for first in range(0, 80, 8):
             log.append([entry(body) for body in BODIES[first : first + 8]], first)
-        log.put_cursor("invoices", b"here")
+        log.cursors.put("invoices", b"here")
         shutil.copytree(folder / "tables", folder / "wal")
     return {"tables": folder / "tables", "wal": folder / "wal"}
 
@@ -210,7 +210,7 @@ print(len(log.read(0, 1 << 30, now_us=1).items))
 for write in (
     lambda: log.append([entry(b"more")], 2),
     lambda: log.gap(1, "more", 2),
-    lambda: log.put_cursor("c", b""),
+    lambda: log.cursors.put("c", b""),
     lambda: log.enforce(Limits(max_messages=1), 2),
 ):
     try:

@@ -1,0 +1,65 @@
+"""The cursors of a log: what each consumer has it keep, by name. The bytes are the consumer's (see `cursor`)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from relay.store.chain import Chain
+from relay.store.errors import CursorsFull
+
+MAX_CURSORS: Final = 4096
+MAX_CURSOR_NAME_BYTES: Final = 1024
+MAX_CURSOR_BYTES: Final = 1 << 20
+
+
+class Cursors:
+    """The cursors of one log."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._names = {name.decode() for name, _ in chain.database.rows(b"c")}
+        self.listed_us = int.from_bytes(chain.database.get(b"l") or b"", "big")
+        """Due times up to here were listed, as far as a cursor tells."""
+
+    def put(self, name: str, state: bytes, *, sync: bool = True) -> None:
+        """Keep `state`, up to 1 MiB, under `name`. Without `sync` a power cut may bring the former one back.
+
+        Raises:
+            ValueError: name or state is too long.
+            CursorsFull: there are `MAX_CURSORS` others.
+            LogWriteFailed: the former state may still be there.
+        """
+        if len(name.encode()) > MAX_CURSOR_NAME_BYTES or len(state) > MAX_CURSOR_BYTES:
+            raise ValueError(f"cursor {name[:64]!r}: name or state is too long")
+        if name not in self._names and len(self._names) >= MAX_CURSORS:
+            raise CursorsFull(self._chain.path, f"it keeps {MAX_CURSORS} cursors already")
+        batch = self._chain.database.batch()
+        if self.listed_us:
+            batch.put(b"l", self.listed_us.to_bytes(8, "big"))
+        batch.put(b"c" + name.encode(), state)
+        self._chain.write(batch, sync=sync)
+        self._names.add(name)
+
+    def get(self, name: str) -> bytes | None:
+        """Return the state of `name`. Raises LogDamaged."""
+        return self._chain.database.get(b"c" + name.encode())
+
+    def names(self) -> list[str]:
+        """Return the names, sorted."""
+        return sorted(self._names)
+
+    def delete(self, name: str) -> bool:
+        """Forget `name`, synced; return whether it was there. Raises LogWriteFailed."""
+        if name not in self._names:
+            return False
+        batch = self._chain.database.batch()
+        batch.delete(b"c" + name.encode())
+        self._chain.write(batch, sync=True)
+        self._names.discard(name)
+        return True
+
+    def listed(self, due_us: int) -> None:
+        """A consumer goes on behind this due time. What is stored later and due before it is not deferred, and may be ahead of
+        its time then: the clock was set back.
+        """
+        self.listed_us = max(self.listed_us, due_us)
