@@ -44,20 +44,18 @@ from relay.store.outcomes import Conflict, Outcome, Stored
 from relay.store.producers import Producers
 from relay.store.records import (
     ID_BYTES,
-    KEY,
     Entry,
+    Gap,
     Hole,
     Item,
     Note,
     Reason,
     Record,
-    check_count,
     check_entry,
     check_row,
-    encode_gap,
 )
 from relay.store.retention import Retention
-from relay.store.segments import Limits, Slot
+from relay.store.segments import Limits
 from relay.store.staged import Committed, Last, Staged
 
 MAX_OFFSET: Final = 1 << 63
@@ -241,7 +239,8 @@ class Log:
                     if outcome.next > MAX_OFFSET:
                         raise ValueError("end: the log has no such offsets")
                     if isinstance(entry, Note):
-                        _add_note(draft, entry, now_us)
+                        gap = Gap(draft.next, entry.count, entry.cause, now_us)
+                        draft.add_item(gap, now_us)
                         outcomes.append(outcome)
                         continue
                     draft.add_entry(entry, outcome.first, count, now_us)
@@ -398,9 +397,12 @@ class Log:
             for item, size in self._chain.walk(at):
                 shown = _shown(item, now_us, deferred)
                 last = items[-1] if items else None
-                same = isinstance(last, Hole) and isinstance(shown, Hole)
-                if same and shown.reason == last.reason:  # type: ignore[union-attr]  # both are holes
-                    items[-1] = Hole(last.first, shown.next, last.reason)  # type: ignore[union-attr]
+                if (
+                    isinstance(shown, Hole)
+                    and isinstance(last, Hole)
+                    and shown.reason == last.reason
+                ):
+                    items[-1] = Hole(last.first, shown.next, last.reason)
                 else:
                     items.append(shown)
                 at = item.next
@@ -517,13 +519,6 @@ class Log:
         if entry.expect is not None and entry.expect != at:
             return Conflict(at)
         return None
-
-
-def _add_note(draft: Draft, note: Note, now_us: int) -> None:
-    check_count(note.count)
-    key = KEY.pack(draft.next)
-    value = encode_gap(key, note.count, note.cause, now_us)
-    draft.add(key, value, Slot(draft.next, draft.next + 1, len(key) + len(value), 1, now_us))
 
 
 def _shown(item: Item, now_us: int, deferred: bool) -> Item:

@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -29,14 +29,14 @@ from iris.errors import ConfigError, IrisError
 from iris.wire.streams import DEAD, dead_uuid, decode_order, in_force
 from relay.store import cursor
 from relay.store.authority import Kept
-from relay.store.chain import DUE, Chain
+from relay.store.chain import DUE, Chain, Draft
 from relay.store.database import Database, room_to_open, sync_directory
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
 from relay.store.identity import Identity
 from relay.store.log import MAX_OFFSET, Log
-from relay.store.records import KEY, Hole, Reason, Record, check_row, encode_hole
-from relay.store.segments import Segment, Slot
+from relay.store.records import KEY, Hole, Reason, Record, check_row
+from relay.store.segments import Segment
 from relay.store.wreck import Wreck
 
 log = logging.getLogger(__name__)
@@ -279,13 +279,10 @@ def _copy_entries(wreck: Wreck, chain: Chain, end: int, report: Report) -> None:
     chain.finish(draft)
 
 
-def _fill(draft: Any, until: int, report: Report) -> None:
+def _fill(draft: Draft, until: int, report: Report) -> None:
     if draft.next < until:
         report.lost.append((draft.next, until))
-        hole = Hole(draft.next, until, Reason.DAMAGED)
-        key = KEY.pack(hole.first)
-        value = encode_hole(key, hole.reason, until)
-        draft.add(key, value, Slot.of(hole, len(key) + len(value)))
+        draft.add_item(Hole(draft.next, until, Reason.DAMAGED), 0)
 
 
 def _identity(wreck: Wreck, path: Path, report: Report) -> Identity:
