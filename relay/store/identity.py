@@ -39,19 +39,17 @@ class Identity(Struct, frozen=True):
         return cls(uuid, epoch, created_us, row[4 + _IDENTITY.size :])
 
 
-def make(path: str, uuid: bytes, identity: bytes) -> None:
-    """Write an empty log and close it. Raises LogWriteFailed, OSError.
-
-    A function of its own, so that nothing of it is left when the directory gets its name: RocksDB's lock on the file is gone
-    for all of this process as soon as any descriptor of it is closed.
-    """
+def make(path: str, identity: Identity, oldest: int = 0) -> Database:
+    """Write an empty log that begins at `oldest`, and return it open. Raises LogWriteFailed, OSError."""
     database = Database.create(path)
     try:
-        database.make_mark(uuid, 0)
+        database.make_mark(identity.uuid, oldest)
         batch = database.batch()
-        batch.put(b"i", identity)
-        batch.put(b"o", KEY.pack(0))
-        batch.put(b"n", KEY.pack(0))
-        database.write(batch, 0, sync=True)
-    finally:
+        batch.put(b"i", identity.pack())
+        batch.put(b"o", KEY.pack(oldest))
+        batch.put(b"n", KEY.pack(oldest))
+        database.write(batch, oldest, sync=True)
+    except BaseException:
         database.close()
+        raise
+    return database

@@ -119,7 +119,9 @@ class Log:
         made = f"{path}.new"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            make(made, uuid, Identity(uuid, epoch, created_us, definition).pack())
+            # Nothing of it may be open when the directory gets its name: RocksDB's lock on the file is gone for all of
+            # this process as soon as any descriptor of it is closed.
+            make(made, Identity(uuid, epoch, created_us, definition)).close()
             os.rename(made, path)
             sync_directory(os.path.dirname(os.path.abspath(path)))
         except OSError as err:

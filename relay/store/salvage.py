@@ -30,10 +30,10 @@ from iris.wire.streams import DEAD, dead_uuid, decode_order, in_force
 from relay.store import cursor
 from relay.store.authority import Kept
 from relay.store.chain import DUE, Chain, Draft
-from relay.store.database import Database, room_to_open, sync_directory
+from relay.store.database import room_to_open, sync_directory
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
-from relay.store.identity import Identity
+from relay.store.identity import Identity, make
 from relay.store.log import MAX_OFFSET, Log
 from relay.store.records import KEY, Hole, Reason, Record, check_row
 from relay.store.segments import Segment
@@ -229,14 +229,8 @@ def _rebuild(wreck: Wreck, path: Path, made: Path, report: Report) -> None:
         report.also.append(
             f"which offset was the oldest: it begins with the first that can be read, {oldest}"
         )
-    database = Database.create(str(made))
+    database = make(str(made), identity, oldest)
     try:
-        database.make_mark(identity.uuid, oldest)
-        batch = database.batch()
-        batch.put(b"i", identity.pack())
-        batch.put(b"o", KEY.pack(oldest))
-        batch.put(b"n", KEY.pack(oldest))
-        database.write(batch, oldest, sync=True)
         chain = Chain(database)
         _copy_entries(wreck, chain, end, report)
         lost = report.lost
@@ -253,10 +247,8 @@ def _rebuild(wreck: Wreck, path: Path, made: Path, report: Report) -> None:
         report.oldest, report.next, report.epoch = oldest, chain.next, identity.epoch
         if chain.next > end:
             report.end_from = "its last entry"
-    except BaseException:
+    finally:
         database.close()
-        raise
-    database.close()
 
 
 def _copy_entries(wreck: Wreck, chain: Chain, end: int, report: Report) -> None:
