@@ -133,7 +133,7 @@ class Consumer:
         self._start = self._position = start_offset
         self._due = (0, 0)
         self._coming: tuple[tuple[int, int, int], tuple[int, int] | None] | None = None
-        self._table = Unsettled(settings, now_us)
+        self._table = Unsettled(settings, now_us, self._clock)
         self._worker: bytes | None = None
         self._fenced: dict[bytes, None] = {}
         self._untold: list[Hole] = []
@@ -162,7 +162,7 @@ class Consumer:
                 raise ValueError("it is ahead of its log")
             ahead_us = 0
             if now_us is not None:
-                ahead_us = max(consumer._wall_us, state.saved_us) - now_us
+                ahead_us = max(consumer._table.wall_us, state.saved_us) - now_us
             consumer._table.restore(state.records, state.dead, log.next, ahead_us)
         except (ValueError, LookupError) as err:
             raise CursorDamaged(name, f"it does not fit together or its log: {err}") from err
@@ -211,7 +211,7 @@ class Consumer:
             ValueError: one of them was never handed out; nothing was settled. That includes messages handed out after
                 the last `save` before a crash.
         """
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         found = self._handed(first, next)
         self._confirm(worker, found)
         settled = sum(self._table.settle(record, mask) for record, mask in found)
@@ -225,7 +225,7 @@ class Consumer:
         In a group only what `worker` holds. A deferred record comes later than its offset says, so it is settled
         only if `offset` is in it. Raises ValueError if `offset` was never handed out.
         """
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         self._handed(offset, offset + 1)
         settled = 0
         for record in self._table.within(0, offset + 1):
@@ -251,7 +251,7 @@ class Consumer:
         """
         if not 0 <= delay_us <= MAX_DELAY_US:
             raise ValueError(f"delay_us: {delay_us} is not between 0 and {MAX_DELAY_US}")
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         text = reason.encode(errors="replace")[: cursor.MAX_REASON_BYTES].decode(errors="ignore")
         count = 0
         for record, mask in self._handed(first, next):
@@ -266,7 +266,7 @@ class Consumer:
 
         Raises ValueError if one was never handed out.
         """
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         count = 0
         for record, mask in self._handed(first, next):
             for part in self._table.split(record, mask, worker):
@@ -277,7 +277,7 @@ class Consumer:
 
     def had(self, worker: bytes, first: int, next: int, now_us: int) -> None:
         """`worker` has what it was handed from `first` until `next`. Raises ValueError if one was never handed out."""
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         self._confirm(worker, self._handed(first, next))
 
     def confirm(self, worker: bytes) -> None:
@@ -294,7 +294,7 @@ class Consumer:
 
     def expire(self, now_us: int) -> None:
         """Let leases end and delays pass, up to `now_us`."""
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         self._table.expire()
         if self._log.oldest > self._oldest:
             self._oldest = self._log.oldest
@@ -303,7 +303,7 @@ class Consumer:
 
     def worker_gone(self, worker: bytes, now_us: int) -> None:
         """What `worker` holds is due again at once. What it has confirmed was delivered, and counts so."""
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         self._table.drop(worker)
         self._fenced.pop(worker, None)
         if worker == self._worker:
@@ -314,7 +314,7 @@ class Consumer:
 
         `counted`: it may be that message which breaks whoever gets it.
         """
-        self._tell_time(now_us)
+        self._table.tell_time(now_us)
         self._table.undo(worker, counted=counted)
 
     @property
@@ -337,7 +337,7 @@ class Consumer:
         None = not by time alone. After `expire` it lies ahead. Raises LogDamaged.
         """
         coming = self._next_deferred()
-        high_us = self._high_us
+        high_us = self._table.high_us
         if coming is not None and coming[0] <= high_us:  # these wait for a worker, not for time
             later = self._log.due(MAX_OFFSET, after=(high_us, MAX_OFFSET), limit=1)
             coming = later[0] if later else None
@@ -365,7 +365,7 @@ class Consumer:
                 self._table.kept(self._clock.wall_ahead_us),
                 list(self._table.dead),
                 self.counts,
-                max(0, self._wall_us),
+                max(0, self._table.wall_us),
             )
             self._log.cursors.put(self.name, cursor.encode(state), sync=sync)
             self._table.dirty = False
@@ -388,24 +388,11 @@ class Consumer:
     def _now(self) -> int:
         return self._table.now_us
 
-    @property
-    def _wall_us(self) -> int:
-        return self._table.now_us + self._clock.wall_ahead_us
-
-    @property
-    def _high_us(self) -> int:
-        return self._table.now_us + self._clock.high_ahead_us
-
-    def _tell_time(self, now_us: int) -> None:
-        table = self._table
-        table.now_us = max(table.now_us, now_us)
-        table.awake_us = max(table.awake_us, table.now_us + self._clock.awake_ahead_us)
-
     def _early_us(self, record: Record) -> int:
         """Return how long `record` has to wait yet; 0 if its time has come, or had when it was stored."""
         if record.due_us <= record.stored_us:
             return 0
-        return max(0, record.due_us - self._wall_us - self._log.steps.grace_us(record.first))
+        return max(0, record.due_us - self._table.wall_us - self._log.steps.grace_us(record.first))
 
     # Inside: handing out
 
@@ -446,7 +433,7 @@ class Consumer:
                     continue
                 if not self._may_hold(basket.worker, wanted.bit_count()):
                     return False
-                item = self._log.read(record.first, 1, now_us=self._wall_us).items[0]
+                item = self._log.read(record.first, 1, now_us=self._table.wall_us).items[0]
                 if not isinstance(item, Record):
                     assert isinstance(item, Hole)
                     self._lose(record, item.reason)
@@ -467,14 +454,14 @@ class Consumer:
     def _take_due(self, basket: _Basket) -> bool:
         """Hand out deferred records that have come due; return whether the basket has room for others."""
         coming = self._next_deferred()
-        if coming is None or coming[0] > self._high_us:
+        if coming is None or coming[0] > self._table.high_us:
             return True
-        found = self._log.due(self._high_us, after=self._due, limit=DUE_BATCH)
+        found = self._log.due(self._table.high_us, after=self._due, limit=DUE_BATCH)
         for pair in found:
             if basket.full():
                 return False
             if pair[1] >= self._start:
-                item = self._log.read(pair[1], 1, now_us=self._wall_us).items[0]
+                item = self._log.read(pair[1], 1, now_us=self._table.wall_us).items[0]
                 if isinstance(item, Hole) and item.reason is Reason.DAMAGED:
                     self.counts.missed += 1  # how many it held cannot be read any more
                     basket.items.append(Hole(pair[1], pair[1] + 1, item.reason))
@@ -494,7 +481,7 @@ class Consumer:
             if self._position >= self._log.next or basket.full():
                 return
             room = min(size, basket.max_bytes - basket.bytes)
-            chunk = self._log.read(self._position, room, now_us=self._wall_us, deferred=False)
+            chunk = self._log.read(self._position, room, now_us=self._table.wall_us, deferred=False)
             for item in chunk.items:
                 if not self._pass(item, basket):
                     return

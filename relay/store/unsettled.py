@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from relay.store import cursor
+from relay.store.clock import Clock
 from relay.store.cursor import Dead, Kept, Settings
 from relay.store.parts import Open, Part, lowest
 
@@ -30,13 +31,14 @@ HANDED_US: Final = 1
 
 
 class Unsettled:
-    """The table. `now_us` and `awake_us` are the owner's to set and never fall; `dirty` says that `kept` or `dead` changed.
+    """The table. `now_us` and `awake_us` never fall; `dirty` says that `kept` or `dead` changed.
 
     Delays are by the first, leases by the second (see `clock`).
     """
 
-    def __init__(self, settings: Settings, now_us: int) -> None:
+    def __init__(self, settings: Settings, now_us: int, clock: Clock) -> None:
         self.now_us = self.awake_us = now_us
+        self._clock = clock
         self.dirty = True
         self.records: dict[int, Open] = {}
         """By first offset."""
@@ -84,6 +86,23 @@ class Unsettled:
         if self._leases:
             times.append(next(iter(self._leases)).due_us - self.awake_us + self.now_us)
         return min(times, default=None)
+
+    # Time
+
+    @property
+    def wall_us(self) -> int:
+        """What the wall clock says."""
+        return self.now_us + self._clock.wall_ahead_us
+
+    @property
+    def high_us(self) -> int:
+        """What it would say if it had never been set back."""
+        return self.now_us + self._clock.high_ahead_us
+
+    def tell_time(self, now_us: int) -> None:
+        """It is `now_us` by `Clock.elapsed_us`, or later."""
+        self.now_us = max(self.now_us, now_us)
+        self.awake_us = max(self.awake_us, self.now_us + self._clock.awake_ahead_us)
 
     # Finding
 
