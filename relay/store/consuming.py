@@ -14,9 +14,10 @@ from iris.wire import streams
 from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
 from relay.store.answers import told_item
 from relay.store.clock import Clock
-from relay.store.consumers import Consumer, Delivery, Taken
+from relay.store.consumers import Consumer
 from relay.store.cursor import CursorDamaged, Dead, Settings
 from relay.store.errors import CursorsFull, LogDamaged, LogError
+from relay.store.handing import Delivery, Taken
 from relay.store.log import Log
 from relay.store.records import Gap, Hole
 from relay.store.session import Question

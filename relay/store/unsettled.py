@@ -1,6 +1,7 @@
 """What a consumer has read and not settled: who holds it, what waits, and what comes next of each key (sans-IO).
 
-Every step moves bitmaps between the parts of a record (see `parts`), never single messages, but for dead letters.
+Every step moves bitmaps between the parts of a record (see `parts`), never single messages, but for dead letters. Of these
+128 KiB are listed; further ones are neither delivered nor listed until some are confirmed.
 
 A hand-out is a *try* until the worker has confirmed it, by asking for more or by a word about these messages; then it is a
 *delivery*. So messages that went to a worker that was gone already do not come nearer to being dead letters.

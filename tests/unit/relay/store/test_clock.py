@@ -9,8 +9,9 @@ import pytest
 
 from iris.wire.codec import END
 from relay.store.clock import MAX_STEPS, STALL_US, Clock, Steps
-from relay.store.consumers import Consumer, Delivery, Taken
+from relay.store.consumers import Consumer
 from relay.store.cursor import Settings
+from relay.store.handing import Delivery, Taken
 from relay.store.log import Log
 from relay.store.records import Entry
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from iris.wire.codec import END
-from relay.store import consumers
-from relay.store.consumers import ENVELOPE_BYTES, MAX_DELAY_US, Consumer, Delivery, Taken
+from relay.store import handing
+from relay.store.consumers import MAX_DELAY_US, Consumer
 from relay.store.cursor import CursorDamaged, Dead, Settings, State, decode, encode
 from relay.store.cursors import MAX_CURSOR_BYTES
+from relay.store.handing import ENVELOPE_BYTES, Delivery, Taken
 from relay.store.log import Log
 from relay.store.records import Entry, Gap, Hole, Reason
 from relay.store.segments import Limits
@@ -473,7 +474,7 @@ def test_one_worker_alone_gets_the_records_of_a_key_together(log: Log) -> None:
 def test_reading_stops_when_too_many_records_wait_behind_a_key(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumers, "MAX_BLOCKED", 2)
+    monkeypatch.setattr(handing, "MAX_BLOCKED", 2)
     log.append([entry(key=1)] * 5 + [entry()], 1)
     one = consumer(log, group=True)
     assert firsts(all_of(one)) == [0]
@@ -713,7 +714,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch("relay.store.consumers.MAX_BLOCKED", 3)
+        self.patch = mock.patch("relay.store.handing.MAX_BLOCKED", 3)
         self.patch.start()
         self.folder = tempfile.mkdtemp()
         self.log = Log.create(f"{self.folder}/log", uuid=bytes(16), definition=b"", created_us=0)

@@ -13,7 +13,8 @@ import pytest
 from iris.wire.codec import END
 from relay.store import salvage as module
 from relay.store.clock import Clock
-from relay.store.consumers import Consumer, Settings
+from relay.store.consumers import Consumer
+from relay.store.cursor import Settings
 from relay.store.errors import LogDamaged
 from relay.store.log import Log
 from relay.store.outcomes import Duplicate, OutOfOrder, Stored
