@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from proofs.scenarios import consuming, streams
+from proofs.scenarios import batches, consuming, disks, streams
 from support.stores import POWER_LOST, Outcome, Rig, build_lossy_disk, build_shim, compiler
 
 pytestmark = pytest.mark.timeout(240)  # a busy machine is slow; all of it takes under a minute
@@ -99,14 +99,14 @@ async def test_a_disk_that_forgets_what_was_synced_is_noticed(rig: Rig, shim: Pa
 
 
 async def test_damaged_files_are_noticed_or_harmless_and_cost_no_other_stream(rig: Rig) -> None:
-    held(await streams.damage(rig, 10, 4))
+    held(await disks.damage(rig, 10, 4))
 
 
 async def test_a_full_disk_refuses_appends_and_nothing_else(directory: Path) -> None:
     if os.geteuid():
         cannot("only root may mount a small disk")
     try:
-        held(await streams.full_disk(directory, 5))
+        held(await disks.full_disk(directory, 5))
     except PermissionError as err:
         cannot(f"no small disk can be mounted: {err}")
 
@@ -116,7 +116,7 @@ async def test_relay_and_store_end_and_come_back_in_any_order(rig: Rig) -> None:
 
 
 async def test_a_killed_store_shows_every_batch_whole_and_once(rig: Rig) -> None:
-    held(await streams.batches(rig, 3, 8))
+    held(await batches.batches(rig, 3, 8))
 
 
 # -- the disk that loses power does what it says -------------------------------------------------------------

@@ -20,7 +20,7 @@ from harness import BenchError
 from support.stores import Outcome, Rig, build_lossy_disk, build_shim
 
 from proofs.common import Proof
-from proofs.scenarios import consuming
+from proofs.scenarios import batches, consuming, disks
 from proofs.scenarios import streams as scenarios
 
 LONG = 50_000
@@ -43,10 +43,10 @@ def run(count: int, seed: int) -> Proof:
         long = count * LONG
         _play(proof, "long read", count, lambda rig: consuming.long_read(rig, long, seed))
         _play(proof, "kills", count, lambda rig: scenarios.kills(rig, count, seed))
-        _play(proof, "batches", count, lambda rig: scenarios.batches(rig, count, seed))
+        _play(proof, "batches", count, lambda rig: batches.batches(rig, count, seed))
         _play(proof, "power", cuts, lambda rig: scenarios.power(rig, cuts, seed, shim))
         _play(proof, "new directory", 1, lambda rig: scenarios.first_power(rig, seed, shim))
-        _play(proof, "damage", logs, lambda rig: scenarios.damage(rig, logs, seed))
+        _play(proof, "damage", logs, lambda rig: disks.damage(rig, logs, seed))
         _play(proof, "restarts", ends, lambda rig: scenarios.restarts(rig, ends, seed))
         killed = max(4, count // 4)
         _play(
@@ -56,7 +56,7 @@ def run(count: int, seed: int) -> Proof:
         _play(proof, "clock", steps, lambda rig: consuming.clock_steps(rig, steps, seed, clock))
         _control(proof, lambda rig: scenarios.power(rig, 2, seed, shim, lie=True))
         try:
-            _play(proof, "full disk", 10, lambda rig: scenarios.full_disk(rig.directory, seed))
+            _play(proof, "full disk", 10, lambda rig: disks.full_disk(rig.directory, seed))
         except PermissionError as err:
             proof.figures["full disk"] = f"not run: {err}"
             proof.promise("a small disk could be mounted (be root)", False)
