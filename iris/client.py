@@ -290,14 +290,9 @@ class Client:
         until_s = deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         data, packed = self._encode(payload, headers)
-        session.asks.push(
-            cluster,
-            self._registry.cluster_keys(cluster)[0],
-            data,
-            headers,
-            packed,
-            milliseconds(seconds_left(until_s)),
-        )
+        key = self._registry.cluster_keys(cluster)[0]
+        left_ms = milliseconds(seconds_left(until_s))
+        session.asks.push(cluster, key, data, headers, packed, left_ms)
         pump.touch()
         if (attachment := self._attached()).blocked:
             await attachment.wait_writable()

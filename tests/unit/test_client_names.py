@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import iris
 
@@ -25,3 +26,12 @@ def test_a_client_shows_its_verbs_and_documented_attributes_alone() -> None:
 def test_every_public_name_of_a_client_says_what_it_is() -> None:
     for name in VERBS | ATTRIBUTES - {"config", "counters", "losses"}:  # those are no properties
         assert inspect.getdoc(inspect.getattr_static(iris.Client, name)), name
+
+
+def test_what_a_client_is_made_of_does_not_know_the_client() -> None:
+    folder = Path(iris.__file__).parent
+    above = {"__init__.py", "blocking.py", "testing.py"}
+    below = [path for path in folder.glob("*.py") if path.name not in above]
+    for path in [*below, *(folder / "streams").rglob("*.py"), *(folder / "core").rglob("*.py")]:
+        imports = [line for line in path.read_text().splitlines() if "import" in line.split()]
+        assert not [line for line in imports if "iris.client" in line], path
