@@ -236,7 +236,7 @@ class Store:
         if stream.log is None:
             stream.unheard = True  # it is noted when there is a log
             return
-        stream.note(None, cause)
+        stream.recorder.note(None, cause)
         self._touch(stream)
 
     def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
@@ -270,7 +270,7 @@ class Store:
             flow.found = self._recorders(flow.declared)
             flow.version = self._version
         for stream in flow.found:
-            stream.record(bundle, self.now_us)
+            stream.recorder.record(bundle, self.clock.elapsed_us)
             self._touch(stream)
 
     def _recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
@@ -289,7 +289,7 @@ class Store:
     def pushed(self, bundle: Bundle) -> None:
         """A push came for the stream that takes a cluster's share."""
         stream = self._sharing(bundle.flow.declared)
-        refusal = Refusal.LEAVING if stream is None else stream.push(bundle)
+        refusal = Refusal.LEAVING if stream is None else stream.recorder.push(bundle)
         if refusal is not None or stream is None:
             bundle.session.refuse(bundle, refusal or Refusal.LEAVING)
         else:
@@ -298,7 +298,7 @@ class Store:
     def gap(self, gap: frames.Gap) -> None:
         """The relay dropped something on the way here."""
         for stream in self._recorders(gap):
-            stream.gap(gap, self.now_us)
+            stream.recorder.gap(gap, self.clock.elapsed_us)
             self._touch(stream)
 
     def draining(self) -> None:
@@ -364,7 +364,7 @@ class Store:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that wait for the commit."""
-        return sum(stream.batch_bytes for stream in self._dirty.values())
+        return sum(stream.recorder.bytes for stream in self._dirty.values())
 
     def commit(self) -> None:
         """Write what has come to every stream, one sync each."""
@@ -550,10 +550,10 @@ class Store:
             log.info("store.stream_promoted", extra={"fields": fields})
         elif definition.cluster and not old.paused:
             # Between two memberships broadcasts may pass by.
-            stream.note(None, "its keys changed")
+            stream.recorder.note(None, "its keys changed")
             self._touch(stream)
         if old.paused and not definition.paused and (definition.topic or definition.cluster):
-            stream.note(None, "it was paused")
+            stream.recorder.note(None, "it was paused")
             self._touch(stream)
         self._place(stream)
 

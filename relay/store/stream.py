@@ -17,10 +17,9 @@ import struct
 from collections.abc import Callable, Set
 from typing import Final
 
-from iris.core.guard import Guard
-from iris.wire import frames, streams
+from iris.wire import streams
 from iris.wire.codec import END
-from iris.wire.frames import UNKNOWN_COUNT, Kind, Refusal
+from iris.wire.frames import Kind
 from iris.wire.names import matches
 from iris.wire.streams import (
     DEAD_KIND,
@@ -38,7 +37,7 @@ from iris.wire.streams import (
     SignedOrder,
     Stage,
 )
-from relay.store.answers import taken_item, told_items, told_outcome
+from relay.store.answers import taken_item, told_items
 from relay.store.authority import NO_CHARTER, Charter
 from relay.store.clock import Clock
 from relay.store.consuming import Consuming
@@ -47,36 +46,17 @@ from relay.store.database import room_to_open
 from relay.store.errors import LogDamaged, LogError, LogWriteFailed
 from relay.store.ids import MAX_IDS
 from relay.store.log import Log
-from relay.store.records import Entry, Note, Stamp, check_entry
+from relay.store.recorder import Batch, Recorder
+from relay.store.records import Entry, Stamp, check_entry
 from relay.store.segments import Limits
-from relay.store.session import Bundle, Question
+from relay.store.session import Question
 from relay.store.staging import Staging
 
 MAX_WAITING: Final = 16_384
 """Readers that wait at one stream; one more is refused."""
-MAX_SENDERS: Final = 65_536
 REOPEN_MIN_US: Final = 2_000_000
 REOPEN_MAX_US: Final = 60_000_000
-MOST: Final = 1 << 53
-"""Nobody lost more than that: a count beyond is a sender's invention."""
-FULL: Final = "the disk took nothing"
 COMPACT_US: Final = 10_000_000
-FRESH_US: Final = 600_000_000
-"""Senders that were silent for twice as long make room in the table of sequences."""
-
-
-class _Pending:
-    """An Append call that waits for the disk."""
-
-    __slots__ = ("outcomes", "question")
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self.outcomes: list[streams.Outcome] = []
-
-
-Sink = Bundle | _Pending | None
-"""Who hears that an entry is on disk: a push, an append, or nobody."""
 
 
 class Stream:
@@ -96,24 +76,14 @@ class Stream:
         self.charter = charter
         self._clock = clock or Clock()
         self.failed = ""
-        self.lost = 0
-        """Messages told in gap records."""
         self.name = ""
         self.definition = Definition("?")
-        self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
+        self.recorder = Recorder()
         self.dead = False
         """Holds the dead letters of another stream."""
         self._limits = Limits()
-        self._batch: list[tuple[Entry | Note, Sink]] = []
-        self.batch_bytes = 0
-        self._unrecorded = 0
-        """Messages that a failed disk did not take, to be told when it does again ..."""
-        self._unrecorded_more = False
-        """... and others that nobody counted."""
         self.unheard = False
         """While its log was not open nothing was recorded, and nobody counted what that was."""
-        self._noted = ("", -1)
-        """The last gap of unknown count: its cause, and the offset after it."""
         self._waiting: list[tuple[int, Question, Fetch]] = []
         self._compact_us = 0
         self.reopen_us = 0
@@ -134,7 +104,7 @@ class Stream:
 
     def opened(self, log: Log) -> None:
         """The log can be used, for the first time or again."""
-        self.log = log
+        self.log = self.recorder.log = log
         self.consuming = Consuming(
             log, lambda consumer, dead: self.bury(consumer, dead), self._clock
         )
@@ -155,8 +125,7 @@ class Stream:
 
     def define(self, definition: Definition) -> None:
         """Take up a definition."""
-        if self.definition.paused and not definition.paused:
-            self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)  # one gap told what was missed
+        self.recorder.pause(definition.paused)
         self.definition = definition
         self.name = definition.name
         self._limits = Limits(
@@ -207,7 +176,7 @@ class Stream:
         failed = self.failed or (log.failed if log else "") or ""
         return Described(
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
-            *numbers, lost=self.lost, failed=failed[:1024], readable=log is not None,
+            *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
             source_next=self._source_next, heard_us=self._heard_us,
         )  # fmt: skip
 
@@ -215,87 +184,7 @@ class Stream:
     def whole(self) -> bool:
         """Whether all that was to be recorded stands in the log, or is noted there as missing."""
         log = self.log
-        return (
-            log is not None
-            and not log.failed
-            and not self._batch
-            and not (self._unrecorded or self._unrecorded_more)
-        )
-
-    # -- in: what is recorded --------------------------------------------------------------------------------
-
-    def record(self, bundle: Bundle, now_us: int) -> None:
-        """Take a publication or broadcast, unless it is late or repeated; what is missing before it is noted."""
-        if self.definition.paused:
-            return
-        declared = bundle.flow.declared
-        place = (declared.kind, 0, declared.name, declared.key_id, declared.sender_id)
-        elapsed_us = self._elapsed_us(now_us)
-        expected = self._guard.sequence(place, elapsed_us)
-        if expected is not None:
-            if bundle.first < expected.next:
-                return
-            if expected.known and (missing := expected.missing(bundle.first)):
-                self.note(missing, "missing on the way")
-            expected.next = bundle.first + bundle.count
-            expected.known = True
-            expected.used_us = elapsed_us
-        self._add(bundle, None)
-
-    def gap(self, gap: frames.Gap, now_us: int) -> None:
-        """The relay says what it dropped on the way here."""
-        if gap.count == UNKNOWN_COUNT:
-            self.note(None, gap.cause)
-            return
-        place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
-        expected = self._guard.announced(place)
-        before, here = expected.lost(gap.first, gap.count)
-        if before:
-            self.note(before, "missing on the way")
-        if here:
-            self.note(here, gap.cause)
-        expected.used_us = self._elapsed_us(now_us)
-
-    def note(self, count: int | None, cause: str) -> None:
-        """Have a gap record written in its place; neighbours of one cause are one record."""
-        batch = self._batch
-        count = None if count is None else min(count, MOST)
-        self.lost = min(self.lost + (count or 0), MOST)
-        if batch and isinstance(last := batch[-1][0], Note) and last.cause == cause:
-            both = (last.count or 0) + (count or 0)
-            known = None if count is None or last.count is None else min(both, MOST)
-            batch[-1] = (Note(known, cause), None)
-            return
-        log = self.log
-        if log is not None and not batch and count is None and self._noted == (cause, log.next):
-            return  # it stands there already
-        batch.append((Note(count, cause), None))
-
-    def push(self, bundle: Bundle) -> Refusal | None:
-        """Take a push; return why not."""
-        if self.definition.paused:
-            return Refusal.LEAVING
-        if self.log is None or self.log.failed:
-            return Refusal.FULL
-        return None if self._add(bundle, bundle) else Refusal.UNREADABLE
-
-    def _add(self, bundle: Bundle, sink: Sink) -> bool:
-        declared = bundle.flow.declared
-        entry = Entry(
-            declared.kind,
-            declared.name,
-            declared.key_id,
-            declared.sender_id,
-            bundle.end,
-            bundle.body,
-        )
-        try:
-            check_entry(entry)
-        except ValueError:  # a bundle of no messages
-            return False
-        self._batch.append((entry, sink))
-        self.batch_bytes += len(bundle.body)
-        return True
+        return log is not None and not log.failed and self.recorder.whole
 
     # -- in: what is appended --------------------------------------------------------------------------------
 
@@ -321,16 +210,13 @@ class Stream:
         for new in call.records:
             stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
             entries.append(self._entry(question, call.sender_id, new, stamp))
-        pending = _Pending(question)
-        for entry in entries:
-            self._batch.append((entry, pending))
-            self.batch_bytes += len(entry.body)
+        self.recorder.append(question, entries)
 
     def stage(self, question: Question, call: Stage, now_us: int) -> None:
         """Take a Stage, likewise. Raises StagingRefused, ValueError."""
         if (staging := self._writable(question)) is not None:
             entries = [self._entry(question, call.sender_id, new) for new in call.records]
-            self.batch_bytes += staging.take(question, call, entries, now_us)
+            self.recorder.bytes += staging.take(question, call, entries, now_us)
 
     def show(self, question: Question, call: Commit | Discard, now_us: int) -> None:
         """Answer a Commit or a Discard behind all that has come; `commit` tells who waits for more. Raises StagingRefused, LogError."""
@@ -434,8 +320,7 @@ class Stream:
 
     def commit(self, now_us: int) -> None:
         """Write what has come and tell everybody whom it concerns."""
-        batch, self._batch = self._batch, []
-        self.batch_bytes = 0
+        batch = self.recorder.take()
         log, staging = self.log, self.staging
         if not batch and not (staging and staging.waiting):
             self._grown(now_us)  # by a Commit, perhaps
@@ -450,43 +335,18 @@ class Stream:
             self._failed(batch, err)
             return
         except (LogDamaged, struct.error) as err:
-            self._without_ids(batch, err, now_us)
+            if self.recorder.without_ids(batch, err):
+                self.commit(now_us)
+            else:
+                self._failed(batch, LogWriteFailed(self.path, str(err)))
             return
         except ValueError as err:
             self._failed(batch, LogWriteFailed(self.path, str(err)))
             return
-        last = batch[-1][0] if batch else None
-        if isinstance(last, Note) and last.count is None:
-            self._noted = (last.cause, log.next)
-        answered: dict[int, _Pending] = {}
-        for (_, sink), outcome in zip(batch, outcomes, strict=True):
-            if isinstance(sink, Bundle):
-                sink.session.credit(sink)
-            elif sink is not None:
-                sink.outcomes.append(told_outcome(outcome))
-                answered[id(sink)] = sink
-        for pending in answered.values():
-            pending.question.answer(streams.Appended(pending.outcomes))
+        self.recorder.written(batch, outcomes)
         if staging is not None:
             staging.written()
         self._grown(now_us)
-
-    def _without_ids(
-        self, batch: list[tuple[Entry | Note, Sink]], err: Exception, now_us: int
-    ) -> None:
-        """Nothing was written: what is known of messages' ids cannot be read. Who appends with one hears so, and the rest is written."""
-        named = {
-            id(sink): sink
-            for entry, sink in batch
-            if isinstance(entry, Entry) and entry.id_hash and isinstance(sink, _Pending)
-        }
-        if not named:
-            self._failed(batch, LogWriteFailed(self.path, str(err)))
-            return
-        for pending in named.values():
-            pending.question.refuse("disk", f"the ids of messages cannot be read: {err}", sure=True)
-        self._batch = [one for one in batch if id(one[1]) not in named]
-        self.commit(now_us)
 
     def _grown(self, now_us: int) -> None:
         """Tell who waits for more, and keep no more than the limits. Raises LogError."""
@@ -494,22 +354,8 @@ class Stream:
             self.wake(now_us)
             self.log.enforce(self._limits, now_us)
 
-    def _failed(self, batch: list[tuple[Entry | Note, Sink]], err: LogWriteFailed) -> None:
-        refused: dict[int, _Pending] = {}
-        for entry, sink in batch:
-            if isinstance(sink, Bundle):
-                sink.session.refuse(sink, Refusal.FULL)
-            elif sink is not None:
-                refused[id(sink)] = sink
-            elif isinstance(entry, Note):
-                self._unrecorded += entry.count or 0
-                self._unrecorded_more = self._unrecorded_more or entry.count is None
-            else:
-                count = check_entry(entry)
-                self._unrecorded += count
-                self.lost += count
-        for pending in refused.values():
-            pending.question.refuse("disk", err.reason, sure=err.sure)
+    def _failed(self, batch: Batch, err: LogWriteFailed) -> None:
+        self.recorder.failed(batch, err)
         if self.staging is not None:
             self.staging.refuse("disk", err.reason)
 
@@ -526,8 +372,7 @@ class Stream:
                 self.consuming.turn_away("the log is being opened again")
             if self.staging is not None:
                 self.staging.refuse("leaving", "the log is being opened again")
-            self.log.close()
-            self.log = self.consuming = self.staging = None
+            self._shut(self.log)
         self.failed = "the log is being opened again"
         try:
             log = Log.open(self.path)
@@ -537,11 +382,11 @@ class Stream:
         self.failed = ""
         self._pause_us = REOPEN_MIN_US
         self.opened(log)
-        lost = [Note(self._unrecorded, FULL)] if self._unrecorded else []
-        lost += [Note(None, FULL)] if self._unrecorded_more else []
-        if lost:
-            log.append(lost, now_us)
-            self._unrecorded, self._unrecorded_more = 0, False
+        self.recorder.opened(log, now_us)
+
+    def _shut(self, log: Log) -> None:
+        log.close()
+        self.log = self.recorder.log = self.consuming = self.staging = None
 
     # -- out -------------------------------------------------------------------------------------------------
 
@@ -657,8 +502,7 @@ class Stream:
                     LogWriteFailed
                 ):  # then what was settled last is handed out again
                     self.consuming.close()
-            self.log.close()
-            self.log = None
+            self._shut(self.log)
 
     def end(self, reason: str) -> None:
         """The stream is deleted: whoever waits hears so."""
@@ -667,8 +511,7 @@ class Stream:
             question.refuse("no-stream", reason)
         if self.consuming is not None:
             self.consuming.turn_away(reason)
-        batch, self._batch = self._batch, []
-        self._failed(batch, LogWriteFailed(self.path, reason))
+        self._failed(self.recorder.take(), LogWriteFailed(self.path, reason))
         self.close()
 
 

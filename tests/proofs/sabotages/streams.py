@@ -293,8 +293,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "record-repeated",
-        "relay/store/stream.py",
-        "Stream.record",
+        "relay/store/recorder.py",
+        "Recorder.record",
         "bundle.first < expected.next",
         "False",
         RECORDING,
@@ -302,8 +302,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "record-missing",
-        "relay/store/stream.py",
-        "Stream.record",
+        "relay/store/recorder.py",
+        "Recorder.record",
         "if expected.known and",
         "if False and",
         RECORDING,
@@ -311,8 +311,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "record-unrecorded",
-        "relay/store/stream.py",
-        "Stream._failed",
+        "relay/store/recorder.py",
+        "Recorder.failed",
         "self._unrecorded += count",
         "pass",
         RECORDING,
@@ -320,8 +320,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "push-credit",
-        "relay/store/stream.py",
-        "Stream.commit",
+        "relay/store/recorder.py",
+        "Recorder.written",
         "sink.session.credit(sink)",
         "sink.session.refuse(sink, Refusal.FULL)",
         (

@@ -115,7 +115,7 @@ def test_a_log_that_is_shut_when_the_relay_comes_back_says_so_when_it_opens(
     keeper.store.detached(bytes(16), complete=True)
     assert stream.log is not None
     stream.log.close()
-    stream.log = stream.consuming = stream.staging = None
+    stream.log = stream.recorder.log = stream.consuming = stream.staging = None
     keeper.store.attached(keeper.session, first=False)  # type: ignore[arg-type]  # a stand-in
     keeper.store.registered()
     keeper.store.tend()
@@ -162,7 +162,7 @@ def test_ids_that_cannot_be_read_cost_the_appends_that_have_one_and_nothing_else
         stream.append(named, append[0])  # type: ignore[arg-type]  # a stand-in, as the others
         session: Any = None  # nobody hears of publications
         flow = Flow(frames.Declare(0, Kind.PUBLISH, "orders", b"k" * 16, b"s" * 16))
-        stream.record(Bundle(session, flow, 0, end, b"sealed"), 5)
+        stream.recorder.record(Bundle(session, flow, 0, end, b"sealed"), 5)
         stream.append(plain, append[1])  # type: ignore[arg-type]
         stream.append(both, append[2])  # type: ignore[arg-type]
         stream.commit(5)

@@ -46,37 +46,39 @@ def recorded(stream: Stream) -> list[Any]:
 
 def test_a_publication_that_comes_again_or_late_is_recorded_once(stream: Stream) -> None:
     for first in (0, 1, 1, 0, 2):
-        stream.record(bundle(first), 5)
+        stream.recorder.record(bundle(first), 5)
     stream.commit(5)
-    stream.record(bundle(2), 6)
+    stream.recorder.record(bundle(2), 6)
     stream.commit(6)
     assert recorded(stream) == [b"sealed 0", b"sealed 1", b"sealed 2"]
-    assert stream.lost == 0
+    assert stream.recorder.lost == 0
 
 
 def test_a_gap_between_publications_is_recorded_in_its_place(stream: Stream) -> None:
-    stream.record(bundle(0, 2), 5)
-    stream.record(bundle(5), 5)
-    stream.gap(frames.Gap(Kind.PUBLISH, "orders", b"k" * 16, b"s" * 16, 6, 4, "slow receiver"), 5)
-    stream.record(bundle(10), 5)
+    stream.recorder.record(bundle(0, 2), 5)
+    stream.recorder.record(bundle(5), 5)
+    stream.recorder.gap(
+        frames.Gap(Kind.PUBLISH, "orders", b"k" * 16, b"s" * 16, 6, 4, "slow receiver"), 5
+    )
+    stream.recorder.record(bundle(10), 5)
     stream.commit(5)
     gaps = (3, "missing on the way"), (4, "slow receiver")
     assert recorded(stream) == [b"sealed 0", gaps[0], b"sealed 5", gaps[1], b"sealed 10"]
-    assert stream.lost == 7
+    assert stream.recorder.lost == 7
 
 
 def test_messages_that_a_full_disk_could_not_store_are_reported_when_it_has_room(
     stream: Stream,
 ) -> None:
-    stream.record(bundle(0), 5)
+    stream.recorder.record(bundle(0), 5)
     stream.commit(5)
     assert stream.log is not None
     stream.log._database.failed = "no space left"
     for first in (1, 3):
-        stream.record(bundle(first, 2), 6)
+        stream.recorder.record(bundle(first, 2), 6)
         stream.commit(6)
-    assert stream.lost == 4
+    assert stream.recorder.lost == 4
     stream.reopen(7)
-    stream.record(bundle(5), 8)
+    stream.recorder.record(bundle(5), 8)
     stream.commit(8)
     assert recorded(stream) == [b"sealed 0", (4, "the disk took nothing"), b"sealed 5"]

@@ -1,0 +1,210 @@
+"""What comes in for one log until the next commit: publications, broadcasts, pushes and appends, with what is missing noted in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from iris.core.guard import Guard
+from iris.wire import frames, streams
+from iris.wire.frames import UNKNOWN_COUNT, Refusal
+from relay.store.answers import told_outcome
+from relay.store.errors import LogWriteFailed
+from relay.store.log import Log
+from relay.store.outcomes import Outcome
+from relay.store.records import Entry, Note, check_entry
+from relay.store.session import Bundle, Question
+
+MAX_SENDERS: Final = 65_536
+MOST: Final = 1 << 53
+"""Nobody lost more than that: a count beyond is a sender's invention."""
+FULL: Final = "the disk took nothing"
+FRESH_US: Final = 600_000_000
+"""Senders that were silent for twice as long make room in the table of sequences."""
+
+
+class Pending:
+    """An Append call that waits for the disk."""
+
+    __slots__ = ("outcomes", "question")
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.outcomes: list[streams.Outcome] = []
+
+
+Sink = Bundle | Pending | None
+"""Who hears that an entry is on disk: a push, an append, or nobody."""
+
+Batch = list[tuple[Entry | Note, Sink]]
+
+
+class Recorder:
+    """Gathers what is to be written to a log, and tells everybody whom it concerns what became of it."""
+
+    def __init__(self) -> None:
+        self.log: Log | None = None
+        self.paused = False
+        self.lost = 0
+        """Messages told in gap records."""
+        self.bytes = 0
+        """Of bodies that wait."""
+        self.batch: Batch = []
+        self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
+        self._unrecorded = 0
+        """Messages that a failed disk did not take, to be told when it does again ..."""
+        self._unrecorded_more = False
+        """... and others that nobody counted."""
+        self._noted = ("", -1)
+        """The last gap of unknown count: its cause, and the offset after it."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that came stands in the log, or is noted there as missing."""
+        return not (self.batch or self._unrecorded or self._unrecorded_more)
+
+    def pause(self, paused: bool) -> None:
+        """Take nothing, or take what comes again."""
+        if self.paused and not paused:
+            self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)  # one gap told what was missed
+        self.paused = paused
+
+    def record(self, bundle: Bundle, elapsed_us: int) -> None:
+        """Take a publication or broadcast, unless it is late or repeated; what is missing before it is noted."""
+        if self.paused:
+            return
+        declared = bundle.flow.declared
+        place = (declared.kind, 0, declared.name, declared.key_id, declared.sender_id)
+        expected = self._guard.sequence(place, elapsed_us)
+        if expected is not None:
+            if bundle.first < expected.next:
+                return
+            if expected.known and (missing := expected.missing(bundle.first)):
+                self.note(missing, "missing on the way")
+            expected.next = bundle.first + bundle.count
+            expected.known = True
+            expected.used_us = elapsed_us
+        self._add(bundle, None)
+
+    def gap(self, gap: frames.Gap, elapsed_us: int) -> None:
+        """The relay says what it dropped on the way here."""
+        if gap.count == UNKNOWN_COUNT:
+            self.note(None, gap.cause)
+            return
+        place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
+        expected = self._guard.announced(place)
+        before, here = expected.lost(gap.first, gap.count)
+        if before:
+            self.note(before, "missing on the way")
+        if here:
+            self.note(here, gap.cause)
+        expected.used_us = elapsed_us
+
+    def note(self, count: int | None, cause: str) -> None:
+        """Have a gap record written in its place; neighbours of one cause are one record."""
+        batch = self.batch
+        count = None if count is None else min(count, MOST)
+        self.lost = min(self.lost + (count or 0), MOST)
+        if batch and isinstance(last := batch[-1][0], Note) and last.cause == cause:
+            both = (last.count or 0) + (count or 0)
+            known = None if count is None or last.count is None else min(both, MOST)
+            batch[-1] = (Note(known, cause), None)
+            return
+        log = self.log
+        if log is not None and not batch and count is None and self._noted == (cause, log.next):
+            return  # it stands there already
+        batch.append((Note(count, cause), None))
+
+    def push(self, bundle: Bundle) -> Refusal | None:
+        """Take a push; return why not."""
+        if self.paused:
+            return Refusal.LEAVING
+        if self.log is None or self.log.failed:
+            return Refusal.FULL
+        return None if self._add(bundle, bundle) else Refusal.UNREADABLE
+
+    def _add(self, bundle: Bundle, sink: Sink) -> bool:
+        declared = bundle.flow.declared
+        entry = Entry(
+            declared.kind,
+            declared.name,
+            declared.key_id,
+            declared.sender_id,
+            bundle.end,
+            bundle.body,
+        )
+        try:
+            check_entry(entry)
+        except ValueError:  # a bundle of no messages
+            return False
+        self.batch.append((entry, sink))
+        self.bytes += len(bundle.body)
+        return True
+
+    def append(self, question: Question, entries: Sequence[Entry]) -> None:
+        """Take what a call appends."""
+        pending = Pending(question)
+        for entry in entries:
+            self.batch.append((entry, pending))
+            self.bytes += len(entry.body)
+
+    def take(self) -> Batch:
+        """Return what has come, to be written."""
+        batch, self.batch = self.batch, []
+        self.bytes = 0
+        return batch
+
+    def written(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        """It is on disk."""
+        last = batch[-1][0] if batch else None
+        if isinstance(last, Note) and last.count is None and self.log is not None:
+            self._noted = (last.cause, self.log.next)
+        answered: dict[int, Pending] = {}
+        for (_, sink), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(sink, Bundle):
+                sink.session.credit(sink)
+            elif sink is not None:
+                sink.outcomes.append(told_outcome(outcome))
+                answered[id(sink)] = sink
+        for pending in answered.values():
+            pending.question.answer(streams.Appended(pending.outcomes))
+
+    def without_ids(self, batch: Batch, err: Exception) -> bool:
+        """Nothing was written: what is known of messages' ids cannot be read. Who appends with one hears so, and the rest comes
+        with the next batch. Return whether there was any such."""
+        named = {
+            id(sink): sink
+            for entry, sink in batch
+            if isinstance(entry, Entry) and entry.id_hash and isinstance(sink, Pending)
+        }
+        for pending in named.values():
+            pending.question.refuse("disk", f"the ids of messages cannot be read: {err}", sure=True)
+        if named:
+            self.batch = [one for one in batch if id(one[1]) not in named]
+        return bool(named)
+
+    def failed(self, batch: Batch, err: LogWriteFailed) -> None:
+        """It was not written: who can be told is told, and the rest is noted when the disk takes something again."""
+        refused: dict[int, Pending] = {}
+        for entry, sink in batch:
+            if isinstance(sink, Bundle):
+                sink.session.refuse(sink, Refusal.FULL)
+            elif sink is not None:
+                refused[id(sink)] = sink
+            elif isinstance(entry, Note):
+                self._unrecorded += entry.count or 0
+                self._unrecorded_more = self._unrecorded_more or entry.count is None
+            else:
+                count = check_entry(entry)
+                self._unrecorded += count
+                self.lost += count
+        for pending in refused.values():
+            pending.question.refuse("disk", err.reason, sure=err.sure)
+
+    def opened(self, log: Log, now_us: int) -> None:
+        """The log was opened again: note what was lost meanwhile. Raises LogError."""
+        lost = [Note(self._unrecorded, FULL)] if self._unrecorded else []
+        lost += [Note(None, FULL)] if self._unrecorded_more else []
+        if lost:
+            log.append(lost, now_us)
+            self._unrecorded, self._unrecorded_more = 0, False
