@@ -23,6 +23,7 @@ from proofs.common import Proof
 from proofs.scenarios import batches, consuming, disks
 from proofs.scenarios import streams as scenarios
 
+Scenario = Callable[[Rig], Coroutine[None, None, Outcome]]
 LONG = 50_000
 """Messages of the long read, for each kill."""
 START_S = 300.0
@@ -63,12 +64,10 @@ def run(count: int, seed: int) -> Proof:
     return proof
 
 
-def _play(
-    proof: Proof, name: str, count: int, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]
-) -> None:  # fmt: skip
+def _play(proof: Proof, name: str, count: int, scenario: Scenario) -> None:
     """Run one scenario in a directory of its own, and take over what it came to."""
     begin_s = time.monotonic()
-    outcome = _run(count, scenario)
+    outcome = play(START_S + CYCLE_S * count, scenario)
     print(f"{name}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
     proof.figures |= {f"{name}: {figure}": value for figure, value in outcome.figures.items()}
     proof.figures[f"{name}: took"] = f"{time.monotonic() - begin_s:.0f} s"
@@ -76,18 +75,20 @@ def _play(
         proof.promise(f"{name}: {text}", False)
 
 
-def _control(proof: Proof, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]) -> None:
+def _control(proof: Proof, scenario: Scenario) -> None:
     """What was synced is gone, too: the audit has to see it, or it proves nothing."""
-    outcome = _run(2, scenario)
+    outcome = play(START_S + CYCLE_S * 2, scenario)
     proof.figures["control: a disk that forgets what was synced"] = (
         f"noticed: {outcome.broken[0]}" if outcome.broken else "not noticed"
     )
     proof.promise("lost acknowledged appends are noticed", bool(outcome.broken))
 
 
-def _run(count: int, scenario: Callable[[Rig], Coroutine[None, None, Outcome]]) -> Outcome:
+def play(within_s: float, scenario: Scenario) -> Outcome:
+    """Run a scenario with a relay and a store in a directory of their own; it is given up after `within_s`."""
+
     async def bounded() -> Outcome:
-        async with asyncio.timeout(START_S + CYCLE_S * count):
+        async with asyncio.timeout(within_s):
             return await scenario(rig)
 
     with tempfile.TemporaryDirectory(prefix="iris-proof-") as made, Rig(Path(made)) as rig:

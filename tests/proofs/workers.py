@@ -6,18 +6,12 @@ message is. What is broken is told with the seed of its run.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import tempfile
 import time
-from pathlib import Path
-
-import uvloop
-from harness import BenchError
-from support.stores import Outcome, Rig
 
 from proofs.common import Proof
 from proofs.scenarios.consuming import workers
+from proofs.streams import play
 
 MESSAGES = 10_000
 KILLS = 50
@@ -30,7 +24,7 @@ def run(count: int, seed: int) -> Proof:
     proof = Proof()
     for turn in range(count):
         begin_s = time.monotonic()
-        outcome = _play(seed + turn)
+        outcome = play(RUN_S, lambda rig, seed=seed + turn: workers(rig, MESSAGES, KILLS, seed))
         took_s = time.monotonic() - begin_s
         print(f"run {turn + 1}: {took_s:.0f} s", file=sys.stderr, flush=True)
         figures = outcome.figures
@@ -41,15 +35,3 @@ def run(count: int, seed: int) -> Proof:
         for text in outcome.broken:
             proof.promise(f"run {turn + 1}: {text}", False)
     return proof
-
-
-def _play(seed: int) -> Outcome:
-    async def bounded() -> Outcome:
-        async with asyncio.timeout(RUN_S):
-            return await workers(rig, MESSAGES, KILLS, seed)
-
-    with tempfile.TemporaryDirectory(prefix="iris-proof-") as made, Rig(Path(made)) as rig:
-        try:
-            return uvloop.run(bounded())
-        except (TimeoutError, RuntimeError) as err:
-            raise BenchError(f"{type(err).__name__}: {err}") from err
