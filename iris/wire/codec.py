@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.frames import CONTROL_TYPES, PROTOCOL_VERSION, Control, Kind
+from iris.wire.frames import CONTROLS, PROTOCOL_VERSION, Control, Kind
 
 PREFIX: Final = struct.Struct("<IBB")
 END: Final = struct.Struct("<qIIQ")
@@ -71,13 +71,13 @@ MAX_REPORT_BYTES: Final = 16 << 20
 RECEIVE_BYTES: Final = 256 << 10
 
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
-_DECODERS: Final = {kind: msgspec.msgpack.Decoder(cls) for cls, kind in CONTROL_TYPES.items()}
+_DECODERS: Final = {int(cls.FRAME): msgspec.msgpack.Decoder(cls) for cls in CONTROLS}
 _LONG: Final = frozenset({Kind.MEMBERSHIP, Kind.ROSTER, Kind.DONE, Kind.REPORT})
 
 
 def encode_control(body: Control) -> bytes:
     """Return the control frame of `body`, ready to send."""
-    kind = CONTROL_TYPES[type(body)]
+    kind = body.FRAME
     data = _ENCODE(body)
     limit = MAX_REPORT_BYTES if kind in _LONG else MAX_CONTROL_BYTES
     if len(data) > limit:
@@ -94,13 +94,13 @@ def decode_control(buf: memoryview, start: int, end: int) -> Control:
         PeerProtocolError: the kind is unknown, the body is no MessagePack or does not fit its struct.
     """
     kind = buf[start + KIND_AT]
-    decoder = _DECODERS.get(kind)  # type: ignore[call-overload]  # an int looks up its IntEnum
+    decoder = _DECODERS.get(kind)
     if decoder is None:
         raise PeerProtocolError(f"unknown frame kind 0x{kind:02x}")
     if end - start > MAX_CONTROL_BYTES + PREFIX_BYTES and kind not in _LONG:
         raise PeerProtocolError(f"a {Kind(kind).name} frame of {end - start} bytes is too long")
     try:
-        return decoder.decode(buf[start + PREFIX_BYTES : end])  # type: ignore[no-any-return]
+        return decoder.decode(buf[start + PREFIX_BYTES : end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         raise PeerProtocolError(f"bad {Kind(kind).name} frame: {err}") from err
 

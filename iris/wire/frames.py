@@ -1,13 +1,13 @@
 """Every frame of the protocol: kinds, flags, and the typed bodies of control frames. No bytes here: see `codec`.
 
-Control frames (kind < 0x40) carry one MessagePack map, decoded into the struct of the same name; COMPRESSED alone carries other frames. Data frames
-(kind >= 0x40) carry fixed binary fields and a sealed body.
+Control frames (kind < 0x40) carry one MessagePack map, decoded into the struct of the same name. Data frames (kind >= 0x40)
+carry fixed binary fields and a sealed body.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 from msgspec import Meta, Struct
 
@@ -192,9 +192,16 @@ MAX_KEY_IDS: Final = 64
 KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=MAX_KEY_IDS)]
 
 
-class Hello(Struct, frozen=True):
+class Control(Struct, frozen=True):
+    """The body of a control frame of the kind `FRAME`. Its subclasses are all control frames that there are."""
+
+    FRAME: ClassVar[Kind]
+
+
+class Hello(Control, frozen=True):
     """First frame of a session. `label` is shown by status and members, e.g. the program's name."""
 
+    FRAME = Kind.HELLO
     version: U16
     minor: U16
     label: Annotated[str, Meta(max_length=64)] = ""
@@ -203,9 +210,10 @@ class Hello(Struct, frozen=True):
     """Over TLS: the session's CLOCK_MONOTONIC. On one host both sides have the same."""
 
 
-class Welcome(Struct, frozen=True):
+class Welcome(Control, frozen=True):
     """The relay's answer to Hello: what proofs must sign, and the limits that hold here."""
 
+    FRAME = Kind.WELCOME
     version: U16
     minor: U16
     relay_id: Id16
@@ -219,29 +227,33 @@ class Welcome(Struct, frozen=True):
     """Over TLS: the relay's CLOCK_MONOTONIC."""
 
 
-class Error(Struct, frozen=True):
+class Error(Control, frozen=True):
     """Last frame before the connection is cut: the protocol rule that was broken."""
 
+    FRAME = Kind.ERROR
     detail: Text
 
 
-class Bye(Struct, frozen=True):
+class Bye(Control, frozen=True):
     """Nothing follows. Answered with Bye when all that came before it has been routed."""
 
+    FRAME = Kind.BYE
     reason: Text = ""
     complete: bool = False
     """To a store, from a relay that stops: nothing that the store records was lost, or can be sent before another relay starts."""
 
 
-class Drain(Struct, frozen=True):
+class Drain(Control, frozen=True):
     """The relay is stopping: send nothing new, finish what runs, say goodbye, and look for another."""
 
+    FRAME = Kind.DRAIN
     grace_ms: U32
 
 
-class Ack(Struct, frozen=True):
+class Ack(Control, frozen=True):
     """Answer to the control frame that carried `id`. `error` is empty on success."""
 
+    FRAME = Kind.ACK
     id: U63
     error: Text = ""
     member: U63 = 0
@@ -249,12 +261,13 @@ class Ack(Struct, frozen=True):
     """Of JOIN and SUBSCRIBE: this relay had routed no publication and no broadcast before, and was never joined to another."""
 
 
-class Grant(Struct, frozen=True):
+class Grant(Control, frozen=True):
     """An order to keep a stream (`iris.wire.streams.Order`), in place of a proof for what it names.
 
     `signature` is the cluster key's over the order, `proof` the store's own over this session and the order.
     """
 
+    FRAME = Kind.GRANT
     id: U63
     order: Annotated[bytes, Meta(max_length=8192)]
     public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -262,15 +275,16 @@ class Grant(Struct, frozen=True):
     proof: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
-class Prove(Struct, frozen=True):
+class Prove(Control, frozen=True):
     """Proof that the session holds a cluster key; the key id is derived from `public_key`."""
 
+    FRAME = Kind.PROVE
     id: U63
     public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
-class Declare(Struct, frozen=True):
+class Declare(Control, frozen=True):
     """`alias` stands from now on, in this direction, for all that is constant of a sender and an address.
 
     `plain` and `groups` are the delivery set (relay to session only): the subscriptions without a group are
@@ -280,6 +294,7 @@ class Declare(Struct, frozen=True):
     a site. With hop class TO_WAN it is the site that they are on their way to.
     """
 
+    FRAME = Kind.DECLARE
     alias: U16
     kind: int
     name: Name
@@ -299,9 +314,10 @@ class Serving(Struct, frozen=True):
     limit_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
-class Join(Struct, frozen=True):
+class Join(Control, frozen=True):
     """Become a member of a cluster, for the kinds named, under every key id at once."""
 
+    FRAME = Kind.JOIN
     id: U63
     name: Name
     key_ids: KeyIds
@@ -310,52 +326,58 @@ class Join(Struct, frozen=True):
     """Told with the member: of a stream, which log it is; of a log, what it is called."""
 
 
-class Leave(Struct, frozen=True):
+class Leave(Control, frozen=True):
     """Stop being a member; nothing is handed to it after the Ack."""
 
+    FRAME = Kind.LEAVE
     id: U63
     member: U63
 
 
-class Subscribe(Struct, frozen=True):
+class Subscribe(Control, frozen=True):
     """Receive what is published to matching topics under any of the key ids."""
 
+    FRAME = Kind.SUBSCRIBE
     id: U63
     filter: Name
     key_ids: KeyIds
     group: Annotated[str, Meta(max_length=255)] = ""
 
 
-class Unsubscribe(Struct, frozen=True):
+class Unsubscribe(Control, frozen=True):
     """End the subscription of this filter and group."""
 
+    FRAME = Kind.UNSUBSCRIBE
     id: U63
     filter: Name
     group: Annotated[str, Meta(max_length=255)] = ""
 
 
-class Credit(Struct, frozen=True, omit_defaults=True):
+class Credit(Control, frozen=True, omit_defaults=True):
     """The member is done with the pushes that it was handed under these hop ids; `unstarted` are those of them that it did not run."""
 
+    FRAME = Kind.CREDIT
     member: U63
     kind: int
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
     unstarted: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)] = []
 
 
-class CallerLeft(Struct, frozen=True):
+class CallerLeft(Control, frozen=True):
     """Whoever made these calls, which were handed over under these hop ids and have not been answered, waits no more."""
 
+    FRAME = Kind.CALLER_LEFT
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
 
 
-class Gap(Struct, frozen=True):
+class Gap(Control, frozen=True):
     """The relay dropped messages on the way to this session: `count` of them from sequence `first` on.
 
     A `count` of 0 comes before them: a run of losses starts at `first`, of a length that is told when there is room. `UNKNOWN_COUNT`
     (`first` is 0) says that a link or relay on the way was lost, and with it nobody knows what.
     """
 
+    FRAME = Kind.GAP
     kind: int
     name: Name
     key_id: Id16
@@ -370,38 +392,42 @@ class Gap(Struct, frozen=True):
     """Over a link: the site that they were on the way to."""
 
 
-class Fail(Struct, frozen=True):
+class Fail(Control, frozen=True):
     """The relay's own answer to the message with this hop id: it gets no other."""
 
+    FRAME = Kind.FAIL
     hop: Annotated[int, Meta(ge=0)]
     cause: int
     detail: Text = ""
     may_have_run: bool = False
 
 
-class Roster(Struct, frozen=True):
+class Roster(Control, frozen=True):
     """The members that were handed a survey. Answers follow, then Done."""
 
+    FRAME = Kind.ROSTER
     hop: U63
     members: list[Annotated[str, Meta(max_length=64)]]
 
 
-class Done(Struct, frozen=True):
+class Done(Control, frozen=True):
     """No more answers come for a survey: `lost` names members that went away or refused.
 
     Of a relay that was lost it names all members, also those that have answered: only the surveyor can open the answers.
     """
 
+    FRAME = Kind.DONE
     hop: U63
     lost: list[Annotated[str, Meta(max_length=64)]] = []
 
 
-class Members(Struct, frozen=True):
+class Members(Control, frozen=True):
     """Ask who serves a cluster; with `watch`, hear of changes until Unwatch of the same id.
 
     With `streams`: which stores hold a stream of this name. That is answered once.
     """
 
+    FRAME = Kind.MEMBERS
     id: U63
     name: Name
     key_ids: KeyIds
@@ -409,9 +435,10 @@ class Members(Struct, frozen=True):
     streams: bool = False
 
 
-class Unwatch(Struct, frozen=True):
+class Unwatch(Control, frozen=True):
     """End a watch."""
 
+    FRAME = Kind.UNWATCH
     id: U63
 
 
@@ -427,12 +454,13 @@ class MemberInfo(Struct, frozen=True):
     tag: Annotated[str, Meta(max_length=255)] = ""
 
 
-class Membership(Struct, frozen=True):
+class Membership(Control, frozen=True):
     """Answer to Members: who is there; later, for a watch, who came and went.
 
     `others` counts members of the same name under key ids that were not asked for, by the hex of the key id's first 4 bytes.
     """
 
+    FRAME = Kind.MEMBERSHIP
     id: U63
     joined: list[MemberInfo] = []
     left: list[Annotated[str, Meta(max_length=64)]] = []
@@ -445,43 +473,49 @@ class Membership(Struct, frozen=True):
     """Of streams, likewise: the relays, by their hosts' names, a store of which is on its way."""
 
 
-class Status(Struct, frozen=True):
+class Status(Control, frozen=True):
     """Ask for the relay's counters and tables."""
 
+    FRAME = Kind.STATUS
     id: U63
 
 
-class Report(Struct, frozen=True):
+class Report(Control, frozen=True):
     """Answer to Status: a JSON document."""
 
+    FRAME = Kind.REPORT
     id: U63
     document: str
 
 
-class Ping(Struct, frozen=True):
+class Ping(Control, frozen=True):
     """Answered with Pong of the same id once all that came before it has been routed."""
 
+    FRAME = Kind.PING
     id: U63
 
 
-class Pong(Struct, frozen=True):
+class Pong(Control, frozen=True):
     """Answer to Ping."""
 
+    FRAME = Kind.PONG
     id: U63
 
 
-class Settle(Struct, frozen=True):
+class Settle(Control, frozen=True):
     """Answered with Ack once the linked relays know what this session asked for before, or after a second at most."""
 
+    FRAME = Kind.SETTLE
     id: U63
 
 
-class Topic(Struct, frozen=True):
+class Topic(Control, frozen=True):
     """Ask who subscribes to a topic under a key; with `slow`, also for whom its messages were dropped. Answered with Audience.
 
     Over a link: what the receiver alone knows.
     """
 
+    FRAME = Kind.TOPIC
     id: U63
     name: Name
     key_id: Id16
@@ -505,22 +539,24 @@ class SlowEntry(Struct, frozen=True, array_like=True):
 MAX_SLOW_TOLD: Final = 64
 
 
-class Audience(Struct, frozen=True):
+class Audience(Control, frozen=True):
     """Answer to Topic: how many subscribe, and what was dropped on the way to them."""
 
+    FRAME = Kind.AUDIENCE
     id: U63
     subscribers: U32
     dropped: U63 = 0
     slow: Annotated[list[SlowEntry], Meta(max_length=MAX_SLOW_TOLD)] = []
 
 
-class LinkHello(Struct, frozen=True):
+class LinkHello(Control, frozen=True):
     """First frame of a link, from both sides at once, after TLS. `relay_id` has to be the one in the certificate.
 
     `dial_us` is the dialler's CLOCK_MONOTONIC when it dialled, 0 from the side that accepted; `mono_us` is the sender's clock
     now, the first sample for mapping deadlines.
     """
 
+    FRAME = Kind.LINK_HELLO
     version: U16
     minor: U16
     relay_id: Id16
@@ -538,13 +574,14 @@ class LinkHello(Struct, frozen=True):
     """Gateways of earlier versions could compress frames if both said so. It is ignored, and never said."""
 
 
-class Beat(Struct, frozen=True):
+class Beat(Control, frozen=True):
     """Sent once a second and answered by nothing: it says that the sender lives, and what its clock shows.
 
     `heard_us` is the `mono_us` of the last beat heard from the other side, and `held_us` how long ago that was: round trip =
     now - heard - held.
     """
 
+    FRAME = Kind.BEAT
     mono_us: U63
     heard_us: U63 = 0
     held_us: U63 = 0
@@ -605,7 +642,7 @@ class SiteTopic(Struct, frozen=True, array_like=True):
     count: U32
 
 
-class Interest(Struct, frozen=True):
+class Interest(Control, frozen=True):
     """What the sending relay's members and subscribers want: a change from version `base` to `version`.
 
     Over a WAN connection `clusters` and `site_topics` say the same of the sender's whole site, and nothing else is filled. A gateway tells
@@ -615,6 +652,7 @@ class Interest(Struct, frozen=True):
     and has the same version. Other long changes go in several frames, each with a version of its own.
     """
 
+    FRAME = Kind.INTEREST
     base: U63
     version: U63
     joined: list[MemberEntry] = []
@@ -631,9 +669,10 @@ class Interest(Struct, frozen=True):
     """Why the store that the sending relay starts cannot serve."""
 
 
-class Resync(Struct, frozen=True):
+class Resync(Control, frozen=True):
     """The sender's copy is at `version`, which is not what the last Interest was based on: a snapshot is due."""
 
+    FRAME = Kind.RESYNC
     version: U63
 
 
@@ -646,14 +685,17 @@ class Load(Struct, frozen=True, array_like=True):
     others: U32
 
 
-class Loads(Struct, frozen=True):
+class Loads(Control, frozen=True):
     """How busy the sender's members are, where the receiver has asked for their service lately."""
 
+    FRAME = Kind.LOADS
     loads: Annotated[list[Load], Meta(max_length=256)]
 
 
-class AskPeers(Struct, frozen=True):
+class AskPeers(Control, frozen=True):
     """Ask which relays the receiver is linked to."""
+
+    FRAME = Kind.ASK_PEERS
 
 
 class PeerEntry(Struct, frozen=True, array_like=True):
@@ -663,86 +705,11 @@ class PeerEntry(Struct, frozen=True, array_like=True):
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)]
 
 
-class Peers(Struct, frozen=True):
+class Peers(Control, frozen=True):
     """Answer to AskPeers, in as many frames as it takes."""
 
+    FRAME = Kind.PEERS
     peers: Annotated[list[PeerEntry], Meta(max_length=256)]
 
 
-Control = (
-    Hello
-    | Welcome
-    | Error
-    | Bye
-    | Drain
-    | Ack
-    | Prove
-    | Grant
-    | Declare
-    | Join
-    | Leave
-    | Subscribe
-    | Unsubscribe
-    | Credit
-    | CallerLeft
-    | Gap
-    | Fail
-    | Roster
-    | Done
-    | Members
-    | Membership
-    | Unwatch
-    | Status
-    | Report
-    | Ping
-    | Pong
-    | Settle
-    | Topic
-    | Audience
-    | LinkHello
-    | Beat
-    | Interest
-    | Resync
-    | Loads
-    | AskPeers
-    | Peers
-)
-
-CONTROL_TYPES: Final[dict[type[Struct], Kind]] = {
-    Hello: Kind.HELLO,
-    Welcome: Kind.WELCOME,
-    Error: Kind.ERROR,
-    Bye: Kind.BYE,
-    Drain: Kind.DRAIN,
-    Ack: Kind.ACK,
-    Prove: Kind.PROVE,
-    Grant: Kind.GRANT,
-    Declare: Kind.DECLARE,
-    Join: Kind.JOIN,
-    Leave: Kind.LEAVE,
-    Subscribe: Kind.SUBSCRIBE,
-    Unsubscribe: Kind.UNSUBSCRIBE,
-    Credit: Kind.CREDIT,
-    CallerLeft: Kind.CALLER_LEFT,
-    Gap: Kind.GAP,
-    Fail: Kind.FAIL,
-    Roster: Kind.ROSTER,
-    Done: Kind.DONE,
-    Members: Kind.MEMBERS,
-    Membership: Kind.MEMBERSHIP,
-    Unwatch: Kind.UNWATCH,
-    Status: Kind.STATUS,
-    Report: Kind.REPORT,
-    Ping: Kind.PING,
-    Pong: Kind.PONG,
-    Settle: Kind.SETTLE,
-    Topic: Kind.TOPIC,
-    Audience: Kind.AUDIENCE,
-    LinkHello: Kind.LINK_HELLO,
-    Beat: Kind.BEAT,
-    Interest: Kind.INTEREST,
-    Resync: Kind.RESYNC,
-    Loads: Kind.LOADS,
-    AskPeers: Kind.ASK_PEERS,
-    Peers: Kind.PEERS,
-}
+CONTROLS: Final = tuple(Control.__subclasses__())

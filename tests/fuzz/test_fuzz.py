@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from iris.wire import streams
 from iris.wire.codec import HOP, RELAY_HOP
-from iris.wire.frames import CONTROL_TYPES, FLAG_REFUSED, SERVED_KINDS, Kind
+from iris.wire.frames import CONTROLS, FLAG_REFUSED, SERVED_KINDS, Kind
 
 CORPUS = Path(__file__).parent / "corpus"
 pytestmark = pytest.mark.timeout(120)
@@ -90,13 +90,13 @@ anything = st.one_of(st.none(), st.booleans(), ids, st.floats(), st.binary(max_s
 @st.composite
 def control_frames(draw: st.DrawFn) -> bytes:
     """A control frame whose fields mostly have the right types."""
-    struct = draw(st.sampled_from(list(CONTROL_TYPES)))
+    struct = draw(st.sampled_from(CONTROLS))
     body: dict[str, Any] = {}
     for field in msgspec.structs.fields(struct):
         if draw(st.integers(0, 9)):
             body[field.encode_name] = draw(VALUES.get(field.name, anything))
     data = msgspec.msgpack.encode(body)
-    return _frame(bytes((CONTROL_TYPES[struct], 0)) + data)
+    return _frame(bytes((struct.FRAME, 0)) + data)
 
 
 @st.composite

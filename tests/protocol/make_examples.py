@@ -524,9 +524,7 @@ def blocks() -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for name, body in CONTROLS.items():
         found["hex", name] = _hex(encode_control(body))
-        found["json", name] = _json(
-            {"frame": frames.CONTROL_TYPES[type(body)].name, **readable(body)}
-        )
+        found["json", name] = _json({"frame": body.FRAME.name, **readable(body)})
     for name, (frame, said) in {**sealed(), **tunnel(), **stream()}.items():
         found["hex", name] = _hex(frame)
         found["json", name] = _json(said)

@@ -24,7 +24,7 @@ from iris.errors import IrisError, PeerProtocolError, RelayUnavailable, RequestT
 from iris.wire import frames
 from iris.wire.codec import END, HOP, RELAY_HOP, encode_control
 from iris.wire.frames import (
-    CONTROL_TYPES,
+    CONTROLS,
     FLAG_MORE,
     FLAG_REFUSED,
     TUNNEL_KINDS,
@@ -200,7 +200,7 @@ class Relay:
 
 
 def test_each_control_frame_is_tried() -> None:
-    assert BODIES.keys() == CONTROL_TYPES.keys()
+    assert BODIES.keys() == set(CONTROLS)
 
 
 @pytest.mark.parametrize("state", STATES)

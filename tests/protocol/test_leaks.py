@@ -297,7 +297,7 @@ def test_status_tells_a_session_of_another_user_numbers_alone_whoever_asks_at_th
 def test_a_status_of_the_wrong_size_or_form_ends_its_session_alone(body: bytes) -> None:
     router = Network().router
     other, party = Party(router), Party(router, "uid 2")
-    kind = frames.CONTROL_TYPES[frames.Status]
+    kind = frames.Status.FRAME
     with pytest.raises(PeerProtocolError, match="STATUS frame"):
         party.say(PREFIX.pack(2 + len(body), kind, 0) + body)
     other.heard(object)

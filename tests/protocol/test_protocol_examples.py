@@ -31,7 +31,7 @@ from iris.crypto.sframe import Opener, Sealer
 from iris.errors import OpenError
 from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
-from iris.wire.frames import CONTROL_TYPES, TUNNEL_KINDS, Kind
+from iris.wire.frames import TUNNEL_KINDS, Kind
 from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, router, sites
@@ -50,7 +50,7 @@ FRAMES: Final = {name: data for name, data in HEX.items() if not name.startswith
 CONTROLS: Final = [name for name, data in FRAMES.items() if data[4] < Kind.REQUEST]
 SEALED: Final = [name for name, said in JSON.items() if "counter" in said]
 DATA: Final = [name for name in FRAMES if name not in CONTROLS]
-NAMES: Final = {kind: cls for cls, kind in CONTROL_TYPES.items()}
+NAMES: Final = {cls.FRAME: cls for cls in frames.CONTROLS}
 
 
 def test_every_kind_of_frame_has_an_example() -> None:
@@ -73,7 +73,7 @@ def test_the_length_field_counts_what_follows_it(name: str) -> None:
 def test_a_control_frame_decodes_to_its_fields_and_encodes_to_its_bytes(name: str) -> None:
     data, said = HEX[name], dict(JSON[name])
     body = decode_control(memoryview(data), 0, len(data))
-    assert said.pop("frame") == CONTROL_TYPES[type(body)].name
+    assert said.pop("frame") == body.FRAME.name
     assert make_examples.readable(body) == said
     assert encode_control(body) == data
 
