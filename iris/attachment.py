@@ -25,6 +25,7 @@ from iris.core.outbound import Outbound
 from iris.core.parties import Lost, Owner
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
+from iris.registry import Registry
 from iris.transport import Pump
 from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
@@ -54,14 +55,11 @@ def unwatched() -> Callable[[], bool]:
 
 
 class Registrar(Owner, Protocol):
-    """The client: what it has registered at a relay, it registers at the next one, too."""
+    """The client: what no bundle took yet goes into one of the next session."""
 
-    def register(self, session: Session) -> list[asyncio.Future[None]]: ...
-    def adopted(self, session: Session) -> None: ...
     def cast(
         self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool
     ) -> None: ...
-    def ended(self, session: Session) -> None: ...
     def detached(self, reason: str) -> None: ...
     def count_dropped(self, cause: str, count: int) -> None: ...
 
@@ -70,8 +68,8 @@ class Attachment:
     """One client's hold on a relay. `session`, `out` and `pump` are of the session in use, None while there is none."""
 
     def __init__(
-        self, client: Registrar, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
-        watch: Callable[[], Callable[[], bool]] = unwatched, company: Company | None = None,
+        self, client: Registrar, registry: Registry, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
+        watch: Callable[[], Callable[[], bool]], company: Company | None,
     ) -> None:  # fmt: skip
         """`watch` is called when a relay is lost, and returns what says whether one has come since it was asked last."""
         self.session: Session | None = None
@@ -82,6 +80,7 @@ class Attachment:
         self.state = "open"
         self.guard = Guard(int(config.freshness_s * 1e6))
         self._client = client
+        self._registry = registry
         self._config = config
         self._connector = connector
         self._watch = watch
@@ -290,7 +289,7 @@ class Attachment:
                 if not welcomed.done():
                     raise RelayUnavailable(pump.reason or "the relay closed the connection")
                 pump.turn()
-                registered = self._client.register(session)
+                registered = self._registry.register(session)
                 pump.flush()
                 if registered:
                     await asyncio.gather(*registered)
@@ -329,7 +328,7 @@ class Attachment:
             log.info("client.connected", extra={"fields": {"away_s": away_s}})
             self._lost_s = None
         pump.turn()
-        self._client.adopted(pump.session)
+        self._registry.adopted(pump.session)
         offline, self._offline = self._offline, deque()
         self._offline_bytes = 0
         for cast in offline:
@@ -500,7 +499,7 @@ class Attachment:
             self._ended["received"] += session.received_messages
         for cause, count in session.dropped.items():
             self._client.count_dropped(cause, count)
-        self._client.ended(session)
+        self._registry.ended(session)
         if pump in self._leaving:
             self._tell_missed()
         if pump is not self.pump:

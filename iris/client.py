@@ -173,8 +173,8 @@ class Client:
 
         Raises RelayUnavailable or KeyringError; the client then continues as before.
         """
-        attachment = self._attached()
-        await self._registry.reload(keyring or load_keys(os.environ), attachment)
+        self._attached()
+        await self._runtime.reload(keyring or load_keys(os.environ))
 
     async def _stop_embedded(self) -> None:
         if self._relay is not None:

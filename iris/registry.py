@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
-from iris.attachment import Attachment
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.parties import Binding, Lost, Sink
@@ -74,33 +73,11 @@ class Registry:
         """The keyring in use, then the one before it while a session drains."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
         self._on_keys = on_keys
-        self._reloading = asyncio.Lock()
-        self._learn(keyring)
+        self.learn(keyring)
 
     # -- keys ------------------------------------------------------------------------------------------------
 
-    async def reload(self, keyring: Keyring, attachment: Attachment) -> None:
-        """Move to `keyring` with a new session. While the old one drains, the keys of both are known, then only the new ones.
-
-        Raises as `Attachment.replace`; the keyring is then the one before.
-        """
-        async with self._reloading:
-            before, session = self.keyring, attachment.session
-            self._learn(keyring)
-            self.share_out(attachment.guard)
-            try:
-                await attachment.replace()
-            except BaseException:
-                if (
-                    attachment.session is session
-                ):  # otherwise it was cancelled after the new session was in use
-                    self._learn(before)
-                raise
-            finally:
-                self._forget_keys(attachment.session)
-                self.share_out(attachment.guard)
-
-    def _learn(self, keyring: Keyring) -> None:
+    def learn(self, keyring: Keyring) -> None:
         """Use `keyring` from now on. Keys known before still open messages that are under way."""
         self._rings = [keyring, *self._rings]
         self._use(keyring)
@@ -118,7 +95,7 @@ class Registry:
             watcher.use(self.cluster_keys)
         self._on_keys()
 
-    def _forget_keys(self, session: Session | None) -> None:
+    def forget_keys(self, session: Session | None) -> None:
         """Forget all keys that are not in the keyring in use, whoever still sends under them."""
         self._rings = [self.keyring]
         self._use(self.keyring)

@@ -67,6 +67,7 @@ class Runtime:
         self.parts: list[Part] = []
         self.attachment: Attachment | None = None
         self.registry: Registry
+        self._reloading = asyncio.Lock()
         self._quiet_until_s = 0.0
 
     def attach(
@@ -74,7 +75,9 @@ class Runtime:
     ) -> Attachment:  # fmt: skip
         """Return the hold on a relay that is to be opened, once."""
         self.registry = Registry(keyring, self._keys_changed)
-        self.attachment = Attachment(self, self.config, connector, entropy, watch, self.company)
+        self.attachment = Attachment(
+            self, self.registry, self.config, connector, entropy, watch, self.company
+        )
         self.registry.share_out(self.attachment.guard)
         _runtimes.add(self)
         return self.attachment
@@ -174,6 +177,27 @@ class Runtime:
             watcher.detach()
             attachment.touch()
 
+    async def reload(self, keyring: Keyring) -> None:
+        """Move to `keyring` with a new session. While the old one drains, the keys of both are known, then only the new ones.
+
+        Raises as `Attachment.replace`; the keyring is then the one before.
+        """
+        attachment, registry = self.attached(), self.registry
+        async with self._reloading:
+            before, session = registry.keyring, attachment.session
+            registry.learn(keyring)
+            registry.share_out(attachment.guard)
+            try:
+                await attachment.replace()
+            except BaseException:
+                # Otherwise it was cancelled after the new session was in use.
+                if attachment.session is session:
+                    registry.learn(before)
+                raise
+            finally:
+                registry.forget_keys(attachment.session)
+                registry.share_out(attachment.guard)
+
     # -- what is sent ----------------------------------------------------------------------------------------
 
     def encode(self, payload: object, headers: Headers | None) -> tuple[bytes, bool]:
@@ -254,18 +278,6 @@ class Runtime:
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
         """Return the subscriptions that a flow is for."""
         return self.registry.sinks(flow)
-
-    def register(self, session: Session) -> list[asyncio.Future[None]]:
-        """Register everything at a new session."""
-        return self.registry.register(session)
-
-    def adopted(self, session: Session) -> None:
-        """A new session is in use."""
-        self.registry.adopted(session)
-
-    def ended(self, session: Session) -> None:
-        """A session is over (for the attachment)."""
-        self.registry.ended(session)
 
     def detached(self, reason: str) -> None:
         """There is no relay."""

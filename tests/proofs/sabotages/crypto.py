@@ -419,7 +419,7 @@ SABOTAGES = (
     Sabotage(
         "retired-ring",
         "iris/registry.py",
-        "Registry._forget_keys",
+        "Registry.forget_keys",
         "self._rings = [self.keyring]",
         "pass",
         RETIRED,
