@@ -7,7 +7,6 @@ keeps what it cannot open, by an order that a holder of the key signed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import time
@@ -15,26 +14,27 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from iris.core.bundle import Headers
-from iris.crypto.keys import ClusterKey, public_id
-from iris.errors import (
-    ConfigError,
-    NoStream,
-    OffsetConflict,
-    RequestError,
-    StreamError,
-    StreamExists,
-    StreamUnavailable,
-)
+from iris.deadlines import seconds_left
+from iris.errors import ConfigError, NoStream, StreamError, StreamUnavailable
 from iris.runtime import Runtime
-from iris.streams.appending import PLAIN, Extras, Producer
-from iris.streams.calls import Known, RevisionTaken, Stores
+from iris.streams.appending import PLAIN, Producer, append_expecting
+from iris.streams.calls import Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
+from iris.streams.defining import (
+    check_ours,
+    check_same,
+    end_stream,
+    keys_of,
+    make_stream,
+    promoted,
+    redefine,
+)
+from iris.streams.listing import StreamInfo, known_consumers, known_streams, stream_info
 from iris.streams.messages import encode_message, make_extras
 from iris.streams.mirroring import Mirror
-from iris.streams.ordering import orders_to_change, orders_to_create, orders_to_end
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.staging import (
@@ -45,50 +45,24 @@ from iris.streams.staging import (
     commit_call,
     discard_call,
 )
-from iris.wire.frames import NO_KEY, STORES
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.streams import (
-    CONFLICT,
     DEAD,
-    DUPLICATE,
-    STORED,
-    Append,
-    Appended,
-    Change,
     Committed,
     ConsumerInfo,
-    Consumers,
-    Create,
     Definition,
-    Delete,
     DeleteConsumer,
-    DescribeConsumers,
-    Described,
-    Listed,
-    ListStreams,
-    NewRecord,
     Settled,
     check_definition,
 )
 
 MAX_PRODUCERS: Final = 1024
-MAX_FOUND: Final = 16_384
-"""Streams or consumers that one store is believed to have: three times what it keeps."""
 _ConsumerInfos = list[ConsumerInfo]
-_Keys = list[ClusterKey]
-_Infos = list["StreamInfo"]
+_Infos = list[StreamInfo]
 _Offsets = list[int]
-_Found = list[Described]
-_Knowns = list[Known]
 _Places = list[tuple[asyncio.Future[int], int]]
 """`list` is a method of Streams."""
 PATIENCE_S: Final = 30.0
-CHANGE_TRIES: Final = 8
-"""Attempts to apply a change on top of changes by others, before the caller gets an error."""
-_CHANGEABLE: Final = frozenset(
-    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us"}
-)
-"""Fields of a definition that `change` changes."""
 __all__ = [
     "CommitInfo",
     "Consumer",
@@ -102,49 +76,6 @@ __all__ = [
     "StreamMessage",
     "Streams",
 ]
-
-
-class StreamInfo(Struct, frozen=True):
-    """A stream as its store knows it. Limits of 0 are none; times are µs since 1970."""
-
-    name: str
-    uuid: str
-    """Which log it is, in hex: one that is created again has another."""
-    topic: str
-    cluster: str
-    max_bytes: int
-    max_messages: int
-    max_age: float
-    """Seconds."""
-    compact: bool
-    paused: bool
-    oldest: int
-    next: int
-    """The offset of the next message: the high-water mark."""
-    messages: int
-    size_bytes: int
-    epoch: int
-    created_us: int
-    store: str
-    """Id of the store, in hex."""
-    host: str
-    lost: int
-    """Messages that it could not record since it started, told in gaps."""
-    failed: str
-    """Why it takes no writes, or cannot be read."""
-    key_ids: list[str]
-    mirror: str = ""
-    """Of a copy: which log it copies, in hex. One that was promoted is none any more."""
-    source: str = ""
-    """What that log is called where it is."""
-    lag: int | None = None
-    """Of a copy: by how many messages it is behind its source, as far as a mirror has said since the store started."""
-    heard_us: int = 0
-    """When a mirror said so last; 0: not since then."""
-    consumers_paused: bool = False
-    """Consumers are handed nothing; recording goes on."""
-    dedup_window: float = 0.0
-    """Seconds for which ids of messages are remembered."""
 
 
 class Streams:
@@ -173,7 +104,7 @@ class Streams:
             StreamExists: one of this name is there and defined otherwise.
             StreamUnavailable: there is no store, or it did not answer.
         """
-        _check_ours(name)
+        check_ours(name)
         definition = Definition(
             name,
             topic,
@@ -191,34 +122,14 @@ class Streams:
         except NoStream:
             pass
         else:
-            return _same(found, definition)
-        return _same(await self._make(definition, _left(until_s)), definition)
-
-    async def _make(self, definition: Definition, timeout: float) -> Known:
-        """Create a stream; if somebody else was faster return theirs, however it is defined."""
-        name = definition.name
-        until_s = time.monotonic() + timeout
-        store = await self._stores.store(timeout=_left(until_s))
-        orders = orders_to_create(definition, self._keys(definition), os.urandom(16), store.key)
-        address = public_id(store.key).hex()
-
-        async def once(left_s: float) -> Described:
-            return await self._stores.ask(
-                address, None, Create(orders), Described, timeout=left_s, shown=name, writes=True
-            )
-
-        try:
-            await self._stores.until(name, "", once, timeout=_left(until_s))
-        except StreamExists:
-            return await self._stores.describe(name, "", timeout=_left(until_s))
-        self._stores.created(name)
-        # Our relay hears of it within milliseconds: who creates it may use it.
-        # The answer to a create has no channel, so ask the store again through one.
-        return await self._stores.describe(name, "", timeout=_left(until_s))
+            return check_same(found, definition)
+        return check_same(
+            await make_stream(self._stores, definition, seconds_left(until_s)), definition
+        )
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
         """Return what a stream is and holds; `uuid` in hex, where two stores hold one of the name. Raises StreamError."""
-        return _info(await self._stores.describe(name, uuid, timeout=timeout))
+        return stream_info(await self._stores.describe(name, uuid, timeout=timeout))
 
     async def list(self, *, timeout: float = 5.0) -> _Infos:
         """Return all streams under our keys, of every store that our relay knows, by name.
@@ -226,47 +137,8 @@ class Streams:
         Raises:
             StreamUnavailable: one of the stores did not answer.
         """
-        infos = [_info(known) for known in await self._known(timeout)]
+        infos = [stream_info(known) for known in await known_streams(self._stores, timeout)]
         return sorted(infos, key=lambda info: (info.name, info.uuid))
-
-    async def _known(self, timeout: float) -> _Knowns:
-        until_s = time.monotonic() + timeout
-        keys = {
-            key.key_id: key for keys in self._runtime.keyring.entries().values() for key in keys
-        }
-        stores = await self._stores.holders(STORES, [NO_KEY], timeout=timeout)
-        found: dict[tuple[str, bytes], Described] = {}
-        # A store lists the streams of a key only to holders of that key.
-        for address in sorted({holder.uuid for holder in stores}):
-            for key in keys.values():
-                for described in await self._listed(address, key, until_s):
-                    found[address, described.uuid] = described
-        knowns = []
-        for described in found.values():
-            with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
-                knowns.append(self._stores.known(described.definition.name, described))
-        return knowns
-
-    async def _listed(self, address: str, key: ClusterKey, until_s: float) -> _Found:
-        """Return the streams that one store has under one key."""
-        found: _Found = []
-        after, more = "", True
-        while more and len(found) < MAX_FOUND:
-            call = ListStreams(after)
-            try:
-                listed = await self._stores.ask(
-                    address, key, call, Listed, timeout=_left(until_s), shown="stores", own=True
-                )
-            except NoStream:
-                break  # the store has nothing under the key, or has just gone
-            except RequestError as err:
-                raise StreamUnavailable("streams", f"store {address[:8]}: {err}") from err
-            found += [one for one in listed.streams if public_id(one.store).hex() == address]
-            more = listed.more and bool(listed.streams)
-            if more:
-                last = listed.streams[-1]
-                after = f"{last.definition.name} {last.uuid.hex()}"
-        return found
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
@@ -288,37 +160,8 @@ class Streams:
             "dedup_window_us": None if dedup_window is None else round(dedup_window * 1e6),
         }
         changes = {field: value for field, value in given.items() if value is not None}
-        return await self._redefine(name, uuid, lambda d: structs.replace(d, **changes), timeout)
-
-    async def _redefine(
-        self, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
-    ) -> StreamInfo:  # fmt: skip
-        """Change a stream's definition to what `redefined` returns for it; None means that no change is needed.
-
-        If another client's change comes first, apply this one on top of it.
-        """
-        until_s = time.monotonic() + timeout
-        found = await self._stores.describe(name, uuid, timeout=timeout)
-        _check_living(name, found)
-        for _ in range(CHANGE_TRIES):
-            definition = redefined(found.order.definition)
-            if definition is None:
-                return _info(found)
-            log = found.order.uuid.hex()
-            keys = self._keys(definition)
-            orders = orders_to_change(definition, keys, found, self._runtime.keyring)
-            try:
-                changed = await self._stores.ask_stream(
-                    name, log, Change(orders), Described, timeout=_left(until_s), writes=True
-                )
-            except RevisionTaken:
-                found = await self._stores.describe(name, log, timeout=_left(until_s))
-                continue
-            self._stores.forget(name)
-            self._stores.forget(name, uuid)
-            return _info(self._stores.known(name, changed))
-        raise StreamError(
-            name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"
+        return await redefine(
+            self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout
         )
 
     async def pause(
@@ -341,25 +184,7 @@ class Streams:
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
         """End a stream: its log, its dead letters and its consumers are removed. Raises StreamError."""
-        until_s = time.monotonic() + timeout
-        found = await self._stores.describe(name, uuid, timeout=timeout)
-        _check_living(name, found)
-        log = found.order.uuid.hex()
-        with contextlib.suppress(NoStream):  # an answer was lost: it is gone
-            for _ in range(CHANGE_TRIES):
-                orders = orders_to_end(found, self._runtime.keyring)
-                try:
-                    await self._stores.ask_stream(
-                        name, log, Delete(orders), Settled, timeout=_left(until_s), writes=True
-                    )
-                    break
-                except RevisionTaken:
-                    found = await self._stores.describe(name, log, timeout=_left(until_s))
-            else:
-                raise StreamError(
-                    name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"
-                )
-        self._stores.forget_deleted(name, log)
+        await end_stream(self._stores, name, uuid, timeout)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
         """Give every stream of ours the keys that our keyring has for it now, and return those that lacked one.
@@ -368,11 +193,13 @@ class Streams:
         """
         until_s = time.monotonic() + timeout
         changed = []
-        for known in await self._known(timeout):
-            info = _info(known)
-            wanted = {key.key_id.hex() for key in self._keys(known.order.definition)}
+        for known in await known_streams(self._stores, timeout):
+            info = stream_info(known)
+            wanted = {key.key_id.hex() for key in keys_of(self._stores, known.order.definition)}
             if not known.dead and not wanted <= set(info.key_ids):
-                changed.append(await self.change(info.name, uuid=info.uuid, timeout=_left(until_s)))
+                changed.append(
+                    await self.change(info.name, uuid=info.uuid, timeout=seconds_left(until_s))
+                )
         return sorted(changed, key=lambda info: (info.name, info.uuid))
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -399,8 +226,8 @@ class Streams:
             message_id=message_id,
         )  # fmt: skip
         if expect is not None:
-            return await self._append_expecting(
-                name, uuid, data, headers, packed, extras, expect, timeout
+            return await append_expecting(
+                self._stores, name, uuid, data, headers, packed, extras, expect, timeout
             )
         producer = self._producer(name, uuid)
         try:
@@ -520,16 +347,7 @@ class Streams:
     async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
         """Return where the consumers of a stream are, by name. Raises StreamError."""
         check_address(name)
-        found: _ConsumerInfos = []
-        more, until_s = True, time.monotonic() + timeout
-        while more and len(found) < MAX_FOUND:
-            call = DescribeConsumers(found[-1].name if found else "")
-            answer = await self._stores.ask_stream(
-                name, uuid, call, Consumers, timeout=_left(until_s)
-            )
-            found += answer.consumers
-            more = answer.more and bool(answer.consumers)
-        return found
+        return await known_consumers(self._stores, name, uuid, timeout)
 
     async def delete_consumer(
         self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
@@ -552,7 +370,7 @@ class Streams:
         `patience`: seconds for which a relay or a store may be away.
         """
         check_address(source)
-        _check_ours(name)
+        check_ours(name)
         if split_site(source)[0] in ("", ".") and split_site(source)[1] == name:
             raise ConfigError(f"name: {name!r} cannot be a copy of itself")
         if source.endswith(DEAD):
@@ -568,7 +386,7 @@ class Streams:
         }
         check_definition(Definition(name, **limits))
         return Mirror(
-            self._stores, self._make, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience
+            self._stores, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience
         )  # fmt: skip
 
     async def promote(
@@ -580,18 +398,9 @@ class Streams:
         `record` appends alone. What the source had beyond is not in it, and cannot come later. Raises StreamError.
         """
 
-        def promoted(there: Definition) -> Definition | None:
-            if not there.mirror:
-                if there.origins:
-                    return None
-                raise StreamError(
-                    name, "it is not a copy of another stream, so it cannot be promoted"
-                )
-            source = there.origins[-1]
-            topic, cluster = (source.topic, source.cluster) if record else ("", "")
-            return structs.replace(there, mirror="", topic=topic, cluster=cluster)
-
-        return await self._redefine(name, uuid, promoted, timeout)
+        return await redefine(
+            self._stores, name, uuid, lambda there: promoted(name, there, record), timeout
+        )
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -606,18 +415,6 @@ class Streams:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _keys(self, definition: Definition) -> _Keys:
-        """Return every key of ours for a stream, what it records, and what a copy's records are of."""
-        keyring = self._runtime.keyring
-        keys = [*self._stores.keys(definition.name)]
-        keys += keyring.for_filter(definition.topic) if definition.topic else ()
-        keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
-        for origin in definition.origins:
-            keys += keyring.for_cluster(origin.name)
-            keys += keyring.for_filter(origin.topic) if origin.topic else ()
-            keys += keyring.for_cluster(origin.cluster) if origin.cluster else ()
-        return list({key.key_id: key for key in keys}.values())
-
     def _producer(self, name: str, uuid: str) -> Producer:
         producer = self._producers.get((name, uuid))
         if producer is None:
@@ -628,93 +425,3 @@ class Streams:
                 self._stores, name, uuid, os.urandom(16)
             )
         return producer
-
-    async def _append_expecting(
-        self, name: str, uuid: str, data: bytes, headers: Headers | None, packed: bool, extras: Extras, expect: int, timeout: float
-    ) -> int:  # fmt: skip
-        """Append one record under a condition, as a producer of its own: a retry is known for one."""
-        until_s = time.monotonic() + timeout
-        place = await self._stores.place(name, uuid, timeout=timeout)
-        _, session = await self._runtime.ready(name, _left(until_s))
-        sender_id, end, body = session.out.record(
-            name, place.key, (data,), (headers,) if headers else None, packed, extras.key
-        )
-        record = NewRecord(
-            0,
-            end,
-            body,
-            extras.key_hash,
-            extras.tombstone,
-            extras.expires_us,
-            extras.due_us,
-            expect,
-            extras.id_hash,
-        )
-        call = Append(sender_id, [record], os.urandom(16))
-        answer = await self._stores.ask_stream(
-            name, uuid, call, Appended, timeout=_left(until_s), writes=True
-        )
-        outcome = answer.outcomes[0]
-        if outcome.status in (STORED, DUPLICATE) and outcome.value is not None:
-            return outcome.value
-        if outcome.status == CONFLICT and outcome.value is not None:
-            raise OffsetConflict(
-                name, f"the next offset is {outcome.value}, not {expect}", outcome.value
-            )
-        raise StreamError(name, f"the store answered with status {outcome.status}")
-
-
-def _same(found: Known, definition: Definition) -> StreamInfo:
-    there = found.order.definition
-    if structs.replace(there, paused=False, consuming_paused=False) == definition:
-        return _info(found)
-    differ = [
-        field
-        for field in definition.__struct_fields__
-        if getattr(there, field) != getattr(definition, field)
-    ]
-    held = f"it is held by the store on {found.described.label} as log {found.order.uuid.hex()}"
-    named = ", ".join(field.removesuffix("_us") for field in differ)
-    advice = (
-        "`iris stream change` changes that"
-        if _CHANGEABLE.issuperset(differ)
-        else "give this one another name, or the same definition"
-    )
-    raise StreamExists(definition.name, f"{held}, with another {named}; {advice}")
-
-
-def _info(known: Known) -> StreamInfo:
-    found, definition = known.described, known.order.definition
-    if known.dead:
-        definition = structs.replace(
-            definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=(),
-            consuming_paused=False, dedup_window_us=0,
-        )  # fmt: skip
-    source = definition.origins[-1].name if definition.mirror else ""
-    heard = bool(source) and found.heard_us > 0
-    return StreamInfo(
-        definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
-        definition.max_age_us / 1e6, definition.compact, definition.paused, found.oldest, found.next, found.messages, found.size_bytes,
-        found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
-        [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
-        max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
-        definition.consuming_paused, definition.dedup_window_us / 1e6,
-    )  # fmt: skip
-
-
-def _check_living(name: str, found: Known) -> None:
-    if found.dead:
-        of = found.order.definition.name
-        raise StreamError(
-            name, f"dead letters cannot be changed or deleted on their own; change or delete {of!r}"
-        )
-
-
-def _check_ours(name: str) -> None:
-    check_cluster(name)
-    if split_site(name)[0]:
-        raise ConfigError(f"name: {name!r} names a site; a stream is made by a client of its site")
-
-
-def _left(until_s: float) -> float:
-    return max(0.001, until_s - time.monotonic())

@@ -11,15 +11,19 @@ was lost on the way goes out again as it was, in order, when nothing else is on 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, headers_bytes
-from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
+from iris.deadlines import seconds_left
+from iris.errors import IrisError, OffsetConflict, RequestError, StreamError, StreamUnavailable
 from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Place, Stores
 from iris.wire.streams import (
+    CONFLICT,
     DUPLICATE,
     FENCED,
     OUT_OF_ORDER,
@@ -509,3 +513,38 @@ class Producer:
 def _seen(future: asyncio.Future[int]) -> None:
     if not future.cancelled():
         future.exception()
+
+
+async def append_expecting(
+    stores: Stores, name: str, uuid: str, data: bytes, headers: Headers | None, packed: bool, extras: Extras, expect: int, timeout: float
+) -> int:  # fmt: skip
+    """Append one record under a condition, as a producer of its own: a retry is known for one."""
+    until_s = time.monotonic() + timeout
+    place = await stores.place(name, uuid, timeout=timeout)
+    _, session = await stores.runtime.ready(name, seconds_left(until_s))
+    sender_id, end, body = session.out.record(
+        name, place.key, (data,), (headers,) if headers else None, packed, extras.key
+    )
+    record = NewRecord(
+        0,
+        end,
+        body,
+        extras.key_hash,
+        extras.tombstone,
+        extras.expires_us,
+        extras.due_us,
+        expect,
+        extras.id_hash,
+    )
+    call = Append(sender_id, [record], os.urandom(16))
+    answer = await stores.ask_stream(
+        name, uuid, call, Appended, timeout=seconds_left(until_s), writes=True
+    )
+    outcome = answer.outcomes[0]
+    if outcome.status in (STORED, DUPLICATE) and outcome.value is not None:
+        return outcome.value
+    if outcome.status == CONFLICT and outcome.value is not None:
+        raise OffsetConflict(
+            name, f"the next offset is {outcome.value}, not {expect}", outcome.value
+        )
+    raise StreamError(name, f"the store answered with status {outcome.status}")

@@ -27,6 +27,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Known, Stores
+from iris.streams.defining import make_stream
 from iris.wire.codec import END
 from iris.wire.streams import (
     HOLES,
@@ -51,8 +52,6 @@ TRY_S: Final = 15.0
 LOST_S: Final = 1.0
 """... and after this time without a relay or store it is told what we wait for."""
 T = TypeVar("T")
-Make = Callable[[Definition, float], Awaitable[Known]]
-"""Creates a stream; one that is there by then is returned, however it is defined."""
 
 
 class Mirror:
@@ -63,7 +62,7 @@ class Mirror:
     """
 
     def __init__(
-        self, stores: Stores, make: Make, source: str, name: str, *, follow: bool, limits: Mapping[str, Any], uuid: str,
+        self, stores: Stores, source: str, name: str, *, follow: bool, limits: Mapping[str, Any], uuid: str,
         patience: float,
     ) -> None:  # fmt: skip
         self.source = source
@@ -77,7 +76,6 @@ class Mirror:
         self.waiting = ""
         """Why nothing is copied now; empty while it goes on."""
         self._stores = stores
-        self._make = make
         self._follow = follow
         self._limits = limits
         self._uuid = uuid
@@ -144,7 +142,7 @@ class Mirror:
         if copy is None:
             # A source that never was there is told at once.
             source = await self._describe(self._uuid)
-            copy = await self._make(self._defined(source), TRY_S)
+            copy = await make_stream(self._stores, self._defined(source), TRY_S)
         else:
             self._check_copy(copy)
             source = await self._patiently(lambda: self._describe(self._uuid, LOST_S))

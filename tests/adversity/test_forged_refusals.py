@@ -159,7 +159,7 @@ async def test_a_store_that_always_has_more_is_asked_for_no_more_than_a_store_ca
         return told, True
 
     monkeypatch.setattr(Consuming, "described", endless)
-    monkeypatch.setattr("iris.streams.MAX_FOUND", 200)
+    monkeypatch.setattr("iris.streams.listing.MAX_FOUND", 200)
     async with stored(tmp_path) as (_, client, _other):
         await client.streams.create("orders")
         async with asyncio.timeout(20):

@@ -1,0 +1,163 @@
+"""Streams are made, changed and ended by orders that holders of their keys sign."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import structs
+
+from iris.crypto.keys import ClusterKey, public_id
+from iris.deadlines import seconds_left
+from iris.errors import ConfigError, NoStream, StreamError, StreamExists
+from iris.streams.calls import Known, RevisionTaken, Stores
+from iris.streams.listing import StreamInfo, stream_info
+from iris.streams.ordering import orders_to_change, orders_to_create, orders_to_end
+from iris.wire.names import check_cluster, split_site
+from iris.wire.streams import Change, Create, Definition, Delete, Described, Settled
+
+CHANGE_TRIES: Final = 8
+"""Attempts to apply a change on top of changes by others, before the caller gets an error."""
+_CHANGEABLE: Final = frozenset(
+    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us"}
+)
+"""Fields of a definition that `change` changes."""
+
+
+async def make_stream(stores: Stores, definition: Definition, timeout: float) -> Known:
+    """Create a stream; if somebody else was faster return theirs, however it is defined."""
+    name = definition.name
+    until_s = time.monotonic() + timeout
+    store = await stores.store(timeout=seconds_left(until_s))
+    orders = orders_to_create(definition, keys_of(stores, definition), os.urandom(16), store.key)
+    address = public_id(store.key).hex()
+
+    async def once(left_s: float) -> Described:
+        return await stores.ask(
+            address, None, Create(orders), Described, timeout=left_s, shown=name, writes=True
+        )
+
+    try:
+        await stores.until(name, "", once, timeout=seconds_left(until_s))
+    except StreamExists:
+        return await stores.describe(name, "", timeout=seconds_left(until_s))
+    stores.created(name)
+    # Our relay hears of it within milliseconds: who creates it may use it.
+    # The answer to a create has no channel, so ask the store again through one.
+    return await stores.describe(name, "", timeout=seconds_left(until_s))
+
+
+async def redefine(
+    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
+) -> StreamInfo:  # fmt: skip
+    """Change a stream's definition to what `redefined` returns for it; None means that no change is needed.
+
+    If another client's change comes first, apply this one on top of it.
+    """
+    until_s = time.monotonic() + timeout
+    found = await stores.describe(name, uuid, timeout=timeout)
+    check_living(name, found)
+    for _ in range(CHANGE_TRIES):
+        definition = redefined(found.order.definition)
+        if definition is None:
+            return stream_info(found)
+        log = found.order.uuid.hex()
+        keys = keys_of(stores, definition)
+        orders = orders_to_change(definition, keys, found, stores.runtime.keyring)
+        try:
+            changed = await stores.ask_stream(
+                name, log, Change(orders), Described, timeout=seconds_left(until_s), writes=True
+            )
+        except RevisionTaken:
+            found = await stores.describe(name, log, timeout=seconds_left(until_s))
+            continue
+        stores.forget(name)
+        stores.forget(name, uuid)
+        return stream_info(stores.known(name, changed))
+    raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
+
+
+async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> None:
+    """End a stream; one that is gone by then has ended."""
+    until_s = time.monotonic() + timeout
+    found = await stores.describe(name, uuid, timeout=timeout)
+    check_living(name, found)
+    log = found.order.uuid.hex()
+    with contextlib.suppress(NoStream):  # an answer was lost: it is gone
+        for _ in range(CHANGE_TRIES):
+            orders = orders_to_end(found, stores.runtime.keyring)
+            try:
+                await stores.ask_stream(
+                    name, log, Delete(orders), Settled, timeout=seconds_left(until_s), writes=True
+                )
+                break
+            except RevisionTaken:
+                found = await stores.describe(name, log, timeout=seconds_left(until_s))
+        else:
+            raise StreamError(
+                name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"
+            )
+    stores.forget_deleted(name, log)
+
+
+def promoted(name: str, there: Definition, record: bool) -> Definition | None:
+    """Return the definition of a copy that is promoted, None if it was before. Raises StreamError."""
+    if not there.mirror:
+        if there.origins:
+            return None
+        raise StreamError(name, "it is not a copy of another stream, so it cannot be promoted")
+    source = there.origins[-1]
+    topic, cluster = (source.topic, source.cluster) if record else ("", "")
+    return structs.replace(there, mirror="", topic=topic, cluster=cluster)
+
+
+def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
+    """Return every key of ours for a stream, what it records, and what a copy's records are of."""
+    keyring = stores.runtime.keyring
+    keys = [*stores.keys(definition.name)]
+    keys += keyring.for_filter(definition.topic) if definition.topic else ()
+    keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
+    for origin in definition.origins:
+        keys += keyring.for_cluster(origin.name)
+        keys += keyring.for_filter(origin.topic) if origin.topic else ()
+        keys += keyring.for_cluster(origin.cluster) if origin.cluster else ()
+    return list({key.key_id: key for key in keys}.values())
+
+
+def check_same(found: Known, definition: Definition) -> StreamInfo:
+    """Return a stream that is defined like this; raises StreamExists if it is defined otherwise."""
+    there = found.order.definition
+    if structs.replace(there, paused=False, consuming_paused=False) == definition:
+        return stream_info(found)
+    differ = [
+        field
+        for field in definition.__struct_fields__
+        if getattr(there, field) != getattr(definition, field)
+    ]
+    held = f"it is held by the store on {found.described.label} as log {found.order.uuid.hex()}"
+    named = ", ".join(field.removesuffix("_us") for field in differ)
+    advice = (
+        "`iris stream change` changes that"
+        if _CHANGEABLE.issuperset(differ)
+        else "give this one another name, or the same definition"
+    )
+    raise StreamExists(definition.name, f"{held}, with another {named}; {advice}")
+
+
+def check_living(name: str, found: Known) -> None:
+    """Raise StreamError for dead letters, which have no orders of their own."""
+    if found.dead:
+        of = found.order.definition.name
+        raise StreamError(
+            name, f"dead letters cannot be changed or deleted on their own; change or delete {of!r}"
+        )
+
+
+def check_ours(name: str) -> None:
+    """Raise ConfigError unless it is a name of a stream of our own site."""
+    check_cluster(name)
+    if split_site(name)[0]:
+        raise ConfigError(f"name: {name!r} names a site; a stream is made by a client of its site")

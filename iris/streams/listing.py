@@ -1,0 +1,144 @@
+"""Which streams there are, and what their stores say of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Final
+
+from msgspec import Struct, structs
+
+from iris.crypto.keys import ClusterKey, public_id
+from iris.deadlines import seconds_left
+from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
+from iris.streams.calls import Known, Stores
+from iris.wire.frames import NO_KEY, STORES
+from iris.wire.streams import (
+    DEAD,
+    ConsumerInfo,
+    Consumers,
+    DescribeConsumers,
+    Described,
+    Listed,
+    ListStreams,
+)
+
+MAX_FOUND: Final = 16_384
+"""Streams or consumers that one store is believed to have: three times what it keeps."""
+
+
+class StreamInfo(Struct, frozen=True):
+    """A stream as its store knows it. Limits of 0 are none; times are µs since 1970."""
+
+    name: str
+    uuid: str
+    """Which log it is, in hex: one that is created again has another."""
+    topic: str
+    cluster: str
+    max_bytes: int
+    max_messages: int
+    max_age: float
+    """Seconds."""
+    compact: bool
+    paused: bool
+    oldest: int
+    next: int
+    """The offset of the next message: the high-water mark."""
+    messages: int
+    size_bytes: int
+    epoch: int
+    created_us: int
+    store: str
+    """Id of the store, in hex."""
+    host: str
+    lost: int
+    """Messages that it could not record since it started, told in gaps."""
+    failed: str
+    """Why it takes no writes, or cannot be read."""
+    key_ids: list[str]
+    mirror: str = ""
+    """Of a copy: which log it copies, in hex. One that was promoted is none any more."""
+    source: str = ""
+    """What that log is called where it is."""
+    lag: int | None = None
+    """Of a copy: by how many messages it is behind its source, as far as a mirror has said since the store started."""
+    heard_us: int = 0
+    """When a mirror said so last; 0: not since then."""
+    consumers_paused: bool = False
+    """Consumers are handed nothing; recording goes on."""
+    dedup_window: float = 0.0
+    """Seconds for which ids of messages are remembered."""
+
+
+async def known_streams(stores: Stores, timeout: float) -> list[Known]:
+    """Return all streams under our keys, of every store that our relay knows. Raises StreamUnavailable."""
+    until_s = time.monotonic() + timeout
+    keys = {key.key_id: key for keys in stores.runtime.keyring.entries().values() for key in keys}
+    holders = await stores.holders(STORES, [NO_KEY], timeout=timeout)
+    found: dict[tuple[str, bytes], Described] = {}
+    # A store lists the streams of a key only to holders of that key.
+    for address in sorted({holder.uuid for holder in holders}):
+        for key in keys.values():
+            for described in await _listed(stores, address, key, until_s):
+                found[address, described.uuid] = described
+    knowns = []
+    for described in found.values():
+        with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
+            knowns.append(stores.known(described.definition.name, described))
+    return knowns
+
+
+async def _listed(stores: Stores, address: str, key: ClusterKey, until_s: float) -> list[Described]:
+    """Return the streams that one store has under one key."""
+    found: list[Described] = []
+    after, more = "", True
+    while more and len(found) < MAX_FOUND:
+        call = ListStreams(after)
+        try:
+            listed = await stores.ask(
+                address, key, call, Listed, timeout=seconds_left(until_s), shown="stores", own=True
+            )
+        except NoStream:
+            break  # the store has nothing under the key, or has just gone
+        except RequestError as err:
+            raise StreamUnavailable("streams", f"store {address[:8]}: {err}") from err
+        found += [one for one in listed.streams if public_id(one.store).hex() == address]
+        more = listed.more and bool(listed.streams)
+        if more:
+            last = listed.streams[-1]
+            after = f"{last.definition.name} {last.uuid.hex()}"
+    return found
+
+
+async def known_consumers(
+    stores: Stores, name: str, uuid: str, timeout: float
+) -> list[ConsumerInfo]:
+    """Return where the consumers of a stream are, by name. Raises StreamError."""
+    found: list[ConsumerInfo] = []
+    more, until_s = True, time.monotonic() + timeout
+    while more and len(found) < MAX_FOUND:
+        call = DescribeConsumers(found[-1].name if found else "")
+        answer = await stores.ask_stream(name, uuid, call, Consumers, timeout=seconds_left(until_s))
+        found += answer.consumers
+        more = answer.more and bool(answer.consumers)
+    return found
+
+
+def stream_info(known: Known) -> StreamInfo:
+    """Return what a user is told of a stream."""
+    found, definition = known.described, known.order.definition
+    if known.dead:
+        definition = structs.replace(
+            definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=(),
+            consuming_paused=False, dedup_window_us=0,
+        )  # fmt: skip
+    source = definition.origins[-1].name if definition.mirror else ""
+    heard = bool(source) and found.heard_us > 0
+    return StreamInfo(
+        definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
+        definition.max_age_us / 1e6, definition.compact, definition.paused, found.oldest, found.next, found.messages, found.size_bytes,
+        found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
+        [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
+        max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
+        definition.consuming_paused, definition.dedup_window_us / 1e6,
+    )  # fmt: skip
