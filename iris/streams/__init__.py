@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from msgspec import structs
 
@@ -27,6 +27,7 @@ from iris.streams.defining import (
     check_ours,
     check_same,
     end_stream,
+    given_fields,
     keys_of,
     make_stream,
     promoted,
@@ -150,16 +151,10 @@ class Streams:
         Raises:
             StreamError: there is no such stream, or its store refused.
         """
-        given = {
-            "max_bytes": max_bytes,
-            "max_messages": max_messages,
-            "max_age_us": None if max_age is None else round(max_age * 1e6),
-            "compact": compact,
-            "paused": paused,
-            "consuming_paused": consumers_paused,
-            "dedup_window_us": None if dedup_window is None else round(dedup_window * 1e6),
-        }
-        changes = {field: value for field, value in given.items() if value is not None}
+        changes = given_fields(
+            max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
+            consuming_paused=consumers_paused, dedup_window=dedup_window,
+        )  # fmt: skip
         return await redefine(
             self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout
         )
@@ -375,15 +370,9 @@ class Streams:
             raise ConfigError(f"name: {name!r} cannot be a copy of itself")
         if source.endswith(DEAD):
             raise ConfigError(f"source: {source!r} has dead letters, which are not copied")
-        given = {
-            "max_bytes": max_bytes,
-            "max_messages": max_messages,
-            "max_age_us": None if max_age is None else round(max_age * 1e6),
-            "compact": compact,
-        }
-        limits: dict[str, Any] = {
-            field: value for field, value in given.items() if value is not None
-        }
+        limits = given_fields(
+            max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact
+        )
         check_definition(Definition(name, **limits))
         return Mirror(
             self._stores, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience
@@ -397,7 +386,6 @@ class Streams:
         It takes appends from then on, and records what its source recorded, a topic or a cluster, here in our site; without
         `record` appends alone. What the source had beyond is not in it, and cannot come later. Raises StreamError.
         """
-
         return await redefine(
             self._stores, name, uuid, lambda there: promoted(name, there, record), timeout
         )

@@ -15,6 +15,7 @@ import msgspec
 
 from iris.core.channels import is_called, own_orders
 from iris.crypto.keys import ClusterKey
+from iris.deadlines import seconds_left
 from iris.errors import (
     AmbiguousStream,
     ConfigError,
@@ -349,8 +350,7 @@ class Stores:
         place = await self.place(name, uuid, timeout=timeout)
         of = self._key_uuids.get(place.uuid)
         if of is None:
-            left_s = max(0.001, until_s - time.monotonic())
-            known = await self.describe(name, place.uuid.hex(), timeout=left_s)
+            known = await self.describe(name, place.uuid.hex(), timeout=seconds_left(until_s))
             of = known.order.definition.key_uuid(known.order.uuid)
             if len(self._key_uuids) >= MAX_PLACES:
                 self._key_uuids.clear()
@@ -362,8 +362,7 @@ class Stores:
         until_s = _until(timeout)
         place = await self.place(name, uuid, timeout=timeout)
         if place.uuid not in self._remembering:
-            left_s = max(0.001, until_s - time.monotonic())
-            known = await self.describe(name, place.uuid.hex(), timeout=left_s)
+            known = await self.describe(name, place.uuid.hex(), timeout=seconds_left(until_s))
             if not known.order.definition.dedup_window_us:
                 raise StreamError(
                     name,
@@ -372,8 +371,7 @@ class Stores:
             if len(self._remembering) >= MAX_PLACES:
                 self._remembering.clear()
             self._remembering.add(place.uuid)
-        left_s = max(0.001, until_s - time.monotonic())
-        return await self.key_place(name, uuid, timeout=left_s)
+        return await self.key_place(name, uuid, timeout=seconds_left(until_s))
 
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""
@@ -416,7 +414,7 @@ class Stores:
         number = session.watch(name, list(key_ids), heard, stay=False, streams=True)
         self.runtime.touch()
         try:
-            async with asyncio.timeout(max(0.001, min(HOLDERS_S, until_s - time.monotonic()))):
+            async with asyncio.timeout(min(HOLDERS_S, seconds_left(until_s))):
                 await done
         except TimeoutError:
             raise ConnectionLost(

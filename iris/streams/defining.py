@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -25,6 +25,15 @@ _CHANGEABLE: Final = frozenset(
     {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us"}
 )
 """Fields of a definition that `change` changes."""
+
+
+def given_fields(
+    *, max_age: float | None = None, dedup_window: float | None = None, **given: Any
+) -> dict[str, Any]:
+    """Return the fields of a definition that are given, which is what is not None; times in seconds become µs."""
+    for field, seconds in (("max_age_us", max_age), ("dedup_window_us", dedup_window)):
+        given[field] = None if seconds is None else round(seconds * 1e6)
+    return {field: value for field, value in given.items() if value is not None}
 
 
 async def make_stream(stores: Stores, definition: Definition, timeout: float) -> Known:
