@@ -40,6 +40,52 @@ _decode_headers: Final = msgspec.msgpack.Decoder(dict[str, str]).decode
 Headers = dict[str, str]
 
 
+class BundleBuilder:
+    """The messages of a bundle that is not finished, and where it is cut.
+
+    The cut: messages that are objects and those that are bytes never share a bundle, and its payloads, keys and headers with
+    `MESSAGE_BYTES` for each message are at most `CUT_BYTES`, unless it is one message.
+    """
+
+    __slots__ = ("headers", "packed", "payloads", "plain", "size")
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.headers: list[Headers | None] | None = None
+        self.packed = False
+        self.plain = True
+        """It has neither headers nor objects."""
+        self.size = 0
+
+    def fits(self, size: int, packed: bool) -> bool:
+        """Return whether a message of `message_bytes` = `size` may join those that are there."""
+        return not self.payloads or (self.size + size <= CUT_BYTES and packed is self.packed)
+
+    def append(self, payload: bytes, headers: Headers | None, packed: bool, size: int) -> None:
+        """Add a message that fits."""
+        if not self.payloads:
+            self.packed = packed
+            self.plain = not packed
+        if headers and self.headers is None:
+            self.headers = [None] * len(self.payloads)
+            self.plain = False
+        self.payloads.append(payload)
+        if self.headers is not None:
+            self.headers.append(headers or None)
+        self.size += size
+
+    def cut(self) -> tuple[list[bytes], list[Headers | None] | None]:
+        """Return the payloads and headers, and begin the next bundle."""
+        taken = self.payloads, self.headers
+        self.payloads, self.headers, self.size = [], None, 0
+        return taken
+
+
+def message_bytes(payload: bytes, headers: Headers | None) -> int:
+    """Return what a message counts against the cut."""
+    return len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
+
+
 class Column(msgspec.Struct, frozen=True, gc=False):
     """Where a column lies in a bundle's plain text: its offsets from `offsets` to `base`, its bytes from there to `end`."""
 

@@ -10,13 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
-from iris.core.bundle import (
-    CUT_BYTES,
-    MESSAGE_BYTES,
-    Headers,
-    encode_bundle,
-    headers_bytes,
-)
+from iris.core.bundle import BundleBuilder, Headers, encode_bundle, message_bytes
 from iris.core.company import Company
 from iris.core.compression import Compressor
 from iris.crypto.keys import ClusterKey
@@ -35,38 +29,28 @@ Place = tuple[int, str, bytes, bytes, str]
 """kind, name, key id, sender id, site."""
 
 
-class OutFlow:
-    """One (kind, name, key) that this session sends to."""
+class OutFlow(BundleBuilder):
+    """One (kind, name, key) that this session sends to, and the bundle that it begins there."""
 
     __slots__ = (
         "alias",
         "first",
-        "headers",
         "key",
         "kind",
         "name",
-        "packed",
-        "payloads",
-        "plain",
         "prefix",
         "sealer",
         "sender_id",
         "site",
-        "size",
     )
 
     def __init__(self, kind: int, name: str, key: ClusterKey, site: str) -> None:
+        super().__init__()
         self.kind = kind
         self.name = name
         self.site = site
         """Where it is to go, as in DECLARE."""
         self.key = key
-        self.payloads: list[bytes] = []
-        self.headers: list[Headers | None] | None = None
-        self.packed = False
-        self.plain = True
-        """The bundle begun has neither headers nor objects."""
-        self.size = 0
         self.alias: Alias | None = None
 
     @property
@@ -164,29 +148,16 @@ class Outbound:
 
     def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
         """Put a message into the flow's bundle. `Client.offer` does the same for the plain case."""
-        own = len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
-        size = flow.size + own
+        size = message_bytes(payload, headers)
         if not flow.payloads:
             self._dirty.append(flow)
-            flow.packed = packed
-            flow.plain = not packed
-        elif size > CUT_BYTES or packed is not flow.packed:
+        elif not flow.fits(size, packed):
             self.cut(flow)  # it stays listed as dirty
-            size = own
-            flow.packed = packed
-            flow.plain = not packed
-        if headers and flow.headers is None:
-            flow.headers = [None] * len(flow.payloads)
-            flow.plain = False
-        flow.payloads.append(payload)
-        if flow.headers is not None:
-            flow.headers.append(headers or None)
-        flow.size = size
+        flow.append(payload, headers, packed, size)
 
     def cut(self, flow: OutFlow) -> None:
         """Seal and frame what the flow holds, which is at least one message."""
-        payloads, headers = flow.payloads, flow.headers
-        flow.payloads, flow.headers, flow.size = [], None, 0
+        payloads, headers = flow.cut()
         first = flow.first
         count = len(payloads)
         flow.first = first + count
@@ -279,12 +250,11 @@ class Outbound:
         """Return and forget the messages that no bundle took yet: (kind, name, payload, headers, packed)."""
         held = []
         for flow in self._dirty:
-            headers = flow.headers or [None] * len(flow.payloads)
+            payloads, headers = flow.cut()
             held += [
                 (flow.kind, flow.address, p, h, flow.packed)
-                for p, h in zip(flow.payloads, headers, strict=True)
+                for p, h in zip(payloads, headers or [None] * len(payloads), strict=True)
             ]
-            flow.payloads, flow.headers, flow.size = [], None, 0
         self._dirty = []
         return held
 

@@ -18,15 +18,17 @@ from msgspec import Struct
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from iris.core.bundle import HEADERS as HEADERS_FLAG
 from iris.core.bundle import (
+    CUT_BYTES,
     KEYS,
+    MESSAGE_BYTES,
     Column,
     Headers,
     decode_headers,
     find_columns,
     join_columns,
 )
+from iris.core.bundle import HEADERS as HEADERS_FLAG
 from iris.core.compression import expanded
 from iris.errors import DecodeError
 from iris.spark.errors import MALFORMED, MISFITS, SparkError
@@ -40,7 +42,6 @@ MAX_US: Final = 253_402_300_799_999_999
 """The end of the year 9999, which is Spark's."""
 BATCH_BYTES: Final = 4 << 20
 BATCH_ROWS: Final = 1 << 16
-CUT_BYTES: Final = 64 << 10
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -281,10 +282,10 @@ class _ValueDecoder:
 
 
 def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Headers | None] | None) -> Iterator[tuple[bytes, int]]:  # fmt: skip
-    """Yield (plain text, count) of the bundles of these rows, cut at 64 KiB; values and keys are binary arrays without nulls."""
+    """Yield (plain text, count) of the bundles of these rows, cut as by `BundleBuilder`; values and keys are binary arrays without nulls."""
     rows = len(values)
     starts, data = _buffers(values)
-    weights = starts - starts[0] + 8 * np.arange(rows + 1)
+    weights = starts - starts[0] + MESSAGE_BYTES * np.arange(rows + 1)
     key_starts, key_data = _buffers(keys) if keys is not None else (None, None)
     if key_starts is not None:
         weights = weights + (key_starts - key_starts[0])

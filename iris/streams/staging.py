@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from msgspec import Struct
 
-from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, headers_bytes
+from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
 from iris.streams.appending import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
@@ -87,11 +87,8 @@ class Staging:
         self._timeout = timeout
         self._attempt = os.urandom(16)
         self._records = 0
-        self._payloads: list[bytes] = []
-        self._headers: list[Headers | None] | None = None
-        self._packed = False
-        self._size = 0
-        """Of the open record."""
+        self._open = BundleBuilder()
+        """The record that is not sealed yet."""
         self._call: list[NewRecord] = []
         self._call_bytes = 0
         self._sealed_by: tuple[bytes, ClusterKey] | None = None
@@ -189,16 +186,10 @@ class Staging:
 
     async def _add(self, data: bytes, headers: Headers | None, packed: bool) -> None:
         """Put a message into the open record, which is sealed first if it is full or of another kind."""
-        size = len(data) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
-        if self._payloads and (self._size + size > CUT_BYTES or packed is not self._packed):
+        size = message_bytes(data, headers)
+        while not self._open.fits(size, packed):
             await self._cut()
-        if headers and self._headers is None:
-            self._headers = [None] * len(self._payloads)
-        self._packed = packed
-        self._payloads.append(data)
-        if self._headers is not None:
-            self._headers.append(headers or None)
-        self._size += size
+        self._open.append(data, headers, packed, size)
 
     async def _cut(self) -> tuple[Session, ClusterKey]:
         """Seal the open record, once there is room for it; return what to seal with. Cancelled while it waits, it has done nothing."""
@@ -207,10 +198,9 @@ class Staging:
         place = await self._stores.place(self.name, self._uuid, timeout=self._timeout)
         _, session = await self._stores.runtime.ready(self.name, self._timeout)
         self._check()
-        if self._payloads:
-            payloads, headers = self._payloads, self._headers
-            self._payloads, self._headers, self._size = [], None, 0
-            sealed = session.out.record(self.name, place.key, payloads, headers, self._packed)
+        if self._open.payloads:
+            payloads, headers = self._open.cut()
+            sealed = session.out.record(self.name, place.key, payloads, headers, self._open.packed)
             self._take(sealed, place.key, PLAIN)
         return session, place.key
 

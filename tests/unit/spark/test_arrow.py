@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iris.core.bundle import Headers, decode_keyed, encode_bundle
+from iris.core.bundle import (
+    CUT_BYTES,
+    BundleBuilder,
+    Headers,
+    decode_keyed,
+    encode_bundle,
+    message_bytes,
+)
 from iris.errors import DecodeError
 from iris.spark.arrow import Opened, RowBuilder, bundle_arrays, encode_bundles
 from iris.spark.errors import SparkError
@@ -165,6 +173,25 @@ def test_bundles_made_from_columns_are_those_of_the_encoder(
         assert plain == encode_bundle(payloads, found_headers, False, found_keys)
         at += count
     assert at == len(rows)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_are_cut_where_a_builder_cuts_them(seed: int) -> None:
+    rng = random.Random(seed)
+    usual = rng.choice((100, 5_000, 30_000))
+    values = [bytes(rng.choice((0, rng.randrange(usual), CUT_BYTES - 8))) for _ in range(400)]
+    headers: list[Headers | None] = [
+        {"h": "x" * 99} if rng.random() < 0.2 else None for _ in values
+    ]
+    builder, counts = BundleBuilder(), []
+    for value, said in zip(values, headers, strict=True):
+        size = message_bytes(value, said)
+        if not builder.fits(size, False):
+            counts.append(len(builder.cut()[0]))
+        builder.append(value, said, False, size)
+    counts.append(len(builder.cut()[0]))
+    cut = encode_bundles(pa.array(values, pa.binary()), None, headers)
+    assert [count for _, count in cut] == counts
 
 
 def test_headers_count_where_bundles_are_cut() -> None:
