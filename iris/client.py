@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import msgspec
@@ -116,9 +115,7 @@ class Client:
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def open(self) -> None:
