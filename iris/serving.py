@@ -75,7 +75,7 @@ class ServiceBinding:
         self._stop_by_s: float | None = None
         """It was stopped, and waits no longer than this for its tasks."""
         self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
-        self._log = LossLog("service", service.name)
+        self._log = LossLog(runtime, "service", service.name, f"gap handler of {service.name}")
 
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
         """It is this member from now on; a reconnect makes it another."""
@@ -176,13 +176,7 @@ class ServiceBinding:
 
     def gap(self, gap: Lost) -> None:
         """Some broadcasts did not come."""
-        listens = self.service.gap_handler is not None or self._runtime.on_loss is not None
-        self._log.add(gap, heard=listens)
-        if self.service.gap_handler is not None:
-            try:
-                self.service.gap_handler(gap)
-            except (Exception, asyncio.CancelledError):
-                self._runtime.handler_failed(f"gap handler of {self.service.name}")
+        self._log.tell(gap, self.service.gap_handler)
 
     # -- running ---------------------------------------------------------------------------------------------
 

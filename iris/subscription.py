@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from iris.core.message import Message
@@ -22,8 +20,6 @@ from iris.wire.names import check_filter, check_group
 
 MAX_CONCURRENCY: Final = 65_536
 QUEUE_BYTES: Final = 64 << 20
-
-log = logging.getLogger(__name__)
 
 CoroutineHandler = Callable[[Message], Awaitable[Any]]
 Policy = Literal["drop-new", "drop-old", "cut"]
@@ -71,7 +67,7 @@ class Subscription:
         self._policy = policy
         self._limit_bytes = limit_bytes
         self._on_gap = on_gap
-        self._log = LossLog("subscription", pattern)
+        self._log = LossLog(runtime, "subscription", pattern, f"on_gap of {pattern}")
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._queued_bytes = 0
         self._batch: Iterator[Message] = iter(())
@@ -171,12 +167,7 @@ class Subscription:
             await self.close()  # a filter that was refused must not be asked for at every reconnect
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
@@ -211,12 +202,7 @@ class Subscription:
     def gap(self, gap: Lost) -> None:
         """Some messages did not come."""
         self.lost += gap.count or 0
-        self._log.add(gap, heard=self._on_gap is not None or self._runtime.on_loss is not None)
-        if self._on_gap is not None:
-            try:
-                self._on_gap(gap)
-            except (Exception, asyncio.CancelledError):
-                self._runtime.handler_failed(f"on_gap of {self.filter}")
+        self._log.tell(gap, self._on_gap)
 
     def said_all(self) -> None:
         """The client is closed: the log waits for no more losses."""
