@@ -113,6 +113,10 @@ class Presence:
         self.session: StoreSession | None = None
         self.members: dict[int, Stream] = {}
         """By the member that takes a cluster's share for it."""
+        self.leaving = False
+        """Our relay is about to stop."""
+        self.blocked = False
+        """The relay does not read what we answer: readers wait."""
         self._key = key
         self._late = late
         self._refused = refused
@@ -128,6 +132,7 @@ class Presence:
         """A relay welcomed us: be there for creating streams."""
         self.detach()
         self.session = session
+        self.leaving = False
         asks = Asks(told("stores"))
         for name, tag in ((STORES, self._address), (self._address, "")):
             session.join(name, [NO_KEY], _STREAM, tag, asks.heard())

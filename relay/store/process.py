@@ -32,9 +32,10 @@ from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
+from relay.store.catalogue import is_stream
 from relay.store.database import sync_directory, write_beside
 from relay.store.errors import LogError
-from relay.store.keeper import COMMIT_BYTES, Store, is_stream
+from relay.store.keeper import COMMIT_BYTES, Store
 from relay.store.presence import Answered
 from relay.store.session import StoreSession
 from relay.supervisor import STREAMS, UNREAD
@@ -259,16 +260,16 @@ class StoreProcess:
 
     def writing_paused(self, pump: Pump[StoreSession]) -> None:
         """The relay does not read our answers: readers wait."""
-        self.store.blocked = True
+        self.store.presence.blocked = True
 
     def writing_resumed(self, pump: Pump[StoreSession]) -> None:
         """It does again."""
-        self.store.blocked = False
+        self.store.presence.blocked = False
 
     def disconnected(self, pump: Pump[StoreSession], reason: str) -> None:
         """The relay is gone."""
         if pump is self._pump:
-            self.store.blocked = False
+            self.store.presence.blocked = False
             # A store that outlives its relay does not know which others were there in between.
             complete = self._supervised and pump.session.complete
             self.store.detached(pump.session.relay_id, complete=complete)
@@ -281,7 +282,7 @@ class StoreProcess:
     async def outlast(self, ended: asyncio.Event) -> None:
         """We were told to stop. Whoever told us may stop our relay, too: what comes until that has `ended` is recorded."""
         until_s = self._loop.time() + HEED_S
-        while not ended.is_set() and (self.store.leaving or self._loop.time() < until_s):  # noqa: ASYNC110 - its DRAIN may come
+        while not ended.is_set() and (self.store.presence.leaving or self._loop.time() < until_s):  # noqa: ASYNC110 - its DRAIN may come
             await asyncio.sleep(TICK_S)
 
     def _leave_word(self, *, unread: bool = False) -> None:

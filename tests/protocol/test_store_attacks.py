@@ -324,18 +324,18 @@ def test_a_recorded_open_opens_nothing_however_many_channels_others_open(
     (declared, opening) = relay.recorded[-2]
     for _ in range(8):
         assert isinstance(relay.ask(Caller(KEY), streams.Describe()), streams.Described)
-    held = len(relay.store.channels)
+    held = len(relay.store.calls.channels)
     relay.hand(declared, opening, caller)
     (answer,) = relay.heard()
     refused = decode_answer(bytes(answer[BODY_AT:]))
     assert isinstance(refused, Refused)
     assert refused.code == "channel"
-    assert len(relay.store.channels) == held
-    assert len(relay.store.channels._spent) <= 4
+    assert len(relay.store.calls.channels) == held
+    assert len(relay.store.calls.channels._spent) <= 4
 
 
 def test_who_made_up_many_keys_ends_no_channels_of_another_stream(relay: Relay) -> None:
-    table = relay.store.channels = Channels(STORE_KEY, os.urandom, most=8, most_of_log=6)
+    table = relay.store.calls.channels = Channels(STORE_KEY, os.urandom, most=8, most_of_log=6)
     honest = [Caller(KEY) for _ in range(3)]
     for caller in honest:
         assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
@@ -351,7 +351,7 @@ def test_who_made_up_many_keys_ends_no_channels_of_another_stream(relay: Relay) 
     assert len(table) == 8
     for caller in honest:
         assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
-    assert relay.store.refused == 0
+    assert relay.store.calls.refused == 0
     # And the honest still get in.
     assert isinstance(relay.ask(Caller(KEY), streams.Describe()), streams.Described)
 
@@ -381,7 +381,7 @@ def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
             assert isinstance(refused, Refused)
             assert refused.code == "channel"
     assert state(relay.store) == before
-    assert not len(relay.store.channels)
+    assert not len(relay.store.calls.channels)
 
 
 def test_a_key_that_is_retired_while_its_channel_opens_or_is_refused_leaves_nobody_waiting(

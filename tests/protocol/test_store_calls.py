@@ -67,7 +67,7 @@ def test_a_call_without_the_key_is_refused_and_changes_nothing_whatever_a_relay_
     assert isinstance(answer, Refused)
     assert "upgrade the client" in answer.detail
     assert state(relay.store) == before
-    assert relay.store.refused == 1
+    assert relay.store.calls.refused == 1
 
 
 def test_a_party_without_the_key_learns_no_name_of_a_stream(relay: Relay) -> None:
@@ -123,10 +123,10 @@ def test_nobody_opens_a_channel_without_the_key_of_the_stream(relay: Relay, case
     if case == "no key's signature":
         signature = os.urandom(64)
     public = OTHER.public_key if case == "own key" else KEY.public_key
-    opens = len(relay.store.channels)
+    opens = len(relay.store.calls.channels)
     answer = raw(relay, encode(streams.Open(offer.nonce, door.nonce, public, share, signature)))
     assert isinstance(answer, Refused)
-    assert len(relay.store.channels) == opens
+    assert len(relay.store.calls.channels) == opens
 
 
 def test_a_share_of_low_order_opens_nothing(relay: Relay) -> None:
@@ -173,7 +173,7 @@ def test_an_altered_call_is_refused_and_not_done(relay: Relay, part: str, size: 
     assert isinstance(answer, ConnectionLost)
     assert answer.may_have_run
     assert state(relay.store) == before
-    assert relay.store.refused == 1
+    assert relay.store.calls.refused == 1
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -204,7 +204,7 @@ def test_a_replayed_call_is_done_once_and_its_answer_cannot_replace_the_first(re
     # The second is refused without a code, because a refusal with one would fit the first call.
     refusals = [decode_answer(body) for body in answers if body[0] != MARK]
     assert [r.code for r in refusals if isinstance(r, Refused)] == ["channel"]
-    assert relay.store.refused == 1
+    assert relay.store.calls.refused == 1
     assert caller.session.dropped["late answers"] == 1
 
 
@@ -364,7 +364,7 @@ def test_a_recorded_conversation_does_nothing_again_here_or_on_another_connectio
         assert not isinstance(relay.ask(caller, call, writes=True), Refused | IrisError)
     recorded = relay.recorded
     assert isinstance(relay.ask(Caller(KEY), ATTACKS["consume"]), streams.Delivered)
-    before, opened = state(relay.store), len(relay.store.channels)
+    before, opened = state(relay.store), len(relay.store.calls.channels)
     for again in (relay, Relay(relay.store)):  # the store attaches anew to the second
         for declared, frame in list(recorded[:5]):
             again.hand(declared, frame, Caller())
@@ -373,14 +373,14 @@ def test_a_recorded_conversation_does_nothing_again_here_or_on_another_connectio
         assert isinstance(answers[0], streams.Door)  # a knock is answered to anybody
         assert [type(one) for one in answers[1:]] == [Refused] * 4
         assert state(relay.store) == before
-    assert len(relay.store.channels) == opened
+    assert len(relay.store.calls.channels) == opened
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------
 
 
 def test_knocks_of_strangers_leave_nothing_at_the_store(relay: Relay) -> None:
-    table = relay.store.channels
+    table = relay.store.calls.channels
     held = (len(table), len(table._spent))
     for _ in range(300):
         assert isinstance(raw(relay, encode(streams.Knock(os.urandom(32)))), streams.Door)
@@ -407,7 +407,9 @@ def test_a_door_closes_after_half_a_minute(relay: Relay) -> None:
 def test_in_a_full_table_the_channel_idle_longest_makes_room_and_is_opened_again(
     relay: Relay,
 ) -> None:
-    table = relay.store.channels = channels.Channels(STORE_KEY, os.urandom, most=4, most_of_log=3)
+    table = relay.store.calls.channels = channels.Channels(
+        STORE_KEY, os.urandom, most=4, most_of_log=3
+    )
     callers = [Caller(KEY) for _ in range(4)]
     for caller in callers[:3]:
         relay.ask(caller, streams.Describe())
@@ -416,13 +418,13 @@ def test_in_a_full_table_the_channel_idle_longest_makes_room_and_is_opened_again
     assert len(table) == 3
     for caller in (callers[0], callers[2], callers[3]):
         assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
-    assert relay.store.refused == 0
+    assert relay.store.calls.refused == 0
     # A read is sent again by itself, of a write its caller hears.
     lost = relay.ask(callers[1], append(3), writes=True)
     assert isinstance(lost, ConnectionLost)
     assert isinstance(relay.ask(callers[1], append(3), writes=True), streams.Appended)
     assert isinstance(relay.ask(callers[0], streams.Describe()), streams.Described)
-    assert relay.store.refused == 2
+    assert relay.store.calls.refused == 2
 
 
 def test_a_client_that_uses_too_many_streams_opens_the_first_again(
@@ -432,7 +434,7 @@ def test_a_client_that_uses_too_many_streams_opens_the_first_again(
     caller = Caller(KEY)
     for name in (NAME, UUID.hex(), NAME, UUID.hex()):
         assert isinstance(relay.ask(caller, streams.Describe(), name=name), streams.Described)
-    assert len(relay.store.channels) == 3  # one is of the owner
+    assert len(relay.store.calls.channels) == 3  # one is of the owner
     waiters = [relay.send(caller, append(n), name=name, writes=True) for n, name in ((3, "a"), (4, NAME), (5, "b"))]  # fmt: skip
     relay.run(caller)
     assert [type(w.got) for w in waiters] == [Refused, streams.Appended, Refused]
@@ -440,7 +442,9 @@ def test_a_client_that_uses_too_many_streams_opens_the_first_again(
 
 
 def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:
-    table = relay.store.channels = channels.Channels(STORE_KEY, os.urandom, most=4, most_of_log=3)
+    table = relay.store.calls.channels = channels.Channels(
+        STORE_KEY, os.urandom, most=4, most_of_log=3
+    )
     relay.ask(Caller(KEY), streams.Create([order(OTHER, uuid=b"o" * 16, name="other")]), key=None, name=relay.store.address)  # fmt: skip
     quiet = Caller(OTHER)
     assert isinstance(relay.ask(quiet, streams.Describe(), key=OTHER, name="other"), streams.Described)  # fmt: skip
@@ -448,7 +452,7 @@ def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:
         relay.ask(Caller(KEY), streams.Describe())
     assert len(table) == 4
     assert isinstance(relay.ask(quiet, streams.Describe(), key=OTHER, name="other"), streams.Described)  # fmt: skip
-    assert relay.store.refused == 0
+    assert relay.store.calls.refused == 0
 
 
 def test_calls_that_wait_for_a_channel_leave_in_order_and_not_if_they_were_given_up(relay: Relay) -> None:  # fmt: skip

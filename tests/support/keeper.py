@@ -99,7 +99,7 @@ class Keeper:
         self.store.now_us = self.now_us
         asked = Asked(name, key, call)
         try:
-            self.store._calls[type(call)](asked, call)  # type: ignore[arg-type]  # a stand-in
+            self.store.calls.handlers[type(call)](asked, call)  # type: ignore[arg-type]  # a stand-in
         except Refuse as err:
             asked.refuse(err.code, str(err))
         except DecodeError as err:

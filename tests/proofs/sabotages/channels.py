@@ -165,8 +165,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "channel-needed",
-        "relay/store/keeper.py",
-        "Store.asked",
+        "relay/store/calls.py",
+        "Calls.asked",
         "question.channel is None and not isinstance(question.call, UNSEALED)",
         "False",
         CALLS,
@@ -174,8 +174,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "channel-other-key",
-        "relay/store/keeper.py",
-        "Store._on_open",
+        "relay/store/calls.py",
+        "Calls._on_open",
         "uuid != streams.NO_LOG and key_id != question.key_id",
         "False",
         CALLS,
@@ -183,8 +183,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "channel-list",
-        "relay/store/keeper.py",
-        "Store._on_list",
+        "relay/store/calls.py",
+        "Calls._on_list",
         "channel.key_id in s.orders",
         "True",
         CALLS,

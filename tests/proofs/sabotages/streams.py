@@ -362,9 +362,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "create-deleted",
-        "relay/store/keeper.py",
-        "Store._on_create",
-        "uuid in self._ended",
+        "relay/store/calls.py",
+        "Calls._on_create",
+        "uuid in self._catalogue.ended",
         "False",
         (
             "tests/integration/test_streams.py::test_the_first_order_of_a_deleted_stream_makes_no_new_one",
@@ -373,17 +373,17 @@ SABOTAGES = (
     ),
     Sabotage(
         "create-key",
-        "relay/store/keeper.py",
-        "Store._stream",
-        "self._places.get((question.name, question.key_id))",
-        "next((s for (name, _), s in self._places.items() if name == question.name), None)",
+        "relay/store/calls.py",
+        "Calls._stream",
+        "self._catalogue.places.get((question.name, question.key_id))",
+        "next((s for (name, _), s in self._catalogue.places.items() if name == question.name), None)",
         ("tests/protocol/test_store_calls.py",),
         "a stream is read and written under any key",
     ),
     Sabotage(
         "record-cluster",
-        "relay/store/keeper.py",
-        "Store._sharing",
+        "relay/store/catalogue.py",
+        "Catalogue.sharing",
         "not stream.shares(declared.name, declared.key_id)",
         "False",
         (

@@ -197,7 +197,7 @@ def test_after_a_clock_was_set_back_orders_of_now_are_taken_and_those_of_before_
     def change(one: SignedOrder) -> Any:  # `ask` would set all of its clocks
         asked = Asked("orders", OWNER, Change([one]))
         try:
-            keeper.store._on_change(asked, asked.call)  # type: ignore[arg-type]  # a stand-in
+            keeper.store.calls._on_change(asked, asked.call)  # type: ignore[arg-type]  # a stand-in
         except Refuse as err:
             asked.refuse(err.code, str(err))
         return asked.said
@@ -430,7 +430,7 @@ def test_a_recorded_end_does_not_end_the_stream_later(keeper: Keeper) -> None:
 
 
 def test_dead_letters_are_changed_and_ended_with_their_stream_alone(keeper: Keeper) -> None:
-    keeper.store._bury(keeper.store.streams[UUID], "work", [])
+    keeper.store.catalogue._bury(keeper.store.streams[UUID], "work", [])
     uuid = dead_uuid(UUID)
     for one in (UUID, uuid):
         end = order(action=END, revision=1, uuid=one)

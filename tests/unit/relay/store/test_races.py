@@ -69,7 +69,7 @@ class Slow(Keeper):
         """Make a call; its answer may come later."""
         asked = Asked(name, key, call)
         try:
-            self.store._calls[type(call)](asked, call)  # type: ignore[arg-type]
+            self.store.calls.handlers[type(call)](asked, call)  # type: ignore[arg-type]
         except Refuse as err:
             asked.refuse(err.code, str(err))
         return asked
@@ -108,7 +108,7 @@ def test_a_delete_that_comes_while_a_change_is_under_way_ends_the_stream(slow: S
     assert not slow.there, "it is a member for nothing at its relay"
     assert not slow.store.presence.members
     assert not slow.store.streams
-    assert not slow.store._places
+    assert not slow.store.catalogue.places
     slow.restart()
     assert not slow.store.streams
 
@@ -167,7 +167,7 @@ def test_changes_one_after_the_other_are_in_force_in_their_order_when_the_relay_
     stream = slow.store.streams[UUID]
     assert stream.definition.paused
     assert set(stream.orders) == {OWNER.key_id, SECOND.key_id}
-    assert slow.store._places["orders", SECOND.key_id] is stream
+    assert slow.store.catalogue.places["orders", SECOND.key_id] is stream
 
 
 def test_a_create_that_the_relay_refuses_while_it_is_deleted_leaves_nothing(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_key_under_which_another_stream_has_the_name_hides_neither(slow: Slow)
     slow.settle()
     assert isinstance(change.said, Described)
     for uuid in (UUID, theirs):
-        assert slow.store._places[uuid.hex(), SECOND.key_id].uuid == uuid
+        assert slow.store.catalogue.places[uuid.hex(), SECOND.key_id].uuid == uuid
     slow.put(Delete([order(action=END, revision=2)]), name=UUID.hex())
     slow.settle()
-    assert slow.store._places["orders", SECOND.key_id].uuid == theirs
+    assert slow.store.catalogue.places["orders", SECOND.key_id].uuid == theirs

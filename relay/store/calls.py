@@ -1,0 +1,368 @@
+"""The calls of users: which stream each is for, and what it does there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from iris.crypto.keys import public_id
+from iris.errors import DecodeError
+from iris.wire import streams
+from iris.wire.frames import NO_KEY
+from iris.wire.streams import END, SignedOrder, dead_uuid, decode_order
+from relay.logs import Quiet
+from relay.store.authority import Authority, is_promotion, one_definition
+from relay.store.catalogue import Catalogue, encode_kept
+from relay.store.channels import UNSEALED, UPGRADE, Channels
+from relay.store.clock import Clock
+from relay.store.consuming import ConsumerRefused, Consuming
+from relay.store.database import write_beside
+from relay.store.errors import ChannelRefused, LogDamaged, LogError, Refuse
+from relay.store.presence import Presence
+from relay.store.salvage import ORDERS
+from relay.store.session import Question
+from relay.store.staged import StagingRefused
+from relay.store.stream import Stream
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS: Final = 500
+"""What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
+
+
+class Calls:
+    """Answers the calls that come to one store."""
+
+    def __init__(
+        self,
+        public_key: bytes,
+        label: str,
+        catalogue: Catalogue,
+        channels: Channels,
+        authority: Authority,
+        presence: Presence,
+        clock: Clock,
+        touch: Callable[[Stream], None],
+    ) -> None:
+        """`touch` is called when there is something to commit to a stream."""
+        self.refused = 0
+        """Calls that failed authentication."""
+        self._public_key = public_key
+        self._address = public_id(public_key).hex()
+        self._label = label
+        self._catalogue = catalogue
+        self.channels = channels
+        self._authority = authority
+        self._presence = presence
+        self._clock = clock
+        self._touch = touch
+        self._quiet = Quiet()
+        self.handlers: dict[type, Callable[[Question, Any], None]] = {
+            streams.FindStore: self._on_find_store,
+            streams.Knock: self._on_knock,
+            streams.Open: self._on_open,
+            streams.Create: self._on_create,
+            streams.ListStreams: self._on_list,
+            streams.Describe: self._on_describe,
+            streams.Change: self._on_change,
+            streams.Delete: self._on_delete,
+            streams.Append: self._on_append,
+            streams.Stage: self._on_stage,
+            streams.Commit: self._on_commit,
+            streams.Discard: self._on_discard,
+            streams.Copy: self._on_copy,
+            streams.Fetch: self._on_fetch,
+            streams.Find: self._on_find,
+            streams.Consume: self._on_consume,
+            streams.Settle: self._on_settle,
+            streams.DescribeConsumers: self._on_consumers,
+            streams.DeleteConsumer: self._on_delete_consumer,
+        }
+
+    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
+        """Return the call in an authenticated body. Raises ChannelRefused."""
+        try:
+            return self.channels.unseal(question, end, body)
+        except ChannelRefused as err:
+            self._unproven(question, str(err))
+            raise
+
+    def asked(self, question: Question) -> None:
+        """A call came."""
+        try:
+            if question.channel is None and not isinstance(question.call, UNSEALED):
+                self._unproven(question, "it was not authenticated")
+                raise Refuse("invalid", UPGRADE)
+            self.handlers[type(question.call)](question, question.call)
+        except ChannelRefused as err:
+            self._unproven(question, str(err))
+            question.refuse("channel", str(err))
+        except (Refuse, StagingRefused) as err:
+            question.refuse(err.code, str(err))
+        except ConsumerRefused as err:
+            question.refuse("consumer", str(err))
+        except DecodeError as err:
+            question.refuse("invalid", str(err))
+        except LogDamaged as err:
+            question.refuse("damaged", str(err))
+        except LogError as err:
+            question.refuse("disk", str(err))
+        except (ValueError, OverflowError) as err:
+            question.refuse("invalid", str(err))
+        except Exception as err:  # a fault of ours costs this call, and nobody else theirs
+            log.exception("store.fault", extra={"fields": {"call": type(question.call).__name__}})
+            question.refuse("failed", f"internal error: {type(err).__name__}")
+
+    def _unproven(self, question: Question, reason: str) -> None:
+        """Count and log a call that failed authentication."""
+        self.refused += 1
+        fields = {"address": question.name, "key_id": question.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
+        self._quiet.warning(log, "store.call_refused", reason, self._clock.elapsed_us / 1e6, fields)
+
+    # -- calls of the store ----------------------------------------------------------------------------------
+
+    def _on_find_store(self, question: Question, call: streams.FindStore) -> None:
+        question.answer(streams.StoreInfo(self._public_key, self._label))
+
+    def _on_knock(self, question: Question, call: streams.Knock) -> None:
+        uuid, orders = self._called(question)
+        question.answer(self.channels.door(question, call, uuid, orders, self._clock.elapsed_us))
+
+    def _on_open(self, question: Question, call: streams.Open) -> None:
+        key_id = public_id(call.public_key)
+        uuid, _ = self._called(question)
+        if uuid == streams.NO_LOG and not any(
+            key_id in s.orders for s in self._catalogue.streams.values()
+        ):
+            raise Refuse("no-stream", f"this store has no stream under key {key_id.hex()[:8]}")
+        if uuid != streams.NO_LOG and key_id != question.key_id:
+            raise ChannelRefused("the call is addressed under another key than its caller's")
+        question.answer(self.channels.open(question, call, uuid, self._clock.elapsed_us))
+
+    def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
+        """Return the log that a frame is addressed to (`NO_LOG` for the store itself), and its order under the frame's key."""
+        if (question.name, question.key_id) == (self._address, NO_KEY):
+            return streams.NO_LOG, []
+        stream = self._stream(question)
+        return stream.uuid, [stream.orders[question.key_id][1]]
+
+    def _on_list(self, question: Question, call: streams.ListStreams) -> None:
+        channel = question.channel
+        if channel is None or channel.uuid != streams.NO_LOG:
+            raise Refuse("invalid", "listing streams requires a channel to the store itself")
+        found = [
+            s
+            for s in sorted(self._catalogue.streams.values(), key=_order_of_list)
+            if channel.key_id in s.orders and _order_of_list(s) > call.after
+        ]
+        told = [
+            stream.described(self._public_key, self._label)
+            for stream in found[: streams.MAX_LISTED]
+        ]
+        question.answer(streams.Listed(told, len(found) > streams.MAX_LISTED))
+
+    def _on_create(self, question: Question, call: streams.Create) -> None:
+        if question.name != self._address:
+            raise Refuse("order", "a stream is created at one store, by its own name")
+        uuid = decode_order(call.orders[0].order).uuid
+        orders = self._authority.read(call.orders, uuid)
+        definition = one_definition(orders)
+        here = {
+            id(s): s
+            for key_id in orders
+            if (s := self._catalogue.places.get((definition.name, key_id)))
+        }
+        for stream in here.values():
+            if stream.uuid == uuid and stream.definition == definition:
+                question.answer(stream.described(self._public_key, self._label))  # a retry
+                return
+            raise Refuse(
+                "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
+            )
+        if uuid in self._catalogue.streams:
+            raise Refuse("order", "another stream of this store has this uuid")
+        if uuid in self._catalogue.ended:
+            raise Refuse("order", "this log was deleted; create the stream again, with a new uuid")
+        if dead_uuid(uuid) in self._catalogue.streams or any(
+            uuid == dead_uuid(u) for u in self._catalogue.streams
+        ):
+            raise Refuse("order", "the dead letters of another stream have this uuid")
+        charter = self._authority.create(orders, self._clock.wall_us)
+        self._catalogue.check_keys(definition, set(orders))
+        if len(self._catalogue.streams) >= MAX_STREAMS:
+            raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
+        stream = self._catalogue.make(uuid, encode_kept(charter.kept), charter)
+        self._catalogue.place(stream)
+
+        def served(error: str) -> None:
+            if error:
+                question.refuse("order", f"the relay does not accept the order: {error}")
+                self._catalogue.remove(stream, error)
+            else:
+                question.answer(stream.described(self._public_key, self._label))
+                log.info(
+                    "store.stream_created",
+                    extra={"fields": {"stream": stream.name, "uuid": uuid.hex()}},
+                )
+
+        self._catalogue.serve(stream, served)
+
+    # -- calls of a stream -----------------------------------------------------------------------------------
+
+    def _stream(self, question: Question) -> Stream:
+        stream = self._catalogue.places.get((question.name, question.key_id))
+        if stream is None:
+            raise Refuse(
+                "no-stream",
+                f"no stream {question.name!r} under key {question.key_id.hex()[:8]} here",
+            )
+        return stream
+
+    def _on_describe(self, question: Question, call: streams.Describe) -> None:
+        question.answer(self._stream(question).described(self._public_key, self._label))
+
+    def _on_change(self, question: Question, call: streams.Change) -> None:
+        stream = self._stream(question)
+        if stream.dead or stream.log is None:
+            raise Refuse(
+                "invalid",
+                stream.failed or "dead letters cannot be changed on their own; change their stream",
+            )
+        charter = self._authority.change(
+            stream.charter, call.orders, stream.uuid, self._clock.wall_us
+        )
+        if charter is stream.charter:
+            question.answer(stream.described(self._public_key, self._label))  # a retry
+            return
+        old, definition = stream.definition, charter.definition
+        promoted = is_promotion(old, definition)
+        self._catalogue.check_keys(definition, set(charter.orders))
+        stream.commit(self._clock.wall_us)
+        kept = encode_kept(charter.kept)
+        stream.log.define(kept)
+        write_beside(stream.path + ORDERS, kept)
+        same_paused = definition.paused == old.paused
+        if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
+            stream.charter = charter
+            stream.redefine()
+            self._catalogue.place(stream)
+            question.answer(stream.described(self._public_key, self._label))
+            if old.consuming_paused and not definition.consuming_paused:
+                stream.wake(self._clock.wall_us)
+            return
+        self._catalogue.leave(stream)
+        self._catalogue.displace(stream)
+        stream.charter = charter
+        stream.redefine()
+        if promoted:
+            self._presence.show_again(stream)
+            fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "source": old.mirror}
+            log.info("store.stream_promoted", extra={"fields": fields})
+        elif definition.cluster and not old.paused:
+            # Between two memberships broadcasts may pass by.
+            stream.recorder.note(None, "its keys changed")
+            self._touch(stream)
+        if old.paused and not definition.paused and (definition.topic or definition.cluster):
+            stream.recorder.note(None, "it was paused")
+            self._touch(stream)
+        self._catalogue.place(stream)
+
+        def served(error: str) -> None:
+            if error:
+                question.refuse("order", f"the relay does not accept the order: {error}")
+            else:
+                question.answer(stream.described(self._public_key, self._label))
+
+        self._catalogue.serve(stream, served)
+
+    def _on_delete(self, question: Question, call: streams.Delete) -> None:
+        if self._was_ended(call):
+            question.answer(streams.Settled())  # a retry
+            return
+        stream = self._stream(question)
+        if stream.dead:
+            raise Refuse(
+                "invalid", "dead letters cannot be deleted on their own; delete their stream"
+            )
+        self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
+        self._catalogue.ended.add(stream.uuid, self._clock.wall_us)
+        self._catalogue.remove(stream, "the stream was deleted")
+        question.answer(streams.Settled())
+        log.info(
+            "store.stream_deleted",
+            extra={"fields": {"stream": stream.name, "uuid": stream.uuid.hex()}},
+        )
+
+    def _was_ended(self, call: streams.Delete) -> bool:
+        uuid = decode_order(call.orders[0].order).uuid
+        if uuid not in self._catalogue.ended:
+            return False
+        self._authority.read(call.orders, uuid, action=END)
+        return True
+
+    def _on_append(self, question: Question, call: streams.Append) -> None:
+        stream = self._stream(question)
+        stream.append(question, call)
+        self._touch(stream)
+
+    def _on_stage(self, question: Question, call: streams.Stage) -> None:
+        stream = self._stream(question)
+        stream.stage(question, call, self._clock.wall_us)
+        self._touch(stream)
+
+    def _on_commit(self, question: Question, call: streams.Commit) -> None:
+        stream = self._stream(question)
+        stream.show(question, call, self._clock.wall_us)
+        self._touch(stream)
+
+    def _on_discard(self, question: Question, call: streams.Discard) -> None:
+        self._stream(question).show(question, call, self._clock.wall_us)
+
+    def _on_copy(self, question: Question, call: streams.Copy) -> None:
+        stream = self._stream(question)
+        stream.copy(question, call, self._clock.wall_us)
+        self._touch(stream)
+
+    def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
+        stream = self._stream(question)
+        if self._presence.leaving and call.wait_ms:
+            raise Refuse("leaving", "the relay stops")
+        stream.fetch(question, call, self._clock.wall_us, wait=self._presence.blocked)
+
+    def _on_find(self, question: Question, call: streams.Find) -> None:
+        stream = self._stream(question)
+        if stream.log is None:
+            raise Refuse("damaged", stream.failed)
+        question.answer(streams.Found(stream.log.find(call.time_us)))
+
+    # -- calls of consumers ----------------------------------------------------------------------------------
+
+    def _consuming(self, question: Question) -> Consuming:
+        stream = self._stream(question)
+        if stream.consuming is None or stream.log is None:
+            raise Refuse("damaged", stream.failed)
+        if stream.log.failed:
+            raise Refuse("disk", stream.log.failed)
+        return stream.consuming
+
+    def _on_consume(self, question: Question, call: streams.Consume) -> None:
+        consuming = self._consuming(question)
+        if self._presence.leaving and call.wait_ms:
+            raise Refuse("leaving", "the relay stops")
+        consuming.take(question, call, self._clock.elapsed_us, wait=self._presence.blocked)
+
+    def _on_settle(self, question: Question, call: streams.Settle) -> None:
+        self._consuming(question).settle(question, call, self._clock.elapsed_us)
+
+    def _on_consumers(self, question: Question, call: streams.DescribeConsumers) -> None:
+        question.answer(streams.Consumers(*self._consuming(question).described(call.after)))
+
+    def _on_delete_consumer(self, question: Question, call: streams.DeleteConsumer) -> None:
+        if not self._consuming(question).delete(call.consumer):
+            raise Refuse("consumer", f"there is no consumer {call.consumer!r}")
+        question.answer(streams.Settled(1))
+
+
+def _order_of_list(stream: Stream) -> str:
+    return f"{stream.name} {stream.uuid.hex()}"

@@ -1,0 +1,212 @@
+"""Which streams a store has: on disk, by name, and at the relay.
+
+Each is a directory named by its uuid, with its orders in the log itself and in a file beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import structs
+
+from iris.errors import DecodeError, IrisError
+from iris.wire import frames
+from iris.wire.frames import MAX_KEY_IDS, Kind
+from iris.wire.streams import DEAD, Definition, dead_uuid
+from relay.store.authority import NO_CHARTER, Authority, Charter, Kept
+from relay.store.clock import Clock
+from relay.store.cursor import Dead
+from relay.store.database import write_beside
+from relay.store.ended import SUFFIX, Ended
+from relay.store.errors import LogError, LogWriteFailed, Refuse
+from relay.store.log import Log
+from relay.store.presence import Presence, Then
+from relay.store.salvage import ORDERS, finish
+from relay.store.stream import Stream
+
+log = logging.getLogger(__name__)
+
+_UUID: Final = re.compile("[0-9a-f]{32}")
+encode_kept: Final = msgspec.msgpack.Encoder().encode
+_decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
+
+
+class Catalogue:
+    """The streams of one directory."""
+
+    def __init__(
+        self, directory: Path, authority: Authority, presence: Presence, clock: Clock
+    ) -> None:
+        self.directory = directory
+        self.ended = Ended(directory)
+        self.streams: dict[bytes, Stream] = {}
+        self.places: dict[tuple[str, bytes], Stream] = {}
+        """By (name or uuid, key id)."""
+        self.version = 0
+        """Of what records what."""
+        self._authority = authority
+        self._presence = presence
+        self._clock = clock
+
+    def load(self) -> None:
+        """Open every stream of the directory; one that cannot be opened is kept aside and told."""
+        self.ended.load()
+        finish(self.directory)
+        for ended in self.ended.uuids:
+            for uuid in (ended, dead_uuid(ended)):
+                self._destroy(str(self.directory / uuid.hex()))
+        for path in sorted(self.directory.iterdir()):
+            if _UUID.fullmatch(path.name) and path.is_dir():
+                self._load(path, bytes.fromhex(path.name))
+
+    def make(self, uuid: bytes, kept: bytes, charter: Charter = NO_CHARTER) -> Stream:
+        """Create a stream on disk. Raises LogError."""
+        path = str(self.directory / uuid.hex())
+        write_beside(path + ORDERS, kept)
+        made = Log.create(path, uuid=uuid, definition=kept, created_us=self._clock.wall_us)
+        stream = self.streams[uuid] = Stream(path, uuid, made, charter, self._clock)
+        return stream
+
+    def _load(self, path: Path, uuid: bytes) -> None:
+        stream = Stream(str(path), uuid, None, clock=self._clock)
+        try:
+            opened = Log.open(str(path))
+        except LogError as err:
+            stream.failed = str(err)
+            try:  # whose it is, so that it is listed as what it is
+                self.take_up(stream, Path(f"{path}{ORDERS}").read_bytes())
+            except (OSError, msgspec.DecodeError, IrisError) as unknown:
+                stream.failed = f"{err}; and its orders: {unknown}"
+            log.error(
+                "store.stream_quarantined", extra={"fields": {"path": str(path), "error": str(err)}}
+            )
+        else:
+            stream.opened(opened)
+            try:
+                if opened.uuid != uuid:
+                    raise DecodeError("its directory bears another log's name")
+                self.take_up(stream, opened.definition)
+            except (msgspec.DecodeError, IrisError) as err:
+                stream.failed = f"its orders do not hold: {err}"
+                log.error(
+                    "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
+                )
+        self.streams[uuid] = stream
+
+    def take_up(self, stream: Stream, data: bytes) -> None:
+        """Give a stream the charter that was written to disk. Raises msgspec.DecodeError and Refuse."""
+        kept = _decode_kept(data)
+        stream.dead = bool(kept.parent)
+        if not stream.dead:
+            stream.charter = self._authority.load(kept, stream.uuid)
+            stream.redefine()
+
+    def serve(self, stream: Stream, then: Then) -> None:
+        dead = self.streams.get(dead_uuid(stream.uuid))
+        self._presence.serve(stream, dead, self.streams.values(), then)
+
+    def leave(self, stream: Stream) -> None:
+        others = [other for other in self.streams.values() if other is not stream]
+        self._presence.leave(stream, others)
+
+    def recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
+        if declared.kind == Kind.BROADCAST:
+            stream = self.sharing(declared)
+            return [] if stream is None else [stream]
+        return [s for s in self.streams.values() if s.records(declared.name, declared.key_id)]
+
+    def sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
+        """Return the stream that records a cluster's messages; None if it records nothing of that address."""
+        stream = self._presence.members.get(declared.member)
+        if stream is None or not stream.shares(declared.name, declared.key_id):
+            return None
+        return stream
+
+    def _bury(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
+        """Write dead letters to the log of its own, made for the first. Raises LogError."""
+        uuid = dead_uuid(stream.uuid)
+        grave = self.streams.get(uuid)
+        if grave is None:
+            grave = self.make(uuid, encode_kept(Kept(parent=stream.uuid)))
+            grave.dead = True
+            self.place(stream)
+            self._presence.serve_dead(stream, grave)
+        if not grave.dead:
+            raise LogWriteFailed(grave.path, "it is not a log of dead letters")
+        grave.bury_here(stream, consumer, letters, self._clock.wall_us)
+
+    def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
+        """Raise Refuse if a stream, or all that record one filter, have more keys than a frame to the relay takes."""
+        for stream in self.streams.values():
+            if definition.topic and stream.definition.topic == definition.topic:
+                key_ids = key_ids | stream.orders.keys()
+        if len(key_ids) > MAX_KEY_IDS:
+            raise Refuse(
+                "full",
+                f"{len(key_ids)} keys for {definition.topic or definition.name!r}: over {MAX_KEY_IDS}",
+            )
+
+    def place(self, stream: Stream) -> None:
+        if stream.dead:
+            return
+        stream.bury = partial(self._bury, stream)
+        self.version += 1
+        for key_id in stream.orders:
+            self.places[stream.uuid.hex(), key_id] = stream
+            self.places[stream.name, key_id] = stream
+        dead = self.streams.get(dead_uuid(stream.uuid))
+        if dead is not None:
+            dead.charter = stream.charter
+            limits = structs.replace(
+                stream.definition,
+                name=stream.name + DEAD,
+                topic="",
+                cluster="",
+                mirror="",
+                origins=(),
+                consuming_paused=False,
+                dedup_window_us=0,
+            )
+            dead.define(limits)
+            for key_id in stream.orders:
+                self.places[dead.uuid.hex(), key_id] = dead
+                self.places[dead.name, key_id] = dead
+
+    def displace(self, stream: Stream) -> None:
+        self.version += 1
+        dead = self.streams.get(dead_uuid(stream.uuid))
+        gone = (stream, dead)
+        self.places = {place: s for place, s in self.places.items() if s not in gone}
+        for other in self.streams.values():  # which it may have stood before, under a key of both
+            if other is not stream and other.name == stream.name:
+                self.place(other)
+
+    def _destroy(self, path: str) -> None:
+        """Remove a log that was deleted; what cannot be removed now is removed at the next start."""
+        try:
+            if os.path.isdir(path):
+                Log.destroy(path)
+            Path(path + ORDERS).unlink(missing_ok=True)
+        except (OSError, LogError) as err:
+            log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
+
+    def remove(self, stream: Stream, reason: str) -> None:
+        self.leave(stream)
+        self.displace(stream)
+        for uuid in (stream.uuid, dead_uuid(stream.uuid)):
+            gone = self.streams.pop(uuid, None)
+            if gone is not None:
+                gone.end(reason)
+                self._destroy(gone.path)
+
+
+def is_stream(name: str) -> bool:
+    """Whether an entry of the directory of streams is a stream, or what was kept of one."""
+    return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith(SUFFIX)
