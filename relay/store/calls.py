@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from iris.crypto.keys import public_id
@@ -175,7 +176,7 @@ class Calls:
         }
         for stream in here.values():
             if stream.uuid == uuid and stream.definition == definition:
-                question.answer(stream.described(self._public_key, self._label))  # a retry
+                self._describe(question, stream)  # a retry
                 return
             raise Refuse(
                 "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
@@ -196,15 +197,11 @@ class Calls:
         self._catalogue.place(stream)
 
         def served(error: str) -> None:
-            if error:
-                question.refuse("order", f"the relay does not accept the order: {error}")
-                self._catalogue.remove(stream, error)
+            if self._told(question, stream, error):
+                fields = {"stream": stream.name, "uuid": uuid.hex()}
+                log.info("store.stream_created", extra={"fields": fields})
             else:
-                question.answer(stream.described(self._public_key, self._label))
-                log.info(
-                    "store.stream_created",
-                    extra={"fields": {"stream": stream.name, "uuid": uuid.hex()}},
-                )
+                self._catalogue.remove(stream, error)
 
         self._catalogue.serve(stream, served)
 
@@ -219,8 +216,19 @@ class Calls:
             )
         return stream
 
+    def _describe(self, question: Question, stream: Stream) -> None:
+        question.answer(stream.described(self._public_key, self._label))
+
+    def _told(self, question: Question, stream: Stream, error: str) -> bool:
+        """The relay has answered an order: pass that on, and return whether it accepts it."""
+        if error:
+            question.refuse("order", f"the relay does not accept the order: {error}")
+        else:
+            self._describe(question, stream)
+        return not error
+
     def _on_describe(self, question: Question, call: streams.Describe) -> None:
-        question.answer(self._stream(question).described(self._public_key, self._label))
+        self._describe(question, self._stream(question))
 
     def _on_change(self, question: Question, call: streams.Change) -> None:
         stream = self._stream(question)
@@ -233,7 +241,7 @@ class Calls:
             stream.charter, call.orders, stream.uuid, self._clock.wall_us
         )
         if charter is stream.charter:
-            question.answer(stream.described(self._public_key, self._label))  # a retry
+            self._describe(question, stream)  # a retry
             return
         old, definition = stream.definition, charter.definition
         promoted = is_promotion(old, definition)
@@ -247,7 +255,7 @@ class Calls:
             stream.charter = charter
             stream.redefine()
             self._catalogue.place(stream)
-            question.answer(stream.described(self._public_key, self._label))
+            self._describe(question, stream)
             if old.consuming_paused and not definition.consuming_paused:
                 stream.wake(self._clock.wall_us)
             return
@@ -267,14 +275,7 @@ class Calls:
             stream.recorder.note(None, "it was paused")
             self._touch(stream)
         self._catalogue.place(stream)
-
-        def served(error: str) -> None:
-            if error:
-                question.refuse("order", f"the relay does not accept the order: {error}")
-            else:
-                question.answer(stream.described(self._public_key, self._label))
-
-        self._catalogue.serve(stream, served)
+        self._catalogue.serve(stream, partial(self._told, question, stream))
 
     def _on_delete(self, question: Question, call: streams.Delete) -> None:
         if self._was_ended(call):

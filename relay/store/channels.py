@@ -11,7 +11,7 @@ import hashlib
 import hmac
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.crypto.channel import Channel, accept_offer
 from iris.crypto.keys import StoreKey, public_id
@@ -28,9 +28,7 @@ from iris.wire.streams import (
     SignedOrder,
 )
 from relay.store.errors import ChannelRefused
-
-if TYPE_CHECKING:
-    from relay.store.session import Question
+from relay.store.session import Question
 
 MAX_CHANNELS: Final = 16_384
 """Open channels of one store: 2 KB each, 5 KB after long bodies one way ..."""

@@ -20,7 +20,7 @@ PUSHES: Final = Serving(4096, 64 << 20)
 _STREAM: Final = {int(Kind.STREAM): CALLS}
 _SHARE: Final = {int(Kind.PUSH): PUSHES, int(Kind.BROADCAST): PUSHES}
 
-Then = Callable[[str], None]
+Then = Callable[[str], object]
 """Hears what was wrong, or ""."""
 
 

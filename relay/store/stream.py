@@ -455,11 +455,11 @@ class Stream:
         if self.consuming is not None:
             self.consuming.left(hops, self._elapsed_us(now_us))
 
-    def turn_away(self, reason: str) -> None:
+    def turn_away(self, reason: str, code: str = "leaving") -> None:
         """Nobody can wait here now: readers come again later."""
         waiting, self._waiting = self._waiting, []
         for _, question, _ in waiting:
-            question.refuse("leaving", reason)
+            question.refuse(code, reason)
         if self.consuming is not None:
             self.consuming.turn_away(reason)
 
@@ -506,11 +506,7 @@ class Stream:
 
     def end(self, reason: str) -> None:
         """The stream is deleted: whoever waits hears so."""
-        waiting, self._waiting = self._waiting, []
-        for _, question, _ in waiting:
-            question.refuse("no-stream", reason)
-        if self.consuming is not None:
-            self.consuming.turn_away(reason)
+        self.turn_away(reason, "no-stream")
         self._failed(self.recorder.take(), LogWriteFailed(self.path, reason))
         self.close()
 
