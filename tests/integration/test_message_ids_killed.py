@@ -40,7 +40,7 @@ async def killed_after_a_write(rig: Rig, message_id: str) -> None:
     with (rig.directory / "store.log").open("ab") as log:
         rig._store = subprocess.Popen(command, env=rig.environ, stdout=log, stderr=log)  # noqa: ASYNC220 - as Rig does
     assert await rig.attached()
-    async with rig.client() as party:
+    async with rig.client(drain_timeout_s=0.1) as party:
         with pytest.raises(StreamUnavailable) as failed:
             await party.streams.append("orders", b"7", message_id=message_id, timeout=3.0)
     assert failed.value.may_have_run

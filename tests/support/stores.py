@@ -93,9 +93,10 @@ class Rig:
         self.end_store(signal.SIGKILL)
         self.end_relay(signal.SIGKILL)
 
-    def client(self) -> iris.Client:
-        """Return a client of the relay."""
-        return iris.connect(self.socket, keyring=iris.Keyring.single(KEY))
+    def client(self, **settings: Any) -> iris.Client:
+        """Return a client of the relay; `settings`: of its `ClientConfig`."""
+        config = iris.ClientConfig(relay=self.socket, **settings)
+        return iris.connect(keyring=iris.Keyring.single(KEY), config=config)
 
     # The relay
 

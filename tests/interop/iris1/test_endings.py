@@ -17,11 +17,14 @@ from relay.bridges.iris1.conversation import Conversation
 
 pytestmark = pytest.mark.timeout(60)
 
+HASTY = iris.ClientConfig(drain_timeout_s=0.2)
+"""Of clients whose handlers never end: nothing is gained by waiting for them."""
+
 
 async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() -> None:
     async with (
         bridged() as side,
-        side.cluster.client() as native_client,
+        side.cluster.client(config=HASTY) as native_client,
         AsyncExitStack() as serving,
     ):
         echo = Echo()
@@ -69,12 +72,13 @@ async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_n
     old, new = iris.ClusterKey(b"o" * 32), iris.ClusterKey(b"n" * 32)
     keyring = iris.Keyring.single(old)
     async with bridged() as side, AsyncExitStack() as serving:
-        config = iris.ClientConfig(drain_timeout_s=0.2)
-        side.bridge.connect = lambda label: side.cluster.client(keyring=keyring, config=config)
+        side.bridge.connect = lambda label: side.cluster.client(keyring=keyring, config=HASTY)
         echo = Echo()
         service = await side.register("rq", echo)
         client = await side.connect()
-        native_old = await serving.enter_async_context(side.cluster.client(keyring=keyring))
+        native_old = await serving.enter_async_context(
+            side.cluster.client(keyring=keyring, config=HASTY)
+        )
         await serving.enter_async_context(native_old.serve(sleeper("ours")))
         line, near = await client.tunnel("ours", 20_000), await client.tunnel("rq", 20_000)
         joining = await side.raw()

@@ -131,7 +131,7 @@ async def test_a_service_that_never_replies_costs_its_callers_their_timeout_and_
     async with bridged(native_timeout_s=0.05, grace_s=0.05) as side:
         await side.register("mute", Mute())
         # For its caller: on a busy machine the request would expire on its way, and the service not be asked.
-        side.bridge.config = replace(side.bridge.config, grace_s=20.0)
+        side.bridge.config = replace(side.bridge.config, grace_s=3.0)
         pure = await side.connect()
         with pytest.raises(binding.TimedOut):
             await pure.request("mute", b"x", 20)

@@ -238,7 +238,7 @@ async def first_power(rig: Rig, seed: int, shim: Path) -> Outcome:
     outcome = Outcome(seed)
     rig.start_relay()
     await rig.serve(**lossy(shim, rig))
-    async with rig.client() as client:
+    async with rig.client(drain_timeout_s=0.1) as client:
         await client.streams.create(ORDERS, timeout=PATIENCE_S)
         acked = {
             n: await client.streams.append(ORDERS, make_message(0, n, 100), timeout=PATIENCE_S)
