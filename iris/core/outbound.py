@@ -15,7 +15,7 @@ from iris.core.company import Company
 from iris.core.compression import Compressor
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
-from iris.wire.codec import END, HOP, encode_control, metadata_prefix
+from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control, metadata_prefix
 from iris.wire.frames import NO_KEY, Control, Declare, Kind, Prove
 from iris.wire.names import split_site
 
@@ -191,7 +191,7 @@ class Outbound:
         alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site)
         self.sent_messages += 1
         self.raw(
-            HOP.pack(46 + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
+            HOP.pack(DATA_LENGTH + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
             + END.pack(self.now_us, timeout_ms, 1, 0)
             + body
         )
@@ -212,7 +212,7 @@ class Outbound:
         alias = self._aliases.get(place) or self._declare(*place)
         alias.used = self._tick = self._tick + 1
         self.sent_messages += 1
-        size = 46 + len(head) + len(body)
+        size = DATA_LENGTH + len(head) + len(body)
         start = HOP.pack(size, Kind.STREAM, 0, alias.number, hop, deadline_us) + end + head
         if len(body) < SMALL_BYTES:
             self.raw(start + body)
@@ -325,14 +325,18 @@ class Outbound:
         end = END.pack(self.now_us, timeout_ms, count, first)
         sealed, body = sealer.seal_apart(plain, flow.prefix + end + suffix)
         size = len(sealed) + len(body)
-        header = HOP.pack(46 + size, flow.kind, 0, alias.number, hop, deadline_us) + end + sealed
+        header = (
+            HOP.pack(DATA_LENGTH + size, flow.kind, 0, alias.number, hop, deadline_us)
+            + end
+            + sealed
+        )
         if size < SMALL_BYTES:
             self.chunks.append(header + body)
         else:
             self.chunks.append(header)
             self.chunks.append(body)
         self.sent_messages += count
-        self.chunk_bytes += 50 + size
+        self.chunk_bytes += BODY_AT + size
         if self.chunk_bytes > self._full_bytes:
             self._on_full()
         return counter

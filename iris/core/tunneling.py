@@ -12,7 +12,7 @@ from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT
+from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.frames import Cause, Kind, Refusal
 from iris.wire.names import split_site
 
@@ -117,7 +117,7 @@ class Tunneling:
         self._shares.take(key_id)
         self._session.deadline_us = min(self._session.deadline_us, until)
         tunnel.wake = lambda: self._opened(hop, tunnel, flow)
-        self._emit(HOP.pack(22 + len(answer), Kind.TUNNEL_ACCEPT, 0, 0, hop, 0) + answer)
+        self._emit(tunnel_frame(Kind.TUNNEL_ACCEPT, hop, answer))
 
     def _opened(self, hop: int, tunnel: TunnelEnd, flow: InFlow) -> None:
         """The first record of a tunnel to us was read, or failed."""

@@ -43,17 +43,25 @@ BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")
 """What a receiver reads of a bundle: kind, alias, sent, count, first."""
 REWRITE: Final = struct.Struct("<IQ")
 """alias, hop id; written at `ALIAS_AT`."""
+LENGTH: Final = struct.Struct("<I")
 ALIAS: Final = struct.Struct("<I")
 DEADLINE: Final = struct.Struct("<q")
+FIRST: Final = struct.Struct("<Q")
 
 KIND_AT: Final = 4
 FLAGS_AT: Final = 5
 ALIAS_AT: Final = 6
 DEADLINE_AT: Final = 18
 END_AT: Final = 26
+FIRST_AT: Final = 42
 BODY_AT: Final = 50
 TUNNEL_BODY_AT: Final = 26
 PREFIX_BYTES: Final = 6
+LENGTH_BYTES: Final = 4
+DATA_LENGTH: Final = BODY_AT - LENGTH_BYTES
+"""What the length field of a data frame says, less its body."""
+TUNNEL_LENGTH: Final = TUNNEL_BODY_AT - LENGTH_BYTES
+"""The same of a frame with hop fields only."""
 
 RELAY_HOP: Final = 1 << 63
 """Set in hop ids that a relay chose, so that both sides of a session number their own."""
@@ -84,7 +92,7 @@ def encode_control(body: Control) -> bytes:
         raise LocalProtocolError(
             f"a {kind.name} frame of {len(data)} bytes is over the limit of {limit}"
         )
-    return PREFIX.pack(2 + len(data), kind, 0) + data
+    return PREFIX.pack(PREFIX_BYTES - LENGTH_BYTES + len(data), kind, 0) + data
 
 
 def decode_control(buf: memoryview, start: int, end: int) -> Control:
@@ -107,7 +115,7 @@ def decode_control(buf: memoryview, start: int, end: int) -> Control:
 
 def tunnel_frame(kind: int, hop: int, body: bytes) -> bytes:
     """Return a frame with hop fields only."""
-    return HOP.pack(22 + len(body), kind, 0, 0, hop, 0) + body
+    return HOP.pack(TUNNEL_LENGTH + len(body), kind, 0, 0, hop, 0) + body
 
 
 def metadata_prefix(kind: int, name: str, key_id: bytes, sender_id: bytes) -> bytes:
@@ -184,7 +192,7 @@ class FrameReader:
         end = len(self._tail) + nbytes
         self._tail = b""
         pos = 0
-        unpack = ALIAS.unpack_from
+        unpack = LENGTH.unpack_from
         while end - pos >= 4:
             (length,) = unpack(buf, pos)
             stop = pos + 4 + length

@@ -13,7 +13,7 @@ import msgspec
 
 from iris.core.aliases import Alias
 from iris.errors import PeerProtocolError
-from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, END_AT
+from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
 from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
 from relay.core.away import Away
 from relay.core.flags import route_of
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 TOLD_US: Final = 1_000_000
 MAX_TOLD: Final = 4096
 BEGAN: Final = "sent while a link on the way was down"
-_FIRST: Final = END_AT + 16
 
 
 class Casts:
@@ -115,7 +114,7 @@ class Casts:
 
     def _too_slow(self, target: Target, buf: memoryview, start: int, count: int) -> None:
         self._accounts.drop("slow receiver", count)
-        first = int.from_bytes(buf[start + _FIRST : start + _FIRST + 8], "little")
+        first = FIRST.unpack_from(buf, start + FIRST_AT)[0]
         target.neighbor.dropped(target.delivery, first, count)
         self._slow.dropped(target.neighbor, target.delivery, count)
 

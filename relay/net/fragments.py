@@ -27,8 +27,11 @@ from iris.wire.codec import (
     ALIAS,
     ALIAS_AT,
     BODY_AT,
+    DATA_LENGTH,
     FLAGS_AT,
     KIND_AT,
+    LENGTH,
+    LENGTH_BYTES,
     PREFIX,
     PREFIX_BYTES,
     decode_control,
@@ -246,7 +249,7 @@ class Lanes:
         start = BODY_AT + lane.offset
         end = min(start + PIECE_BYTES, len(frame))
         last = end == len(frame)
-        length = BODY_AT - 4 + end - start
+        length = DATA_LENGTH + end - start
         flags = frame[FLAGS_AT] | (0 if last else FLAG_MORE)
         chunks.append(
             PREFIX.pack(length, frame[KIND_AT], flags)
@@ -364,7 +367,7 @@ class Assembly:
         self.held_bytes += piece
         if not piece:
             raise PeerProtocolError("a piece of nothing")
-        if len(part.frame) - 4 + piece > self._limit:
+        if len(part.frame) - LENGTH_BYTES + piece > self._limit:
             raise PeerProtocolError(f"a body in pieces is over the limit of {self._limit}")
         if self.held_bytes > max(MAX_OPEN_BYTES, self._limit):
             raise PeerProtocolError(f"more than {MAX_OPEN_BYTES} bytes of unfinished bodies")
@@ -374,5 +377,5 @@ class Assembly:
         del self._parts[alias]
         whole = part.frame
         self.held_bytes -= len(whole) - BODY_AT
-        ALIAS.pack_into(whole, 0, len(whole) - 4)
+        LENGTH.pack_into(whole, 0, len(whole) - LENGTH_BYTES)
         return memoryview(whole)

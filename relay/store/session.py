@@ -17,6 +17,7 @@ from iris.errors import ConnectionLost, DecodeError, PeerProtocolError, RelayUna
 from iris.wire import frames
 from iris.wire.codec import (
     BODY_AT,
+    DATA_LENGTH,
     END,
     END_AT,
     FLAGS_AT,
@@ -285,7 +286,7 @@ class StoreSession:
         sealed = b""
         if question.channel is not None:
             sealed = question.channel.seal(question.counter, end, body)
-        size = 46 + len(sealed) + len(body)
+        size = DATA_LENGTH + len(sealed) + len(body)
         head = HOP.pack(size, Kind.STREAM_REPLY, 0, alias.number, question.hop, 0)
         self.out.add(head + end + sealed)
         self.out.add(body)
@@ -300,7 +301,7 @@ class StoreSession:
         """Send a push back: another member may take it."""
         if self.state != "up":
             return
-        size = 46 + len(bundle.body)
+        size = DATA_LENGTH + len(bundle.body)
         flags = FLAG_REFUSED | reason << 4
         self.out.add(HOP.pack(size, Kind.PUSH, flags, 0, bundle.hop, 0) + bundle.end + bundle.body)
 

@@ -272,7 +272,7 @@ SABOTAGES = (
         "pieces-limit",
         "relay/net/fragments.py",
         "Assembly.add",
-        "len(part.frame) - 4 + piece > self._limit",
+        "len(part.frame) - LENGTH_BYTES + piece > self._limit",
         "False",
         FRAGMENTS,
         "an endless fragmented message fills our memory",
