@@ -37,6 +37,7 @@ log = logging.getLogger("iris.client")  # programs know it by this name
 
 MAX_LOSSES: Final = 1000
 LOG_INTERVAL_S: Final = 1.0
+TUNNEL: Final = "; send it through a tunnel"
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -200,11 +201,18 @@ class Runtime:
 
     # -- what is sent ----------------------------------------------------------------------------------------
 
-    def encode(self, payload: object, headers: Headers | None) -> tuple[bytes, bool]:
-        """Return a payload's bytes, and whether they are MessagePack; raises MessageTooLarge or LocalProtocolError."""
+    def encode(
+        self, payload: object, headers: Headers | None, advice: str = TUNNEL
+    ) -> tuple[bytes, bool]:
+        """Return a payload's bytes, and whether they are MessagePack.
+
+        Raises:
+            MessageTooLarge: it is over the limit, which is never less than a bundle's; `advice` ends the text.
+            LocalProtocolError: `headers` are not str to str, or too large.
+        """
         data, packed = encode_payload(payload)
         if len(data) > CUT_BYTES:
-            self.check_size(data)
+            self.check_size(data, advice)
         if headers:
             check_headers(headers)
         return data, packed
@@ -220,13 +228,11 @@ class Runtime:
         session = self.session
         return session.message_limit if session is not None else self.config.message_limit_bytes
 
-    def check_size(self, data: bytes) -> None:
+    def check_size(self, data: bytes, advice: str = TUNNEL) -> None:
         """Raise MessageTooLarge if a payload is over the limit."""
         limit = self.message_limit
         if len(data) > limit:
-            raise MessageTooLarge(
-                f"{len(data)} bytes are over the limit of {limit}; send it through a tunnel"
-            )
+            raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit}{advice}")
 
     def take(
         self, kind: Kind, name: str, payload: object, headers: Headers | None, *, force: bool = False

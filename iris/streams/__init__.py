@@ -34,7 +34,7 @@ from iris.streams.defining import (
     redefine,
 )
 from iris.streams.listing import StreamInfo, known_consumers, known_streams, stream_info
-from iris.streams.messages import encode_message, make_extras
+from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
 from iris.streams.reading import FETCH_BYTES, Reader, Start
 from iris.streams.records import StreamGap, StreamMessage
@@ -215,7 +215,7 @@ class Streams:
             OffsetConflict: the next offset is another; nothing was stored.
             StreamError: StreamUnavailable says in `may_have_run` whether it may be stored. After a timeout it may still be.
         """
-        data, packed = encode_message(self._runtime, message, headers)
+        data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
         extras = await make_extras(
             self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
             message_id=message_id,
@@ -246,7 +246,7 @@ class Streams:
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
-                    data, packed = encode_message(self._runtime, message, None)
+                    data, packed = self._runtime.encode(message, None, OF_A_MESSAGE)
                     if producer.full:
                         await producer.room()
                     places.append(producer.add(data, None, packed, PLAIN))

@@ -7,35 +7,16 @@ import time
 from datetime import datetime
 from typing import Final
 
-from iris.core.bundle import Headers, check_headers
-from iris.core.message import encode_payload
 from iris.errors import ConfigError, MessageTooLarge, StreamError
-from iris.runtime import Runtime
 from iris.streams.appending import PLAIN, Extras
 from iris.streams.calls import Stores
 
 MAX_US: Final = 1 << 62
 """µs since 1970."""
 MAX_KEY_BYTES: Final = 4096
+OF_A_MESSAGE: Final = " of a message"
+"""What limit a message is over."""
 ID_LABEL: Final = b"iris-message-id-1"
-
-
-def encode_message(
-    runtime: Runtime, message: object, headers: Headers | None
-) -> tuple[bytes, bool]:
-    """Return a message's bytes, and whether they are MessagePack.
-
-    Raises:
-        MessageTooLarge: it is over the client's limit.
-        LocalProtocolError: `headers` are not str to str, or too large.
-    """
-    data, packed = encode_payload(message)
-    limit = runtime.message_limit
-    if len(data) > limit:
-        raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit} of a message")
-    if headers:
-        check_headers(headers)
-    return data, packed
 
 
 async def make_extras(

@@ -22,7 +22,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
 from iris.streams.appending import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.streams.calls import Stores
-from iris.streams.messages import encode_message, make_extras
+from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.wire.names import check_cluster
 from iris.wire.streams import (
     MAX_ATTEMPTS,
@@ -116,7 +116,7 @@ class Staging:
             Closed: after `finish` or `close`.
         """
         self._check()
-        data, packed = encode_message(self._stores.runtime, message, headers)
+        data, packed = self._stores.runtime.encode(message, headers, OF_A_MESSAGE)
         extras = await make_extras(
             self._stores, self.name, self._uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=self._timeout
         )  # fmt: skip
@@ -132,7 +132,7 @@ class Staging:
         """Stage messages in order, several to a record; raises as `append`."""
         for message in messages:
             self._check()
-            data, packed = encode_message(self._stores.runtime, message, None)
+            data, packed = self._stores.runtime.encode(message, None, OF_A_MESSAGE)
             await self._add(data, None, packed)
 
     async def add_bundle(self, plain: bytes, count: int) -> None:
@@ -143,9 +143,7 @@ class Staging:
         self._check()
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
             raise LocalProtocolError(f"no bundle of {count} messages")
-        limit = self._stores.runtime.message_limit
-        if len(plain) > limit:
-            raise MessageTooLarge(f"{len(plain)} bytes are over the limit of {limit} of a message")
+        self._stores.runtime.check_size(plain, OF_A_MESSAGE)
         session, sealing = await self._cut()
         self._take(session.out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
 
