@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -17,10 +16,11 @@ from typing import Final
 from msgspec import structs
 
 from iris.core.bundle import Headers
+from iris.core.producer import PLAIN
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamUnavailable
 from iris.runtime import Runtime
-from iris.streams.appending import PLAIN, Producer, append_expecting
+from iris.streams.appending import Appender, append_expecting
 from iris.streams.calls import Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.defining import (
@@ -86,7 +86,7 @@ class Streams:
         self._runtime = runtime
         self._stores = Stores(runtime)
         self.keys_changed = self._stores.keys_changed
-        self._producers: dict[tuple[str, str], Producer] = {}
+        self._appenders: dict[tuple[str, str], Appender] = {}
         runtime.parts.append(self)
 
     # -- which there are -------------------------------------------------------------------------------------
@@ -224,11 +224,12 @@ class Streams:
             return await append_expecting(
                 self._stores, name, uuid, data, headers, packed, extras, expect, timeout
             )
-        producer = self._producer(name, uuid)
+        appender = self._appender(name, uuid)
+        producer = appender.producer
         try:
             async with asyncio.timeout(timeout):
                 if producer.full:
-                    await producer.room()
+                    await appender.room()
                 future, place = producer.add(data, headers, packed, extras)
                 return await asyncio.shield(future) + place
         except TimeoutError:
@@ -241,14 +242,15 @@ class Streams:
         self, name: str, messages: Sequence[object], *, uuid: str = "", timeout: float = 30.0
     ) -> _Offsets:
         """Store messages in order and return their offsets once all are on disk; raises as `append`, and then some may be stored."""
-        producer = self._producer(name, uuid)
+        appender = self._appender(name, uuid)
+        producer = appender.producer
         places: _Places = []
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
                     data, packed = self._runtime.encode(message, None, OF_A_MESSAGE)
                     if producer.full:
-                        await producer.room()
+                        await appender.room()
                     places.append(producer.add(data, None, packed, PLAIN))
                 if places:  # waiting cancels none of them
                     await asyncio.wait({future for future, _ in places})
@@ -394,22 +396,20 @@ class Streams:
 
     async def finish(self) -> None:
         """Return when all that was appended has ended (for the client)."""
-        await asyncio.gather(*(producer.finish() for producer in self._producers.values()))
+        await asyncio.gather(*(appender.finish() for appender in self._appenders.values()))
 
     def end(self) -> None:
         """Send nothing more (for the client)."""
-        for producer in self._producers.values():
-            producer.end("the client was closed")
+        for appender in self._appenders.values():
+            appender.end("the client was closed")
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _producer(self, name: str, uuid: str) -> Producer:
-        producer = self._producers.get((name, uuid))
-        if producer is None:
+    def _appender(self, name: str, uuid: str) -> Appender:
+        appender = self._appenders.get((name, uuid))
+        if appender is None:
             self._stores.keys(name)
-            if len(self._producers) >= MAX_PRODUCERS:
+            if len(self._appenders) >= MAX_PRODUCERS:
                 raise StreamError(name, f"this client appends to {MAX_PRODUCERS} streams already")
-            producer = self._producers[name, uuid] = Producer(
-                self._stores, name, uuid, os.urandom(16)
-            )
-        return producer
+            appender = self._appenders[name, uuid] = Appender(self._stores, name, uuid)
+        return appender

@@ -7,8 +7,8 @@ import time
 from datetime import datetime
 from typing import Final
 
+from iris.core.producer import PLAIN, Extras
 from iris.errors import ConfigError, MessageTooLarge, StreamError
-from iris.streams.appending import PLAIN, Extras
 from iris.streams.calls import Stores
 
 MAX_US: Final = 1 << 62

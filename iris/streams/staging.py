@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 from msgspec import Struct
 
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
+from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
-from iris.streams.appending import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.streams.calls import Stores
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.wire.names import check_cluster

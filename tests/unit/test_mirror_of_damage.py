@@ -17,7 +17,7 @@ class Stub(Mirror):
     def __init__(self, refusal: StreamError, *, ever: bool = False) -> None:
         unused: Any = None
         super().__init__(
-            unused, unused, "eu:orders", "orders-eu", follow=False, limits={}, uuid="", patience=1.0
+            unused, "eu:orders", "orders-eu", follow=False, limits={}, uuid="", patience=1.0
         )
         self.calls: list[Copy] = []
         self._refusal = refusal

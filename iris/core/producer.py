@@ -1,0 +1,409 @@
+"""Appends in order, each stored once: a window of sealed records on the way, sent again until the store has said what became of them.
+
+    add ─► open record ── cut, 64 KiB ──► queue ── due, window ──► on the way ── answered ──► offsets
+                                            ▲                          │ lost, out of order
+                                            └───────── all over ◄──────┘
+
+A producer is a random id; its records are numbered from 0 in every epoch, and the store takes number n after n - 1 alone. So what
+was lost on the way goes out again as it was, in order, when nothing else is on the way; what was stored before is known by its number.
+In another epoch the store cannot tell it from something new: what may be stored is then given up, and its sender is told so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Generic, TypeVar
+
+from iris.core.asks import NEVER_US
+from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, headers_bytes
+from iris.core.outbound import Outbound
+from iris.core.parties import Waiter
+from iris.crypto.keys import ClusterKey
+from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
+from iris.wire.streams import (
+    DUPLICATE,
+    FENCED,
+    OUT_OF_ORDER,
+    STORED,
+    Append,
+    NewRecord,
+    Outcome,
+)
+
+WINDOW: Final = 64
+"""Records on the way at once: of so many the store knows the offsets when they come again."""
+CALL_BYTES: Final = 256 << 10
+QUEUE_BYTES: Final = 32 << 20
+"""Appends wait while more than this is on the way or waits for it."""
+RECORD_BYTES: Final = 256
+PAUSE_MIN_US: Final = 20_000
+PAUSE_MAX_US: Final = 1_000_000
+W = TypeVar("W", bound=Waiter)
+
+
+class Extras:
+    """What a message that is sealed alone, or with its equals, is stored with."""
+
+    __slots__ = ("due_us", "expires_us", "id_hash", "key", "key_hash", "tombstone")
+
+    def __init__(
+        self, key: bytes = b"", key_hash: bytes = b"", tombstone: bool = False, expires_us: int = 0, due_us: int = 0, id_hash: bytes = b""
+    ) -> None:  # fmt: skip
+        self.key = key
+        """Sealed with the messages."""
+        self.key_hash = key_hash
+        self.tombstone = tombstone
+        self.expires_us = expires_us
+        self.due_us = due_us
+        self.id_hash = id_hash
+        """Who has an id is stored alone: it may have been stored before, and its neighbors not."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Extras) and self._all == other._all and not self.id_hash
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never looked up
+
+    @property
+    def _all(self) -> tuple[bytes, bytes, bool, int, int]:
+        return self.key, self.key_hash, self.tombstone, self.expires_us, self.due_us
+
+
+PLAIN: Final = Extras()
+
+
+class Pending(Generic[W]):
+    """A record: messages that are stored together, and who waits for their offsets."""
+
+    __slots__ = (
+        "body",
+        "end",
+        "extras",
+        "headers",
+        "key",
+        "lost",
+        "packed",
+        "payloads",
+        "sender_id",
+        "sequence",
+        "size",
+        "uuid",
+        "waiter",
+    )
+
+    def __init__(self, extras: Extras, packed: bool, waiter: W) -> None:
+        self.payloads: list[bytes] = []
+        self.headers: list[Headers | None] | None = None
+        self.packed = packed
+        self.extras = extras
+        self.size = 0
+        self.waiter = waiter
+        """Resolved with the first offset."""
+        self.sequence = -1
+        self.lost = False
+        """On the way, once: nobody knows whether it is stored."""
+        self.uuid = b""
+        self.key: ClusterKey | None = None
+        """The stream and its key when it was sealed. It opens only under that key, so it is sent only under that key."""
+        self.sender_id = self.end = self.body = b""
+        """Once it is sealed: sent again as it is."""
+
+
+class Sent(Generic[W]):
+    """A call that is on its way, until `Producer.answered` or `lost`. It goes under `key`, with which its records were sealed."""
+
+    __slots__ = ("call", "key", "records")
+
+    def __init__(self, records: list[Pending[W]], key: ClusterKey, call: Append) -> None:
+        self.records = records
+        self.key = key
+        self.call = call
+
+
+class Producer(Generic[W]):
+    """One client's appends to one stream."""
+
+    def __init__(
+        self, name: str, producer_id: bytes, *, waiter: Callable[[], W], opened: Callable[[], object],
+        find_key: Callable[[bytes], ClusterKey | None], rng: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`waiter` makes what is resolved with a record's first offset; `opened` hears that there is a record for `cut` to close."""
+        self.name = name
+        self.bytes = 0
+        """Queued and on the way."""
+        self._id = producer_id
+        self._waiter = waiter
+        self._opened = opened
+        self._find_key = find_key
+        self._rng = rng
+        self._epoch = 0
+        self._next = 0
+        """Number of the next record; below 0: there cannot be one in this epoch."""
+        self._open: Pending[W] | None = None
+        self._queue: deque[Pending[W]] = deque()
+        self._unacked: deque[Pending[W]] = deque()
+        self._calls = 0
+        self._records = 0
+        """Calls and records on the way."""
+        self._again = False
+        """Something was lost: nothing new goes out until all on the way is over."""
+        self._again_us = 0
+        """When it goes out again, once all is over."""
+        self._pause_us = PAUSE_MIN_US
+        self._ended = ""
+
+    # -- taking ----------------------------------------------------------------------------------------------
+
+    def add(
+        self, payload: bytes, headers: Headers | None, packed: bool, extras: Extras
+    ) -> tuple[W, int]:
+        """Take a message; return who is told its record's first offset, and its place in that record."""
+        if self._ended:
+            raise StreamUnavailable(self.name, self._ended)
+        size = len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
+        size += len(extras.key)
+        record = self._open
+        if (
+            record is None
+            or record.size + size > CUT_BYTES
+            or packed is not record.packed
+            or (extras is not record.extras and extras != record.extras)
+            or extras.id_hash
+        ):
+            self.cut()
+            record = self._open = Pending(extras, packed, self._waiter())
+            self._opened()
+        if headers and record.headers is None:
+            record.headers = [None] * len(record.payloads)
+        record.payloads.append(payload)
+        if record.headers is not None:
+            record.headers.append(headers or None)
+        record.size += size
+        self.bytes += size
+        return record.waiter, len(record.payloads) - 1
+
+    def cut(self) -> None:
+        """The turn is over: what was added in it is to be sent."""
+        if self._open is not None:
+            self._queue.append(self._open)
+            self._open = None
+
+    @property
+    def full(self) -> bool:
+        """Whether an append has to wait for room."""
+        return self.bytes > QUEUE_BYTES and not self._ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits to be sent, or to be answered."""
+        return bool(self._queue or self._unacked)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was taken has ended."""
+        return not (self._queue or self._unacked or self._open)
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    @property
+    def due_us(self) -> int:
+        """When something is to be sent; NEVER_US while that hangs on messages or answers to come."""
+        if self._again:
+            return NEVER_US if self._calls else self._again_us
+        return 0 if self._queue and self._records < WINDOW else NEVER_US
+
+    def due(
+        self, now_us: int, uuid: bytes, key: ClusterKey, out: Outbound, call_bytes: int
+    ) -> list[Sent[W]]:
+        """Return the calls to send now, each of `call_bytes` at most; `out` seals their records with `key`, for the stream `uuid`."""
+        if now_us < self.due_us:
+            return []
+        if self._again:
+            records = self._repeated(uuid, key, out)
+        else:
+            records = []
+            while self._queue and self._records + len(records) < WINDOW:
+                record = self._queue[0]
+                self._seal(record, uuid, key, out)
+                self._queue.popleft()
+                record.sequence = self._next
+                self._next += 1
+                self._unacked.append(record)
+                records.append(record)
+        return self._grouped(records, min(CALL_BYTES, call_bytes))
+
+    def _seal(self, record: Pending[W], uuid: bytes, key: ClusterKey, out: Outbound) -> None:
+        """Seal a record once, or again if its key is gone."""
+        if not self._still_for(record, uuid, key):
+            record.uuid, record.key = uuid, key
+            record.sender_id, record.end, record.body = out.record(
+                self.name, key, record.payloads, record.headers, record.packed, record.extras.key
+            )
+
+    def _still_for(self, record: Pending[W], uuid: bytes, key: ClusterKey) -> bool:
+        """Whether a sealed record can go to this stream: we still have its key, and it is the same one."""
+        sealed = record.key
+        if sealed is None or self._find_key(sealed.key_id) is None:
+            return False
+        return record.uuid == uuid or sealed.key_id == key.key_id
+
+    def _repeated(self, uuid: bytes, key: ClusterKey, out: Outbound) -> list[Pending[W]]:
+        """Return what was not acknowledged and goes out once more, in order."""
+        records = [record for record in self._unacked if not record.waiter.done()]
+        for record in records:
+            if not self._still_for(record, uuid, key):
+                if record.lost:
+                    # It cannot be sent again, and later ones would be out of order.
+                    self._next = -1
+                else:  # it is not stored, so sealing it again duplicates nothing
+                    self._seal(record, uuid, key, out)
+        if self._next < 0:
+            # In another epoch the store cannot tell what it has of these from new ones.
+            unsure = StreamUnavailable(
+                self.name, "nobody can say whether it was stored", may_have_run=True
+            )
+            for record in records:
+                if record.lost:
+                    self._over(record, unsure)
+            records = [record for record in records if not record.lost]
+            self._epoch += 1
+            for number, record in enumerate(records):
+                record.sequence = number
+            self._next = len(records)
+        self._again = False
+        self._unacked = deque(records)
+        return records
+
+    def _grouped(self, records: Iterable[Pending[W]], call_bytes: int) -> list[Sent[W]]:
+        """Return calls of these records, several to a call, each of one sender."""
+        batches: list[list[Pending[W]]] = []
+        size = 0
+        for record in records:
+            size += record.size + RECORD_BYTES
+            if batches and size <= call_bytes and record.sender_id == batches[-1][0].sender_id:
+                batches[-1].append(record)
+            else:
+                batches.append([record])
+                size = record.size + RECORD_BYTES
+        return [self._call(batch) for batch in batches]
+
+    def _call(self, batch: list[Pending[W]]) -> Sent[W]:
+        self._calls += 1
+        self._records += len(batch)
+        records = []
+        for record in batch:
+            extras = record.extras
+            records.append(
+                NewRecord(
+                    record.sequence, record.end, record.body, extras.key_hash, extras.tombstone, extras.expires_us, extras.due_us,
+                    id_hash=extras.id_hash,
+                )
+            )  # fmt: skip
+        sealed = batch[0].key
+        assert sealed is not None
+        return Sent(batch, sealed, Append(batch[0].sender_id, records, self._id, self._epoch))
+
+    # -- what became of it -----------------------------------------------------------------------------------
+
+    def answered(self, sent: Sent[W], outcomes: Sequence[Outcome], now_us: int) -> None:
+        """The store has said what became of each record of a call."""
+        for record, outcome in zip(sent.records, outcomes, strict=True):
+            if outcome.status in (STORED, DUPLICATE):
+                if outcome.value is None:
+                    detail = "it was stored, too long ago to say where"
+                    self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
+                else:
+                    self._stored(record, outcome.value)
+            elif outcome.status == OUT_OF_ORDER:
+                # Below what we have unanswered is what the store once had: it forgot us.
+                first = next((r.sequence for r in self._unacked if not r.waiter.done()), 0)
+                if outcome.value is not None and outcome.value < first:
+                    self._forgotten()
+                self._again = True
+            elif outcome.status == FENCED:
+                self._over(record, StreamError(self.name, "another producer goes on under our id"))
+                self._forgotten()
+            else:
+                detail = f"the store answered with status {outcome.status}"
+                self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
+                self._forgotten()
+        self._call_over(sent, now_us)
+
+    def lost(self, sent: Sent[W], error: Exception, now_us: int) -> bool:
+        """A call ended with an error. Returns whether it goes out again, because the store, or the way to it, is away."""
+        if isinstance(error, StreamError):
+            # Reported by the store, or by a relay that knows of no store.
+            away, lost = error.passing, isinstance(error.__cause__, RequestError)
+        else:
+            # Whatever `may_have_run` says, because no key holder said it.
+            away = lost = isinstance(error, RequestError)
+        if away:
+            self._again = True
+            for record in sent.records:
+                record.lost = record.lost or lost
+        elif isinstance(error, StreamError):
+            self._refused(sent.records, error)
+        else:  # what cannot be sent ends here, and holds up nothing behind it
+            self._refused(sent.records, StreamError(self.name, f"{type(error).__name__}: {error}"))
+        self._call_over(sent, now_us)
+        return away
+
+    def failed(self, error: Exception) -> None:
+        """There is nowhere to send to: nothing that was cut is sent, or sent again."""
+        unknown = StreamUnavailable(self.name, str(error), may_have_run=True)
+        unsent = StreamUnavailable(self.name, str(error))
+        self._all_over(unknown, error if isinstance(error, StreamError) else unsent)
+        self._epoch += 1
+        self._next = 0
+        self._again = False
+
+    def end(self, reason: str) -> None:
+        """Nothing more is taken or sent; whoever waits hears so. Idempotent."""
+        self._ended = self._ended or reason
+        self.cut()
+        unknown = StreamUnavailable(self.name, reason, may_have_run=True)
+        self._all_over(unknown, StreamUnavailable(self.name, reason))
+
+    def _call_over(self, sent: Sent[W], now_us: int) -> None:
+        self._calls -= 1
+        self._records -= len(sent.records)
+        while self._unacked and self._unacked[0].waiter.done():
+            self._unacked.popleft()
+        if self._again and not self._calls:
+            self._again_us = now_us + round(self._pause_us * (0.5 + 0.5 * self._rng()))
+            self._pause_us = min(2 * self._pause_us, PAUSE_MAX_US)
+
+    def _stored(self, record: Pending[W], offset: int) -> None:
+        self._pause_us = PAUSE_MIN_US
+        self.bytes -= record.size
+        record.size = 0
+        if not record.waiter.done():
+            record.waiter.set_result(offset)
+
+    def _over(self, record: Pending[W], error: IrisError) -> None:
+        self.bytes -= record.size
+        record.size = 0
+        if not record.waiter.done():
+            record.waiter.set_exception(error)
+
+    def _all_over(self, unknown: IrisError, unsent: IrisError) -> None:
+        for record in self._unacked:
+            self._over(record, unknown)
+        for record in self._queue:
+            self._over(record, unsent)
+        self._unacked.clear()
+        self._queue.clear()
+
+    def _refused(self, records: list[Pending[W]], error: StreamError) -> None:
+        """The store did not take these: those after them are out of order there, and are numbered anew."""
+        for record in records:
+            unsure = StreamUnavailable(
+                self.name, f"{error.detail}; it may be stored all the same", may_have_run=True
+            )
+            self._over(record, unsure if record.lost else error)
+        self._forgotten()
+
+    def _forgotten(self) -> None:
+        """The next number can never come: go on in another epoch, once nothing is on the way."""
+        self._again = True
+        self._next = -1
