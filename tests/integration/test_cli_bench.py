@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from hdrh.histogram import HdrHistogram
-from integration.test_cli import WAIT_S, Shell, end, until
+from support.commands import WAIT_S, Shell, end, until
 from typer.testing import CliRunner
 
 import iris

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_cli import Shell, end, until
+from support.commands import Shell, end, until
 from typer.testing import CliRunner
 
 import iris

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from integration.kit import until as turns_until
 from integration.stores import stored
-from integration.test_cli import Shell, end, until
 from msgspec import structs
+from support.commands import Shell, end, until
 from support.stores import Rig
 
 import iris
