@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 from iris.core.asks import NEVER_US
-from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers, headers_bytes
+from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.outbound import Outbound
 from iris.core.parties import Waiter
 from iris.crypto.keys import ClusterKey
@@ -72,31 +72,24 @@ class Extras:
 PLAIN: Final = Extras()
 
 
-class Pending(Generic[W]):
+class Pending(BundleBuilder, Generic[W]):
     """A record: messages that are stored together, and who waits for their offsets."""
 
     __slots__ = (
         "body",
         "end",
         "extras",
-        "headers",
         "key",
         "lost",
-        "packed",
-        "payloads",
         "sender_id",
         "sequence",
-        "size",
         "uuid",
         "waiter",
     )
 
-    def __init__(self, extras: Extras, packed: bool, waiter: W) -> None:
-        self.payloads: list[bytes] = []
-        self.headers: list[Headers | None] | None = None
-        self.packed = packed
+    def __init__(self, extras: Extras, waiter: W) -> None:
+        super().__init__()
         self.extras = extras
-        self.size = 0
         self.waiter = waiter
         """Resolved with the first offset."""
         self.sequence = -1
@@ -160,25 +153,18 @@ class Producer(Generic[W]):
         """Take a message; return who is told its record's first offset, and its place in that record."""
         if self._ended:
             raise StreamUnavailable(self.name, self._ended)
-        size = len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
-        size += len(extras.key)
+        size = message_bytes(payload, headers) + len(extras.key)
         record = self._open
         if (
             record is None
-            or record.size + size > CUT_BYTES
-            or packed is not record.packed
+            or not record.fits(size, packed)
             or (extras is not record.extras and extras != record.extras)
             or extras.id_hash
         ):
             self.cut()
-            record = self._open = Pending(extras, packed, self._waiter())
+            record = self._open = Pending(extras, self._waiter())
             self._opened()
-        if headers and record.headers is None:
-            record.headers = [None] * len(record.payloads)
-        record.payloads.append(payload)
-        if record.headers is not None:
-            record.headers.append(headers or None)
-        record.size += size
+        record.append(payload, headers, packed, size)
         self.bytes += size
         return record.waiter, len(record.payloads) - 1
 
