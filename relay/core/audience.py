@@ -17,7 +17,8 @@ from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, HopClass, SlowEntry
 from iris.wire.names import printable
 from relay.core.link import Link
 from relay.core.mesh import NEVER_US
-from relay.core.session import Neighbor, Session
+from relay.core.neighbor import Neighbor
+from relay.core.session import Session
 
 if TYPE_CHECKING:
     from relay.core.interest import Interest

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from relay.core.neighbor import Neighbor, Route
 from relay.core.quotas import all_but_a_quarter
-from relay.core.session import Neighbor, Route
 
 AWAY_US: Final = 3_600_000_000
 """Who stays away for longer does not count as coming back."""

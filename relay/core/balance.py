@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from relay.core.interest import Load
+from relay.core.neighbor import Load
 
 SAMPLE: Final = 8
 """Relays looked at for one message, when none of the first two has a free handler."""

@@ -37,14 +37,15 @@ from iris.wire.frames import (
 )
 from relay.core.balance import pick
 from relay.core.flags import clear_flags, refusal_of, route_of
-from relay.core.interest import Interest, Load
+from relay.core.interest import Interest
 from relay.core.leaving import Leaving
 from relay.core.mesh import NEVER_US, Mesh
+from relay.core.neighbor import Handed, Load, Neighbor, Route, Target
 from relay.core.overdue import LIFE_US, Overdue
 from relay.core.parking import Parked, Parking, Prospect
 from relay.core.ports import Accounts
 from relay.core.quotas import Quotas, hold, is_over
-from relay.core.session import Handed, Neighbor, Route, Session, Target, kind_name
+from relay.core.session import Session
 from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
 
@@ -58,6 +59,11 @@ MAX_ATTEMPTS: Final = 4
 MAX_HANDED: Final = 262_144
 """Unfinished calls that a session of this relay may have been handed. The member itself chooses its limit in bytes."""
 _NUMBERS: Final = (1 << 62) - 1
+
+
+def kind_name(kind: int) -> str:
+    """Return the name of a frame kind for messages to people."""
+    return Kind(kind).name.lower().removesuffix("_open")
 
 
 class Calls:

@@ -18,14 +18,15 @@ from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
 from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest
+from relay.core.neighbor import UNUSED, Neighbor, Route, Target
 from relay.core.ports import Accounts
-from relay.core.session import UNUSED, Neighbor, Route, Session, Target
+from relay.core.session import Session
 from relay.core.slow import SlowReceivers
 
 if TYPE_CHECKING:
     from relay.core.federation import Federation
-    from relay.core.interest import Taker
     from relay.core.link import Link
+    from relay.core.neighbor import Taker
     from relay.core.sites import Wan, Way
 
 TOLD_US: Final = 1_000_000

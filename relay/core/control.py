@@ -32,8 +32,7 @@ from iris.wire.names import (
 )
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
-from relay.core.interest import Member, Watch
-from relay.core.session import Session
+from relay.core.session import Member, Session, Watch
 
 if TYPE_CHECKING:
     from relay.core.router import Router

@@ -16,7 +16,8 @@ from typing import Final
 from iris.wire import frames
 from relay.core.link import Link
 from relay.core.mesh import DRAIN_PING, NEVER_US
-from relay.core.session import Neighbor, Session
+from relay.core.neighbor import Neighbor
+from relay.core.session import Session
 from relay.core.sites import Wan
 
 HEARD_MINOR: Final = 2

@@ -21,11 +21,11 @@ from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import HERE, HopClass, Kind, SiteCluster, SiteEntry, SiteTopic
 from iris.wire.names import check_site
-from relay.core.interest import MAX_OTHERS, Address, Interest, Load, Topic
+from relay.core.interest import MAX_OTHERS, Interest
 from relay.core.link import MAX_COPY, Link, check_named
 from relay.core.mesh import NEVER_US, Mesh, cut
+from relay.core.neighbor import Address, Load, Route, Topic
 from relay.core.policy import Policy
-from relay.core.session import Route
 from relay.core.sites import (
     MAX_WANTED,
     NOBODY,

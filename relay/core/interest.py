@@ -7,149 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final
 
-from iris.wire.frames import HopClass, Kind, Serving
+from iris.wire.frames import HopClass, Kind
+from relay.core.link import Link
+from relay.core.neighbor import Address, Load, Taker, Topic
+from relay.core.session import Member, Watch, is_listed
 
-if TYPE_CHECKING:
-    from relay.core.link import Link
-    from relay.core.session import Neighbor, Session
-    from relay.core.sites import Way
-
-Address = tuple[str, bytes]
-Topic = tuple[str, bytes, str]
-"""Filter, key id, group."""
-Taker: TypeAlias = "Neighbor | Way"
-"""Who wants a topic: a session, a relay behind a link, or another site."""
-PACE_WEIGHT: Final = 0.125
-"""Of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
 MAX_OTHERS: Final = 64
 """Other keys of a name that are reported to a caller without them. Anybody can make up keys, so there is a bound."""
 MAX_SHOWN: Final = 4096
 """Names in one report."""
-UNKNOWN_PACE_US: Final = 1000
-"""Taken for one handler until the pace is known."""
-
-
-class Load:
-    """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
-
-    __slots__ = (
-        "_since_us", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us", "way",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        neighbor: Neighbor,
-        member: Member | None,
-        kind: int,
-        concurrency: int,
-        limit_bytes: int,
-    ) -> None:
-        self.neighbor = neighbor
-        self.member = member
-        """None: whoever the relay at the other end of the link chooses."""
-        self.way: Way | None = None
-        """To the site of these members, if it is another one."""
-        self.kind = kind
-        self.concurrency = concurrency
-        self.limit_bytes = limit_bytes
-        self.messages = 0
-        """Handed over by us, and not finished."""
-        self.others = 0
-        """Handed over by others, as the other relay said last."""
-        self.bytes = 0
-        self.pace_us = 0.0
-        """Time from one end of ours to the next while all handlers are busy, a moving average; 0 while it is not known."""
-        self._since_us = 0
-        """Since when all handlers are busy, or the last end after that."""
-        self.handed: dict[int, int] = {}
-        """Pushes that a member was handed, by hop id."""
-
-    @property
-    def serial(self) -> int:
-        """The member that is meant; 0 behind a link."""
-        return 0 if self.member is None else self.member.serial
-
-    def taken(self, size: int, now_us: int) -> None:
-        """A message of `size` bytes was handed over."""
-        self.bytes += size
-        self.messages += 1
-        if self.messages + self.others == self.concurrency:
-            # What its handlers waited for us does not make it slow.
-            self._since_us = now_us
-
-    def ended(self, size: int, now_us: int) -> None:
-        """A message of `size` bytes ended."""
-        self.bytes -= size
-        if self.messages + self.others >= self.concurrency:
-            if self._since_us:
-                self.pace_us += (now_us - self._since_us - self.pace_us) * PACE_WEIGHT
-            self._since_us = now_us
-        else:
-            self._since_us = 0
-        self.messages -= 1
-
-    def wait_us(self) -> float:
-        """Return how long a message more would take, as far as the pace tells.
-
-        Little's law on what we handed over alone: the pace at which that ends tells what others' share of the handlers costs us.
-        """
-        if self.pace_us:
-            return (self.messages + 1) * self.pace_us
-        return (self.messages + self.others + 1) * UNKNOWN_PACE_US / self.concurrency
-
-
-class Member:
-    """One JOIN of one session."""
-
-    __slots__ = ("key_ids", "left", "listed", "loads", "name", "serial", "session", "tag")
-
-    def __init__(
-        self,
-        session: Session,
-        serial: int,
-        name: str,
-        key_ids: tuple[bytes, ...],
-        kinds: dict[int, Serving],
-        tag: str = "",
-    ) -> None:
-        self.session = session
-        self.serial = serial
-        self.name = name
-        self.key_ids = key_ids
-        self.tag = tag
-        self.listed = is_listed(kinds)
-        self.left = False
-        """It takes nothing new, and stays known until it finished what it was handed."""
-        self.loads = {
-            kind: Load(session, self, kind, serving.concurrency, serving.limit_bytes)
-            for kind, serving in sorted(kinds.items())
-        }
-
-    def forget_if_done(self) -> None:
-        """Once it has left and finished all, nothing refers to it any more."""
-        if self.left and not any(load.messages for load in self.loads.values()):
-            self.session.members.pop(self.serial, None)
-
-
-def is_listed(kinds: Iterable[int]) -> bool:
-    """Whether who serves these kinds is a member of its cluster; who serves a stream alone is a store of that name."""
-    return any(kind != Kind.STREAM for kind in kinds)
-
-
-class Watch:
-    """A session that hears of changes in a cluster. Each of `key_ids` is another one."""
-
-    __slots__ = ("key_ids", "name", "number", "session")
-
-    def __init__(
-        self, session: Session, number: int, name: str, key_ids: tuple[bytes, ...]
-    ) -> None:
-        self.session = session
-        self.number = number
-        self.name = name
-        self.key_ids = key_ids
 
 
 class _Node:

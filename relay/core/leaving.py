@@ -12,7 +12,7 @@ from typing import Final
 
 from iris.wire.frames import MAX_CREDIT, CallerLeft, Kind
 from relay.core.mesh import NEVER_US
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 
 LEFT_MINOR: Final = 2
 """CALLER_LEFT is sent to sessions and relays of this minor version."""

@@ -13,9 +13,8 @@ from iris.core.pulse import Pulse
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.frames import SERVED_KINDS, HopClass, MemberEntry
-from relay.core.interest import Address, Load
+from relay.core.neighbor import Address, Asked, Load, Neighbor
 from relay.core.ports import Port
-from relay.core.session import Asked, Neighbor
 
 SUSPENDED_US: Final = 3_000_000
 """How long a copy outlives its link, and how long a snapshot is waited for."""
@@ -172,9 +171,17 @@ class Link(Neighbor):
             return None
         load = self.loads.get(place)
         if load is None:
-            load = self.loads[place] = Load(self, None, kind, concurrency, _UNBOUNDED)
+            load = self.loads[place] = Load(self, None, kind, concurrency, _UNBOUNDED, self)
         load.concurrency = concurrency
         return load
+
+    def members_behind(self, kind: int, name: str, key_id: bytes) -> list[str]:
+        """Return the ids of the members behind this link that serve `kind` at an address."""
+        return [
+            self.copy.member_id(entry.serial)
+            for entry in self.copy.names.get(name, {}).values()
+            if kind in entry.kinds and key_id in entry.key_ids
+        ]
 
     def forget_loads(self, name: str, key_id: bytes) -> None:
         """Nobody serves an address there any more."""

@@ -30,10 +30,12 @@ from iris.wire.frames import (
 )
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
-from relay.core.interest import MAX_OTHERS, Interest, Member, Topic, is_listed
+from relay.core.interest import MAX_OTHERS, Interest
 from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
+from relay.core.neighbor import Topic
 from relay.core.ports import Port
 from relay.core.quotas import all_but_a_quarter
+from relay.core.session import Member, is_listed
 
 if TYPE_CHECKING:
     from relay.core.federation import Federation

@@ -11,7 +11,7 @@ from typing import Final
 
 from iris.wire.frames import Cause, Fail, Kind
 from relay.core.mesh import NEVER_US
-from relay.core.session import Handed, Neighbor
+from relay.core.neighbor import Handed, Neighbor
 from relay.core.surveys import Surveys
 
 LATE_US: Final = 10_000_000

@@ -16,9 +16,10 @@ from typing import Final, NamedTuple, Protocol
 
 from iris.wire.frames import Cause, Fail, Kind
 from relay.core.interest import Interest
+from relay.core.neighbor import Neighbor, Route
 from relay.core.ports import Accounts
 from relay.core.quotas import Table
-from relay.core.session import Neighbor, Route, Session
+from relay.core.session import Session
 
 PARKED_BYTES: Final = 16 << 20
 """Bytes that may wait in total. One session may have half of them."""

@@ -15,7 +15,7 @@ from iris.wire.names import check_topic, printable
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.link import Link, check_named
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 from relay.core.sites import Wan
 
 if TYPE_CHECKING:

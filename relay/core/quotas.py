@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from relay.core.session import Handed, Neighbor, Share, Target, UserShare
+from relay.core.neighbor import Handed, Neighbor, Target
+from relay.core.shares import Share, UserShare
 
 RELAYS_STORE: Final = "the relay's store"
 """User name of the store that this relay started itself. No share bounds it, so that no user can lock it out."""

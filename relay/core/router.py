@@ -34,15 +34,16 @@ from relay.core.casts import Casts
 from relay.core.control import SessionControl
 from relay.core.draining import HEARD_MINOR, Draining
 from relay.core.federation import Federation
-from relay.core.interest import MAX_SHOWN, Interest, Member
+from relay.core.interest import MAX_SHOWN, Interest
 from relay.core.link import Link
 from relay.core.mesh import NEVER_US, Mesh
+from relay.core.neighbor import Neighbor, Route
 from relay.core.parking import PARKED_BYTES
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
 from relay.core.ports import Accounts, Port
 from relay.core.quotas import Quotas
-from relay.core.session import Neighbor, Route, Session
+from relay.core.session import Member, Session
 from relay.core.settling import Settling
 from relay.core.sites import Wan
 from relay.core.slow import SlowReceivers

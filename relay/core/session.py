@@ -1,473 +1,18 @@
-"""Who is at the other end of a connection: what it declared, was handed, waits for; and, of a session, what it proved and serves."""
+"""A session: what it proved and serves, and who it watches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable
+from typing import Final
 
-from iris.core.aliases import Alias, AliasTable
-from iris.core.pulse import Pulse
-from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.codec import MAX_REPORT_BYTES, RELAY_HOP, encode_control
-from iris.wire.frames import Beat, Control, Declare, Gap, HopClass, Kind
-from relay.core.interest import Load, Member, Watch
-from relay.core.ports import Held, Port
+from iris.wire.frames import Kind, Serving
+from relay.core.neighbor import Load, Neighbor
+from relay.core.ports import Port
 
-if TYPE_CHECKING:
-    from relay.core.interest import Taker
-
-MAX_GAPS: Final = 65_536
-MAX_TARGETS: Final = 1024
 MAX_SHOWN_KEYS: Final = 64
 
 Granted = tuple[str, str, bytes]
 """What for ("stream", "topic" or "cluster"), name or filter, key id."""
-Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
-"""kind, name, key id, sender id, plain, groups, member, hop class, site: all that an alias towards a neighbor stands for."""
-
-
-_UNDECLARED: Final = Alias(-1, 0)
-
-
-class UserShare:
-    """Calls of all sessions of one user that a link or WAN connection was handed. It removes itself from `users` when unused."""
-
-    __slots__ = ("_user", "_users", "held", "sessions")
-
-    def __init__(self, users: dict[str, UserShare], user: str) -> None:
-        self.held = 0
-        self.sessions = 0
-        """Shares of sessions that still exist. Calls that a session left behind stay in `held` until they end."""
-        self._users = users
-        self._user = user
-        users[user] = self
-
-    def forget_if_done(self) -> None:
-        """Remove this share if it counts no calls and no session can add one."""
-        if not self.held and not self.sessions:
-            self._users.pop(self._user, None)
-
-
-class Share:
-    """Calls of one session that a link or WAN connection was handed."""
-
-    __slots__ = ("held", "whole")
-
-    def __init__(self, whole: UserShare) -> None:
-        self.held = 0
-        self.whole = whole
-        whole.sessions += 1
-
-    def more(self) -> None:
-        """Count a call that was handed over."""
-        self.held += 1
-        self.whole.held += 1
-
-    def less(self) -> None:
-        """Count a call that ended."""
-        self.held -= 1
-        whole = self.whole
-        whole.held -= 1
-        if not whole.sessions:
-            whole.forget_if_done()
-
-    def close(self) -> None:
-        """End the session's part. Its calls that are not finished stay counted for its user."""
-        self.whole.sessions -= 1
-        self.whole.forget_if_done()
-
-
-class Target:
-    """One delivery set at one neighbor, and the alias that stands for it there, declared at its first message."""
-
-    __slots__ = ("alias", "delivery", "neighbor", "port", "route", "share")
-
-    def __init__(self, route: Route, neighbor: Neighbor, delivery: Delivery) -> None:
-        self.route = route
-        self.neighbor = neighbor
-        self.port = neighbor.port
-        self.delivery = delivery
-        self.alias = _UNDECLARED
-        self.share: Share | None = None
-        """Share of the route's neighbor, if this is a link or WAN connection and the share was needed already."""
-
-    def number(self, tick: int) -> int:
-        """Return the alias number, declared anew if it was taken for something else."""
-        alias = self.alias if self.alias.number >= 0 else self.declare(tick)
-        alias.used = tick
-        return alias.number
-
-    def declare(self, tick: int) -> Alias:
-        """Return the alias, declared: it is new, or its number was taken for something else."""
-        self.alias = self.neighbor.out_alias(self.delivery, tick)
-        self.route.declared(self)
-        return self.alias
-
-
-class Asked:
-    """What a link handed to the members here of one address and kind, and what it was last told of the others' share."""
-
-    __slots__ = ("messages", "told", "used_us")
-
-    def __init__(self) -> None:
-        self.messages = 0
-        self.told = 0
-        self.used_us = 0
-
-
-UNUSED: Final = -1
-RELEASED: Final = -2
-"""Versions of a route that was not resolved yet, or whose sender is gone."""
-
-
-class Route:
-    """An alias that a neighbor declared: where its frames go. What is cached holds for one `version` of the interest.
-
-    What a link sends goes to sessions of this relay alone, or at a gateway to one other site; what comes from another site, to sessions
-    and links: nothing can go round in circles.
-    """
-
-    __slots__ = (
-        "_declared",
-        "_neighbors",
-        "_prune_at",
-        "asked",
-        "barred",
-        "groups",
-        "hop_class",
-        "key_id",
-        "kind",
-        "loads",
-        "many",
-        "name",
-        "neighbor",
-        "only",
-        "onward",
-        "peers",
-        "plain",
-        "sender_id",
-        "single",
-        "site",
-        "sites",
-        "targets",
-        "turn",
-        "version",
-        "vias",
-    )  # fmt: skip
-
-    def __init__(
-        self, neighbor: Neighbor, declared: Declare, neighbors: Mapping[int, Neighbor]
-    ) -> None:
-        self._neighbors = neighbors
-        self.neighbor = neighbor
-        self.kind = declared.kind
-        self.name = declared.name
-        self.key_id = declared.key_id
-        self.sender_id = declared.sender_id
-        self.plain = declared.plain
-        """Over a link: the subscriptions without a group are meant ..."""
-        self.only: tuple[str, ...] = ()
-        """... and those of these groups."""
-        self.hop_class = declared.hop_class
-        self.site = declared.site
-        """Where a session's messages are to go, or those on their way to a site."""
-        self.barred = ""
-        """Why its messages may not cross to, or from, another site."""
-        wan = neighbor.hop_class == HopClass.TO_WAN
-        self.onward = HopClass.FROM_WAN if wan else HopClass.MESH
-        """The hop class over links to relays of this site."""
-        self.vias: dict[str, int] = {}
-        """Site -> number of the way that these messages take."""
-        self.sites: Sequence[Load] = ()
-        """Members in other sites, nearest first, all of a site as one."""
-        self.asked: Asked | None = None
-        """Over a link: where its calls are counted."""
-        self.version = UNUSED
-        self.turn = 0
-        """Rises with every choice, so that equals take turns."""
-        self.single: Target | None = None
-        """The only receiver, when there is exactly one and no group to choose for."""
-        self.many: Sequence[Target] = ()
-        self.groups: Sequence[tuple[str, Sequence[Taker]]] = ()
-        self.loads: Sequence[Load] = ()
-        self.peers: Sequence[Load] = ()
-        self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
-        """By the number of a neighbor or way, ..."""
-        self._declared: dict[tuple[int, Delivery], None] = {}
-        """Number of a neighbor, and what an alias was declared for there."""
-        self._prune_at = 64
-
-    def declared(self, target: Target) -> None:
-        """An alias was declared for a target of this route: it goes with the route."""
-        self._declared[(target.neighbor.number, target.delivery)] = None
-        if len(self._declared) >= self._prune_at:
-            there = (place for place in self._declared if place[0] in self._neighbors)
-            self._declared = dict.fromkeys(there)
-            self._prune_at = max(64, 2 * len(self._declared))
-
-    def release(self) -> None:
-        """The sender is gone, or its alias stands for another: the aliases that stood for it elsewhere are free."""
-        for number, delivery in self._declared:
-            neighbor = self._neighbors.get(number)
-            if neighbor is not None:
-                neighbor.aliases.free(delivery)
-        self._declared = {}
-        # Who still refers to it (`relay.core.away`) keeps little.
-        self.targets, self.single, self.many, self.groups = {}, None, (), ()
-        self.version = RELEASED
-
-    def target(
-        self, taker: Taker, member: int, plain: bool = True, groups: tuple[str, ...] = ()
-    ) -> Target:
-        """Return the target for a delivery at a session or link, or over a way to a site."""
-        place = (taker.number, member, plain, groups)
-        target = self.targets.get(place)
-        if target is None:
-            if len(self.targets) >= MAX_TARGETS:
-                self.targets.clear()
-            hop_class = self.onward if taker.hop_class == HopClass.MESH else taker.hop_class
-            address = (self.kind, self.name, self.key_id, self.sender_id)
-            delivery = (*address, plain, groups, member, hop_class, taker.site)
-            target = self.targets[place] = Target(self, taker.neighbor, delivery)
-        return target
-
-
-class Survey:
-    """One survey on the way: who has not answered, and who was lost."""
-
-    __slots__ = (
-        "_room_bytes", "deadline_us", "hop", "lost", "open", "origin", "until_us", "waits",
-    )  # fmt: skip
-
-    def __init__(self, origin: Neighbor, hop: int, deadline_us: int, until_us: int) -> None:
-        self.origin = origin
-        self.hop = hop
-        self.deadline_us = deadline_us
-        self.until_us = until_us
-        self.open = 0
-        self.lost: list[str] = []
-        self._room_bytes = MAX_REPORT_BYTES // 2
-        self.waits = True
-        """The origin may still wait: this counts in its `pending`."""
-
-    def lose(self, members: Sequence[str]) -> None:
-        """Note members that never answered. As many are named as fit into DONE, however long their names are."""
-        for member in members:
-            size = 3 + (len(member) if member.isascii() else 4 * len(member))
-            if size > self._room_bytes:
-                return
-            self._room_bytes -= size
-            self.lost.append(member)
-
-    def ended(self) -> None:
-        """The origin waits no more."""
-        if self.waits:
-            self.waits = False
-            self.origin.pending -= 1
-
-
-class Handed:
-    """A request, push, survey or tunnel opening that a member or another relay was handed and has not finished."""
-
-    __slots__ = (
-        "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "share", "size", "survey", "tried", "until_us", "waits",
-    )  # fmt: skip
-
-    def __init__(self, origin: Neighbor, hop: int, route: Route, size: int) -> None:
-        self.origin = origin
-        self.hop = hop
-        """The origin's hop id."""
-        self.route = route
-        self.size = size
-        self.load: Load
-        self.attempts = 0
-        self.tried: list[Load] = []
-        self.survey: Survey | None = None
-        self.roster: list[str]
-        """Of a survey: the members that the relay behind a link handed it to, ..."""
-        self.behind: Sequence[str]
-        """... and what stands for those of another site, before it has named them."""
-        self.share: Share | None = None
-        """Share in which it counts while a link or WAN connection has it."""
-        self.deadline_us = 0
-        self.until_us = 0
-        """Time at which it is given up, if it has no deadline."""
-        self.waits = True
-        """The origin may still wait: this counts in its `pending`."""
-
-    @property
-    def given_up(self) -> bool:
-        """Whether the origin was told that it is lost: it had no deadline, and nobody ended it. It hears no more of it."""
-        return not (self.waits or self.deadline_us)
-
-    def ended(self) -> None:
-        """The origin waits no more."""
-        if self.waits:
-            self.waits = False
-            self.origin.pending -= 1
-
-
-class Tunnel:
-    """A tunnel's two ends here: the opener's session (or link) and hop id, the member's session (or link) and hop id."""
-
-    __slots__ = ("member", "member_held", "member_hop", "opener", "opener_held", "opener_hop")
-
-    def __init__(
-        self, opener: Neighbor, opener_hop: int, member: Neighbor, member_hop: int
-    ) -> None:
-        self.opener = opener
-        self.opener_hop = opener_hop
-        self.member = member
-        self.member_hop = member_hop
-        self.opener_held = Held()
-        self.member_held = Held()
-
-
-class Neighbor:
-    """The router's side of one connection: a session, or a link to another relay."""
-
-    __slots__ = (
-        "address", "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "left", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
-        "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
-    )  # fmt: skip
-    hop_class = HopClass.LOCAL
-    site = ""
-    """Another one, if this connection goes there."""
-
-    def __init__(self, port: Port, number: int, max_aliases: int) -> None:
-        self.port = port
-        self.number = number
-        self.greeted = False
-        self.closed = False
-        self.label = ""
-        self.address = ""
-        """host:port of the other end, if it is on another host."""
-        self.minor = 0
-        """Minor version of its greeting. Frames that were added later are not sent to it."""
-        self.pulse: Pulse | None = None
-        """Of the other side, if it is on another host."""
-        self.clock_us = 0
-        """Added to its deadlines: our clock less its own."""
-        self.own_hop = RELAY_HOP
-        """What a hop id that we chose has in the bits of `own_hop_mask`: both sides number their own."""
-        self.own_hop_mask = RELAY_HOP
-        self.casts = False
-        """It has declared an alias for publications or broadcasts."""
-        self.swept_us = 0
-        self.routes: list[Route | None] = []
-        self.group_bytes = 0
-        """Of the queue groups that its aliases name."""
-        self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
-        self.handed: dict[int, Handed] = {}
-        """By the hop id that we gave: what its members run."""
-        self.pending = 0
-        """What it waits for."""
-        self.left: set[int] = set()
-        """Its hop ids of calls whose callers left, until those who have them are told."""
-        self.tunnels: dict[int, Tunnel] = {}
-        self.user: str = f"connection {number}"
-        """User in whose shares its calls count."""
-        self.shares: dict[int, Share] = {}
-        """Number of the neighbor that a call came from -> its share of this connection."""
-        self.users: dict[str, UserShare] = {}
-        """User -> share of this connection."""
-        self.over_share = 0
-        """Calls that it was not handed because their sender's share was used up."""
-        self.untaken = 0
-        """Entries that it announced beyond the bounds, which were dropped."""
-        self.gaps: dict[Delivery, list[int]] = {}
-        """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
-
-    def forget(self) -> None:
-        """Its connection is gone: whoever still refers to it keeps little."""
-        self.closed = True
-        for route in self.routes:
-            if route is not None:
-                route.release()
-        self.routes = []
-        self.gaps = {}
-        self.aliases = AliasTable(1)
-
-    @property
-    def neighbor(self) -> Neighbor:
-        """Itself: a way to a site has another."""
-        return self
-
-    def wanting(self, place: tuple[str, bytes, str]) -> int:
-        """Return how many subscriptions to (filter, key id, group) this neighbor stands for, which it has."""
-        return 1
-
-    def beat_came(self, beat: Beat, now_us: int) -> None:
-        """Its heart beats, which says how its clock runs; raises PeerProtocolError from a session of this host, which has none."""
-        if self.pulse is None:
-            raise PeerProtocolError("BEAT in a session of this host")
-        self.pulse.heard(beat, now_us)
-        self.clock_us = self.pulse.clock_us
-
-    def control(self, body: Control) -> None:
-        """Send it a control frame; one that cannot be said ends a connection between relays, and nobody else's call."""
-        try:
-            frame = encode_control(body)
-        except LocalProtocolError as err:
-            if not self.hop_class:
-                raise
-            self.port.abort(str(err))
-        else:
-            self.port.control(frame)
-
-    def out_alias(self, delivery: Delivery, tick: int) -> Alias:
-        """Return the alias for a delivery towards this neighbor, declared if it is new."""
-        alias = self.aliases.get(delivery)
-        if alias is None:
-            alias = self.aliases.add(delivery, tick)
-            kind, name, key_id, sender_id, plain, groups, member, hop_class, site = delivery
-            address = (kind, name, key_id, sender_id)
-            self.control(
-                Declare(alias.number, *address, plain, list(groups), member, hop_class, site)
-            )
-        return alias
-
-    def dropped(self, delivery: Delivery, first: int, count: int) -> None:
-        """Remember a loss on the way to this neighbor, to be told when there is room.
-
-        The receiver itself sees a loss between what arrives, so of a plain delivery the latest run is remembered. Where
-        a run starts is said at once, in order: a receiver that knew nothing of this sender counts from there.
-        """
-        gap = self.gaps.get(delivery)
-        plain = delivery[4]
-        if gap is not None and (not plain or gap[0] + gap[1] == first):
-            gap[1] += count
-        elif gap is not None or len(self.gaps) < MAX_GAPS:
-            self.gaps[delivery] = [first, count]
-            if plain:
-                self.tell(delivery, first, 0, "slow receiver")
-
-    def tell_gaps(self) -> None:
-        """Send the losses remembered: there is room again."""
-        gaps, self.gaps = self.gaps, {}
-        for delivery, (first, count) in gaps.items():
-            self.tell(delivery, first, count, "slow receiver")
-
-    def tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
-        """Tell it of a loss on the way to it."""
-        kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
-        # `first` is the sender's word, and `count` a sum: they may not fit the fields.
-        first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
-        self.control(
-            Gap(
-                kind,
-                name,
-                key_id,
-                sender_id,
-                first,
-                count,
-                cause,
-                plain,
-                list(groups),
-                member,
-                site,
-            )
-        )
 
 
 class Session(Neighbor):
@@ -529,6 +74,53 @@ class Session(Neighbor):
         return keys if more <= 0 else [*keys[:MAX_SHOWN_KEYS], f"+{more}"]
 
 
-def kind_name(kind: int) -> str:
-    """Return the name of a frame kind for messages to people."""
-    return Kind(kind).name.lower().removesuffix("_open")
+class Member:
+    """One JOIN of one session."""
+
+    __slots__ = ("key_ids", "left", "listed", "loads", "name", "serial", "session", "tag")
+
+    def __init__(
+        self,
+        session: Session,
+        serial: int,
+        name: str,
+        key_ids: tuple[bytes, ...],
+        kinds: dict[int, Serving],
+        tag: str = "",
+    ) -> None:
+        self.session = session
+        self.serial = serial
+        self.name = name
+        self.key_ids = key_ids
+        self.tag = tag
+        self.listed = is_listed(kinds)
+        self.left = False
+        """It takes nothing new, and stays known until it finished what it was handed."""
+        self.loads = {
+            kind: Load(session, self, kind, serving.concurrency, serving.limit_bytes)
+            for kind, serving in sorted(kinds.items())
+        }
+
+    def forget_if_done(self) -> None:
+        """Once it has left and finished all, nothing refers to it any more."""
+        if self.left and not any(load.messages for load in self.loads.values()):
+            self.session.members.pop(self.serial, None)
+
+
+def is_listed(kinds: Iterable[int]) -> bool:
+    """Whether who serves these kinds is a member of its cluster; who serves a stream alone is a store of that name."""
+    return any(kind != Kind.STREAM for kind in kinds)
+
+
+class Watch:
+    """A session that hears of changes in a cluster. Each of `key_ids` is another one."""
+
+    __slots__ = ("key_ids", "name", "number", "session")
+
+    def __init__(
+        self, session: Session, number: int, name: str, key_ids: tuple[bytes, ...]
+    ) -> None:
+        self.session = session
+        self.number = number
+        self.name = name
+        self.key_ids = key_ids

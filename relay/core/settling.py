@@ -16,7 +16,8 @@ from relay.core.draining import HEARD_MINOR
 from relay.core.mesh import DRAIN_PING, NEVER_US, Mesh
 
 if TYPE_CHECKING:
-    from relay.core.session import Neighbor, Session
+    from relay.core.neighbor import Neighbor
+    from relay.core.session import Session
 
 SETTLE_US: Final = 1_000_000
 """Nobody waits any longer."""

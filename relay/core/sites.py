@@ -19,11 +19,11 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.frames import SERVED_KINDS, HopClass, Kind, SiteCluster, SiteTopic
 from iris.wire.names import check_cluster, check_filter, check_group
-from relay.core.interest import Address, Interest, Load, Topic
+from relay.core.interest import Interest
 from relay.core.link import LINK_HOP, SUSPENDED_US, check_named
+from relay.core.neighbor import Address, Load, Neighbor, Topic
 from relay.core.ports import Port
 from relay.core.quotas import Table
-from relay.core.session import Neighbor
 
 Told = tuple[dict[int, int], int]
 """Kind -> handlers at once, and members, of an address in a site."""
@@ -34,6 +34,8 @@ MAX_WANTED: Final = 1 << 18
 """Addresses, and topics, of one site: with the longest names about 700 MB for each way to it. More are not announced or kept."""
 MAX_SITE_GROUPS: Final = 240
 """Queue groups of one site under one key. A DECLARE on the way there is a control frame and may have to name all of them."""
+MAX_NAMED: Final = 4096
+"""Members of another site that are counted one by one where a survey misses them."""
 _UNBOUNDED: Final = 1 << 62
 _SMOOTH: Final = 8
 
@@ -93,10 +95,16 @@ class Way:
             return None
         load = self.loads.get(place)
         if load is None:
-            load = self.loads[place] = Load(self.neighbor, None, kind, concurrency, _UNBOUNDED)
-            load.way = self
+            load = Load(self.neighbor, None, kind, concurrency, _UNBOUNDED, self, self)
+            self.loads[place] = load
         load.concurrency = concurrency
         return load
+
+    def members_behind(self, kind: int, name: str, key_id: bytes) -> list[str]:
+        """Return what stands for the members there that serve `kind` at an address: only their number is known."""
+        kinds, members = self.clusters.get((name, key_id), NOBODY)
+        count = min(members, kinds.get(kind, 0), MAX_NAMED)
+        return [f"{self.site}:{number}" for number in range(1, count + 1)]
 
     def take_cluster(self, entry: SiteCluster, interest: Interest) -> None:
         """The site says who serves an address there now."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from relay.core.session import Delivery, Neighbor, Session
+from relay.core.neighbor import Delivery, Neighbor
+from relay.core.session import Session
 
 GATHER_US: Final = 200_000
 """From the first drop to the word of it: it says of a burst how many they were."""

@@ -7,24 +7,18 @@ DONE when no more can come. What a relay behind a link owes is kept under one ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.wire.codec import ALIAS_AT, MAX_REPORT_BYTES, REWRITE
 from iris.wire.frames import Done, Roster
-from relay.core.interest import Interest, Load
+from relay.core.interest import Interest
+from relay.core.neighbor import Handed, Load, Neighbor, Route, Survey, Target
 from relay.core.ports import Accounts
-from relay.core.session import Handed, Neighbor, Route, Survey, Target
-from relay.core.sites import NOBODY
-
-if TYPE_CHECKING:
-    from relay.core.link import Link
 
 MAX_ROSTER: Final = 1 << 18
 """Members that one relay or site may say it handed a survey to; their ids take about 30 MB."""
 _LONGEST_NAME: Final = 64 * 4 + 3
 """Largest size of a member's id in a frame."""
-MAX_NAMED: Final = 4096
-"""Missing members of another site that are counted one by one."""
 
 
 class Surveys:
@@ -65,7 +59,7 @@ class Surveys:
                 survey.lose((member_id,))
         for load in (*route.peers, *route.sites):
             if not self._send(survey, route, load, buf, start, end):
-                survey.lose(self._behind(load, route))
+                survey.lose(_behind(load, route))
         origin.control(Roster(hop, roster))
         if survey.open:
             origin.pending += 1
@@ -97,7 +91,7 @@ class Surveys:
         self._accounts.out += 1
         handed.survey = survey
         handed.roster = []
-        handed.behind = self._behind(load, route) if load.way is not None else ()
+        handed.behind = _behind(load, route) if load.way is not None else ()
         handed.deadline_us = survey.deadline_us
         handed.until_us = survey.until_us
         handed.load = load
@@ -146,21 +140,15 @@ class Surveys:
         if load.way is not None:
             # One relay after the other named whom it handed the survey to: not all may have.
             return [*handed.roster, *handed.behind[len(handed.roster) :]]
-        return list(handed.roster) or self._behind(load, handed.route)
+        return list(handed.roster) or _behind(load, handed.route)
 
-    def _behind(self, load: Load, route: Route) -> list[str]:
-        """Return the ids of the members behind a link, as far as it said; of another site only their number is known."""
-        if load.way is not None:
-            kinds, members = load.way.clusters.get((route.name, route.key_id), NOBODY)
-            count = min(members, kinds.get(route.kind, 0), MAX_NAMED)
-            return [f"{load.way.site}:{number}" for number in range(1, count + 1)]
-        link: Link = load.neighbor  # type: ignore[assignment]  # a load without a member is a link's
-        named = link.copy.names.get(route.name, {})
-        return [
-            link.copy.member_id(entry.serial)
-            for entry in named.values()
-            if route.kind in entry.kinds and route.key_id in entry.key_ids
-        ]
+
+def _behind(load: Load, route: Route) -> list[str]:
+    return (
+        load.behind.members_behind(route.kind, route.name, route.key_id)
+        if load.behind is not None
+        else []
+    )
 
 
 def _parts(names: list[str]) -> Iterator[list[str]]:

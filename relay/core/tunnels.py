@@ -13,8 +13,8 @@ from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.frames import Cause, Kind
 from relay.core.flags import clear_flags
+from relay.core.neighbor import Handed, Neighbor, Tunnel
 from relay.core.ports import Accounts
-from relay.core.session import Handed, Neighbor, Tunnel
 
 MAX_RECORD_FRAME: Final = TUNNEL_BODY_AT + 65_535
 """Longest frame of a tunnel. Relays forward it whole, whatever message limit the next one has."""

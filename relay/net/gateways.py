@@ -30,7 +30,7 @@ from iris.crypto.keys import dump_fingerprint, public_id
 from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import frames
 from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 from relay.core.sites import Wan
 from relay.discovery.seeds import resolve
 from relay.net.addresses import listen_at, show

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 from iris.wire import frames
 from relay.config import RelayConfig
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 from relay.logs import Quiet
 from relay.net.accepting import Acceptor
 from relay.net.addresses import connect, prepare, show

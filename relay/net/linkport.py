@@ -27,7 +27,7 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION, TUNNEL_KINDS
 from iris.wire.names import printable
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 from relay.net.dialling import LINKED, OURSELVES, UP, Outcome
 from relay.net.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
 from relay.net.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Secured

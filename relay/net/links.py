@@ -12,7 +12,7 @@ from iris.wire import frames
 from iris.wire.frames import MAX_ADDRESSES
 from relay.config import RelayConfig
 from relay.core.link import Link
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 from relay.net.addresses import bind, parse_addresses, show
 from relay.net.dialling import UP, Address, Outcome, Seen, Target
 from relay.net.hub import Hub

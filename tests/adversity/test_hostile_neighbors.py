@@ -23,7 +23,7 @@ from iris.wire import frames
 from iris.wire.codec import encode_control, tunnel_frame
 from iris.wire.frames import FLAG_MORE, Cause, HopClass, Kind
 from relay.core.link import LINK_HOP
-from relay.core.session import Neighbor
+from relay.core.neighbor import Neighbor
 from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(60)

@@ -24,8 +24,8 @@ from iris.wire.codec import END, FLAGS_AT, HOP, decode_control, encode_control, 
 from iris.wire.frames import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind, Refusal, Serving
 from relay.core import calls as calls_module
 from relay.core import overdue as overdue_module
+from relay.core.neighbor import Neighbor, Survey
 from relay.core.router import Router
-from relay.core.session import Neighbor, Survey
 
 KEY_ID = KEY.key_id
 CALLS = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN)

@@ -508,7 +508,7 @@ def test_refusals_are_counted_by_rule_up_to_a_bound(
 def test_a_survey_of_a_site_names_at_most_so_many_that_it_only_counts(
     net: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surveys_module, "MAX_NAMED", 3)
+    monkeypatch.setattr("relay.core.sites.MAX_NAMED", 3)
     victim = Victim(net)
     victim.end.hear(interest(clusters=[SiteCluster("ber", "many", KEY_ID, {Kind.SURVEY: 1 << 40}, 1 << 31)]))  # fmt: skip
     net.settle()

@@ -33,8 +33,8 @@ from relay.core import link as link_module
 from relay.core import mesh as mesh_module
 from relay.core import sites as sites_module
 from relay.core.link import LINK_HOP, Link
+from relay.core.neighbor import Neighbor
 from relay.core.router import Limits
-from relay.core.session import Neighbor
 from relay.core.sites import Wan
 
 A, B, C = range(3)

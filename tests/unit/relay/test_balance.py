@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from iris.wire.frames import Kind
 from relay.core.balance import pick
-from relay.core.interest import Load
+from relay.core.neighbor import Load
 
 
 def load(
