@@ -94,6 +94,8 @@ class Conversation(asyncio.Protocol):
         self._ending: Ending | None = None
         self._reason = ""
         self.client: iris.Client | None = None
+        self._writable: Callable[[], Awaitable[None] | None] = lambda: None
+        """What the client has to wait for before more is written."""
         """Its session, once there is one."""
         self._calls: Calls
         self._lines: Lines
@@ -179,7 +181,7 @@ class Conversation(asyncio.Protocol):
 
     def _next(self, *, subscribing: bool = False) -> Awaitable[None] | None:
         """Act on frames; return what to await before the next one: the relay may have to take something, or others a turn."""
-        machine, client = self.machine, self.client
+        machine, writable = self.machine, self._writable
         waiting: Awaitable[None] | None = None
         frame: Frame | None = None
         while machine.state in (State.OPENING, State.OPEN):
@@ -199,9 +201,7 @@ class Conversation(asyncio.Protocol):
             frame = upcoming
             self._first = self._others_settled = False
             self._taken += 1
-            waiting = machine.take(frame)
-            if waiting is None and client is not None:
-                waiting = client._runtime.writable()
+            waiting = machine.take(frame) or writable()
             if waiting is not None:
                 frame = None  # others do not wait for what this one waits for
                 break
@@ -464,6 +464,7 @@ class Conversation(asyncio.Protocol):
     async def _serve(self, client: iris.Client, cluster: str) -> None:
         bridge, machine = self._bridge, self.machine
         self.client = client
+        self._writable = client._runtime.attached().writable
         client.on_loss = bridge.lost
         machine.decoder.message_limit = client.message_limit
         near = bridge.near
