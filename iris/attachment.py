@@ -25,7 +25,7 @@ from iris.core.outbound import Outbound
 from iris.core.parties import Lost, Owner
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
-from iris.registry import Registry
+from iris.registry import Registry, leave
 from iris.transport import Pump
 from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
@@ -209,11 +209,7 @@ class Attachment:
     async def _leave_all(self, pump: Pump[Session]) -> None:
         """Return when no member of this session is handed anything more."""
         pump.turn()
-        waiters = []
-        for member in pump.session.members:
-            waiter = self._loop.create_future()
-            pump.session.ask(lambda number, member=member: frames.Leave(number, member), waiter)  # type: ignore[misc]  # a bound default
-            waiters.append(waiter)
+        waiters = [leave(pump.session, member) for member in pump.session.members]
         pump.flush()
         if waiters:
             await asyncio.gather(*waiters)

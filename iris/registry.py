@@ -152,7 +152,7 @@ class Registry:
 
         def joined(ack: frames.Ack) -> None:
             if binding.going:  # nobody waited for the answer
-                _leave(session, ack.member)
+                leave(session, ack.member)
                 return
             # At once: the relay may hand over work right behind its answer.
             binding.joined(ack.member, f"{session.relay_id.hex()}.{ack.member}", ids)
@@ -182,7 +182,7 @@ class Registry:
             return []
         binding.going = True
         members = [m for m in session.members if self._bindings.get(m) is binding]
-        return [_leave(session, member) for member in members]
+        return [leave(session, member) for member in members]
 
     def forget(self, binding: Served) -> None:
         """It no longer serves."""
@@ -315,7 +315,7 @@ class Registry:
         for member in session.members:
             binding = self._bindings.get(member)
             if binding is None or binding.going:
-                _leave(session, member)
+                leave(session, member)
         for place in session.registered.copy():
             if isinstance(place, tuple) and place not in self._subscriptions:
                 _unsubscribe(session, place)
@@ -389,7 +389,8 @@ def _answer() -> asyncio.Future[None]:
     return future
 
 
-def _leave(session: Session, member: int) -> asyncio.Future[None]:
+def leave(session: Session, member: int) -> asyncio.Future[None]:
+    """Tell the relay that a member takes nothing new; resolved when it knows."""
     done = _answer()
     session.ask(lambda number: frames.Leave(number, member), done)
     return done
