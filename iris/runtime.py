@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from iris.attachment import Attachment, Connector
@@ -139,10 +139,6 @@ class Runtime:
         """Something is to be written at the end of this turn."""
         if self.attachment is not None:
             self.attachment.touch()
-
-    def writable(self) -> Awaitable[None] | None:
-        """Return None if there is room to write, else what to await."""
-        return self.attachment.writable() if self.attachment is not None else None
 
     async def told(self, done: asyncio.Future[Any] | None) -> None:
         """Return when the relay knows that something has ended here, or has not answered in time: it has, anyway."""

@@ -263,7 +263,8 @@ async def open_tunnel(
 ) -> Tunnel:
     """Open a tunnel to one member; raises as `Client.open_tunnel`."""
     until_s = deadline(timeout)
-    pump, session = await runtime.ready(cluster, timeout)
+    attachment = runtime.attached()
+    pump, session = await attachment.ready(cluster, timeout)
     if headers:
         check_headers(headers)
     key = runtime.registry.cluster_keys(cluster)[0]
@@ -289,4 +290,4 @@ async def open_tunnel(
         raise end.error
     if end.broken:
         raise ConnectionLost(cluster, end.broken, may_have_run=False)
-    return Tunnel(end, runtime.touch, runtime.writable)
+    return Tunnel(end, attachment.touch, attachment.writable)
