@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -115,5 +116,5 @@ class LocalCluster:
         if router.accounts.balance() or account["held"]:
             raise AssertionError(f"the relay's account does not balance: {account}")
 
-    async def _connect(self, factory: object) -> None:
-        await self.relay.connect(factory)  # type: ignore[arg-type]  # Connector's factory
+    async def _connect(self, factory: Callable[[], asyncio.BufferedProtocol]) -> None:
+        await self.relay.connect(factory)
