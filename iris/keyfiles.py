@@ -101,7 +101,7 @@ def create_keys(
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             written.append(path)
             _write(descriptor, text)
-        _sync_directory(directory)
+        sync_directory(directory)
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
@@ -148,6 +148,12 @@ def create_site_key(path: Path, entropy: Callable[[int], bytes] = os.urandom) ->
         KeyringError: there is such a file, which was left alone, or the disk refused; then none is left.
     """
     key = SiteKey(entropy(SECRET_BYTES))
+    create(path, dump_site_key(key))
+    return key
+
+
+def create(path: Path, text: str) -> None:
+    """Write a secret into the new file `path`, mode 0600. Raises KeyringError as `create_site_key`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
@@ -155,14 +161,13 @@ def create_site_key(path: Path, entropy: Callable[[int], bytes] = os.urandom) ->
     except OSError as error:
         raise KeyringError(f"cannot create {path}: {error.strerror}") from error
     try:
-        _write(descriptor, dump_site_key(key))
-        _sync_directory(path.parent)
+        _write(descriptor, text)
+        sync_directory(path.parent)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise KeyringError(f"cannot write {path}: {error.strerror}") from error
         raise
-    return key
 
 
 def save_keyring(path: Path, keyring: Keyring) -> None:
@@ -180,7 +185,7 @@ def save_keyring(path: Path, keyring: Keyring) -> None:
         _write(descriptor, keyring.dump())
         os.replace(temporary, target)
         temporary = None
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         raise KeyringError(f"cannot write {path}: {error.strerror}") from error
     finally:
@@ -270,8 +275,8 @@ def _write(descriptor: int, text: str) -> None:
         os.fsync(descriptor)
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make the names in `directory` survive a crash."""
+def sync_directory(directory: str | Path) -> None:
+    """Make the names in `directory` survive a crash. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from iris import keyfiles
 from iris.crypto.certificates import ACCESS_URI, RELAY_URI, Leaf, dump_access, parse_access
 from iris.crypto.keys import SECRET_BYTES, NetworkKey
-from iris.errors import ConfigError, KeyringError, PeerProtocolError
+from iris.errors import ConfigError, PeerProtocolError
 
 SESSION_ALPN: Final = "iris-session/1"
 """Names sessions and their version in TLS, before a byte of either is read."""
@@ -60,24 +60,9 @@ def create_access(path: Path, network_key: NetworkKey) -> bytes:
     Raises:
         KeyringError: there is such a file, which was left alone, or the disk refused; then none is left.
     """
-    content = make_access(network_key)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise KeyringError(f"{path} is there already; it was left alone") from error
-    except OSError as error:
-        raise KeyringError(f"cannot create {path}: {error.strerror}") from error
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise KeyringError(f"cannot write {path}: {error.strerror}") from error
-        raise
-    return parse_access(content.decode()).access_id
+    content = make_access(network_key).decode()
+    keyfiles.create(path, content)
+    return parse_access(content).access_id
 
 
 def load_access(path: Path) -> RemoteAccess:
