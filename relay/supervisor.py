@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import random
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+
+from iris.keyfiles import sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +192,4 @@ def forget_whole(path: Path) -> None:
         path.unlink()
     except FileNotFoundError:
         return
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)

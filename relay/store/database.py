@@ -36,6 +36,7 @@ from rocksdict import (
 )
 
 from iris.errors import Closed
+from iris.keyfiles import sync_directory
 from relay.store.errors import LogBusy, LogDamaged, LogMissing, LogWriteFailed
 from relay.store.journal import foreign_record
 
@@ -395,12 +396,3 @@ def write_beside(path: str, data: bytes) -> None:
         sync_directory(os.path.dirname(path))
     except OSError as err:
         raise LogWriteFailed(path, str(err)) from err
-
-
-def sync_directory(path: str) -> None:
-    """Make what was created or renamed in `path` last. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

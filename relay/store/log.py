@@ -25,11 +25,12 @@ from typing import Final
 from msgspec import Struct
 from rocksdict import Rdict
 
+from iris.keyfiles import sync_directory
 from relay.store.chain import DUE, Chain, Draft
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
 from relay.store.cursors import Cursors
-from relay.store.database import Database, sync_directory
+from relay.store.database import Database
 from relay.store.errors import (
     LogBusy,
     LogDamaged,

@@ -26,6 +26,7 @@ from iris.config import ClientConfig
 from iris.crypto.keys import SECRET_BYTES, StoreKey
 from iris.dialling import dial
 from iris.errors import ConfigError, IrisError, KeyringError, RelayUnavailable
+from iris.keyfiles import sync_directory
 from iris.memory import keep_freed_memory
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
@@ -33,7 +34,7 @@ from iris.wire.frames import Bye, Ping
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.store.catalogue import is_stream
-from relay.store.database import sync_directory, write_beside
+from relay.store.database import write_beside
 from relay.store.errors import LogError
 from relay.store.keeper import COMMIT_BYTES, Store
 from relay.store.presence import Answered

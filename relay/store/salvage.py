@@ -26,11 +26,12 @@ import msgspec
 from msgspec import Struct
 
 from iris.errors import ConfigError, IrisError
+from iris.keyfiles import sync_directory
 from iris.wire.streams import DEAD, dead_uuid, decode_order, in_force
 from relay.store import cursor
 from relay.store.authority import Kept
 from relay.store.chain import DUE, Chain, Draft
-from relay.store.database import room_to_open, sync_directory
+from relay.store.database import room_to_open
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
 from relay.store.identity import Identity, make
