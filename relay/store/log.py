@@ -95,7 +95,7 @@ class Log:
         self._retention = Retention(self._chain)
         self._compaction = Compaction(self._chain)
         self._producers = Producers(database.rows(b"p"))
-        self._staged = Staged(database)
+        self.staged = Staged(database)
         self.cursors = Cursors(self._chain)
         self.steps = Steps()
         self.ids = Ids(database)
@@ -230,7 +230,7 @@ class Log:
         """
         counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
         draft = self._draft()
-        draft.rows = self._staged.put(draft.batch)
+        draft.rows = self.staged.put(draft.batch)
         outcomes: list[Outcome] = []
         try:
             for entry, count in zip(entries, counts, strict=True):
@@ -265,7 +265,7 @@ class Log:
             raise
         self._producers.commit()
         self.ids.commit()
-        self._staged.written()
+        self.staged.written()
         return outcomes
 
     def copy(self, items: Sequence[Item], end: int, now_us: int) -> None:
@@ -284,21 +284,7 @@ class Log:
             raise ValueError(f"items: they end at {draft.next} instead of {end}")
         self._chain.finish(draft)
 
-    def gap(self, count: int | None, cause: str, now_us: int) -> int:
-        """Note in order that `count` messages (None: unknown) were lost, and why; return the offset of the note.
-
-        Synced. A `cause` of more than 1024 bytes is cut. Raises LogWriteFailed.
-        """
-        (outcome,) = self.append([Note(count, cause)], now_us)
-        assert isinstance(outcome, Stored)
-        return outcome.first
-
     # Staging
-
-    @property
-    def staged_bytes(self) -> int:
-        """What is staged: rows, and something for each."""
-        return self._staged.bytes
 
     def stage(
         self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
@@ -313,7 +299,7 @@ class Log:
         """
         for _, entry in entries:
             check_entry(entry)
-        return self._staged.take(writer, batch, attempt, entries, now_us)
+        return self.staged.take(writer, batch, attempt, entries, now_us)
 
     def commit(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
@@ -327,31 +313,31 @@ class Log:
             LogDamaged: a staged entry is not what was written.
             LogWriteFailed: it may be found committed after a reopen.
         """
-        done = self._staged.replay(writer, batch)
+        done = self.staged.replay(writer, batch)
         if done is not None:
             return done
         if self._database.failed is not None:  # what is staged may be half gone
             raise LogWriteFailed(self._path, self._database.failed)
         self.append((), now_us)
-        self._staged.check(writer, batch, attempts, now_us)
+        self.staged.check(writer, batch, attempts, now_us)
         draft = self._draft()
         first = draft.next
-        for entry, count in self._staged.read(writer, batch, attempts):
+        for entry, count in self.staged.read(writer, batch, attempts):
             if draft.next + count > MAX_OFFSET:
                 raise ValueError("end: the log has no such offsets")
             draft.add_entry(entry, draft.next, count, now_us)
-        last = Last(batch, first, draft.next, now_us, self._staged.commits(writer) + 1)
-        self._staged.settle(draft.batch, writer, last)
+        last = Last(batch, first, draft.next, now_us, self.staged.commits(writer) + 1)
+        self.staged.settle(draft.batch, writer, last)
         draft.rows = True
         self._chain.finish(draft)
-        self._staged.settled(writer, last)
+        self.staged.settled(writer, last)
         return Committed(first, last.next, False)
 
     def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
         """Drop what these attempts staged, or all attempts at the batch; return how many records. Synced. Raises LogWriteFailed."""
         self.append((), now_us)
         rows = self._database.batch()
-        dropped = self._staged.discard(rows, writer, batch, attempts)
+        dropped = self.staged.discard(rows, writer, batch, attempts)
         if dropped:
             self._chain.write(rows, sync=True)
         return dropped
@@ -367,12 +353,12 @@ class Log:
     def tend_staged(self, now_us: int) -> int:
         """Drop attempts that are too old, give disk space back; return how many records went. Raises LogWriteFailed."""
         dropped = 0
-        if old := self._staged.old(now_us):
+        if old := self.staged.old(now_us):
             self.append((), now_us)
             rows = self._database.batch()
-            dropped = sum(self._staged.drop(rows, *place) for place in old)
+            dropped = sum(self.staged.drop(rows, *place) for place in old)
             self._chain.write(rows, sync=False)
-        self._staged.free()
+        self.staged.free()
         return dropped
 
     # Reading

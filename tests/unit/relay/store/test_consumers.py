@@ -21,7 +21,7 @@ from relay.store.cursor import CursorDamaged, Dead, Settings, State, decode, enc
 from relay.store.cursors import MAX_CURSOR_BYTES
 from relay.store.handing import ENVELOPE_BYTES, Delivery, Taken
 from relay.store.log import Log
-from relay.store.records import Entry, Gap, Hole, Reason
+from relay.store.records import Entry, Gap, Hole, Note, Reason
 from relay.store.segments import Limits
 
 MANY = 1 << 30
@@ -523,7 +523,7 @@ def test_a_worker_gets_no_more_than_it_may_hold(log: Log) -> None:
 
 def test_gaps_are_told_once_and_settle_themselves(log: Log) -> None:
     log.append([entry()], 1)
-    log.gap(7, "slow", 1)
+    log.append([Note(7, "slow")], 1)
     log.append([entry()], 1)
     one = consumer(log)
     taken = all_of(one)

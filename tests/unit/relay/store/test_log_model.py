@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from iris.wire.codec import END
 from relay.store.log import Log
 from relay.store.outcomes import Stored
-from relay.store.records import Entry, Hole, Reason, Record
+from relay.store.records import Entry, Hole, Note, Reason, Record
 from relay.store.segments import Limits
 from relay.store.staged import Committed
 
@@ -102,7 +102,7 @@ class LogMachine(RuleBasedStateMachine):
         for replayed in (False, True):
             done = self.log.commit("etl", self.batch, named, self.now_us)
             assert done == Committed(first, self.next, replayed)
-        assert self.log.staged_bytes == 0
+        assert self.log.staged.bytes == 0
 
     def reopen_staged(self) -> None:
         self.log.append([], self.now_us)
@@ -121,7 +121,8 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule()
     def gap(self) -> None:
-        assert self.log.gap(3, "slow", self.now_us) == self.next
+        stored = Stored(self.next, self.next + 1)
+        assert self.log.append([Note(3, "slow")], self.now_us) == [stored]
         self.kept.append(Kept(self.next, self.next + 1, None, self.now_us))
         self.next += 1
 

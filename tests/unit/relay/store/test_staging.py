@@ -71,7 +71,7 @@ def test_nothing_staged_is_seen_until_it_is_committed_in_the_order_that_is_named
     assert (log.next, log.messages) == (1, 1)
     assert log.commit("etl", 1, [(B, 1), (A, 2)], 20) == Committed(1, 6, False)
     assert bodies(log) == [b"before", b"b0", b"a0", b"a1"]
-    assert (log.next, log.messages, log.staged_bytes, rows(log)) == (6, 6, 0, 0)
+    assert (log.next, log.messages, log.staged.bytes, rows(log)) == (6, 6, 0, 0)
     (record,) = log.read(1, 1, now_us=20).items
     assert isinstance(record, Record)
     assert (record.stored_us, record.kind, record.name, record.sender_id) == (
@@ -90,7 +90,7 @@ def test_a_commit_again_changes_nothing_whatever_it_names(log: Log) -> None:
     stage(log, B, b"b0")
     assert log.commit("etl", 1, [(B, 1)], 22) == Committed(0, 1, True)
     assert bodies(log) == [b"a0"]
-    assert log.staged_bytes == 0, "what is staged for it later is not kept"
+    assert log.staged.bytes == 0, "what is staged for it later is not kept"
 
 
 def test_a_batch_below_the_last_is_a_replay_that_nobody_remembers_the_place_of(log: Log) -> None:
@@ -155,10 +155,10 @@ def test_an_attempt_is_of_one_writer_and_batch_and_is_named_once(log: Log) -> No
 
 def test_a_record_that_is_staged_again_changes_nothing(log: Log) -> None:
     stage(log, A, b"a0", b"a1")
-    size = log.staged_bytes
+    size = log.staged.bytes
     assert log.stage("etl", 1, A, [(1, entry(b"other"))], 20) == 0
     stage(log, A, b"other", b"other", b"a2")
-    assert log.staged_bytes > size
+    assert log.staged.bytes > size
     log.commit("etl", 1, [(A, 3)], 20)
     assert bodies(log) == [b"a0", b"a1", b"a2"]
 
@@ -174,17 +174,17 @@ def test_what_lost_is_gone_with_the_batch_and_so_is_what_is_of_earlier_ones(log:
     log.commit("etl", 6, [(C, 1)], 20)
     log.commit("et", 5, [(C, 1)], 20)
     assert bodies(log) == [b"won", b"next", b"other"]
-    assert log.staged_bytes == 0
+    assert log.staged.bytes == 0
 
 
 def test_staging_and_writers_outlive_a_reopen(path: str, log: Log) -> None:
     stage(log, A, b"a0", b"a1", batch=2)
     stage(log, B, b"b1", batch=2, first=1)
     log.commit("other", 4, [], 15)
-    size = log.staged_bytes
+    size = log.staged.bytes
     log.close()
     with Log.open(path) as again:
-        assert again.staged_bytes == size
+        assert again.staged.bytes == size
         stage(again, A, b"not this", batch=2)
         stage(again, B, b"b0", batch=2)
         assert again.commit("other", 4, [], 20) == Committed(0, 0, True)
@@ -192,7 +192,7 @@ def test_staging_and_writers_outlive_a_reopen(path: str, log: Log) -> None:
     with Log.open(path) as again:
         assert again.commit("etl", 2, [(A, 2), (B, 2)], 30) == Committed(0, 4, True)
         assert bodies(again) == [b"a0", b"a1", b"b0", b"b1"]
-        assert (again.staged_bytes, rows(again)) == (0, 0)
+        assert (again.staged.bytes, rows(again)) == (0, 0)
 
 
 def test_discarding_drops_the_attempts_that_are_named_or_all_of_the_batch(
@@ -223,7 +223,7 @@ def test_an_attempt_expires_a_day_after_it_was_staged_to_last(log: Log) -> None:
         log.commit("etl", 1, [(A, 2), (B, 2)], DAY_US + 20)
     assert rows(log) == 4
     assert log.tend_staged(3 * DAY_US) == 2
-    assert (rows(log), log.staged_bytes) == (0, 0)
+    assert (rows(log), log.staged.bytes) == (0, 0)
 
 
 def test_what_expired_while_the_log_was_closed_goes_at_the_first_look(path: str, log: Log) -> None:
@@ -232,7 +232,7 @@ def test_what_expired_while_the_log_was_closed_goes_at_the_first_look(path: str,
     with Log.open(path) as again:
         assert again.tend_staged(2 * DAY_US) == 1
     with Log.open(path) as again:
-        assert (rows(again), again.staged_bytes) == (0, 0)
+        assert (rows(again), again.staged.bytes) == (0, 0)
 
 
 def test_a_stream_stages_no_more_than_its_bound_and_takes_more_when_some_is_gone(
@@ -418,7 +418,7 @@ def test_a_commit_whose_write_failed_is_found_done_or_not_done_and_done_once(
     with Log.open(path) as again:
         assert again.commit("etl", 1, [(A, 2)], 30) == Committed(0, 2, written)
         assert bodies(again) == [b"a0", b"a1"]
-        assert (again.staged_bytes, rows(again)) == (0, 0)
+        assert (again.staged.bytes, rows(again)) == (0, 0)
 
 
 def test_what_is_staged_waits_on_if_the_append_that_was_to_write_it_fails(
@@ -532,7 +532,7 @@ def test_small_commits_drop_nothing_by_range(
             stage(log, C, b"is discarded", b"waits for 1", batch=batch + 1, first=2)
             assert log.discard("etl", batch + 1, [C], 20) == 2
         assert log.commit("etl", batch, [(A, 1)], 20) == Committed(batch, batch + 1, False)
-    assert (ranges.dropped, rows(log), log.staged_bytes) == (0, 0, 0)
+    assert (ranges.dropped, rows(log), log.staged.bytes) == (0, 0, 0)
     log.close()
     with Log.open(path) as again:
         assert (rows(again), len(bodies(again))) == (0, 2000)
