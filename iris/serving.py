@@ -127,12 +127,11 @@ class ServiceBinding:
                 else:
                     answer.returned(value)
             return
+        inbox.queued_bytes += delivery.size
         if inbox.idle:
-            inbox.queued_bytes += delivery.size
             inbox.handed.add(delivery)
             inbox.idle.pop().set_result(delivery)
         elif len(inbox.workers) < self._limits.concurrency:
-            inbox.queued_bytes += delivery.size
             inbox.handed.add(delivery)
             task = self.loop.create_task(
                 self._work(inbox, delivery), name=f"iris-{self.service.name}"
@@ -141,7 +140,6 @@ class ServiceBinding:
             task.add_done_callback(inbox.workers.discard)
         else:
             inbox.queue.append(delivery)
-            inbox.queued_bytes += delivery.size
 
     def broadcast(self, messages: list[Message], size: int) -> None:
         """Run broadcasts in order; a coroutine handler has one queue, which drops what comes when it is full."""

@@ -235,8 +235,8 @@ class Subscription:
             self._put(messages, size)
 
     def _put(self, messages: list[Message], size: int) -> None:
+        self._queued_bytes += size
         if self._lanes is not None:
-            self._queued_bytes += size
             self._lanes.put(messages, size)
             assert self._coroutine is not None  # lanes are for such
             if self._lanes.ready and len(self._workers) < self._concurrency and not self._ended:
@@ -248,7 +248,6 @@ class Subscription:
                 task.add_done_callback(self._worker_ended)
             return
         self._queue.append((messages, size))
-        self._queued_bytes += size
         self._wake()
         if self._coroutine is not None and self._worker is None and not self._ended:
             self._worker = asyncio.get_running_loop().create_task(
