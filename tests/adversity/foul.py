@@ -14,7 +14,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, OTHER_KEY, PATIENCE_S, Wire, data_frame
+from adversity.kit import OTHER_KEY, Wire, data_frame
+from support.relays import KEY
+from support.waiting import PATIENCE_S
 
 import iris
 from iris.crypto.keys import ClusterKey

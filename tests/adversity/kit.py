@@ -1,4 +1,4 @@
-"""A relay as a process, and a session that says whatever it is told to.
+"""A session that says whatever it is told to, and the well-behaved beside it.
 
 with Daemon(tmp_path) as relay:
     async with Wire(relay.socket) as wire:
@@ -10,17 +10,16 @@ with Daemon(tmp_path) as relay:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+from support.relays import client
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.crypto.keys import ClusterKey
@@ -29,100 +28,9 @@ from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control, metadata_prefix
 from iris.wire.frames import Control, Kind
 
-KEY = ClusterKey(bytes(range(32)))
-"""What the well-behaved hold."""
 OTHER_KEY = ClusterKey(bytes(range(1, 33)))
 """What offenders hold: a key of their own, or none."""
-PATIENCE_S = 15.0
-"""How long anything is waited for before the test fails; nothing is measured by it."""
 C = TypeVar("C", bound=Control)
-
-
-class Daemon:
-    """`python -m relay --dev` with a runtime directory of its own; a context manager that ends it."""
-
-    def __init__(
-        self,
-        directory: Path,
-        *arguments: str,
-        settings: dict[str, str] | None = None,
-        before: Callable[[], None] | None = None,
-        dev: bool = True,
-    ) -> None:
-        self.runtime = directory
-        self.socket = directory / "iris" / "relay.sock"
-        self.environ = {
-            "PATH": os.environ["PATH"],
-            "XDG_RUNTIME_DIR": str(directory),
-            "XDG_CONFIG_HOME": str(directory / "config"),
-            "HOME": str(directory),
-            **(settings or {}),
-        }
-        self.log = directory / "relay.log"
-        self._arguments = ["--dev"] * dev + list(arguments)
-        self._before = before
-        self.process: subprocess.Popen[bytes]
-
-    def start(self) -> Self:
-        """Start it, and return when it serves."""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "relay", *self._arguments],
-                env=self.environ,
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                preexec_fn=self._before,
-            )
-        wait_until(lambda: self.said("relay.started") or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
-        return self
-
-    def said(self, event: str) -> bool:
-        """Whether the present process has logged `event`."""
-        said = False
-        for line in self.lines():
-            if line["event"] == "relay.started":
-                said = False
-                if line["pid"] != self.process.pid:
-                    continue
-            said = said or line["event"] == event
-        return said
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return its log so far; what is no JSON line raises."""
-        text = self.log.read_text()
-        whole = text[: text.rfind("\n") + 1].splitlines()
-        return [json.loads(line) for line in whole if not line.startswith("iris relay: ")]
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and return the exit code."""
-        self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    """Return once `true()` is; fails after `PATIENCE_S`."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until_s, "it did not happen in time"
-        time.sleep(0.01)
-
-
-async def eventually(true: Callable[[], object]) -> None:
-    """As `wait_until`, on the event loop."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - what is waited for is in another process
-            await asyncio.sleep(0.005)
 
 
 class Wire:
@@ -268,11 +176,6 @@ def data_frame(
 def control_frame(kind: int, body: bytes) -> bytes:
     """Return a control frame around any bytes."""
     return (2 + len(body)).to_bytes(4, "little") + bytes((kind, 0)) + body
-
-
-def client(relay: Path, key: ClusterKey = KEY) -> iris.Client:
-    """Return a client of the relay at this socket."""
-    return iris.connect(relay, keyring=iris.Keyring.single(key))
 
 
 class Neighbours:

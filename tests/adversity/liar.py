@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adversity.kit import KEY, data_frame
+from adversity.kit import data_frame
+from support.relays import KEY
 
 import iris
 from iris.crypto.keys import ClusterKey

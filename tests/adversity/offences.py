@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
-from adversity.kit import KEY, OTHER_KEY, Wire, control_frame, data_frame
+from adversity.kit import OTHER_KEY, Wire, control_frame, data_frame
+from support.relays import KEY
 
 from iris.wire import frames
 from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, FRAME_OVERHEAD, HOP, RELAY_HOP, encode_control

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import Daemon, Wire, neighbours, tables, unaccounted
+from adversity.kit import Wire, neighbours, tables, unaccounted
 from adversity.offences import OFFENCES
+from support.relays import Daemon
 
 pytestmark = pytest.mark.timeout(60)
 

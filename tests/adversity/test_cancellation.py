@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from adversity.kit import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.testing import LocalCluster

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import eventually
 from integration.stores import stored
+from support.waiting import eventually
 
 import iris
 from iris.errors import StreamError

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from adversity import test_links
-from adversity.kit import KEY, PATIENCE_S, data_frame, eventually
+from adversity.kit import data_frame
 from integration import test_gateways
 from support.connection import Connection
+from support.relays import KEY
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.wire import frames

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from adversity.kit import PATIENCE_S, data_frame, eventually
+from adversity.kit import data_frame
 from support.connection import Connection
+from support.waiting import PATIENCE_S, eventually
 
 from iris.crypto.certificates import network_authority, relay_leaf
 from iris.crypto.keys import NetworkKey

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from adversity.kit import KEY, OTHER_KEY, data_frame, eventually
+from adversity.kit import OTHER_KEY, data_frame
 from adversity.liar import SENDER, WELCOME, Liar, Peer, acknowledging, hop_of, silent
+from support.relays import KEY
+from support.waiting import eventually
 
 import iris
 from iris.core.tunnel import prologue

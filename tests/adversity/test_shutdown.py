@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, PATIENCE_S, Daemon, client, eventually, neighbours, wait_until
+from adversity.kit import neighbours
+from support.relays import KEY, Daemon, client
+from support.waiting import PATIENCE_S, eventually, wait_until
 
 import iris
 

@@ -10,18 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import (
-    OTHER_KEY,
-    PATIENCE_S,
-    Daemon,
-    Wire,
-    client,
-    data_frame,
-    eventually,
-    neighbours,
-    tables,
-    unaccounted,
-)
+from adversity.kit import OTHER_KEY, Wire, data_frame, neighbours, tables, unaccounted
+from support.relays import Daemon, client
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.wire import frames

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterable, Callable
 from typing import Any, cast
+
+from support.waiting import until
 
 from iris import Client, ClientConfig, Keyring, Lost, Message, Service
 from iris.testing import LocalCluster
 from relay.embedded import MemoryTransport
 from relay.net.sessions import SessionPort
-
-WAIT_S = 10.0
-"""Longest that a test waits for something that has to happen: it fails a test, and never slows one."""
 
 
 def named(
@@ -41,13 +39,6 @@ def freeze(cluster: LocalCluster, label: str) -> Callable[[], None]:
     transport = cast(MemoryTransport, cast(Any, port_of(cluster, label))._transport)._peer
     transport.pause_reading()
     return transport.resume_reading
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Return at the first turn of the loop in which `condition` holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what it waits for has no event of its own
-            await asyncio.sleep(0)
 
 
 async def fill(held: list[Any], items: AsyncIterable[Any]) -> None:

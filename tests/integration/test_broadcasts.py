@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from integration.kit import Collector, freeze, named, until
+from integration.kit import Collector, freeze, named
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster

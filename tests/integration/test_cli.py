@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import WAIT_S, Shell, end, until
+from support.commands import Shell, end
+from support.waiting import PATIENCE_S, wait_until
 from typer.testing import CliRunner
 
 import iris.blocking
@@ -110,7 +111,7 @@ def relay(place: Path) -> Iterator[Path]:
     process = shell.start("relay", "--dev")
     socket = place / "iris" / "relay.sock"
     try:
-        until(lambda: socket.exists() or process.poll() is not None)
+        wait_until(lambda: socket.exists() or process.poll() is not None)
         yield socket
         process.terminate()
         _, err = end(process)
@@ -148,7 +149,7 @@ def member(place: Path, observer: iris.blocking.Client) -> Iterator[str]:
     shell = Shell(place)
     process = shell.start("run", "services:echo")
     try:
-        (info,) = observer.wait_for_members("echo", 1, timeout=WAIT_S)
+        (info,) = observer.wait_for_members("echo", 1, timeout=PATIENCE_S)
         yield info.member
         process.terminate()
         end(process)
@@ -165,9 +166,9 @@ def narrow(shell: Shell, member: str, observer: iris.blocking.Client) -> subproc
 def start_narrow(shell: Shell, observer: iris.blocking.Client) -> subprocess.Popen[bytes]:
     """Start the only member of the cluster narrow; returns when it is there."""
     # The relay may not have noticed yet that the one of the test before is dead.
-    until(lambda: not observer.members("narrow"))
+    wait_until(lambda: not observer.members("narrow"))
     process = shell.start("run", "services:narrow")
-    observer.wait_for_members("narrow", 1, timeout=WAIT_S)
+    observer.wait_for_members("narrow", 1, timeout=PATIENCE_S)
     return process
 
 
@@ -276,11 +277,11 @@ def test_overload_timeout_and_a_lost_member_have_codes_of_their_own(
 ) -> None:
     blocked = shell.start("request", "narrow", "block")
     assert blocked.stdin is not None
-    until(lambda: running(observer, narrow) == 1)
+    wait_until(lambda: running(observer, narrow) == 1)
     shell("request", "narrow", "more", code=4)
     shell("push", "narrow", "go")
     assert end(blocked)[0] == b"done after block"
-    until(lambda: running(observer, narrow) == 0)
+    wait_until(lambda: running(observer, narrow) == 0)
     assert b"narrow" in shell("request", "narrow", "die", code=6)
     end(narrow, 9)
 
@@ -340,7 +341,7 @@ def test_subscribe_prints_count_messages_and_ends(
 ) -> None:
     raw = shell.start("subscribe", "news.>", "--count", "3")
     as_json = shell.start("subscribe", "news.*", "-n", "3", "--json")
-    until(lambda: subscribed(observer, raw) and subscribed(observer, as_json))
+    wait_until(lambda: subscribed(observer, raw) and subscribed(observer, as_json))
     shell.process("publish", "news.a", "one", "--header", "k=v")
     shell.process("publish", "news.b", "--lines", stdin=b"two\n\xff\n")
     assert end(raw)[0] == b"one\ntwo\n\xff\n"
@@ -356,7 +357,7 @@ def test_subscribe_ends_well_when_it_is_told_to(
     shell: Shell, observer: iris.blocking.Client, number: signal.Signals
 ) -> None:
     process = shell.start("subscribe", "news.>")
-    until(lambda: subscribed(observer, process))
+    wait_until(lambda: subscribed(observer, process))
     process.send_signal(number)
     assert end(process) == (b"", b"")
 
@@ -365,7 +366,7 @@ def test_subscribe_ends_quietly_when_its_reader_has_enough(
     shell: Shell, observer: iris.blocking.Client
 ) -> None:
     process = shell.start("subscribe", "news.>")
-    until(lambda: subscribed(observer, process))
+    wait_until(lambda: subscribed(observer, process))
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
@@ -378,9 +379,9 @@ def test_subscribe_tells_of_a_lost_relay_in_one_line() -> None:
     alone = Shell(root)
     relay = alone.start("relay", "--dev")
     try:
-        until(lambda: (root / "iris" / "relay.sock").exists() or relay.poll() is not None)
+        wait_until(lambda: (root / "iris" / "relay.sock").exists() or relay.poll() is not None)
         process = alone.start("subscribe", "t")
-        until(
+        wait_until(
             lambda: any(
                 s["subscriptions"] for s in json.loads(alone("status", "--json"))["sessions"]
             )
@@ -430,7 +431,7 @@ def test_a_tunnel_ends_when_the_member_has_enough_though_stdin_stays_open(
     assert process.stdout.readline() == b"hello\n"  # while stdin is open
     process.stdin.write(b"enough\n")
     process.stdin.flush()
-    assert process.wait(WAIT_S) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert process.stdout.read() == b"bye\n"
 
 
@@ -469,7 +470,7 @@ def test_a_verb_that_no_member_takes_names_those_that_they_take(
         "import iris\nservice = iris.Service('hearer')\n@service.on_broadcast\ndef hear(message: bytes): ...\n"
     )
     process = shell.start("run", "hearer")
-    observer.wait_for_members("hearer", 1, timeout=WAIT_S)
+    observer.wait_for_members("hearer", 1, timeout=PATIENCE_S)
     said = shell(verb, "hearer", stdin=b"x", code=3).decode()
     assert "no members of hearer take a " in said
     assert "hearer has 1 member, taking: broadcast\n" in said
@@ -480,10 +481,10 @@ def test_a_verb_that_no_member_takes_names_those_that_they_take(
 def test_members_watch_tells_who_comes_and_goes(
     shell: Shell, observer: iris.blocking.Client, member: str
 ) -> None:
-    until(lambda: not observer.members("narrow"))
+    wait_until(lambda: not observer.members("narrow"))
     watching = shell.start("members", "narrow", "--watch", "--json")
     assert watching.stdout is not None
-    until(lambda: any(s["pid"] == watching.pid for s in observer.status()["sessions"]))
+    wait_until(lambda: any(s["pid"] == watching.pid for s in observer.status()["sessions"]))
     process = shell.start("run", "services:narrow")
     came = json.loads(watching.stdout.readline())
     process.terminate()
@@ -511,9 +512,9 @@ def test_run_finishes_what_it_accepted_before_it_ends(
     shell: Shell, observer: iris.blocking.Client, narrow: subprocess.Popen[bytes]
 ) -> None:
     request = shell.start("request", "narrow", "block", "--timeout", "20")
-    until(lambda: running(observer, narrow) == 1)
+    wait_until(lambda: running(observer, narrow) == 1)
     narrow.terminate()
-    until(lambda: len(observer.members("narrow")) == 0)
+    wait_until(lambda: len(observer.members("narrow")) == 0)
     assert narrow.poll() is None, "it waits for the request"
     assert request.poll() is None
     narrow.terminate()  # a second signal ends it at once: what it had accepted is lost
@@ -534,11 +535,11 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
         "    return 'done'\n"
     )
     process = shell.start("run", "patient")
-    observer.wait_for_members("patient", 1, timeout=WAIT_S)
+    observer.wait_for_members("patient", 1, timeout=PATIENCE_S)
     request = shell.start("request", "patient", str(place / "go"), "--timeout", "20")
-    until(lambda: running(observer, process) == 1)
+    wait_until(lambda: running(observer, process) == 1)
     process.send_signal(signal.SIGINT)
-    until(lambda: len(observer.members("patient")) == 0)
+    wait_until(lambda: len(observer.members("patient")) == 0)
     (place / "go").touch()
     assert end(request)[0] == b"done"
     end(process)
@@ -641,7 +642,7 @@ def test_keys_rotate_under_a_member_that_keeps_serving(
     assert b"hold only old keys" in refused
     assert info.member.encode() in refused
     process.send_signal(signal.SIGHUP)
-    until(
+    wait_until(
         lambda: any(
             bytes.fromhex(new[1]) in m.key_ids and m.member != info.member
             for m in observer.members("narrow")
@@ -651,7 +652,7 @@ def test_keys_rotate_under_a_member_that_keeps_serving(
     assert shell("request", "narrow", "x") == b"done after x"
     assert info.key_ids[0].hex().encode() in shell("key", "retire", "narrow")
     process.send_signal(signal.SIGHUP)
-    until(lambda: len(observer.members("narrow")) == 0)  # the observer has the old key only
+    wait_until(lambda: len(observer.members("narrow")) == 0)  # the observer has the old key only
     assert shell("request", "narrow", "y") == b"done after y"
     process.terminate()
     end(process)

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import pytest
 from hdrh.histogram import HdrHistogram
-from support.commands import WAIT_S, Shell, end, until
+from support.commands import Shell, end
+from support.waiting import PATIENCE_S, wait_until
 from typer.testing import CliRunner
 
 import iris
@@ -115,7 +116,7 @@ def relay(place: Path) -> Iterator[Path]:
     process = shell.start("relay", "--dev")
     socket = place / "iris" / "relay.sock"
     try:
-        until(lambda: socket.exists() or process.poll() is not None)
+        wait_until(lambda: socket.exists() or process.poll() is not None)
         yield socket
         process.terminate()
         end(process)
@@ -160,7 +161,7 @@ def others(place: Path, relay: Path) -> Iterator[None]:
     process = shell.start("run", "others:slow", "others:mute", "others:fragile", "others:flaky")
     try:
         with iris.blocking.connect(relay, keyring=dev_keys(relay)) as client:
-            client.wait_for_members("flaky", 1, timeout=WAIT_S)
+            client.wait_for_members("flaky", 1, timeout=PATIENCE_S)
         yield
         process.terminate()
         end(process)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import Daemon, wait_until
+from support.relays import Daemon
+from support.waiting import wait_until
 from typer.testing import CliRunner, Result
 
 from iris import cli, keyfiles

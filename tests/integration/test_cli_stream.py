@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Shell, end, until
+from support.commands import Shell, end
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 import iris
@@ -64,8 +65,8 @@ def relay(place: Path) -> Iterator[Path]:
     process = shell.start("relay", "--dev", "--data", str(place / "data"))
     socket = place / "iris" / "relay.sock"
     try:
-        until(lambda: socket.exists() or process.poll() is not None)
-        until(lambda: code_of(shell, "create", "probe") == 0)
+        wait_until(lambda: socket.exists() or process.poll() is not None)
+        wait_until(lambda: code_of(shell, "create", "probe") == 0)
         shell("stream", "delete", "probe", "--yes")
         yield socket
         process.terminate()
@@ -268,7 +269,7 @@ def test_a_stream_of_a_topic_records_what_is_published(shell: Shell) -> None:
     shell("stream", "create", "flights", "--topic", "flights.>")
     assert b"\ttopic flights.>\t" in shell("stream", "list")
     shell("publish", "flights.JFK", "delayed", "-H", "gate=7")
-    until(lambda: facts(shell, "flights")["next"] == 1)
+    wait_until(lambda: facts(shell, "flights")["next"] == 1)
     (row,) = rows(shell("stream", "read", "flights", "--json"))
     assert (row["offset"], row["name"], row["payload"]) == (0, "flights.JFK", "delayed")
     assert row["headers"] == {"gate": "7"}
@@ -377,7 +378,7 @@ def test_without_a_store_create_says_how_to_start_one(tmp_path: Path) -> None:
     alone = Shell(root)
     process = alone.start("relay", "--dev")
     try:
-        until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
+        wait_until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
         said = alone("stream", "create", "orders", "--timeout", "2", code=3).decode()
         assert "iris relay --data DIR" in said
         assert said.count("\n") == 1
@@ -451,7 +452,7 @@ def test_a_line_is_stored_while_its_pipe_is_still_open(shell: Shell, stream: str
     assert process.stdin is not None
     process.stdin.write(b"early\n")
     process.stdin.flush()
-    until(lambda: facts(shell, stream)["next"] == 1)
+    wait_until(lambda: facts(shell, stream)["next"] == 1)
     out, err = process.communicate(b"late\n", timeout=20)
     assert (process.returncode, out, err) == (0, b"0 1\n", b"")
 
@@ -461,10 +462,10 @@ def test_lines_that_end_with_an_interrupt_tell_what_was_stored(shell: Shell, str
     assert process.stdin is not None
     process.stdin.write(b"a\nb\n")
     process.stdin.flush()
-    until(lambda: facts(shell, stream)["next"] == 2)
+    wait_until(lambda: facts(shell, stream)["next"] == 2)
     process.stdin.write(b"c\nhalf a li")  # goes out when it has heard of a and b
     process.stdin.flush()
-    until(lambda: facts(shell, stream)["next"] == 3)
+    wait_until(lambda: facts(shell, stream)["next"] == 3)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
     assert process.stdout is not None

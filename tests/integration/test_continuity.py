@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, Daemon, Wire
+from adversity.kit import Wire
+from support.relays import KEY, Daemon
 
 import iris
 from iris.config import ClientConfig

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import PATIENCE_S, Daemon, client, wait_until
+from support.relays import Daemon, client
+from support.waiting import PATIENCE_S, wait_until
 
 import iris
 from iris import keyfiles, paths

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from adversity.kit import PATIENCE_S, Daemon, client, eventually
 from integration.test_stream_links import start
+from support.relays import Daemon, client
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 

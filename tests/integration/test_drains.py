@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.kit import Collector, echo_service, until
+from integration.kit import Collector, echo_service
+from support.waiting import until
 
 import iris
 from iris.crypto.keys import ClusterKey

@@ -16,8 +16,10 @@ from typing import Any, Self
 
 import pytest
 from adversity import foul
-from adversity.kit import KEY, PATIENCE_S, Wire, eventually
+from adversity.kit import Wire
 from support.connection import Connection
+from support.relays import KEY
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris import keyfiles

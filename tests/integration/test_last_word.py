@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, PATIENCE_S, Wire, eventually
+from adversity.kit import Wire
+from support.relays import KEY
+from support.waiting import PATIENCE_S, eventually
 
 from iris.wire import frames
 from iris.wire.frames import NO_KEY, STORES, Kind

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from integration.kit import echo_service, named, until
+from integration.kit import echo_service, named
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from adversity import foul
-from adversity.kit import PATIENCE_S, Daemon, client, eventually, wait_until
+from support.relays import Daemon, client
+from support.waiting import PATIENCE_S, eventually, wait_until
 
 import iris
 from iris import keyfiles

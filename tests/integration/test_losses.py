@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from integration.kit import Collector, freeze, named, port_of, until
+from integration.kit import Collector, freeze, named, port_of
+from support.waiting import until
 
 import iris
 from iris.config import Limits

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from integration.kit import cut, echo_service, named, until
+from integration.kit import cut, echo_service, named
+from support.waiting import until
 
 import iris
 from iris.errors import LocalProtocolError

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.kit import until as turns_until
 from integration.stores import stored
 from msgspec import structs
-from support.commands import Shell, end, until
+from support.commands import Shell, end
 from support.stores import Rig
+from support.waiting import until as turns_until
+from support.waiting import wait_until
 
 import iris
 from iris.crypto.keyring import Keyring
@@ -863,8 +864,8 @@ def shell() -> Iterator[Shell]:
     shell = Shell(root)
     try:
         process = shell.start("relay", "--dev", "--data", str(root / "data"))
-        until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
-        until(lambda: _made(shell))
+        wait_until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
+        wait_until(lambda: _made(shell))
         yield shell
         process.terminate()
         end(process)

@@ -8,7 +8,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from integration.kit import Collector, echo_service, fill, freeze, named, until
+from integration.kit import Collector, echo_service, fill, freeze, named
+from support.waiting import until
 
 import iris
 from iris.crypto.keyring import Keyring

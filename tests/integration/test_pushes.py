@@ -8,7 +8,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from integration.kit import cut, named, port_of, until
+from integration.kit import cut, named, port_of
+from support.waiting import until
 
 import iris
 from iris.core.asks import Asks

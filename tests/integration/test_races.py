@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 
 import pytest
-from integration.kit import Collector, echo_service, named, port_of, until
+from integration.kit import Collector, echo_service, named, port_of
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.kit import Collector, cut, echo_service, named, until
+from integration.kit import Collector, cut, echo_service, named
+from support.waiting import until
 
 import iris
 from iris.core.asks import Asks

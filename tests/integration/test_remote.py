@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from adversity.kit import eventually
 from integration.conftest import NETWORK
+from support.waiting import eventually
 
 import iris
 from iris import ClientConfig, Keyring

@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import pytest
-from integration.kit import cut, echo_service, named, port_of, until
+from integration.kit import cut, echo_service, named, port_of
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, PATIENCE_S, Daemon, client, eventually
 from integration.kit import echo_service
+from support.relays import KEY, Daemon, client
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from relay.attendance import FILE_BYTES

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.kit import Collector, echo_service, named, until
+from integration.kit import Collector, echo_service, named
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from adversity.kit import PATIENCE_S, Daemon, client, eventually
+from support.relays import Daemon, client
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.errors import StreamDamaged

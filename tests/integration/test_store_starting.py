@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, PATIENCE_S, Daemon, client, eventually
 from integration.test_stream_links import start
+from support.relays import KEY, Daemon, client
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.config import ClientConfig

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import KEY, OTHER_KEY, eventually
+from adversity.kit import OTHER_KEY
 from integration.test_gateways import World, joined
 from integration.test_stream_links import created
+from support.relays import KEY
+from support.waiting import eventually
 
 import iris
 from iris.crypto.channel import Offer

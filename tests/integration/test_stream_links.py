@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import client, eventually
+from support.relays import client
+from support.waiting import eventually
 
 from iris.crypto.keys import NetworkKey
 from iris.errors import NoStream, StreamUnavailable

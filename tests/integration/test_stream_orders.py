@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from adversity.kit import eventually
 from integration.stores import stored
 from integration.test_gateways import World, joined, world  # noqa: F401 - a fixture
 from integration.test_stream_links import created
 from msgspec import structs
+from support.waiting import eventually
 
 import iris
 from iris.crypto.keyring import Keyring

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from integration.kit import cut, fill, named, until
+from integration.kit import cut, fill, named
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster

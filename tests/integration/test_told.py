@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.kit import cut, named, until
+from integration.kit import cut, named
 from integration.stores import stored
+from support.waiting import until
 
 import iris
 from iris.errors import NoMembers, StreamUnavailable

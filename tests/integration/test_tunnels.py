@@ -9,7 +9,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from integration.kit import cut, fill, named, port_of, until
+from integration.kit import cut, fill, named, port_of
+from support.waiting import until
 
 import iris
 from iris.core.tunnel import MAX_WINDOW

@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from adversity.kit import KEY, PATIENCE_S, Wire, eventually
+from adversity.kit import Wire
+from support.relays import KEY
+from support.waiting import PATIENCE_S, eventually
 
 import iris
 from iris.wire import frames

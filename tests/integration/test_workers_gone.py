@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import eventually
 from integration.test_gateways import World, joined
 from integration.test_links import Host
 from integration.test_stream_links import NETWORK, client, created, relays, start  # noqa: F401 - a fixture
 from support.stores import Rig
+from support.waiting import eventually
 
 import iris
 from iris.errors import NoStream

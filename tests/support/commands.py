@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from iris import cli
-
-WAIT_S = 20.0
+from support.waiting import PATIENCE_S
 
 
 class Shell:
@@ -41,7 +38,7 @@ class Shell:
     def process(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
         """Run it to its end and return what it printed; asserts the exit code, and silence on stderr if that is 0."""
         done = subprocess.run(
-            self.command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=WAIT_S,
+            self.command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=PATIENCE_S,
             check=False,
         )  # fmt: skip
         return self._checked(arguments, code, done.returncode, done.stdout, done.stderr)
@@ -79,17 +76,9 @@ class Shell:
 def end(process: subprocess.Popen[bytes], code: int = 0) -> tuple[bytes, bytes]:
     """Return (stdout, stderr) of a process that ends by itself with this exit code."""
     try:
-        out, err = process.communicate(timeout=WAIT_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         pytest.fail(f"still running: {process.args!r} {process.communicate()}")
     assert process.returncode == code, (out, err)
     return out, err
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Return when `condition` holds."""
-    limit = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < limit, "not so within the time that is given"
-        time.sleep(0.01)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adversity.kit import Daemon, eventually, wait_until
 from interop.iris1 import binding
 from interop.iris1.kit import Echo, hearing
+from support.relays import Daemon
+from support.waiting import eventually, wait_until
 
 import iris
 from iris import keyfiles

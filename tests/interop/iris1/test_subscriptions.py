@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from adversity.kit import Daemon, wait_until
 from interop.iris1 import binding
 from interop.iris1.binding import blob
 from interop.iris1.kit import bridged, hearing, until
 from interop.iris1.offence import conversation, greeted
 from interop.iris1.test_process import Process
+from support.relays import Daemon
+from support.waiting import wait_until
 
 import iris
 

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from support.waiting import until
 
 from relay.discovery import Sighting
 from relay.net.dialling import (
@@ -75,12 +76,6 @@ def wait_s(target: Target) -> float:
     """Return in how long a target is dialled again."""
     assert target.timer is not None
     return target.timer.when() - asyncio.get_running_loop().time()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - dials end in turns of the loop
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

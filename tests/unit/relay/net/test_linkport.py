@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from iris.crypto.keys import NetworkKey
 from iris.errors import PeerProtocolError
@@ -103,12 +104,6 @@ class Rig:
 
 def frame(alias: int, size: int, kind: int = Kind.REQUEST) -> bytes:
     return HOP.pack(46 + size, kind, 0, alias, 7, 0) + END.pack(1, 2, 1, 3) + bytes(size)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the port writes in turns of the loop
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

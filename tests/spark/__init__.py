@@ -1,0 +1,1 @@
+"""Spark's source and sink against a real Spark."""
