@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from relay.core.federation import Federation
     from relay.core.link import Link
     from relay.core.neighbor import Taker
-    from relay.core.sites import Wan, Way
+    from relay.core.ways import Wan, Way
 
 TOLD_US: Final = 1_000_000
 MAX_TOLD: Final = 4096

@@ -18,7 +18,7 @@ from relay.core.link import Link
 from relay.core.mesh import DRAIN_PING, NEVER_US
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
-from relay.core.sites import Wan
+from relay.core.ways import Wan
 
 HEARD_MINOR: Final = 2
 """Of relays that answer PING, and of sessions that begin nothing new after DRAIN."""

@@ -26,11 +26,10 @@ from relay.core.link import MAX_COPY, Link, check_named
 from relay.core.mesh import NEVER_US, Mesh, cut
 from relay.core.neighbor import Address, Load, Route, Topic
 from relay.core.policy import Policy
-from relay.core.sites import (
+from relay.core.summary import Room, Summary
+from relay.core.ways import (
     MAX_WANTED,
     NOBODY,
-    Room,
-    Summary,
     Suspended,
     Told,
     Wan,

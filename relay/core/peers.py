@@ -16,7 +16,7 @@ from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.link import Link, check_named
 from relay.core.neighbor import Neighbor
-from relay.core.sites import Wan
+from relay.core.ways import Wan
 
 if TYPE_CHECKING:
     from relay.core.router import Router

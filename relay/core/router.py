@@ -45,9 +45,9 @@ from relay.core.ports import Accounts, Port
 from relay.core.quotas import Quotas
 from relay.core.session import Member, Session
 from relay.core.settling import Settling
-from relay.core.sites import Wan
 from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
+from relay.core.ways import Wan
 
 MAX_GROUP_BYTES: Final = 64 << 20
 """Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""

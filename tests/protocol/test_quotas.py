@@ -21,7 +21,7 @@ from relay.core import federation as federation_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
 from relay.core import router as router_module
-from relay.core import sites as sites_module
+from relay.core import ways as sites_module
 from relay.core.quotas import RELAYS_STORE
 from relay.core.router import Limits, Router
 

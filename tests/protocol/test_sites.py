@@ -26,8 +26,8 @@ from iris.wire.frames import (
 )
 from relay.core import federation as federation_module
 from relay.core import policy as policy_module
-from relay.core import sites as sites_module
 from relay.core import surveys as surveys_module
+from relay.core import ways as sites_module
 from relay.core.policy import Policy
 from relay.core.router import Limits, Router
 
@@ -508,7 +508,7 @@ def test_refusals_are_counted_by_rule_up_to_a_bound(
 def test_a_survey_of_a_site_names_at_most_so_many_that_it_only_counts(
     net: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.core.sites.MAX_NAMED", 3)
+    monkeypatch.setattr("relay.core.ways.MAX_NAMED", 3)
     victim = Victim(net)
     victim.end.hear(interest(clusters=[SiteCluster("ber", "many", KEY_ID, {Kind.SURVEY: 1 << 40}, 1 << 31)]))  # fmt: skip
     net.settle()

@@ -31,11 +31,11 @@ from iris.wire.frames import HopClass, Kind
 from relay.core import casts as casts_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
-from relay.core import sites as sites_module
+from relay.core import ways as sites_module
 from relay.core.link import LINK_HOP, Link
 from relay.core.neighbor import Neighbor
 from relay.core.router import Limits
-from relay.core.sites import Wan
+from relay.core.ways import Wan
 
 A, B, C = range(3)
 HONEST = {"quiet", "far"}

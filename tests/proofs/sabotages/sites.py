@@ -138,7 +138,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "wan-home-only",
-        "relay/core/sites.py",
+        "relay/core/ways.py",
         "is_home_only",
         "kind == Kind.STREAM",
         "False",
@@ -147,7 +147,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "wan-wanted-limit",
-        "relay/core/sites.py",
+        "relay/core/ways.py",
         "Way.take_cluster",
         "len(self.clusters) >= MAX_WANTED and address not in self.clusters",
         "False",

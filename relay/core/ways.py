@@ -10,8 +10,7 @@ site's, in one `Way`; a gateway tells the relays of its own site what its ways l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Iterable
 from typing import Final
 
 from iris.core.pulse import Pulse
@@ -23,7 +22,6 @@ from relay.core.interest import Interest
 from relay.core.link import LINK_HOP, SUSPENDED_US, check_named
 from relay.core.neighbor import Address, Load, Neighbor, Topic
 from relay.core.ports import Port
-from relay.core.quotas import Table
 
 Told = tuple[dict[int, int], int]
 """Kind -> handlers at once, and members, of an address in a site."""
@@ -128,13 +126,13 @@ class Way:
         place = (entry.filter, entry.key_id, entry.group)
         if entry.count:
             if place not in self.topics:
-                if len(self.topics) >= MAX_WANTED or not _join_group(self.groups, place):
+                if len(self.topics) >= MAX_WANTED or not join_group(self.groups, place):
                     self.untaken += 1
                     return
                 interest.subscribe(self, entry.filter, entry.group, (entry.key_id,))
             self.topics[place] = entry.count
         elif self.topics.pop(place, None) is not None:
-            _leave_group(self.groups, place)
+            leave_group(self.groups, place)
             interest.unsubscribe(self, entry.filter, entry.group, (entry.key_id,))
 
     def empty(self, interest: Interest) -> None:
@@ -237,132 +235,7 @@ class Suspended:
         return kind in self.clusters.get((name, key_id), NOBODY)[0]
 
 
-class Room:
-    """Room for announced addresses, and for topics. Of our own site each key has a share; of other sites, each site."""
-
-    __slots__ = ("clusters", "topics")
-
-    def __init__(self, limit: int) -> None:
-        self.clusters = Table(limit)
-        self.topics = Table(limit)
-
-
-class Summary:
-    """The interest of one site, as announced to others.
-
-    Possible changes are collected, and sent if they differ from what was sent last. Entries without room are held back, and
-    announced when another one ends.
-    """
-
-    __slots__ = (
-        "_addresses", "_by_key", "_cluster_of", "_groups", "_kept", "_places", "_room", "_topic_of", "clusters", "site", "topics",
-    )  # fmt: skip
-
-    def __init__(
-        self, site: str, cluster_of: Callable[[Address], Told], topic_of: Callable[[Topic], int], room: Room, *, by_key: bool
-    ) -> None:  # fmt: skip
-        """`cluster_of` and `topic_of` say what is true now."""
-        self.site = site
-        self._room = room
-        self._by_key = by_key
-        self._groups: Groups = {}
-        self._kept: tuple[dict[Address, None], dict[Topic, None]] = ({}, {})
-        """Addresses and topics that are held back, the oldest first."""
-        self._cluster_of = cluster_of
-        self._topic_of = topic_of
-        self.clusters: dict[Address, Told] = {}
-        self.topics: dict[Topic, int] = {}
-        self._addresses: dict[Address, None] = {}
-        self._places: dict[Topic, None] = {}
-
-    def touch(self, address: Address) -> None:
-        """Who serves an address may have changed."""
-        self._addresses[address] = None
-
-    def touch_topic(self, place: Topic) -> None:
-        """Who wants a topic may have changed."""
-        self._places[place] = None
-
-    def changes(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
-        """Return what differs from what was told last; from now on it counts as told."""
-        clusters: list[SiteCluster] = []
-        topics: list[SiteTopic] = []
-        addresses, places = list(self._addresses), list(self._places)
-        self._addresses, self._places = {}, {}
-        ended = sum([self._tell_cluster(address, clusters) for address in addresses])
-        for kept in list(islice(self._kept[0], 2 * ended)):
-            self._tell_cluster(kept, clusters)
-        ended = sum([self._tell_topic(place, topics) for place in places])
-        for waiting in list(islice(self._kept[1], 2 * ended)):
-            self._tell_topic(waiting, topics)
-        return clusters, topics
-
-    def _tell_cluster(self, address: Address, told: list[SiteCluster]) -> bool:
-        """Announce an address if its members changed. Returns True if room became free."""
-        now, before = self._cluster_of(address), self.clusters.get(address, NOBODY)
-        table, holder = self._room.clusters, self._holder(address[1])
-        kept = self._kept[0]
-        kept.pop(address, None)
-        if now == before:
-            return False
-        if not now[0]:
-            del self.clusters[address]
-            table.give(holder)
-        elif before is NOBODY:
-            if not table.has_room(holder):
-                kept[address] = None
-                return False
-            table.take(holder)
-        told.append(SiteCluster(self.site, *address, *now))
-        if now[0]:
-            self.clusters[address] = now
-        return not now[0]
-
-    def _tell_topic(self, place: Topic, told: list[SiteTopic]) -> bool:
-        """Announce a topic if its subscriptions changed. Returns True if room became free."""
-        count, before = self._topic_of(place), self.topics.get(place, 0)
-        table, holder = self._room.topics, self._holder(place[1])
-        kept = self._kept[1]
-        kept.pop(place, None)
-        if count == before:
-            return False
-        if not count:
-            del self.topics[place]
-            _leave_group(self._groups, place)
-            table.give(holder)
-        elif not before:
-            if not table.has_room(holder) or not _join_group(self._groups, place):
-                kept[place] = None
-                return False
-            table.take(holder)
-        told.append(SiteTopic(self.site, *place, count))
-        if count:
-            self.topics[place] = count
-        return not count
-
-    def _holder(self, key_id: bytes) -> str:
-        """Return whose share an entry counts in."""
-        return key_id.hex() if self._by_key else self.site
-
-    @property
-    def untold(self) -> int:
-        """Number of addresses and topics that are held back."""
-        return len(self._kept[0]) + len(self._kept[1])
-
-    def end(self) -> None:
-        """Withdraw everything, and free its room."""
-        for table in (self._room.clusters, self._room.topics):
-            table.drop(self.site)
-
-    def whole(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
-        """Return all that was told."""
-        return (
-            [SiteCluster(self.site, *address, *told) for address, told in self.clusters.items()],
-            [SiteTopic(self.site, *place, count) for place, count in self.topics.items()],
-        )
-
-
-def _join_group(groups: Groups, place: Topic) -> bool:
+def join_group(groups: Groups, place: Topic) -> bool:
     """Count a topic in its queue group. Returns False if there are too many groups under its key."""
     _, key_id, group = place
     if group:
@@ -373,7 +246,7 @@ def _join_group(groups: Groups, place: Topic) -> bool:
     return True
 
 
-def _leave_group(groups: Groups, place: Topic) -> None:
+def leave_group(groups: Groups, place: Topic) -> None:
     """Remove a topic that `_join_group` counted."""
     _, key_id, group = place
     if group:
