@@ -205,7 +205,7 @@ def state(store: Store) -> Any:
             stream.definition,
             stream.log.next if stream.log else None,
             stream.log.oldest if stream.log else None,
-            stream.log.staged_bytes if stream.log else None,
+            stream.log.staged.bytes if stream.log else None,
             stream.consuming.described("") if stream.consuming else None,
         )
         for stream in store.streams.values()
