@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from iris.core.asks import NEVER_US
 from iris.errors import IrisError, PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
@@ -20,7 +19,7 @@ from iris.wire.codec import (
     ReceiveBuffer,
     encode_control,
 )
-from iris.wire.frames import Hello
+from iris.wire.frames import NEVER_US, Hello
 
 log = logging.getLogger(__name__)
 

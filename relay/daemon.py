@@ -25,8 +25,9 @@ from iris.wire.frames import MAX_ADDRESSES
 from relay import notify
 from relay.attendance import Attendance
 from relay.config import RelayConfig, load_config
+from relay.core.limits import Limits
 from relay.core.policy import Policy
-from relay.core.router import Limits, Router
+from relay.core.router import Router
 from relay.discovery import DEFAULT_PORT, Discovery
 from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan

@@ -25,7 +25,7 @@ from iris.errors import (
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
-from iris.wire.frames import STALE, Cause, Kind
+from iris.wire.frames import NEVER_US, STALE, Cause, Kind
 from iris.wire.names import split_site
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 MAX_PENDING: Final = 65_536
 ATTEMPTS: Final = 3
-NEVER_US: Final = 1 << 62
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from iris.core.asks import MAX_PENDING, NEVER_US, error_of
+from iris.core.asks import MAX_PENDING, error_of
 from iris.core.channels import MAX_LINES, Line, Place
 from iris.core.parties import Waiter
 from iris.crypto.channel import MARK
@@ -27,6 +27,7 @@ from iris.errors import (
 )
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END, END_AT, HOP
+from iris.wire.frames import NEVER_US
 from iris.wire.streams import Refused, decode_answer
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from iris.core.asks import NEVER_US
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.outbound import Outbound
 from iris.core.parties import Waiter
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
+from iris.wire.frames import NEVER_US
 from iris.wire.streams import (
     DUPLICATE,
     FENCED,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from iris.core.asks import NEVER_US, Asks
+from iris.core.asks import Asks
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.calling import Calling
 from iris.core.casts import CASTS, Casts
@@ -49,6 +49,7 @@ from iris.wire.frames import (
     CLOCK_MINOR,
     FLAG_REFUSED,
     MAX_CREDIT,
+    NEVER_US,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
     Kind,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from iris.core.asks import NEVER_US, error_of
+from iris.core.asks import error_of
 from iris.core.bundle import Headers
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
@@ -13,7 +13,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT, tunnel_frame
-from iris.wire.frames import Cause, Kind, Refusal
+from iris.wire.frames import NEVER_US, Cause, Kind, Refusal
 from iris.wire.names import split_site
 
 if TYPE_CHECKING:

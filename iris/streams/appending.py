@@ -8,12 +8,12 @@ import random
 import time
 from typing import Final
 
-from iris.core.asks import NEVER_US
 from iris.core.bundle import Headers
 from iris.core.producer import Extras, Producer, Sent
 from iris.deadlines import seconds_left
 from iris.errors import ConnectionLost, OffsetConflict, StreamError
 from iris.streams.calls import Place, Stores
+from iris.wire.frames import NEVER_US
 from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended, NewRecord
 
 CALL_S: Final = 10.0

@@ -167,6 +167,8 @@ class HopClass(IntEnum):
     """From another site, over a link of one network: on to sessions only."""
 
 
+NEVER_US: Final = (1 << 63) - 1
+"""A time that never comes: the largest deadline that a frame can carry."""
 HERE: Final = "."
 """In a session's DECLARE: this site alone is meant."""
 UNKNOWN_COUNT: Final = 0xFFFFFFFF

@@ -13,10 +13,9 @@ import msgspec
 
 from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
-from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, HopClass, SlowEntry
+from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, NEVER_US, HopClass, SlowEntry
 from iris.wire.names import printable
 from relay.core.link import Link
-from relay.core.mesh import NEVER_US
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
 

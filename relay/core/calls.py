@@ -8,7 +8,7 @@ The exception is a call that waits because a relay that served it a moment ago m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
@@ -26,6 +26,7 @@ from iris.wire.frames import (
     CLOCK_MINOR,
     FLAG_REFUSED,
     HERE,
+    NEVER_US,
     REFUSED_ALIAS,
     STALE,
     Cause,
@@ -39,20 +40,18 @@ from relay.core.balance import pick
 from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest
 from relay.core.leaving import Leaving
-from relay.core.mesh import NEVER_US, Mesh
+from relay.core.limits import Limits
+from relay.core.link import Link
+from relay.core.mesh import Mesh
 from relay.core.neighbor import Handed, Load, Neighbor, Route, Target
 from relay.core.overdue import LIFE_US, Overdue
 from relay.core.parking import Parked, Parking, Prospect
 from relay.core.ports import Accounts
 from relay.core.quotas import Quotas, hold, is_over
 from relay.core.session import Session
+from relay.core.sites import Sites
 from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
-
-if TYPE_CHECKING:
-    from relay.core.federation import Federation
-    from relay.core.link import Link
-    from relay.core.router import Limits
 
 MAX_ATTEMPTS: Final = 4
 """The first member, and up to three others after refusals; then as many in other sites."""
@@ -70,7 +69,7 @@ class Calls:
     """The router's half that expects answers."""
 
     def __init__(
-        self, relay_id: bytes, accounts: Accounts, interest: Interest, mesh: Mesh, limits: Limits, quotas: Quotas,
+        self, relay_id: bytes, accounts: Accounts, interest: Interest, sites: Sites, mesh: Mesh, limits: Limits, quotas: Quotas,
         neighbors: dict[int, Neighbor],
     ) -> None:  # fmt: skip
         self._accounts = accounts
@@ -78,7 +77,7 @@ class Calls:
         self._limits = limits
         self._neighbors = neighbors
         self._mesh = mesh
-        self.abroad: Federation
+        self._sites = sites
         self._last_hop = 0
         self._now_us = 0
         self.awaited = 0
@@ -176,11 +175,11 @@ class Calls:
             route.targets.clear()
             place = (route.name, route.key_id, route.kind)
             route.loads, route.peers = (), ()
-            if self.abroad.comes_home(route):
+            if self._sites.comes_home(route):
                 route.loads = self._interest.loads(*place)
                 if route.neighbor.hop_class != HopClass.MESH:
                     route.peers = self._interest.peer_loads(*place)
-            route.sites = self.abroad.loads(route)
+            route.sites = self._sites.loads(route)
             route.version = self._interest.version
 
     def _next_hop(self, neighbor: Neighbor) -> int:
@@ -278,11 +277,13 @@ class Calls:
 
     def _might_serve(self, route: Route) -> bool:
         place = (route.kind, route.name, route.key_id)
-        if self.abroad.comes_home(route) and (
+        if self._sites.comes_home(route) and (
             self._mesh.might_serve(*place, self._now_us) or self._returning()
         ):
             return True
-        return self.abroad.might_serve(*place, route.site, self._now_us)
+        return self._sites.might_serve(
+            *place, route.site, self._mesh.settling(self._now_us), self._now_us
+        )
 
     def _returning(self) -> bool:
         """Whether members that this relay had before a restart are still to come back."""
@@ -535,13 +536,13 @@ class Calls:
             detail = f"no store holds it{self._mesh.failed_stores()}"
             handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, detail))
             return
-        if route.site not in ("", HERE, self.abroad.site) and route.site not in self.abroad.ways:
+        if route.site not in ("", HERE, self._sites.site) and route.site not in self._sites.ways:
             detail = f"no way to the site {route.site}"
             handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, detail))
             return
         text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
         others = self._interest.others(route.name, (route.key_id,))
-        for elsewhere in (self._mesh, self.abroad):
+        for elsewhere in (self._mesh, self._sites):
             for short, more in elsewhere.others(route.name, (route.key_id,)).items():
                 others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
@@ -599,7 +600,7 @@ class Calls:
     def neighbor_down(self, neighbor: Neighbor, now_us: int) -> None:
         """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now; so does who has its calls."""
         self.tunnels.neighbor_down(neighbor)
-        for far in (*self._mesh.links.values(), *self.abroad.wans.values()):
+        for far in (*self._mesh.links.values(), *self._sites.wans.values()):
             share = far.shares.pop(neighbor.number, None)
             if share is not None:
                 share.close()

@@ -7,7 +7,7 @@ every queue group which session, which relay or which site gets it. In the site 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -18,16 +18,13 @@ from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
 from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest
-from relay.core.neighbor import UNUSED, Neighbor, Route, Target
+from relay.core.link import Link
+from relay.core.neighbor import UNUSED, Neighbor, Route, Taker, Target
 from relay.core.ports import Accounts
 from relay.core.session import Session
+from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
-
-if TYPE_CHECKING:
-    from relay.core.federation import Federation
-    from relay.core.link import Link
-    from relay.core.neighbor import Taker
-    from relay.core.ways import Wan, Way
+from relay.core.ways import Wan, Way
 
 TOLD_US: Final = 1_000_000
 MAX_TOLD: Final = 4096
@@ -38,17 +35,18 @@ class Casts:
     """The router's half that expects no answers."""
 
     def __init__(
-        self, accounts: Accounts, interest: Interest, slow: SlowReceivers, clock: Callable[[], int]
-    ) -> None:
+        self, accounts: Accounts, interest: Interest, sites: Sites, slow: SlowReceivers, clock: Callable[[], int],
+        has_heard: Callable[[Neighbor], bool],
+    ) -> None:  # fmt: skip
+        """`has_heard`: whether this relay stops, and that neighbor has heard of it."""
         self._accounts = accounts
         self._interest = interest
+        self._sites = sites
         self._slow = slow
         self.begun = False
         """Something was published or broadcast."""
         self.away = Away(clock)
-        self.abroad: Federation
-        self.has_heard: Callable[[Neighbor], bool] = _stays
-        """Whether this relay stops, and that neighbor has heard of it."""
+        self._has_heard = has_heard
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Publish or broadcast: to every target."""
@@ -142,12 +140,12 @@ class Casts:
         interest = self._interest
         place = (route.name, route.key_id, Kind.BROADCAST)
         targets = []
-        if self.abroad.comes_home(route):
+        if self._sites.comes_home(route):
             loads = interest.loads(*place)
             if self._spreads(route):
                 loads += interest.peer_loads(*place)
             targets = [route.target(load.neighbor, load.serial) for load in loads]
-        far = (load.way for load in self.abroad.loads(route))
+        far = (load.way for load in self._sites.loads(route))
         return targets + [route.target(way, 0) for way in far if way is not None]
 
     def _subscribers(self, route: Route) -> tuple[list[Taker], dict[str, list[Taker]]]:
@@ -161,7 +159,7 @@ class Casts:
         apart = {group: self._apart(route, groups.get(group, ())) for group in named}
         # One way for each site, whoever wants it there: a bundle crosses once.
         every = [*far, *(way for _, away in apart.values() for way in away)]
-        vias = {way.site: way for way in self.abroad.takers(route, dict.fromkeys(every))}
+        vias = {way.site: way for way in self._sites.takers(route, dict.fromkeys(every))}
         chosen: dict[str, list[Taker]] = {}
         for group, (near, away) in apart.items():
             sites = {way.site for way in away}
@@ -178,7 +176,7 @@ class Casts:
 
     def _apart(self, route: Route, takers: Iterable[Taker]) -> tuple[list[Taker], list[Way]]:
         """Return those of this site that a route's messages may go to, and the ways to others."""
-        home, spreads = self.abroad.comes_home(route), self._spreads(route)
+        home, spreads = self._sites.comes_home(route), self._spreads(route)
         here: list[Taker] = []
         far: list[Way] = []
         for taker in takers:
@@ -236,7 +234,7 @@ class Casts:
         """The word of a loss takes the way of what was lost, so that it overtakes nothing."""
         if route.version == UNUSED:  # nothing was lost of it here: it began where its site was away
             self._resolve(route)
-        wan = self.abroad.wan_of(route)
+        wan = self._sites.wan_of(route)
         if wan is not None:
             wan.control(gap)
 
@@ -297,7 +295,7 @@ class Casts:
         for route, gap in self._gaps(link):
             if route.hop_class != HopClass.TO_WAN:
                 self._tell_here(gap)
-            elif not self.has_heard(link):  # else nothing new came this way
+            elif not self._has_heard(link):  # else nothing new came this way
                 self._gap_to_site(route, msgspec.structs.replace(gap, site=route.site))
 
     def unread(self, session: Session) -> None:
@@ -368,8 +366,3 @@ class Casts:
         address = (gap.kind, gap.name, gap.key_id, gap.sender_id)
         delivery = (not groups, list(groups), member)
         neighbor.control(Gap(*address, gap.first, gap.count, gap.cause, *delivery))
-
-
-def _stays(neighbor: Neighbor) -> bool:
-    """This relay does not stop."""
-    return False

@@ -326,10 +326,10 @@ class SessionControl:
         found = [self._info(member) for member in here]
         found += self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
         others = self._router.interest.others(ask.name, ask.key_ids)
-        for there in (self._router.mesh, self._router.abroad):
+        for there in (self._router.mesh, self._router.sites):
             for short, count in there.others(ask.name, ask.key_ids).items():
                 others[short] = others.get(short, 0) + count
-        away = {} if ask.streams else self._router.abroad.members(ask.name, ask.key_ids)
+        away = {} if ask.streams else self._router.sites.members(ask.name, ask.key_ids)
         starting = self._router.mesh.starting_stores()[:MAX_STARTING] if ask.streams else []
         for at in range(0, max(1, len(found)), MAX_INFOS):
             part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)

@@ -45,12 +45,17 @@ class Interest:
         self._topics: dict[bytes, _Node] = {}
         self._watches: dict[Address, dict[tuple[int, int], Watch]] = {}
         self.changed: Callable[[Address], None] = _unheard
-        """Called where who serves an address of this site may have changed."""
         self.changed_topic: Callable[[Topic], None] = _unheard
         self.joined = 0
         """Members of this relay."""
         self.on_members: Callable[[], object] = _nothing
         """Called when a member of this relay came or went."""
+
+    def listen(
+        self, changed: Callable[[Address], None], changed_topic: Callable[[Topic], None]
+    ) -> None:
+        """Call these where who serves an address of this site, or who wants a topic, may have changed."""
+        self.changed, self.changed_topic = changed, changed_topic
 
     def next_tick(self) -> int:
         """Return the date of the alias used now."""

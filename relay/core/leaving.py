@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from iris.wire.frames import MAX_CREDIT, CallerLeft, Kind
-from relay.core.mesh import NEVER_US
+from iris.wire.frames import MAX_CREDIT, NEVER_US, CallerLeft, Kind
 from relay.core.neighbor import Neighbor
 
 LEFT_MINOR: Final = 2

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import (
+    NEVER_US,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
     SERVED_KINDS,
@@ -35,10 +36,8 @@ from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
 from relay.core.neighbor import Topic
 from relay.core.ports import Port
 from relay.core.quotas import all_but_a_quarter
+from relay.core.reach import Reach
 from relay.core.session import Member, is_listed
-
-if TYPE_CHECKING:
-    from relay.core.federation import Federation
 
 GATHER_US: Final = 2_000
 LOADS_US: Final = 10_000
@@ -46,7 +45,6 @@ ASKED_US: Final = 1_000_000
 """Loads of an address are reported for so long after the last call that came over the link for it."""
 PEERS_US: Final = 30_000_000
 """How often one peer is asked for its peers: once linked, everybody finds everybody."""
-NEVER_US: Final = (1 << 63) - 1
 MAX_GROUPS_HERE: Final = 128
 """Queue groups of one relay under one key: a DECLARE over a link may name them all, and is a control frame."""
 MAX_SHARED: Final = 8192
@@ -63,16 +61,20 @@ _LOAD_ENTRIES: Final = 48
 class Mesh:
     """The router's half that deals with other relays."""
 
-    def __init__(self, relay_id: bytes, interest: Interest, casts: Casts) -> None:
+    def __init__(
+        self, relay_id: bytes, label: str, interest: Interest, casts: Casts, reach: Reach, members: Callable[[], Iterable[Member]]
+    ) -> None:  # fmt: skip
+        """`label` is our host's name, for people; `members` gives all members of this relay."""
         self._relay_id = relay_id
+        self._label = label
+        self._reach = reach
+        self._members = members
         self._interest = interest
         self._casts = casts
         self.links: dict[bytes, Link] = {}
         """Those that are up, by relay id."""
         self.copies: dict[bytes, Copy] = {}
         """By relay id; those without a link are suspended."""
-        self.members: Callable[[], Iterable[Member]] = tuple
-        """All members of this relay."""
         self.introduced: Callable[[bytes, list[str]], None] = _unheard
         self.flushed: Callable[[], None] = _nothing
         """Called when all that was gathered has been sent."""
@@ -81,8 +83,6 @@ class Mesh:
         self.resyncs = 0
         self.leaving = False
         """Links are told of no interest any more: what runs here may finish."""
-        self.label = ""
-        """Our host's name, for people."""
         self.starting = False
         """A store of ours is on its way."""
         self.store_failed = ""
@@ -96,7 +96,6 @@ class Mesh:
         self._changed: dict[Topic, int] = {}
         self._sites: dict[str, None] = {}
         """Other sites whose distance is to be told."""
-        self.abroad: Federation
         self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
         """Key id -> queue group -> user -> this relay's subscriptions in it. The first user is the one who made the group."""
         self._flush_us = NEVER_US
@@ -135,7 +134,7 @@ class Mesh:
         if not link.bye:
             self._casts.link_lost(link)
         self._empty(link)
-        self.abroad.forget(link, now_us)
+        self._reach.forget(link, now_us)
         copy = link.copy
         if copy.link is link:
             del self.links[link.relay_id]
@@ -270,7 +269,7 @@ class Mesh:
         self._flush_us = NEVER_US
         joined = [_entry(member) for member in self._joined.values()]
         topics = [TopicEntry(*place, count) for place, count in self._changed.items()]
-        sites, clusters, site_topics = self.abroad.mesh_changes(self._sites)
+        sites, clusters, site_topics = self._reach.changes(self._sites)
         if self.leaving:
             sites, clusters, site_topics = [], [], []
         parts = list(
@@ -294,9 +293,9 @@ class Mesh:
         """Return our interest as it is now; all that was gathered has been told."""
         if self._snapshot_version != self.version:
             joined, topics = [], []
-            sites, clusters, site_topics = self.abroad.mesh_snapshot()
+            sites, clusters, site_topics = self._reach.snapshot()
             if not self.leaving:
-                joined = [_entry(member) for member in self.members() if not member.left]
+                joined = [_entry(member) for member in self._members() if not member.left]
                 topics = [TopicEntry(*place, count) for place, count in self._topics.items()]
             else:
                 sites, clusters, site_topics = [], [], []
@@ -363,7 +362,7 @@ class Mesh:
             else:
                 link.untaken += 1
         self._topics_there(link, change.topics)
-        self.abroad.told_by(link, change, link.beats.last_us)
+        self._reach.told_by(link, change, link.beats.last_us)
         if change.more:
             return
         old = link.copy
@@ -411,7 +410,7 @@ class Mesh:
                 self._interest.changed(address)
             self._tell(gone, left=[copy.member_id(serial)])
         weighed = self._topics_there(link, change.topics)
-        self.abroad.told_by(link, change, link.beats.last_us)
+        self._reach.told_by(link, change, link.beats.last_us)
         if (
             weighed
             or not change.topics
@@ -555,13 +554,13 @@ class Mesh:
             for copy in self.copies.values()
             if copy.starting
         ]
-        ours = [(self.label or self._relay_id.hex()[:8], self.store_failed)] * self.starting
+        ours = [(self._label or self._relay_id.hex()[:8], self.store_failed)] * self.starting
         return [f"{who} ({why})"[:64] if why else who for who, why in (*ours, *there)]
 
     def failed_stores(self) -> str:
         """Return which stores cannot serve, and why: up to two, this relay's first; empty if there are none."""
         there = [(copy.label or copy.relay[:8], copy.store_failed) for copy in self.copies.values()]
-        every = [(self.label or self._relay_id.hex()[:8], self.store_failed), *there]
+        every = [(self._label or self._relay_id.hex()[:8], self.store_failed), *there]
         return "".join(
             [f"; the store of {who} cannot serve: {why}" for who, why in every if why][:2]
         )

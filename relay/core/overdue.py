@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from iris.wire.frames import Cause, Fail, Kind
-from relay.core.mesh import NEVER_US
+from iris.wire.frames import NEVER_US, Cause, Fail, Kind
 from relay.core.neighbor import Handed, Neighbor
 from relay.core.surveys import Surveys
 

@@ -66,7 +66,7 @@ class LinkControl:
             raise PeerProtocolError("a site that does not go with the hop class")
         self._router.declare(link, declared)
         if far:
-            rule = self._router.abroad.barred(declared, printable(declared.site), entering=False)
+            rule = self._router.sites.barred(declared, printable(declared.site))
             link.routes[declared.alias].barred = rule  # type: ignore[union-attr]
 
     def _on_pong(self, link: Link, pong: frames.Pong) -> None:
@@ -145,7 +145,7 @@ class WanControl:
             )
         self._router.declare(wan, declared)
         if declared.kind not in _ANSWER_KINDS:
-            rule = self._router.abroad.barred(declared, wan.site, entering=True)
+            rule = self._router.abroad.barred(declared, wan.site)
             wan.routes[declared.alias].barred = rule  # type: ignore[union-attr]
 
     def _on_beat(self, wan: Wan, beat: frames.Beat) -> None:
@@ -157,7 +157,7 @@ class WanControl:
             raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
         if gap.site != self._router.site:
             raise PeerProtocolError(f"a gap for {gap.site!r}, and this is {self._router.site}")
-        if gap.count and not self._router.abroad.policy.entering(gap.kind, gap.name, gap.key_id):
+        if gap.count and not self._router.sites.policy.entering(gap.kind, gap.name, gap.key_id):
             cause = printable(gap.cause)
             self._casts.gap_from_wan(
                 wan, msgspec.structs.replace(gap, cause=cause), self._router.now_us

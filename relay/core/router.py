@@ -21,6 +21,7 @@ from iris.wire import frames
 from iris.wire.codec import KIND_AT
 from iris.wire.frames import (
     DECLARED_KINDS,
+    NEVER_US,
     Kind,
 )
 from iris.wire.names import (
@@ -35,16 +36,19 @@ from relay.core.control import SessionControl
 from relay.core.draining import HEARD_MINOR, Draining
 from relay.core.federation import Federation
 from relay.core.interest import MAX_SHOWN, Interest
+from relay.core.limits import Limits
 from relay.core.link import Link
-from relay.core.mesh import NEVER_US, Mesh
+from relay.core.mesh import Mesh
 from relay.core.neighbor import Neighbor, Route
 from relay.core.parking import PARKED_BYTES
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
 from relay.core.ports import Accounts, Port
 from relay.core.quotas import Quotas
+from relay.core.reach import Reach
 from relay.core.session import Member, Session
 from relay.core.settling import Settling
+from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
 from relay.core.ways import Wan
@@ -57,30 +61,6 @@ WEIGHTY_KINDS: Final = frozenset(
 """Frames about interest and addresses: they come in bursts, and cost more than their length. Messages and answers are none."""
 BEAT_STEP_US: Final = 100_000
 """Beats due within this go together, so that many links cost one round a second."""
-
-
-class Limits:
-    """What one session may hold at this relay, and (`all_members`, `all_subscriptions`, `all_watches`) all sessions together.
-
-    Members and watches are counted once per key id.
-    """
-
-    __slots__ = (
-        "aliases", "all_members", "all_subscriptions", "all_watches", "joins", "keys", "pending", "subscriptions",
-    )  # fmt: skip
-
-    def __init__(
-        self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
-        subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
-    ) -> None:  # fmt: skip
-        self.aliases = aliases
-        self.joins = joins
-        self.keys = keys
-        self.pending = pending
-        self.subscriptions = subscriptions
-        self.all_members = all_members
-        self.all_subscriptions = all_subscriptions
-        self.all_watches = all_watches
 
 
 class Router:
@@ -115,32 +95,33 @@ class Router:
         self._entropy = entropy
         self._next_number = 1
         self.slow = SlowReceivers(lambda: self.now_us)
-        self._casts = casts = Casts(self.accounts, self.interest, self.slow, lambda: self.now_us)
-        self.mesh = Mesh(relay_id, self.interest, casts)
-        self.mesh.members = self._members
-        self.mesh.label = label
+        self.sites = Sites(site, policy or Policy())
+        self.wans = self.sites.wans
+        self.drains = Draining(self._leave_held, self._end_held)
+        self._casts = casts = Casts(
+            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard
+        )  # fmt: skip
+        self._reach = Reach(self.interest, self.sites, casts, self._number)
+        self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
         self.links = self.mesh.links
         self.abroad = Federation(
-            self.interest, self.mesh, casts, policy or Policy(), self._number, site
+            self.interest, self.sites, self._reach, self.mesh, casts, self._number
         )
-        self.wans = self.abroad.wans
         self._calls = calls = Calls(
             relay_id,
             self.accounts,
             self.interest,
+            self.sites,
             self.mesh,
             self.limits,
             self.quotas,
             self.neighbors,
         )
         self.stores = StoreWatch(self.mesh)
-        casts.abroad = calls.abroad = self.abroad
         self.settling = Settling(self.mesh, lambda: self.now_us)
         self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
-        self.drains = Draining(self._from_sessions.on_leave, self._from_sessions.end)
-        casts.has_heard = self.drains.has_heard
         self._link_table = _table(casts, calls, self._call, LinkControl(self, calls, casts).frame)
         self._wan_table = _table(casts, calls, self._call, WanControl(self, calls, casts).frame)
 
@@ -196,8 +177,8 @@ class Router:
         self.alone = False
         number = self._number()
         link = self.mesh.link_up(port, number, hello, self.now_us)
-        if hello.site and not self.abroad.site:
-            self.abroad.site = printable(hello.site)
+        if hello.site and not self.sites.site:
+            self.sites.site = printable(hello.site)
         self.neighbors[number] = link
         self.watch_pulse(link)
         return link
@@ -217,7 +198,7 @@ class Router:
     @property
     def site(self) -> str:
         """The name of our site; empty while this relay knows none."""
-        return self.abroad.site
+        return self.sites.site
 
     def wan_up(self, port: Port, hello: frames.LinkHello, site: str, cost_ms: int) -> Wan:
         """Two gateways have greeted, and the certificate named the relay of `hello` and its `site`; an older one to it is down already."""
@@ -292,7 +273,9 @@ class Router:
             self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us,
             self.settling.deadline_us, self.audiences.deadline_us,
         )  # fmt: skip
-        return min(self.mesh.deadline_us, self.abroad.deadline_us, self.stores.deadline_us, mine)
+        return min(
+            self.mesh.deadline_us, self.abroad.deadline_us, self._reach.deadline_us, self.stores.deadline_us, mine
+        )  # fmt: skip
 
     def expire(self) -> None:
         """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
@@ -312,6 +295,8 @@ class Router:
             self.settling.expire(self.now_us)
         if self.now_us >= self.audiences.deadline_us:
             self.audiences.expire(self.now_us)
+        if self.now_us >= self._reach.deadline_us:
+            self._reach.expire(self.now_us)
         if (
             self.now_us >= self.abroad.deadline_us
         ):  # last: others' changes are to be told to other sites, too
@@ -379,6 +364,12 @@ class Router:
 
     def _call(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         self._calls.called(neighbor, buf, start, end, self.now_us)
+
+    def _leave_held(self, session: Session, leave: frames.Leave) -> None:
+        self._from_sessions.on_leave(session, leave)
+
+    def _end_held(self, session: Session) -> None:
+        self._from_sessions.end(session)
 
     # -- aliases ---------------------------------------------------------------------------------------------
 
@@ -482,7 +473,7 @@ class Router:
                 "sessions": len(self.sessions),
                 "clusters": self.interest.names,
                 "links": len(self.mesh.links),
-                "sites": len(self.abroad.ways),
+                "sites": len(self.sites.ways),
             },
             "accounts": self.accounts.report(self.held_messages),
         }

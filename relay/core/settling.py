@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from iris.wire import frames
+from iris.wire.frames import NEVER_US
 from relay.core.draining import HEARD_MINOR
-from relay.core.mesh import DRAIN_PING, NEVER_US, Mesh
+from relay.core.mesh import DRAIN_PING, Mesh
 
 if TYPE_CHECKING:
     from relay.core.neighbor import Neighbor

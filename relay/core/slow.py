@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+from iris.wire.frames import NEVER_US
 from relay.core.neighbor import Delivery, Neighbor
 from relay.core.session import Session
 
@@ -21,7 +22,6 @@ MAX_SLOW: Final = 256
 """Receivers remembered. The one that dropped nothing for the longest time makes room."""
 MAX_TOPICS: Final = 64
 """Addresses remembered of one receiver; what was dropped of others is in its sum alone."""
-NEVER_US: Final = (1 << 63) - 1
 Address = tuple[str, bytes]
 """Name and key id."""
 

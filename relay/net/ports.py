@@ -13,9 +13,9 @@ import time
 from collections import deque
 from typing import Final, cast
 
-from iris.core.asks import NEVER_US
 from iris.transport import Writer
 from iris.wire.codec import ReceiveBuffer
+from iris.wire.frames import NEVER_US
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.core.router import Router

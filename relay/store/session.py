@@ -9,7 +9,6 @@ from collections.abc import Callable, Set
 from typing import Any, Final, Protocol
 
 from iris.core.aliases import MAX_ALIASES, AliasTable
-from iris.core.asks import NEVER_US
 from iris.core.parties import Waiter
 from iris.crypto.channel import MARK, Channel
 from iris.crypto.keys import StoreKey
@@ -31,6 +30,7 @@ from iris.wire.frames import (
     DECLARED_KINDS,
     FLAG_REFUSED,
     MAX_CREDIT,
+    NEVER_US,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
     Kind,

@@ -38,9 +38,10 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Kind, Refusal, Serving
 from iris.wire.names import matches
+from relay.core.limits import Limits
 from relay.core.link import Link
 from relay.core.ports import Held
-from relay.core.router import Limits, Router
+from relay.core.router import Router
 
 KEY = ClusterKey(bytes(range(32)))
 OTHER_KEY = ClusterKey(bytes(range(1, 33)))

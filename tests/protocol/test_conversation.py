@@ -18,7 +18,7 @@ from iris.errors import (
 )
 from iris.wire import frames
 from iris.wire.frames import Kind, Refusal
-from relay.core.router import Limits
+from relay.core.limits import Limits
 
 
 def echo(delivery: Delivery) -> None:

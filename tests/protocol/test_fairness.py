@@ -8,7 +8,7 @@ from iris.core.parties import Delivery
 from iris.wire import frames
 from iris.wire.codec import END, HOP, encode_control
 from iris.wire.frames import Kind
-from relay.core.router import Limits
+from relay.core.limits import Limits
 
 
 def test_sequential_requests_take_turns_among_equals(net: Network) -> None:

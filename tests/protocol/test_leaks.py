@@ -16,8 +16,8 @@ from iris.wire import frames
 from iris.wire.codec import END, HOP, PREFIX, encode_control, tunnel_frame
 from iris.wire.frames import FLAG_REFUSED, Cause, HopClass, Kind, Refusal, Serving
 from relay.core import router as router_module
+from relay.core.limits import Limits
 from relay.core.neighbor import Handed
-from relay.core.router import Limits
 
 KEY_ID = KEY.key_id
 KINDS = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN)

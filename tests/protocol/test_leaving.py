@@ -10,7 +10,7 @@ from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import CallerLeft, Kind
 from relay.core.leaving import REST_US
-from relay.core.router import Limits
+from relay.core.limits import Limits
 
 
 def told(net: Network) -> list[int]:

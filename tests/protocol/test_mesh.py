@@ -11,8 +11,8 @@ from iris.wire.codec import encode_control
 from iris.wire.frames import Kind, Refusal
 from relay.core import control
 from relay.core import mesh as mesh_module
+from relay.core.limits import Limits
 from relay.core.link import Copy, Link
-from relay.core.router import Limits
 
 
 def reply(text: bytes):

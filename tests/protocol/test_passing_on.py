@@ -15,7 +15,7 @@ from iris.wire.codec import END, HOP, TUNNEL_BODY_AT, encode_control, tunnel_fra
 from iris.wire.frames import HopClass, Kind
 from relay.core import overdue
 from relay.core import surveys as surveys_module
-from relay.core.router import Limits
+from relay.core.limits import Limits
 from relay.core.tunnels import MAX_RECORD_FRAME
 
 SENDER = b"\x55" * 16

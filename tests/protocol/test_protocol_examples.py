@@ -34,8 +34,8 @@ from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import TUNNEL_KINDS, Kind
 from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
-from relay.core import calls, control, link, overdue, parking, router, sites
-from relay.core.router import Limits
+from relay.core import calls, control, link, overdue, parking, router, ways
+from relay.core.limits import Limits
 from relay.net import ports, sessions
 from relay.store import channels
 from relay.store.authority import Authority
@@ -488,7 +488,7 @@ LIMITS: Final = {
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,
     "queue groups per session, and per relay under one key": control.MAX_GROUPS,
-    "queue groups per site under one key, as other sites know them": sites.MAX_SITE_GROUPS,
+    "queue groups per site under one key, as other sites know them": ways.MAX_SITE_GROUPS,
     "names of queue groups in the aliases of one connection": (
         router.MAX_GROUP_BYTES,
         inbound.MAX_GROUP_BYTES,
@@ -505,7 +505,7 @@ LIMITS: Final = {
     "watches of all sessions of a relay, each counted as its key ids": Limits().all_watches,
     "calls of all sessions of a relay that wait for another to come back": parking.PARKED_BYTES,
     "members with their key ids, and topics, that are kept of another relay": link.MAX_COPY,
-    "addresses, and topics, that are kept of another site": sites.MAX_WANTED,
+    "addresses, and topics, that are kept of another site": ways.MAX_WANTED,
     "calls handed over a link or WAN connection and not finished": _CONFIG.max_pending_per_session,
     "calls handed to one session and not finished": calls.MAX_HANDED,
     "a call without a deadline is waited for": overdue.LIFE_US // 1_000_000,

@@ -22,8 +22,9 @@ from relay.core import link as link_module
 from relay.core import mesh as mesh_module
 from relay.core import router as router_module
 from relay.core import ways as sites_module
+from relay.core.limits import Limits
 from relay.core.quotas import RELAYS_STORE
-from relay.core.router import Limits, Router
+from relay.core.router import Router
 
 KEY_ID = KEY.key_id
 HOUR_S = 3600
@@ -305,7 +306,7 @@ def test_as_many_queue_groups_of_a_site_are_told_as_an_alias_can_name() -> None:
 def test_sites_with_much_interest_do_not_cut_a_gateway_off_from_its_own_relays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(federation_module, "MAX_COPY", 8)
+    monkeypatch.setattr("relay.core.reach.MAX_COPY", 8)
     net = Sites("ams", "ber", "cph")
     net.connect(0, 1)
     net.connect(0, 2)
@@ -321,7 +322,7 @@ def test_sites_with_much_interest_do_not_cut_a_gateway_off_from_its_own_relays(
     ends = net.link(0, 3)
     net.settle()
     assert [end.why for end in ends] == ["", ""]
-    told = [len(way.topics) for ways in late.abroad.ways.values() for way in ways.values()]
+    told = [len(way.topics) for ways in late.sites.ways.values() for way in ways.values()]
     assert told == [6, 2]
     shown: Any = net.router.status()["sites"]
     assert [site["untold"] for site in shown] == [4, 12]

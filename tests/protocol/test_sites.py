@@ -28,8 +28,9 @@ from relay.core import federation as federation_module
 from relay.core import policy as policy_module
 from relay.core import surveys as surveys_module
 from relay.core import ways as sites_module
+from relay.core.limits import Limits
 from relay.core.policy import Policy
-from relay.core.router import Limits, Router
+from relay.core.router import Router
 
 SENDER = bytes(range(16))
 NOTHING: dict[type, dict[str, Any]] = {SiteCluster: {"kinds": {}}, SiteTopic: {"count": 0}}
@@ -70,8 +71,8 @@ class Sites(Network):
     def __init__(self, *sites: str, policies: dict[str, Policy] | None = None) -> None:
         super().__init__(relays=len(sites), limits=Limits(aliases=1024))
         for number, (router, site) in enumerate(zip(self.routers, sites, strict=True)):
-            router.abroad.site = site
-            router.abroad.policy = (policies or {}).get(site, router.abroad.policy)
+            router.sites.site = site
+            router.sites.policy = (policies or {}).get(site, router.sites.policy)
             for other in range(number):
                 if sites[other] == site:
                     self.link(other, number)
@@ -122,7 +123,7 @@ def test_a_site_is_told_as_a_whole_and_its_members_are_called() -> None:
     net.settle()
     assert answer.value == b"pong"
     assert inbox.payloads == [b"one", b"two"]
-    (way,) = net.router.abroad.ways["ber"].values()
+    (way,) = net.router.sites.ways["ber"].values()
     kinds, members = way.clusters[("db", KEY_ID)]
     assert members == 1
     assert kinds[Kind.REQUEST] == 16
@@ -173,7 +174,7 @@ def test_members_of_other_sites_are_counted() -> None:
     for relay in (1, 2, 2, 3):
         net.host("server", relay=relay).serve("db")
     net.settle()
-    assert net.router.abroad.members("db", [KEY_ID, OTHER_KEY.key_id]) == {"ber": 3, "cph": 1}
+    assert net.router.sites.members("db", [KEY_ID, OTHER_KEY.key_id]) == {"ber": 3, "cph": 1}
     replies: list[Any] = []
 
     def keep(host: Any, frame: bytes) -> list[bytes]:
@@ -193,8 +194,8 @@ def test_members_of_other_sites_are_counted() -> None:
 def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_counted() -> None:
     net = Sites("ams", "ber")
     ours, theirs = net.connect(0, 1)
-    net.router.abroad.policy = Policy(["news.>"], ["db"])
-    net.routers[1].abroad.policy = Policy(["db"], ["news.>"])
+    net.router.sites.policy = Policy(["news.>"], ["db"])
+    net.routers[1].sites.policy = Policy(["db"], ["news.>"])
     # Ams says nothing of the sort itself: this is what Ber makes of it.
     publish = frames.Declare(0, Kind.PUBLISH, "other", KEY_ID, SENDER, True, [], 0, 2, "ber")
     call = frames.Declare(1, Kind.REQUEST, "web", KEY_ID, SENDER, True, [], 0, 2, "ber")
@@ -202,7 +203,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     theirs.hear_frame(data(Kind.PUBLISH, 0, 0))
     theirs.hear_frame(data(Kind.REQUEST, 1, hop_for(theirs)))
     router = net.routers[1]
-    assert router.abroad.policy.refused == {
+    assert router.sites.policy.refused == {
         "ams: other is not imported": 1,
         "ams: web is not exported": 1,
     }
@@ -216,10 +217,10 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     assert not ours.hear(
         frames.Interest(version, version + 1, clusters=entries, site_topics=topics)
     )
-    (way,) = net.router.abroad.ways["ber"].values()
+    (way,) = net.router.sites.ways["ber"].values()
     assert [name for name, _ in way.clusters] == ["db"]
     assert [name for name, *_ in way.topics] == ["news.*"]
-    assert not net.router.abroad.policy.refused
+    assert not net.router.sites.policy.refused
     net.check()
 
 
@@ -341,7 +342,7 @@ def test_a_gateway_that_breaks_a_rule_loses_its_own_connection_and_no_other(
     body, why = BREACHES[what]
     assert why in victim.end.hear(body)
     assert victim.end.link.closed
-    assert "ber" not in net.router.abroad.ways
+    assert "ber" not in net.router.sites.ways
     victim.works()
 
 
@@ -496,10 +497,10 @@ def test_refusals_are_counted_by_rule_up_to_a_bound(
     net: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_module, "MAX_REFUSED", 3)
-    net.router.abroad.policy = Policy(["ours"], ["theirs"])
+    net.router.sites.policy = Policy(["ours"], ["theirs"])
     end, _ = net.connect(0, 2)
     assert end.hear(*(declare(number, name=f"d{number}") for number in range(9))) == ""
-    refused = net.router.abroad.policy.refused
+    refused = net.router.sites.policy.refused
     assert len(refused) == 4
     assert refused["others"] == 6
     assert sum(refused.values()) == 9
@@ -545,11 +546,11 @@ def test_a_relay_of_our_own_site_that_breaks_a_rule_loses_its_link(
     end = next(end for end in net.ends if end.router is net.router)
     feed(end.reader, encode_control(body))
     assert why in end.why
-    assert not net.router.abroad.ways
+    assert not net.router.sites.ways
 
 
 def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation_module, "MAX_SITES", 3)
+    monkeypatch.setattr("relay.core.reach.MAX_SITES", 3)
     end = next(end for end in net.ends if end.router is net.router)
     entries = [SiteEntry(f"s{number}") for number in range(4)]
     feed(end.reader, encode_control(interest(sites=entries)))
@@ -557,7 +558,7 @@ def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.Mo
     feed(end.reader, encode_control(frames.Interest(9, 10, clusters=told)))
     feed(end.reader, encode_control(frames.Interest(10, 11, sites=[SiteEntry("s3", False)])))
     assert not end.why
-    assert list(net.router.abroad.ways) == ["s0", "s1", "s2"]
+    assert list(net.router.sites.ways) == ["s0", "s1", "s2"]
     assert end.link.untaken == 2
 
 
@@ -600,7 +601,7 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
 ) -> None:
     end, _ = net.connect(0, 2)
     end.hear(interest(clusters=[cluster(name="a"), cluster(name="b")], site_topics=[topic()]))
-    (way,) = net.router.abroad.ways["ber"].values()
+    (way,) = net.router.sites.ways["ber"].values()
     load = way.load(Kind.REQUEST, "b", KEY_ID)
     # In parts, of which the first alone changes nothing.
     parts = {"clusters": [cluster(name="b")]}, {"clusters": [cluster(name="c")]}
@@ -623,7 +624,7 @@ def test_a_change_that_does_not_follow_is_asked_for_again(net: Sites) -> None:
     net.settle()
     assert not end.why
     assert not other.why
-    (way,) = net.router.abroad.ways["ber"].values()
+    (way,) = net.router.sites.ways["ber"].values()
     assert not way.clusters
     assert net.router.abroad.resyncs == 1
 
@@ -633,7 +634,7 @@ def test_a_beat_of_another_version_has_a_lost_change_made_good(net: Sites) -> No
     other.tamper = lambda frame: () if kind_of(frame) == Kind.INTEREST else (frame,)
     net.host("bob", relay=2).serve("db", reply(b"pong"))
     net.settle()
-    (way,) = net.router.abroad.ways["ber"].values()
+    (way,) = net.router.sites.ways["ber"].values()
     assert not way.clusters
     other.tamper = lambda frame: (frame,)
     net.pass_time(2.5)
@@ -644,11 +645,11 @@ def test_a_snapshot_of_a_gateway_leaves_the_ways_over_it_alone(net: Sites) -> No
     net.connect(1, 2)
     net.host("bob", relay=2).serve("db", reply(b"pong"))
     net.settle()
-    (way,) = net.router.abroad.ways["ber"].values()
+    (way,) = net.router.sites.ways["ber"].values()
     assert not way.own
     net.routers[1].mesh._on_resync(net.routers[1].links[net.router.relay_id], None)
     net.settle()
-    assert list(net.router.abroad.ways["ber"].values()) == [way]
+    assert list(net.router.sites.ways["ber"].values()) == [way]
     assert [name for name, _ in way.clusters] == ["db"]
 
 
@@ -675,7 +676,7 @@ def test_an_error_of_the_other_gateway_ends_the_connection_with_its_words(net: S
     assert end.finished
     assert end.why.startswith("the other gateway says: you broke")
     assert "\x1b" not in end.why
-    assert not net.router.abroad.ways
+    assert not net.router.sites.ways
 
 
 def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
@@ -708,14 +709,14 @@ def test_a_gateway_that_is_about_to_stop_takes_back_what_it_told(net: Sites) -> 
     carol.serve("carols")
     bob.serve("db", reply(b"pong"))
     net.settle()
-    ber = net.routers[2].abroad.ways["ams"]
+    ber = net.routers[2].sites.ways["ams"]
     assert [len(way.clusters) for way in ber.values()] == [1, 1]
     net.router.drain(10_000)
     bob.subscribe("news")
     net.settle()
     # Ber uses the other gateway, and so do our relays; changes break nothing.
     assert sorted(len(way.clusters) for way in ber.values()) == [0, 0]
-    (way,) = net.routers[1].abroad.ways["ber"].values()
+    (way,) = net.routers[1].sites.ways["ber"].values()
     assert way.own
     answer = alice.request("db")
     net.settle()
@@ -804,7 +805,7 @@ def test_a_bundle_crosses_once_although_one_copy_lags_behind(net: Sites) -> None
 
 def test_a_loss_of_messages_that_a_site_does_not_import_is_not_reported(net: Sites) -> None:
     end, _ = net.connect(0, 2)
-    net.router.abroad.policy = Policy([], ["news"])
+    net.router.sites.policy = Policy([], ["news"])
     alice = net.host("alice")
     news, other = alice.subscribe("news"), alice.subscribe("other")
     for name in ("news", "other"):
@@ -830,7 +831,7 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
             raise AssertionError("it looks at all")
 
     end, _ = net.connect(0, 2)
-    wan = net.router.abroad.wans[net.routers[2].relay_id]
+    wan = net.router.sites.wans[net.routers[2].relay_id]
     told = wan.told_us = Told()
 
     def lose(*numbers: int) -> None:

@@ -170,7 +170,7 @@ def test_a_site_is_not_spoken_for_by_another(net: SimNetwork) -> None:
     net.run(7.0)
     # Ams and Cph, and Cph and Ber, are connected: that is no way from Ams to Ber.
     for relay in (net.relays[place] for place in net.places["ams"]):
-        assert set(relay.router.abroad.ways) == {"cph"}
+        assert set(relay.router.sites.ways) == {"cph"}
     tag, call = publisher.publish("news"), publisher.request("db")
     net.run(REACH_S)
     assert got(far, tag) == 0
@@ -508,7 +508,7 @@ def test_the_loss_of_a_whole_site_and_its_return(net: SimNetwork) -> None:
     assert call.may_have_run
     assert told_ms(call, died_us) < DEAD_US / 1000 + 500
     for place in (*net.places["ams"], *net.places["cph"]):
-        assert "ber" not in net.relays[place].router.abroad.ways
+        assert "ber" not in net.relays[place].router.sites.ways
     assert caller.request("db").outcome == ""
     net.run(0.1)
     assert net.ledger.outcomes["request no_members"] == 1
@@ -828,7 +828,7 @@ def test_nobody_is_not_said_while_a_site_was_lost_a_moment_ago(net: SimNetwork) 
         settle(net)
         for pair in wans(net, "ams", "ber"):
             net.cut(*pair)
-        net.until(lambda caller=caller: "ber" not in caller.relay.router.abroad.ways)
+        net.until(lambda caller=caller: "ber" not in caller.relay.router.sites.ways)
         call = caller.request("db", timeout_ms=10_000)
         net.run(1.5)
         assert call.outcome == "reply"
@@ -866,7 +866,7 @@ def test_nobody_is_said_once_a_lost_site_has_not_come_back(net: SimNetwork) -> N
         for pair in wans(net, "ams", "ber"):
             net.stop(*pair)
         net.run(2.0)
-        net.until(lambda: "ber" not in net.at("ams", 2).router.abroad.ways)
+        net.until(lambda: "ber" not in net.at("ams", 2).router.sites.ways)
         lost_us = net.now_us
         call = caller.request("db", timeout_ms=60_000)
         net.until(lambda call=call: bool(call.outcome))
@@ -890,8 +890,8 @@ def test_nobody_is_not_said_before_a_site_that_is_back_has_told_what_it_has() ->
     net.run(8.0)
     net.heal(a, b)
     router = net.at("ams").router
-    net.until(lambda: "ber" in router.abroad.ways)
-    assert not any(way.clusters for way in router.abroad.ways["ber"].values())
+    net.until(lambda: "ber" in router.sites.ways)
+    assert not any(way.clusters for way in router.sites.ways["ber"].values())
     call = caller.request("db", timeout_ms=5_000)
     net.run(1.0)
     assert call.outcome == "reply"
@@ -924,7 +924,7 @@ def test_a_cluster_is_called_where_it_is_exported_and_imported() -> None:
     assert outcome(caller, "mail") == "no_members"  # exported, not imported
     assert outcome(stranger, "mail") == "reply"
     assert outcome(stranger, "secret.db") == "no_members"
-    refused = net.at("ams").router.abroad.policy.refused
+    refused = net.at("ams").router.sites.policy.refused
     assert not refused  # what is not used is not even tried
     rest(net)
 
@@ -951,12 +951,10 @@ def test_a_topic_is_heard_where_it_is_exported_and_imported() -> None:
     assert heard("other", own) == {"ams"}
     for relay in net.relays:
         assert relay.router.accounts.balance() == 0
-    ours = {rule for index in (0, 1) for rule in net.at("ams", index).router.abroad.policy.refused}
+    ours = {rule for index in (0, 1) for rule in net.at("ams", index).router.sites.policy.refused}
     assert "ber: news.secret is not exported" in ours
     assert "cph: other is not exported" in ours
-    theirs = {
-        rule for index in (0, 1) for rule in net.at("ber", index).router.abroad.policy.refused
-    }
+    theirs = {rule for index in (0, 1) for rule in net.at("ber", index).router.sites.policy.refused}
     assert theirs == {"ams: news.local.today is not imported"}
     assert "not allowed" in {
         cause for index in (0, 1) for cause in net.at("ber", index).router.accounts.dropped

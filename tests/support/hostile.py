@@ -32,9 +32,9 @@ from relay.core import casts as casts_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
 from relay.core import ways as sites_module
+from relay.core.limits import Limits
 from relay.core.link import LINK_HOP, Link
 from relay.core.neighbor import Neighbor
-from relay.core.router import Limits
 from relay.core.ways import Wan
 
 A, B, C = range(3)
@@ -193,7 +193,7 @@ class Adversary:
         rng = self.scene.rng
         reached = [
             site
-            for site, ways in self.router.abroad.ways.items()
+            for site, ways in self.router.sites.ways.items()
             for way in ways.values()
             if way.neighbor is self.neighbor
         ]
@@ -594,7 +594,7 @@ class Scene:
         self.net = net = Network(relays=3, limits=Limits(aliases=1024, pending=256))
         net.now_us += seed % 1000
         for router, site in zip(net.routers, ("ams", "ams", "ber"), strict=True):
-            router.abroad.site = site
+            router.sites.site = site
         self.honest = [*net.link(A, B), *self._connect(A, C)]
         self.alice = net.host("alice", relay=A)
         self.bob = net.host("bob", relay=B)

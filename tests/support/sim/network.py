@@ -25,8 +25,9 @@ from typing import Any, Final, NoReturn
 from iris.errors import PeerProtocolError
 from iris.wire.codec import KIND_AT, decode_control, encode_control
 from iris.wire.frames import FIRST_DATA_KIND, Bye, Declare, Kind, LinkHello
+from relay.core.limits import Limits
 from relay.core.policy import Policy
-from relay.core.router import Limits, Router
+from relay.core.router import Router
 from support.sim.ledger import Ledger, table_sizes
 from support.sim.members import KEY, OTHER_KEY, SimSession
 from support.sim.wires import WINDOW_BYTES, Clock, Pipe, SimPort
@@ -752,7 +753,7 @@ class SimNetwork:
         truth = {site: self._wants(site) for site in self.places}
         for relay in self.relays:
             router = relay.router
-            ways = router.abroad.ways
+            ways = router.sites.ways
             if wrong := set(ways) - set(self.places) | ({relay.site} & set(ways)):
                 self.violate(f"{relay} has ways to {sorted(wrong)}")
             for site in self.places:

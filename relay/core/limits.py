@@ -1,0 +1,27 @@
+"""What sessions may hold at a relay."""
+
+from __future__ import annotations
+
+
+class Limits:
+    """What one session may hold at this relay, and (`all_members`, `all_subscriptions`, `all_watches`) all sessions together.
+
+    Members and watches are counted once per key id.
+    """
+
+    __slots__ = (
+        "aliases", "all_members", "all_subscriptions", "all_watches", "joins", "keys", "pending", "subscriptions",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
+        subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
+    ) -> None:  # fmt: skip
+        self.aliases = aliases
+        self.joins = joins
+        self.keys = keys
+        self.pending = pending
+        self.subscriptions = subscriptions
+        self.all_members = all_members
+        self.all_subscriptions = all_subscriptions
+        self.all_watches = all_watches

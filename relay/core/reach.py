@@ -1,0 +1,276 @@
+"""What is reached of other sites: the ways to them, own or over gateways of ours, and what our relays are told of it.
+
+    every Wan ── Way ── Summary per site ──► our links          our gateways' links ── Way ──► interest
+    the last way of a site is remembered for `SUSPENDED_US`
+
+Which way a sender's frames take is chosen once for each address, and again only when that way is lost, so that they stay in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.frames import NEVER_US, SiteCluster, SiteEntry, SiteTopic
+from iris.wire.names import check_site
+from relay.core.casts import Casts
+from relay.core.interest import Interest
+from relay.core.link import MAX_COPY, Link, check_named
+from relay.core.neighbor import Route
+from relay.core.sites import Sites
+from relay.core.summary import Room, Summary
+from relay.core.ways import Suspended, Way, check_entry, clusters_behind
+
+MAX_SITES: Final = 1024
+
+
+class Reach:
+    """Keeps the ways to other sites, and what the relays of our site are told of them."""
+
+    def __init__(
+        self, interest: Interest, sites: Sites, casts: Casts, next_number: Callable[[], int]
+    ) -> None:
+        self._interest = interest
+        self._sites = sites
+        self._casts = casts
+        self._next_number = next_number
+        self._behind: dict[int, dict[str, Way]] = {}
+        """Number of a link -> site -> the way over that gateway."""
+        self._coming: dict[int, frames.Interest] = {}
+        """Number of a link -> the part about other sites of the snapshot that is coming in."""
+        self._theirs: dict[str, Summary] = {}
+        """Interest of other sites, as announced to the relays of our site."""
+        self._their_room = Room(MAX_COPY)
+        """Room for that interest, all sites together."""
+        self.entries: dict[str, SiteEntry] = {}
+        """Sites as our relays were told."""
+        self.deadline_us = NEVER_US
+
+    # -- what our relays are told ----------------------------------------------------------------------------
+
+    def announce(self, site: str) -> None:
+        """A site may be reached by us since now: its interest is kept for our relays."""
+        own = self._sites.own(site)
+        if not own or site in self._theirs:
+            return
+        summary = self._theirs[site] = Summary(
+            site,
+            lambda address: clusters_behind(self._sites.own(site), address),
+            lambda place: max(
+                (way.topics.get(place, 0) for way in self._sites.own(site)), default=0
+            ),
+            self._their_room,
+            by_key=False,
+        )
+        for way in own:
+            for address in way.clusters:
+                summary.touch(address)
+            for place in way.topics:
+                summary.touch_topic(place)
+
+    def untold(self, site: str) -> int:
+        """Return how many entries of a site are held back from our relays, for want of room."""
+        theirs = self._theirs.get(site)
+        return theirs.untold if theirs is not None else 0
+
+    def replace(
+        self, way: Way, clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
+    ) -> bool:
+        """Take a snapshot in the place of what was known: what stays is not touched. Returns what `take` does."""
+        there = {(entry.name, entry.key_id) for entry in clusters}
+        wanted = {(entry.filter, entry.key_id, entry.group) for entry in topics}
+        gone = [SiteCluster(way.site, *a, {}) for a in way.clusters if a not in there]
+        ended = [SiteTopic(way.site, *place, 0) for place in way.topics if place not in wanted]
+        return self.take(way, [*gone, *clusters], [*ended, *topics])
+
+    def take(self, way: Way, clusters: Iterable[SiteCluster], topics: Iterable[SiteTopic]) -> bool:
+        """A site wants this now; of it only what our site may use counts. Returns whether our relays are to hear of it."""
+        summary = self._theirs.get(way.site) if way.own else None
+        policy = self._sites.policy
+        for cluster in clusters:
+            check_entry(cluster)
+            if way.own:
+                kinds = policy.imports(cluster.kinds, cluster.name, cluster.key_id)
+                cluster = msgspec.structs.replace(cluster, kinds=kinds)
+            way.take_cluster(cluster, self._interest)
+            if summary is not None:
+                summary.touch((cluster.name, cluster.key_id))
+        for topic in topics:
+            check_entry(topic)
+            if topic.count and way.own and not policy.exported.may_allow(topic.filter):
+                continue
+            way.take_topic(topic, self._interest)
+            if summary is not None:
+                summary.touch_topic((topic.filter, topic.key_id, topic.group))
+        return summary is not None
+
+    def changes(
+        self, sites: Iterable[str]
+    ) -> tuple[list[SiteEntry], list[SiteCluster], list[SiteTopic]]:
+        """Return what our relays have not been told: of the sites named their distance, and of all what they want."""
+        entries, clusters, topics = [], [], []
+        for site in sites:
+            own = self._sites.own(site)
+            if own:
+                cost_ms = min(way.cost_ms for way in own)
+                entries.append(SiteEntry(site, True, cost_ms, self._sites.rtt_us(site)))
+                self.entries[site] = entries[-1]
+                continue
+            ended = self._theirs.pop(site, None)
+            if ended is not None:
+                ended.end()
+            if self.entries.pop(site, None) is not None:
+                entries.append(SiteEntry(site, False))
+        for summary in self._theirs.values():
+            changed = summary.changes()
+            clusters += changed[0]
+            topics += changed[1]
+        return entries, clusters, topics
+
+    def snapshot(self) -> tuple[list[SiteEntry], list[SiteCluster], list[SiteTopic]]:
+        """Return all that our relays were told of other sites."""
+        clusters, topics = [], []
+        for summary in self._theirs.values():
+            told = summary.whole()
+            clusters += told[0]
+            topics += told[1]
+        return list(self.entries.values()), clusters, topics
+
+    def told_by(self, link: Link, change: frames.Interest, now_us: int) -> None:
+        """A gateway of our site tells what it reaches; a snapshot counts once it is whole, and what stays is not touched."""
+        if change.reset:
+            self._coming[link.number] = frames.Interest(0, 0)
+        coming = self._coming.get(link.number)
+        if coming is not None:
+            link.untaken += extend(coming.sites, change.sites, MAX_SITES)
+            link.untaken += extend(coming.clusters, change.clusters, MAX_COPY)
+            link.untaken += extend(coming.site_topics, change.site_topics, MAX_COPY)
+            if change.more:
+                return
+            del self._coming[link.number]
+        behind = self._behind.setdefault(link.number, {})
+        before = set(behind)
+        for entry in change.sites if coming is None else coming.sites:
+            self._told_site(link, behind, entry, now_us)
+        if coming is None:
+            self._told_all(link, behind, change.clusters, change.site_topics)
+        else:
+            self._told_whole(link, behind, coming, now_us)
+        for site in behind.keys() - before:
+            self._casts.site_back(site, connected=False)
+
+    def _told_whole(
+        self, link: Link, behind: dict[str, Way], coming: frames.Interest, now_us: int
+    ) -> None:
+        """Take what a gateway's snapshot says of the sites that it reaches."""
+        told: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}
+        for site in behind:
+            told[site] = ([], [])
+        for cluster in coming.clusters:
+            if self._way_behind(link, behind, cluster.site) is not None:
+                told[cluster.site][0].append(cluster)
+        for topic in coming.site_topics:
+            if self._way_behind(link, behind, topic.site) is not None:
+                told[topic.site][1].append(topic)
+        reached = {entry.site for entry in coming.sites if entry.up}
+        for site, (clusters, topics) in told.items():
+            if site in reached:
+                self.replace(behind[site], clusters, topics)
+            else:
+                self.remove(behind.pop(site), now_us, drained=True)
+
+    def _told_site(self, link: Link, behind: dict[str, Way], entry: SiteEntry, now_us: int) -> None:
+        """A gateway reaches a site, or does no more."""
+        way = behind.get(entry.site)
+        if not entry.up:
+            if way is not None:
+                self.remove(behind.pop(entry.site), now_us)
+            return
+        if way is None:
+            check_named(check_site, entry.site)
+            if entry.site == self._sites.site:
+                raise PeerProtocolError(f"a gateway of {self._sites.site} calls it another site")
+            if len(behind) >= MAX_SITES:
+                link.untaken += 1
+                return
+            way = Way(entry.site, link, link.relay_id, self._next_number())
+            behind[entry.site] = way
+            self.add(way)
+        way.cost_ms, way.rtt_us = entry.cost_ms, entry.rtt_us
+        self._interest.version += 1
+
+    def _told_all(
+        self, link: Link, behind: dict[str, Way], clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
+    ) -> None:  # fmt: skip
+        for cluster in clusters:
+            way = self._way_behind(link, behind, cluster.site)
+            if way is not None:
+                self.take(way, (cluster,), ())
+        for topic in topics:
+            way = self._way_behind(link, behind, topic.site)
+            if way is not None:
+                self.take(way, (), (topic,))
+
+    @staticmethod
+    def _way_behind(link: Link, behind: dict[str, Way], site: str) -> Way | None:
+        """Return the way to a site that a gateway names; None if this site may be one that was dropped for want of room."""
+        way = behind.get(site)
+        if way is None:
+            if not link.untaken:
+                raise PeerProtocolError(f"a gateway speaks for {site!r}, which it does not reach")
+            link.untaken += 1
+        return way
+
+    def forget(self, link: Link, now_us: int) -> None:
+        """A link is gone: no way leads over it."""
+        self._coming.pop(link.number, None)
+        for way in self._behind.pop(link.number, {}).values():
+            self.remove(way, now_us, drained=link.bye)
+
+    def add(self, way: Way) -> None:
+        self._sites.ways.setdefault(way.site, {})[way.number] = way
+        self._interest.version += 1
+
+    def remove(self, way: Way, now_us: int, *, final: bool = False, drained: bool = False) -> None:
+        """Forget a way. `final`: the other end said goodbye; `drained`: so will a gateway of ours, once all that it has is through."""
+        ways = self._sites.ways[way.site]
+        del ways[way.number]
+        began: list[Route] = []
+        if not way.stale and any(not other.stale for other in ways.values()):
+            if not (final or drained):
+                unsure = self._casts.away.unsure()
+                began = [route for route in unsure if route.vias.get(way.site) == way.number]
+        elif not way.stale:
+            self._casts.away.left(way.site, final=final)
+            if not final:
+                gone = self._sites.suspended[way.site] = Suspended(way, now_us)
+                self.deadline_us = min(self.deadline_us, gone.until_us)
+        if not ways:
+            del self._sites.ways[way.site]
+        summary = self._theirs.get(way.site) if way.own else None
+        if summary is not None:
+            for address in way.clusters:
+                summary.touch(address)
+            for place in way.topics:
+                summary.touch_topic(place)
+        way.empty(self._interest)
+        self._casts.way_lost(way, began)
+
+    def expire(self, now_us: int) -> None:
+        """Sites that stayed away are nothing to wait for."""
+        suspended = self._sites.suspended
+        for site, gone in list(suspended.items()):
+            if now_us >= gone.until_us:
+                del suspended[site]
+        self.deadline_us = min((gone.until_us for gone in suspended.values()), default=NEVER_US)
+
+
+def extend(known: list[Any], more: Sequence[object], limit: int) -> int:
+    """Append as many entries as `limit` allows; return how many were left out."""
+    room = max(0, limit - len(known))
+    known.extend(more[:room])
+    return max(0, len(more) - room)

@@ -1,0 +1,149 @@
+"""What is known of other sites: the connections and ways to them, what may cross, and which way messages take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from iris.wire import frames
+from iris.wire.frames import HERE, HopClass
+from relay.core.interest import MAX_OTHERS
+from relay.core.neighbor import Load, Route
+from relay.core.policy import Policy
+from relay.core.ways import Suspended, Wan, Way, clusters_behind, is_home_only
+
+
+class Sites:
+    """Other sites as this relay knows them. Casts, calls and the mesh ask it; `Reach` and `Federation` keep it true."""
+
+    def __init__(self, site: str, policy: Policy) -> None:
+        self.site = site
+        """Our own name; a relay that is no gateway hears it from one."""
+        self.policy = policy
+        self.wans: dict[bytes, Wan] = {}
+        """By the other gateway's relay id."""
+        self.ways: dict[str, dict[int, Way]] = {}
+        """Site -> number -> way."""
+        self.suspended: dict[str, Suspended] = {}
+
+    def takers(self, route: Route, ways: Iterable[Way]) -> list[Way]:
+        """Return one of `ways` for each site that a route's messages may go to, nearest first, the way taken before if it still leads there.
+
+        Where this relay has a WAN connection itself, no other gateway is asked.
+        """
+        sites: dict[str, list[Way]] = {}
+        for way in ways:
+            if self._may_take(route, way):
+                sites.setdefault(way.site, []).append(way)
+        if route.hop_class == HopClass.LOCAL and not route.barred:
+            for site in sites:
+                route.barred = self.barred(route, site)
+        if route.barred:
+            return []
+        chosen = []
+        for site, candidates in sites.items():
+            before = route.vias.get(site)
+            taken = next((way for way in candidates if way.number == before), None)
+            if taken is None:
+                own = [way for way in candidates if way.own] or candidates
+                taken = max(own, key=lambda way: way.rank(route.name, route.sender_id))
+                route.vias[site] = taken.number
+            chosen.append(taken)
+        return sorted(chosen, key=lambda way: (self.distance_us(way.site), way.site))
+
+    def loads(self, route: Route) -> list[Load]:
+        """Return one load for each site whose members serve the route's address, nearest first."""
+        if route.hop_class == HopClass.LOCAL:
+            if is_home_only(route.kind) and route.site in ("", HERE):
+                return []
+        elif route.hop_class != HopClass.TO_WAN or isinstance(route.neighbor, Wan):
+            return []
+        place = (route.kind, route.name, route.key_id)
+        serving = {
+            way: load
+            for ways in self.ways.values()
+            for way in ways.values()
+            if (load := way.load(*place)) is not None
+        }
+        return [serving[way] for way in self.takers(route, serving)]
+
+    def _may_take(self, route: Route, way: Way) -> bool:
+        if route.hop_class == HopClass.LOCAL:
+            return route.site in ("", way.site)
+        return way.own and route.site == way.site and not route.barred
+
+    def distance_us(self, site: str) -> int:
+        """Return how far a site is by the nearest way."""
+        return min((way.distance_us for way in self.ways.get(site, {}).values()), default=0)
+
+    def comes_home(self, route: Route) -> bool:
+        """Whether a route's messages may be for members and subscribers of this site."""
+        if route.hop_class == HopClass.LOCAL:
+            return route.site in ("", HERE, self.site)
+        if route.barred:
+            return False
+        return route.hop_class != HopClass.TO_WAN or isinstance(route.neighbor, Wan)
+
+    def wan_of(self, route: Route) -> Wan | None:
+        """Return the WAN connection over which a route's messages for its site went last."""
+        way = self.ways.get(route.site, {}).get(route.vias.get(route.site, 0))
+        return way.neighbor if way is not None and isinstance(way.neighbor, Wan) else None
+
+    def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+        """Return how many members of other sites serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
+        known = set(key_ids)
+        found: dict[str, int] = {}
+        for ways in self.ways.values():
+            every = (key for way in ways.values() for key in way.names.get(name, ()))
+            keys = dict.fromkeys(islice(every, 2 * MAX_OTHERS + len(known)))
+            for key_id in keys:
+                count = clusters_behind(ways.values(), (name, key_id))[1]
+                short = key_id[:4].hex()
+                if key_id not in known and count and (short in found or len(found) < MAX_OTHERS):
+                    found[short] = found.get(short, 0) + count
+        return found
+
+    def members(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+        """Return how many members an address has in other sites, those under several key ids once as far as that can be told."""
+        found: dict[str, int] = {}
+        for site, ways in sorted(self.ways.items()):
+            told = (clusters_behind(ways.values(), (name, key_id)) for key_id in key_ids)
+            count = max((members for _, members in told), default=0)
+            if count:
+                found[site] = count
+        return found
+
+    def might_serve(
+        self, kind: int, name: str, key_id: bytes, site: str, settling: bool, now_us: int
+    ) -> bool:
+        """Whether a site to which the last way was lost a moment ago may come back with members of an address.
+
+        `settling`: a relay of this site was not found yet, or has not said what it reaches.
+        """
+        if site in (HERE, self.site) or (is_home_only(kind) and not site):
+            return False
+        if site and settling:
+            return True  # who reaches it may be found in a moment
+        if any(
+            wan.stale and now_us < wan.settle_us and site in ("", wan.site)
+            for wan in self.wans.values()
+        ):
+            return True
+        return any(
+            now_us < gone.until_us and site in ("", where) and gone.serves(kind, name, key_id)
+            for where, gone in self.suspended.items()
+        )
+
+    def own(self, site: str) -> list[Way]:
+        """Return our own connections to a site that has said what it wants."""
+        return [way for way in self.ways.get(site, {}).values() if way.own and not way.stale]
+
+    def rtt_us(self, site: str) -> int:
+        return min((way.rtt_us for way in self.own(site)), default=0)
+
+    def barred(self, of: frames.Declare | Route, site: str) -> str:
+        """Return why messages may not cross to a site, or an empty text; a refusal is counted."""
+        rule = self.policy.leaving(of.kind, of.name, of.key_id)
+        if rule:
+            self.policy.refuse(site, rule)
+        return rule
