@@ -19,7 +19,6 @@ from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
     AmbiguousStream,
-    ConnectionLost,
     NoStream,
     OffsetConflict,
     StreamDamaged,
@@ -713,50 +712,6 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
             ]
 
 
-@pytest.mark.parametrize("said", ["NoMembers", "Overloaded", "RelayError"])
-async def test_a_relay_that_denies_a_delivered_append_has_it_stored_once(
-    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a new epoch the store cannot recognize a repeated record, so a relay's "it has not run" does not suffice."""
-    delivered, second = asyncio.Event(), asyncio.Event()
-    appends = 0
-    async with LocalCluster(data=tmp_path) as cluster, cluster.client() as client:
-        await client.streams.create("orders")
-        stores = client.streams._stores
-        ask = stores.ask
-
-        async def lying(address: str, key: Any, call: Any, *rest: Any, **more: Any) -> Any:
-            nonlocal appends
-            if isinstance(call, Append):
-                appends += 1
-                if appends == 1:
-                    await ask(address, key, call, *rest, **more)
-                    delivered.set()
-                    await second.wait()
-                    error = getattr(iris, said)("orders", "so says the relay")
-                    error.may_have_run = False
-                    if said == "NoMembers":
-                        away = NoStream("orders", "no store holds it under our keys")
-                        away.passing = True
-                        raise away from error
-                    raise error
-                if appends == 2:
-                    second.set()
-                    raise iris.StreamError("orders", "refused by the store")
-            return await ask(address, key, call, *rest, **more)
-
-        monkeypatch.setattr(stores, "ask", lying)
-        first = asyncio.create_task(client.streams.append("orders", b"pay 100"))
-        await delivered.wait()
-        with pytest.raises(iris.StreamError, match="refused by the store"):
-            await client.streams.append("orders", b"refused")
-        with pytest.raises(iris.StreamUnavailable) as unsure:
-            await first
-        assert unsure.value.may_have_run
-        await client.streams.append("orders", b"after")
-        assert [m.payload for m in await whole(client, "orders")] == [b"pay 100", b"after"]
-
-
 async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile(
     tmp_path: Path,
 ) -> None:
@@ -783,79 +738,6 @@ async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_m
             ]
         proven = [s["keys"] for s in (await client.status())["sessions"]]
         assert [new.key_id.hex()[:8]] in proven
-
-
-@pytest.mark.parametrize("stored_first", [False, True])
-@pytest.mark.parametrize("retired", [False, True])
-async def test_a_lost_record_sealed_under_the_old_key_is_never_stored_under_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retired: bool, stored_first: bool
-) -> None:
-    old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
-    both = Keyring.single(old).add("default", new)
-    async with (
-        LocalCluster(data=tmp_path) as cluster,
-        cluster.client(keyring=both) as writer,
-        cluster.client(keyring=both) as client,
-    ):
-        await writer.streams.create("orders")
-        stores = writer.streams._stores
-        ask, sent, going = stores.ask, asyncio.Event(), asyncio.Event()
-
-        async def lost_once(*args: Any, **options: Any) -> Any:
-            if not isinstance(args[2], Append) or sent.is_set():
-                return await ask(*args, **options)
-            if stored_first:
-                await ask(*args, **options)
-            sent.set()
-            await going.wait()
-            raise ConnectionLost("orders", "cut by the test")
-
-        monkeypatch.setattr(stores, "ask", lost_once)
-        appending = asyncio.create_task(writer.streams.append("orders", b"on the way"))
-        await sent.wait()
-        promoted = both.promote("default")
-        await writer.reload_keys(promoted.retire("default") if retired else promoted)
-        going.set()
-        if retired:  # nobody knows whether it was stored, and its key is gone
-            with pytest.raises(StreamUnavailable) as caught:
-                await appending
-            assert caught.value.may_have_run
-        else:
-            assert await appending == 0
-        assert await writer.streams.append("orders", b"after") == (not retired or stored_first)
-        async with client.streams.read("orders", "first", follow=False) as reader:
-            payloads = [message.payload async for message in reader]
-        assert payloads == [b"on the way", b"after"][retired and not stored_first :]
-        assert not reader.gaps
-
-
-@pytest.mark.parametrize("retired", [False, True])
-async def test_a_refused_record_sealed_under_the_old_key_is_stored_and_readable_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retired: bool
-) -> None:
-    old, new = ClusterKey(b"o" * 32), ClusterKey(b"n" * 32)
-    both = Keyring.single(old).add("default", new)
-    async with LocalCluster(data=tmp_path) as cluster, cluster.client(keyring=both) as writer:
-        await writer.streams.create("orders")
-        stores = writer.streams._stores
-        ask, refused = stores.ask, []
-
-        async def away_once(*args: Any, **options: Any) -> Any:
-            if isinstance(args[2], Append) and not refused:
-                refused.append(args[2])
-                promoted = both.promote("default")
-                await writer.reload_keys(promoted.retire("default") if retired else promoted)
-                away = StreamUnavailable("orders", "its store is busy")
-                away.passing = True
-                raise away
-            return await ask(*args, **options)
-
-        monkeypatch.setattr(stores, "ask", away_once)
-        assert await writer.streams.append("orders", b"refused") == 0
-        monkeypatch.setattr(stores, "ask", ask)
-        async with writer.streams.read("orders", "first", follow=False) as reader:
-            assert [message.payload async for message in reader] == [b"refused"]
-        assert not reader.gaps
 
 
 async def test_streams_of_one_topic_under_different_keys_all_record_it_after_a_restart(
