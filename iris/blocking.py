@@ -106,6 +106,16 @@ class Client:
         """See `iris.Client.wait_for_subscribers`."""
         return self._run(self._client.wait_for_subscribers(topic, count, timeout=timeout))
 
+    @contextlib.contextmanager
+    def watch_losses(self, *, timeout: float = 5.0) -> Iterator[list[Lost]]:
+        """See `iris.Client.watch_losses`."""
+        watching = self._client.watch_losses(timeout=timeout)
+        losses = self._run(watching.__aenter__())
+        try:
+            yield losses
+        finally:
+            self._run(watching.__aexit__(None, None, None))
+
     @property
     def losses(self) -> list[Lost]:
         """The latest losses that were told, oldest first; see `iris.Client.losses`."""

@@ -327,6 +327,17 @@ class Client:
         pump.touch()
         await within(waiter, seconds_left(until_s), "the relay did not answer")
 
+    @contextlib.asynccontextmanager
+    async def watch_losses(self, *, timeout: float = 5.0) -> AsyncIterator[list[Lost]]:
+        """Collect what is lost of what is sent meanwhile: `async with client.watch_losses() as losses`.
+
+        After a `flush` the list is complete. If the relay was lost or left on the way, a `Lost` of kind "relay" says so: of what was
+        sent before, some may be lost. It begins when there is a relay; raises ConnectionLost after `timeout` seconds without one.
+        """
+        await self._ready("relay", timeout)
+        with self._runtime.watching_losses() as losses:
+            yield losses
+
     # -- casts -----------------------------------------------------------------------------------------------
 
     async def broadcast(

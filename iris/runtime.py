@@ -69,6 +69,8 @@ class Runtime:
         self.attachment: Attachment | None = None
         self.registry: Registry
         self._reloading = asyncio.Lock()
+        self._watched: list[list[Lost]] = []
+        """What each of those who watch losses has been told."""
         self._quiet_until_s = 0.0
 
     def attach(
@@ -283,6 +285,8 @@ class Runtime:
 
     def detached(self, reason: str) -> None:
         """There is no relay."""
+        for watched in self._watched:
+            watched.append(Lost("relay", "relay", b"", None, reason))
         for lost in self.registry.detached(reason):
             self.tell(lost)
 
@@ -301,9 +305,22 @@ class Runtime:
 
     def lost(self, lost: Lost) -> None:
         """Messages of ours, or for us, were lost. Subscriptions and services log what they miss; what we sent is logged here."""
-        if not lost.source and self.on_loss is None and self._may_log():
-            log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
+        if not lost.source:
+            for watched in self._watched:
+                watched.append(lost)
+            if self.on_loss is None and not self._watched and self._may_log():
+                log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
         self.tell(lost)
+
+    @contextlib.contextmanager
+    def watching_losses(self) -> Iterator[list[Lost]]:
+        """Collect what is lost of what is sent, and losses of the relay."""
+        watched: list[Lost] = []
+        self._watched.append(watched)
+        try:
+            yield watched
+        finally:
+            self._watched = [other for other in self._watched if other is not watched]
 
     def tell(self, lost: Lost) -> None:
         """Remember a loss that is counted and logged, and tell `on_loss`."""

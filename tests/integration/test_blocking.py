@@ -71,6 +71,17 @@ def test_push_broadcast_and_flush(served: blocking.Client, got: list[object]) ->
     assert sorted(map(str, got)) == sorted(map(str, [("push", b"p"), ("broadcast", b"b")]))
 
 
+def test_losses_are_watched_in_a_block(served: blocking.Client) -> None:
+    with served.watch_losses() as losses:
+        served.push("db", b"p")
+        served.push("nobody", b"q")
+        served.flush()
+        assert [(lost.name, type(lost.error)) for lost in losses] == [("nobody", iris.NoMembers)]
+    served.push("nobody", b"r")
+    served.flush()
+    assert len(losses) == 1
+
+
 def test_survey_collects_the_answers(served: blocking.Client) -> None:
     assert served.survey("db", b"", timeout=5, type=str) == ["here"]
 

@@ -212,3 +212,45 @@ async def test_an_offline_cast_that_cannot_be_sent_is_told_and_the_rest_goes_on(
         assert [lost.kind for lost in sender.losses] == ["broadcast"]
         await sender.publish("t", b"z")
         await until(lambda: b"z" in collector.payloads)
+
+
+async def test_who_watches_losses_hears_of_what_was_sent_meanwhile_and_of_a_relay_that_was_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with LocalCluster() as cluster, cluster.client() as sender:
+        await sender.push("nobody", b"before")
+        await sender.flush()
+        logged_before = len(logged(caplog, "client.lost"))
+        async with sender.watch_losses() as losses, sender.watch_losses() as others:
+            await sender.push("nobody", b"x")
+            await sender.publish("t", b"y")
+            await sender.flush()
+            assert [(lost.kind, lost.name, type(lost.error)) for lost in losses] == [
+                ("push", "nobody", iris.NoMembers)
+            ]
+            assert losses == others
+            await cluster.stop_relay()
+            await cluster.start_relay()
+            await sender.publish("t", b"z")
+            await sender.flush()
+            assert [lost.kind for lost in losses] == ["push", "relay"]
+        await sender.push("nobody", b"after")
+        await sender.flush()
+        assert len(losses) == 2
+        assert [lost.kind for lost in sender.losses] == ["push"] * 3
+        assert len(logged(caplog, "client.lost")) == logged_before, "who watches was told"
+
+
+async def test_losses_are_watched_from_when_there_is_a_relay() -> None:
+    async with LocalCluster() as cluster, cluster.client() as sender:
+        await cluster.stop_relay()
+        await until(lambda: sender._attachment.pump is None)  # type: ignore[union-attr]
+        with pytest.raises(iris.ConnectionLost):
+            async with sender.watch_losses(timeout=0.05):
+                pass
+        starting = asyncio.create_task(cluster.start_relay())
+        async with sender.watch_losses() as losses:
+            await sender.publish("t", b"x")
+            await sender.flush()
+        await starting
+        assert losses == []

@@ -10,7 +10,7 @@ import iris
 VERBS = {
     "audience", "broadcast", "close", "flush", "members", "offer", "offer_broadcast", "open", "open_tunnel", "publish", "push",
     "reload_keys", "request", "serve", "status", "subscribe", "survey", "tunnel", "wait_for_members", "wait_for_subscribers",
-    "watch_members",
+    "watch_losses", "watch_members",
 }  # fmt: skip
 ATTRIBUTES = {
     "config", "counters", "keyring", "losses", "message_limit", "on_loss", "received_messages", "sent_messages", "streams",
