@@ -28,7 +28,6 @@ from pyspark.sql.types import (
 
 from iris.client import Client
 from iris.core.bundle import Headers, check_headers
-from iris.core.parties import Lost
 from iris.errors import IrisError, NoStream
 from iris.spark.connections import CONNECT_S, connection, found
 from iris.spark.errors import CONFIG, SINK, SparkError, told
@@ -144,10 +143,7 @@ class _Sink:
                         raise result
 
         async def send(client: Client) -> None:
-            lost: list[Lost] = []
-            _, session = await client._runtime.ready("relay", timeout_s)
-            client.on_loss = lost.append
-            try:
+            async with client.watch_losses(timeout=timeout_s) as lost:
                 for number, row in enumerate(rows, first):
                     headers = {**(row.headers or {}), **common, ROW_HEADER: str(number)}
                     name = row.name or options.name
@@ -164,13 +160,10 @@ class _Sink:
                     else:
                         await client.publish(check_topic(name), row.value, headers=headers)
                 await client.flush(timeout=timeout_s)
-                _, after = await client._runtime.ready("relay", timeout_s)
-            finally:
-                client.on_loss = None
             failed = [one for one in lost if one.error is not None]
             if failed:
                 raise SparkError(SINK, f"{len(failed)} pushes failed: {failed[0].error}")
-            if after is not session:
+            if any(one.kind == "relay" for one in lost):
                 raise SparkError(
                     SINK, "the relay was lost on the way; some rows may not have been sent"
                 )

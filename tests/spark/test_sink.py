@@ -263,6 +263,13 @@ def test_rows_are_sent_to_the_cluster_that_they_or_the_option_name(
     assert len({own_headers(message) for message in (*first, *second)}) == 100
 
 
+def test_rows_that_are_pushed_to_nobody_fail_their_task(
+    spark: SparkSession, stage: Relay, name: str
+) -> None:
+    with pytest.raises(Exception, match=f"IRIS_SINK: 5 pushes failed: {name}a: no members"):
+        save(frame_of(spark, 10), stage, cluster=f"{name}a", sendMode="push")
+
+
 def test_a_query_publishes_with_its_own_id_and_batch_numbers(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
