@@ -8,7 +8,11 @@ LOG = ("tests/unit/relay/store/test_log.py",)
 MODEL = ("tests/unit/relay/store/test_log.py", "tests/unit/relay/store/test_log_model.py")
 DAMAGE = ("tests/unit/relay/store/test_log_damage.py",)
 STAGING = ("tests/unit/relay/store/test_staging.py",)
-CONSUMERS = ("tests/unit/relay/store/test_consumers.py",)
+CONSUMERS = (
+    "tests/unit/relay/store/test_consumers.py",
+    "tests/unit/relay/store/test_handing.py",
+    "tests/unit/relay/store/test_consumers_model.py",
+)
 COPIES = ("tests/unit/relay/store/test_copies.py",)
 READER = ("tests/unit/core/test_stream_reader.py",)
 RECORDING = ("tests/unit/relay/store/test_recording.py",)

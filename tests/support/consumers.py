@@ -1,0 +1,64 @@
+"""Records for consumers of a log, and what they were handed."""
+
+from __future__ import annotations
+
+from iris.wire.codec import END
+from relay.store.consumers import Consumer
+from relay.store.cursor import Settings
+from relay.store.handing import Delivery, Taken
+from relay.store.log import Log
+from relay.store.records import Entry
+
+MANY = 1 << 30
+ANN, BOB = b"ann", b"bob"
+SECOND = 1_000_000
+TIMEOUT = 30 * SECOND
+
+
+def entry(
+    body: bytes = b"sealed",
+    *,
+    count: int = 1,
+    key: int | None = None,
+    expires_us: int = 0,
+    due_us: int = 0,
+) -> Entry:
+    return Entry(
+        1,
+        "orders",
+        bytes(16),
+        bytes(16),
+        END.pack(0, 0, count, 0),
+        body,
+        key_hash=None if key is None else bytes([key]) * 32,
+        expires_us=expires_us,
+        due_us=due_us,
+    )
+
+
+def places(taken: Taken) -> list[tuple[int, int, int]]:
+    """The deliveries as (first offset of the record, bitmap, count of deliveries)."""
+    return [
+        (item.record.first, item.wanted, item.deliveries)
+        for item in taken.items
+        if isinstance(item, Delivery)
+    ]
+
+
+def firsts(taken: Taken) -> list[int]:
+    return [place[0] for place in places(taken)]
+
+
+def told(taken: Taken) -> list[object]:
+    return [item for item in taken.items if not isinstance(item, Delivery)]
+
+
+def consumer(log: Log, start: int = 0, **fields: object) -> Consumer:
+    return Consumer(log, "c", Settings(**fields), start, 1)  # type: ignore[arg-type]
+
+
+def all_of(consumer: Consumer, now_us: int = 1, worker: bytes = ANN) -> Taken:
+    """Hand `worker` all that there is, and have it confirm that."""
+    taken = consumer.take(worker, MANY, MANY, now_us)
+    consumer.confirm(worker)
+    return taken
