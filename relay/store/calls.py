@@ -13,14 +13,12 @@ from iris.wire import streams
 from iris.wire.frames import NO_KEY
 from iris.wire.streams import END, SignedOrder, dead_uuid, decode_order
 from relay.logs import Quiet
-from relay.store.authority import Authority, is_promotion, one_definition
+from relay.store.authority import is_promotion, one_definition
 from relay.store.catalogue import Catalogue, encode_kept
 from relay.store.channels import UNSEALED, UPGRADE, Channels
-from relay.store.clock import Clock
 from relay.store.consuming import ConsumerRefused, Consuming
 from relay.store.database import write_beside
 from relay.store.errors import ChannelRefused, LogDamaged, LogError, Refuse
-from relay.store.presence import Presence
 from relay.store.salvage import ORDERS
 from relay.store.session import Question
 from relay.store.staged import StagingRefused
@@ -36,16 +34,8 @@ class Calls:
     """Answers the calls that come to one store."""
 
     def __init__(
-        self,
-        public_key: bytes,
-        label: str,
-        catalogue: Catalogue,
-        channels: Channels,
-        authority: Authority,
-        presence: Presence,
-        clock: Clock,
-        touch: Callable[[Stream], None],
-    ) -> None:
+        self, public_key: bytes, label: str, catalogue: Catalogue, channels: Channels, touch: Callable[[Stream], None]
+    ) -> None:  # fmt: skip
         """`touch` is called when there is something to commit to a stream."""
         self.refused = 0
         """Calls that failed authentication."""
@@ -54,9 +44,9 @@ class Calls:
         self._label = label
         self._catalogue = catalogue
         self.channels = channels
-        self._authority = authority
-        self._presence = presence
-        self._clock = clock
+        self._authority = catalogue.authority
+        self._presence = catalogue.presence
+        self._clock = catalogue.clock
         self._touch = touch
         self._quiet = Quiet()
         self.handlers: dict[type, Callable[[Question, Any], None]] = {

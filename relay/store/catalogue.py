@@ -51,9 +51,9 @@ class Catalogue:
         """By (name or uuid, key id)."""
         self.version = 0
         """Of what records what."""
-        self._authority = authority
-        self._presence = presence
-        self._clock = clock
+        self.authority = authority
+        self.presence = presence
+        self.clock = clock
 
     def load(self) -> None:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
@@ -70,12 +70,12 @@ class Catalogue:
         """Create a stream on disk. Raises LogError."""
         path = str(self.directory / uuid.hex())
         write_beside(path + ORDERS, kept)
-        made = Log.create(path, uuid=uuid, definition=kept, created_us=self._clock.wall_us)
-        stream = self.streams[uuid] = Stream(path, uuid, made, charter, self._clock)
+        made = Log.create(path, uuid=uuid, definition=kept, created_us=self.clock.wall_us)
+        stream = self.streams[uuid] = Stream(path, uuid, made, charter, self.clock)
         return stream
 
     def _load(self, path: Path, uuid: bytes) -> None:
-        stream = Stream(str(path), uuid, None, clock=self._clock)
+        stream = Stream(str(path), uuid, None, clock=self.clock)
         try:
             opened = Log.open(str(path))
         except LogError as err:
@@ -105,16 +105,16 @@ class Catalogue:
         kept = _decode_kept(data)
         stream.dead = bool(kept.parent)
         if not stream.dead:
-            stream.charter = self._authority.load(kept, stream.uuid)
+            stream.charter = self.authority.load(kept, stream.uuid)
             stream.redefine()
 
     def serve(self, stream: Stream, then: Then) -> None:
         dead = self.streams.get(dead_uuid(stream.uuid))
-        self._presence.serve(stream, dead, self.streams.values(), then)
+        self.presence.serve(stream, dead, self.streams.values(), then)
 
     def leave(self, stream: Stream) -> None:
         others = [other for other in self.streams.values() if other is not stream]
-        self._presence.leave(stream, others)
+        self.presence.leave(stream, others)
 
     def recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
         if declared.kind == Kind.BROADCAST:
@@ -124,7 +124,7 @@ class Catalogue:
 
     def sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
         """Return the stream that records a cluster's messages; None if it records nothing of that address."""
-        stream = self._presence.members.get(declared.member)
+        stream = self.presence.members.get(declared.member)
         if stream is None or not stream.shares(declared.name, declared.key_id):
             return None
         return stream
@@ -137,10 +137,10 @@ class Catalogue:
             grave = self.make(uuid, encode_kept(Kept(parent=stream.uuid)))
             grave.dead = True
             self.place(stream)
-            self._presence.serve_dead(stream, grave)
+            self.presence.serve_dead(stream, grave)
         if not grave.dead:
             raise LogWriteFailed(grave.path, "it is not a log of dead letters")
-        grave.bury_here(stream, consumer, letters, self._clock.wall_us)
+        grave.bury_here(stream, consumer, letters, self.clock.wall_us)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
         """Raise Refuse if a stream, or all that record one filter, have more keys than a frame to the relay takes."""

@@ -51,16 +51,16 @@ class Store:
         self.presence = Presence(key, self.address, self._late, self._refused)
         self.continuity = Continuity()
         self._left = directory / WHOLE
-        authority = Authority(key.public_key)
-        self.catalogue = Catalogue(directory / STREAMS, authority, self.presence, self.clock)
+        self.catalogue = Catalogue(
+            directory / STREAMS, Authority(key.public_key), self.presence, self.clock
+        )
         self.streams = self.catalogue.streams
         self._dirty: dict[bytes, Stream] = {}
         self._say_dirty = dirty
         self._urge = urge
         self._quiet = Quiet()
-        self.calls = Calls(
-            key.public_key, label, self.catalogue, Channels(key, entropy), authority, self.presence, self.clock, self._touch
-        )  # fmt: skip
+        channels = Channels(key, entropy)
+        self.calls = Calls(key.public_key, label, self.catalogue, channels, self._touch)
         self.unseal, self.asked = self.calls.unseal, self.calls.asked
 
     # -- time ------------------------------------------------------------------------------------------------
