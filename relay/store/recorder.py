@@ -159,38 +159,38 @@ class Recorder:
         last = batch[-1][0] if batch else None
         if isinstance(last, Note) and last.count is None and self.log is not None:
             self._noted = (last.cause, self.log.next)
-        answered: dict[int, Pending] = {}
+        answered: dict[Pending, None] = {}
         for (_, sink), outcome in zip(batch, outcomes, strict=True):
             if isinstance(sink, Bundle):
                 sink.session.credit(sink)
             elif sink is not None:
                 sink.outcomes.append(told_outcome(outcome))
-                answered[id(sink)] = sink
-        for pending in answered.values():
+                answered[sink] = None
+        for pending in answered:
             pending.question.answer(streams.Appended(pending.outcomes))
 
     def without_ids(self, batch: Batch, err: Exception) -> bool:
         """Nothing was written: what is known of messages' ids cannot be read. Who appends with one hears so, and the rest comes
         with the next batch. Return whether there was any such."""
-        named = {
-            id(sink): sink
+        named = dict.fromkeys(
+            sink
             for entry, sink in batch
             if isinstance(entry, Entry) and entry.id_hash and isinstance(sink, Pending)
-        }
-        for pending in named.values():
+        )
+        for pending in named:
             pending.question.refuse("disk", f"the ids of messages cannot be read: {err}", sure=True)
         if named:
-            self.batch = [one for one in batch if id(one[1]) not in named]
+            self.batch = [one for one in batch if one[1] not in named]
         return bool(named)
 
     def failed(self, batch: Batch, err: LogWriteFailed) -> None:
         """It was not written: who can be told is told, and the rest is noted when the disk takes something again."""
-        refused: dict[int, Pending] = {}
+        refused: dict[Pending, None] = {}
         for entry, sink in batch:
             if isinstance(sink, Bundle):
                 sink.session.refuse(sink, Refusal.FULL)
             elif sink is not None:
-                refused[id(sink)] = sink
+                refused[sink] = None
             elif isinstance(entry, Note):
                 self._unrecorded += entry.count or 0
                 self._unrecorded_more = self._unrecorded_more or entry.count is None
@@ -198,7 +198,7 @@ class Recorder:
                 count = check_entry(entry)
                 self._unrecorded += count
                 self.lost += count
-        for pending in refused.values():
+        for pending in refused:
             pending.question.refuse("disk", err.reason, sure=err.sure)
 
     def opened(self, log: Log, now_us: int) -> None:
