@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
+from support import commands
 from support.namespaces import Host, Lan
 
 import iris
@@ -110,7 +111,7 @@ class Network:
         """Make an access file, as an operator does, and return its path."""
         path = self.directory / name
         environ = {"PATH": os.environ["PATH"], "IRIS_CONFIG": str(self.keys)}
-        command = [sys.executable, "-m", "iris.cli", "key", "access", str(path)]
+        command = commands.command("key", "access", str(path))
         subprocess.run(command, env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
         return path
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hosts.kit import PATIENCE_S, Network, Program, Relay, wait_until
+from support.commands import command
 from support.namespaces import Host, Lan, listener
 from support.proxy import FaultProxy
 
@@ -212,9 +212,13 @@ def own_ways(relay: Relay) -> dict[str, int]:
 def make_site_key(path: Path) -> str:
     """Make a site's key as an operator does; return its fingerprint."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(path.parent)}
-    command = [sys.executable, "-m", "iris.cli", "federation", "key", str(path)]
     done = subprocess.run(
-        command, env=environ, check=True, capture_output=True, text=True, timeout=PATIENCE_S
+        command("federation", "key", str(path)),
+        env=environ,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     return done.stdout.split()[-1]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hosts.kit import PATIENCE_S, Network, Relay, wait_until
+from support import commands
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.net]
 
@@ -19,7 +19,7 @@ def command(relay: Relay, *arguments: str, said: str = "") -> subprocess.Popen[b
     output: Any = (relay.directory / said).open("wb") if said else subprocess.PIPE
     try:
         return relay.host.start(
-            [sys.executable, "-m", "iris.cli", *arguments],
+            commands.command(*arguments),
             env=relay.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT if said else subprocess.PIPE,
         )  # fmt: skip
     finally:

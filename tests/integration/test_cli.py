@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import Shell, end
+from support import commands
+from support.commands import Shell, dev_relay, end
 from support.waiting import PATIENCE_S, wait_until
 from typer.testing import CliRunner
 
@@ -95,35 +96,16 @@ idle = iris.Service("idle")
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A directory with a short path, as sockets need, that is empty of sockets and processes at the end."""
-    root = Path(tempfile.mkdtemp(prefix="iris-cli-"))
-    try:
+    """A directory of this module."""
+    with commands.place("iris-cli-") as root:
         yield root
-        assert not list(root.rglob("*.sock"))
-    finally:
-        shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")
 def relay(place: Path) -> Iterator[Path]:
     """A relay with throw-away keys; gives its socket."""
-    shell = Shell(place)
-    process = shell.start("relay", "--dev")
-    socket = place / "iris" / "relay.sock"
-    try:
-        wait_until(lambda: socket.exists() or process.poll() is not None)
+    with dev_relay(place) as socket:
         yield socket
-        process.terminate()
-        _, err = end(process)
-    finally:
-        shell.finish()
-    account = json.loads(err.splitlines()[-1])["account"]
-    assert account["held"] == 0
-    dropped = sum(account["dropped"].values())
-    assert (
-        account["in"] + account["copied"]
-        == account["out"] + account["refused"] + account["expired"] + dropped
-    )
 
 
 @pytest.fixture

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 from hdrh.histogram import HdrHistogram
-from support.commands import Shell, end
-from support.waiting import PATIENCE_S, wait_until
+from support import commands
+from support.commands import Shell, dev_relay, end
+from support.waiting import PATIENCE_S
 from typer.testing import CliRunner
 
 import iris
@@ -99,29 +98,17 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A directory with a short path, as sockets need, that is empty of sockets at the end."""
-    root = Path(tempfile.mkdtemp(prefix="iris-bench-"))
-    try:
+    """A directory of this module, with other members than those of the bench."""
+    with commands.place("iris-bench-") as root:
         (root / "others.py").write_text(OTHERS)
         yield root
-        assert not list(root.rglob("*.sock"))
-    finally:
-        shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")
 def relay(place: Path) -> Iterator[Path]:
     """A relay with throw-away keys; gives its socket."""
-    shell = Shell(place)
-    process = shell.start("relay", "--dev")
-    socket = place / "iris" / "relay.sock"
-    try:
-        wait_until(lambda: socket.exists() or process.poll() is not None)
+    with dev_relay(place) as socket:
         yield socket
-        process.terminate()
-        end(process)
-    finally:
-        shell.finish()
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Shell, end
+from support import commands
+from support.commands import Shell, dev_relay, end
 from support.waiting import wait_until
 from typer.testing import CliRunner
 
@@ -49,30 +50,19 @@ VERBS = [
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A directory with a short path, as sockets need, that is empty of sockets at the end."""
-    root = Path(tempfile.mkdtemp(prefix="iris-stream-"))
-    try:
+    """A directory of this module."""
+    with commands.place("iris-stream-") as root:
         yield root
-        assert not list(root.rglob("*.sock"))
-    finally:
-        shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")
 def relay(place: Path) -> Iterator[Path]:
     """A relay with throw-away keys and a store that takes streams; gives its socket."""
-    shell = Shell(place)
-    process = shell.start("relay", "--dev", "--data", str(place / "data"))
-    socket = place / "iris" / "relay.sock"
-    try:
-        wait_until(lambda: socket.exists() or process.poll() is not None)
+    with dev_relay(place, "--data", str(place / "data")) as socket:
+        shell = Shell(place)
         wait_until(lambda: code_of(shell, "create", "probe") == 0)
         shell("stream", "delete", "probe", "--yes")
         yield socket
-        process.terminate()
-        end(process)
-    finally:
-        shell.finish()
 
 
 @pytest.fixture
@@ -112,7 +102,7 @@ def on_a_terminal(shell: Shell, *arguments: str) -> str:
     try:
         environ = {**shell.environ, "TERM": "dumb"}
         process = subprocess.Popen(
-            shell.command(*arguments), env=environ, cwd=shell.root, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+            commands.command(*arguments), env=environ, cwd=shell.root, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
         )  # fmt: skip
         os.close(theirs)
         seen = b""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support.commands import command
 
 from iris.cli.demo import data, verdict
 from iris.cli.demo.figures import Figures, MemberFigures
@@ -49,7 +49,7 @@ def processes_under(directory: Path) -> list[str]:
 
 def test_the_demo_agrees_with_the_file_and_loses_nothing(place: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "iris.cli", "demo", "--quick"],
+        command("demo", "--quick"),
         env=place, capture_output=True, text=True, timeout=80, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,7 +69,7 @@ def test_an_interrupted_demo_takes_its_processes_and_files_along(
     place: dict[str, str], number: signal.Signals
 ) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "iris.cli", "demo"],
+        command("demo"),
         env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
@@ -84,7 +84,7 @@ def test_an_interrupted_demo_takes_its_processes_and_files_along(
 
 def test_a_demo_whose_reader_has_enough_ends_quietly(place: dict[str, str]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "iris.cli", "demo", "--quick"],
+        command("demo", "--quick"),
         env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stdout is not None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 from integration.stores import stored
 from msgspec import structs
-from support.commands import Shell, end
+from support.commands import Shell, dev_relay, place
 from support.stores import Rig
 from support.waiting import until as turns_until
 from support.waiting import wait_until
@@ -860,18 +859,11 @@ async def test_killed_mirrors_and_stores_leave_a_copy_that_goes_on(rig: Rig) -> 
 @pytest.fixture(scope="module")
 def shell() -> Iterator[Shell]:
     """A shell beside a relay with a store."""
-    root = Path(tempfile.mkdtemp(prefix="iris-mirror-"))
-    shell = Shell(root)
-    try:
-        process = shell.start("relay", "--dev", "--data", str(root / "data"))
-        wait_until(lambda: (root / "iris" / "relay.sock").exists() or process.poll() is not None)
+    with place("iris-mirror-") as root, dev_relay(root, "--data", str(root / "data")):
+        shell = Shell(root)
         wait_until(lambda: _made(shell))
         yield shell
-        process.terminate()
-        end(process)
-    finally:
         shell.finish()
-        shutil.rmtree(root)
 
 
 def _made(shell: Shell) -> bool:

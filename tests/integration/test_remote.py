@@ -8,12 +8,12 @@ import os
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from integration.conftest import NETWORK
+from support.commands import command
 from support.waiting import eventually
 
 import iris
@@ -296,7 +296,7 @@ async def test_a_client_that_may_not_see_all_clusters_cannot_promote_the_default
 
     async def run(*arguments: str) -> tuple[int, str]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "iris.cli", *arguments,
+            *command(*arguments),
             env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         output, _ = await process.communicate()

@@ -8,10 +8,10 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import command
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually
 
@@ -24,8 +24,8 @@ RECORDS = 300
 
 
 def salvage(data: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "iris.cli", "store", "salvage", str(data), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    salvaging = command("store", "salvage", str(data), *words)
+    return subprocess.run(salvaging, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def damage(path: Path, pattern: str) -> None:

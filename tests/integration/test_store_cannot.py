@@ -6,12 +6,11 @@ import asyncio
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from integration.test_stream_links import start
+from support.commands import Shell
 from support.relays import KEY, Daemon, client
 from support.waiting import PATIENCE_S, eventually
 
@@ -65,10 +64,8 @@ async def test_a_key_or_directory_that_cannot_be_used_is_told_and_the_store_goes
                 await one.streams.create("other", timeout=PATIENCE_S)
             status = (await one.status(timeout=PATIENCE_S))["store"]
             assert status["starts"] == 1
-            shown = await asyncio.to_thread(
-                subprocess.run, [sys.executable, "-m", "iris.cli", "status"], env=daemon.environ, capture_output=True, text=True
-            )  # fmt: skip
-            assert f"store {data} cannot serve: " in shown.stdout.replace("\n", " ")
+            shown = await asyncio.to_thread(Shell(tmp_path).process, "status")
+            assert f"store {data} cannot serve: " in shown.decode().replace("\n", " ")
             assert left == ((data / "store.key").read_bytes() if left is not None else None)
             assert left is not None or not (data / "store.key").exists()
 

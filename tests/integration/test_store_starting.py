@@ -6,13 +6,12 @@ import asyncio
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from integration.test_stream_links import start
+from support.commands import Shell
 from support.relays import KEY, Daemon, client
 from support.waiting import PATIENCE_S, eventually
 
@@ -103,19 +102,11 @@ async def test_the_first_words_of_each_verb_wait_for_a_store_that_is_restarted(
 
 def test_the_append_command_waits_for_a_store_that_is_restarted(tmp_path: Path) -> None:
     with Daemon(tmp_path, "--data", str(tmp_path / "data")) as daemon:
-
-        def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "iris.cli", *words]
-            return subprocess.run(
-                command, env=daemon.environ, input=text, capture_output=True, text=True, timeout=PATIENCE_S
-            )  # fmt: skip
-
-        created = run("stream", "create", "orders")
-        assert created.returncode == 0, created.stderr
+        shell = Shell(tmp_path)
+        shell("stream", "create", "orders")
         daemon.stop(signal.SIGKILL)
         daemon.start()
-        appended = run("stream", "append", "orders", text="one\n")
-        assert appended.returncode == 0, appended.stderr
+        shell.process("stream", "append", "orders", stdin=b"one\n")
 
 
 async def test_a_call_over_a_link_waits_for_its_timeout_and_says_where_a_store_is_starting(

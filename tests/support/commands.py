@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from iris import cli
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_until
+
+
+def command(*arguments: str) -> list[str]:
+    """Return the command line of `iris …`."""
+    return [sys.executable, "-m", "iris.cli", *arguments]
 
 
 class Shell:
@@ -38,7 +48,7 @@ class Shell:
     def process(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
         """Run it to its end and return what it printed; asserts the exit code, and silence on stderr if that is 0."""
         done = subprocess.run(
-            self.command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=PATIENCE_S,
+            command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=PATIENCE_S,
             check=False,
         )  # fmt: skip
         return self._checked(arguments, code, done.returncode, done.stdout, done.stderr)
@@ -55,14 +65,11 @@ class Shell:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start it with pipes; the fixture sees that it has ended."""
         process = subprocess.Popen(
-            self.command(*arguments), env=self.environ, cwd=self.root,
+            command(*arguments), env=self.environ, cwd=self.root,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.started.append(process)
         return process
-
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "iris.cli", *arguments]
 
     def finish(self) -> None:
         """Reap what is left, and fail if a test left it running."""
@@ -82,3 +89,36 @@ def end(process: subprocess.Popen[bytes], code: int = 0) -> tuple[bytes, bytes]:
         pytest.fail(f"still running: {process.args!r} {process.communicate()}")
     assert process.returncode == code, (out, err)
     return out, err
+
+
+@contextmanager
+def place(prefix: str) -> Iterator[Path]:
+    """A directory with a short path, as sockets need, that is empty of sockets at the end."""
+    root = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield root
+        assert not list(root.rglob("*.sock"))
+    finally:
+        shutil.rmtree(root)
+
+
+@contextmanager
+def dev_relay(root: Path, *arguments: str) -> Iterator[Path]:
+    """A relay with throw-away keys; gives its socket. It ends well, and its account balances."""
+    shell = Shell(root)
+    process = shell.start("relay", "--dev", *arguments)
+    socket = root / "iris" / "relay.sock"
+    try:
+        wait_until(lambda: socket.exists() or process.poll() is not None)
+        yield socket
+        process.terminate()
+        _, err = end(process)
+    finally:
+        shell.finish()
+    account = json.loads(err.splitlines()[-1])["account"]
+    assert account["held"] == 0
+    dropped = sum(account["dropped"].values())
+    assert (
+        account["in"] + account["copied"]
+        == account["out"] + account["refused"] + account["expired"] + dropped
+    )

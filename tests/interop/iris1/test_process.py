@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from interop.iris1 import binding
 from interop.iris1.kit import Echo, hearing
+from support.commands import command
 from support.relays import Daemon
 from support.waiting import eventually, wait_until
 
@@ -32,7 +32,7 @@ class Process:
         self.log = relay.runtime / "bridge.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "iris.cli", "bridge", "iris1", *arguments],
+                command("bridge", "iris1", *arguments),
                 env=relay.environ, stdin=subprocess.DEVNULL, stderr=log,
             )  # fmt: skip
 

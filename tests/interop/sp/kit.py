@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from support.commands import command
+
 import iris
 from iris.keyfiles import create_keys, load_keys
 
@@ -78,8 +80,8 @@ class Bridge(Process):
         number = world.number()
         config = world.root / f"{number}.toml"
         config.write_text(entries)
-        command = [sys.executable, "-m", "iris.cli", "bridge", "sp", "--config", str(config)]
-        super().__init__(command, environ or world.environ, world.root / f"{number}.log")
+        bridge = command("bridge", "sp", "--config", str(config))
+        super().__init__(bridge, environ or world.environ, world.root / f"{number}.log")
         world.processes.append(self)
         if ready:
             self.logged("bridge.ready")
