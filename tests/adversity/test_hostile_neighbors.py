@@ -1,6 +1,6 @@
 """A hostile relay and a hostile gateway over real TLS, attack by attack: an honest pair beside them notices nothing.
 
-`test_hostile` plays them at random, in memory; `test_links` and `integration/test_gateways` have what strangers and liars get.
+`test_hostile` plays them at random, in memory; `test_links` and `test_gateways` have what strangers and liars get.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from adversity import test_links
 from adversity.kit import data_frame
-from integration import test_gateways
+from support import gateways
 from support.connection import Connection
 from support.relays import KEY
 from support.waiting import PATIENCE_S, eventually
@@ -287,15 +287,15 @@ async def hostile_relay(directory: Path) -> AsyncIterator[Hostile]:
 @asynccontextmanager
 async def hostile_site(directory: Path) -> AsyncIterator[Hostile]:
     """Two sites, and a hostile one that both have pinned."""
-    world = test_gateways.World(directory)
+    world = gateways.World(directory)
     async with AsyncExitStack() as stack:
         eu = await world.start("eu", world.peer("us"), world.peer("evil"))
         stack.push_async_callback(eu.stop, drain_s=0)
         us = await world.start("us", world.peer("eu", eu), world.peer("evil"))
         stack.push_async_callback(us.stop, drain_s=0)
-        await eventually(lambda: test_gateways.joined((eu, us)))
+        await eventually(lambda: gateways.joined((eu, us)))
         yield Hostile(
-            (eu, us), lambda relay: test_gateways.Impostor(world, relay, "evil", RELAY), {"site": "evil"}
+            (eu, us), lambda relay: gateways.Impostor(world, relay, "evil", RELAY), {"site": "evil"}
         )  # fmt: skip
 
 
@@ -347,7 +347,7 @@ async def test_an_honest_pair_goes_on(
                 await eventually(lambda: hostile.neighbor(relay) is None)  # noqa: B023
             assert [neighbors(relay) for relay in hostile.relays] == up
             assert [list(relay.router.sessions) for relay in hostile.relays] == sessions
-    hubs = [test_gateways.hub(r) if hostile.own else test_links.hub(r) for r in hostile.relays]
+    hubs = [gateways.hub(r) if hostile.own else test_links.hub(r) for r in hostile.relays]
     assert sum(hub.protocol_errors for hub in hubs) == hostile.cut
     assert one.router.accounts.balance() == two.router.accounts.balance() == 0
 

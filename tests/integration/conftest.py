@@ -1,4 +1,4 @@
-"""Fixture: a relay that accepts sessions over TLS."""
+"""Fixtures: a relay that accepts sessions over TLS, and sites with gateways."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.gateways import eu, world  # noqa: F401 - fixtures
 
 from iris.crypto.keys import NetworkKey
 from iris.remote import create_access

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from adversity.kit import OTHER_KEY
-from integration.test_gateways import World, joined
 from integration.test_stream_links import created
+from support.gateways import World, joined
 from support.relays import KEY
 from support.waiting import eventually
 

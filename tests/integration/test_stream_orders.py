@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 from integration.stores import stored
-from integration.test_gateways import World, joined, world  # noqa: F401 - a fixture
 from integration.test_stream_links import created
 from msgspec import structs
+from support.gateways import World, joined
 from support.waiting import eventually
 
 import iris
@@ -55,7 +55,7 @@ def foreign(first: SignedOrder, action: str = KEEP, **changes: Any) -> SignedOrd
 
 
 async def test_a_site_without_a_key_can_neither_take_over_nor_end_a_stream(
-    world: World,  # noqa: F811 - a fixture
+    world: World,
     tmp_path: Path,
 ) -> None:
     eu = await world.start("eu", world.peer("us"), data=tmp_path / "data")

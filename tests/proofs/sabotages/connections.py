@@ -180,9 +180,7 @@ SABOTAGES = (
         "GatewayPort._understood",
         "hello.site != self.site",
         "False",
-        (
-            "tests/integration/test_gateways.py::test_a_hello_that_does_not_hold_is_refused_and_told",
-        ),
+        ("tests/adversity/test_gateways.py::test_a_hello_that_does_not_hold_is_refused_and_told",),
         "a gateway greets in another site's name",
     ),
     Sabotage(

@@ -170,7 +170,7 @@ SABOTAGES = (
         "(known is not None and known.site != site) or relay_id in self.router.mesh.copies",
         "False",
         (
-            "tests/integration/test_gateways.py::test_a_site_cannot_have_a_relay_id_of_another_site_or_of_ours",
+            "tests/adversity/test_gateways.py::test_a_site_cannot_have_a_relay_id_of_another_site_or_of_ours",
         ),
         "a gateway takes the place of another site's, or of a relay of ours",
     ),

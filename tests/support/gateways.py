@@ -1,0 +1,222 @@
+"""Gateways on loopback, what is seen of them, and strangers and impostors at their doors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from iris import keyfiles
+from iris.crypto.certificates import gateway_leaf, site_authority
+from iris.crypto.keys import NetworkKey, SiteKey, public_id
+from iris.remote import mutual_context
+from iris.wire import frames
+from iris.wire.frames import Control
+from relay.config import RelayConfig
+from relay.daemon import Relay
+from relay.net.addresses import show
+from relay.net.gateways import GatewayHub, GatewayPort
+from relay.net.links import LinkHub
+from relay.net.tls import WAN_ALPN
+from support.connection import Connection
+from support.waiting import eventually
+
+RELAY = b"\x42" * 16
+
+
+class World:
+    """Sites, each with a network and a site key, and their relays."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.relays: list[Relay] = []
+        self.started = 0
+
+    def key(self, site: str) -> SiteKey:
+        path = self.key_file(site)
+        return keyfiles.load_site_key(path)
+
+    def key_file(self, site: str) -> Path:
+        path = self.directory / f"{site}.toml"
+        if not path.exists():
+            keyfiles.create_site_key(path)
+        return path
+
+    def network(self, site: str) -> NetworkKey:
+        return NetworkKey(site.encode().ljust(32))
+
+    def peer(self, site: str, *addresses: Relay | str, pin: str | None = None) -> str:
+        """Return what the settings say of another site."""
+        listed = ",".join(one if isinstance(one, str) else address(one) for one in addresses)
+        return f"{site}={listed}#{pin or self.key(site).fingerprint}"
+
+    async def start(self, site: str, *peers: str, listen: str = "", **settings: Any) -> Relay:
+        """Start a gateway of a site that listens on 127.0.0.1, or where it is told."""
+        relay = self.relay(site, *peers, listen=listen, **settings)
+        await relay.start()
+        self.relays.append(relay)
+        return relay
+
+    def relay(self, site: str, *peers: str, listen: str = "", **settings: Any) -> Relay:
+        directory = self.directory / str(self.started)
+        self.started += 1
+        directory.mkdir(0o700)
+        given: dict[str, Any] = {
+            "port": 0,
+            "bind": ("127.0.0.1",),
+            "mdns": False,
+            "drain_timeout_s": 1.0,
+            "network_keys": (self.network(site),),
+            "site": site,
+            "site_key": self.key_file(site),
+            "gateway": (listen or "tls://127.0.0.1:0",),
+            "peer_site": peers,
+            **settings,
+        }
+        return Relay(RelayConfig(socket_path=directory / "relay.sock", **given))
+
+    async def stop(self, relay: Relay, *, drain_s: float = 0) -> None:
+        self.relays.remove(relay)
+        await relay.stop(drain_s=drain_s)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    yield world
+    for relay in world.relays:
+        await relay.stop(drain_s=0)
+
+
+def hub(relay: Relay) -> GatewayHub:
+    assert relay.gateways is not None
+    return relay.gateways
+
+
+def links(relay: Relay) -> LinkHub:
+    assert relay.links is not None
+    return relay.links
+
+
+def address(relay: Relay) -> str:
+    return f"tls://{show(*hub(relay).addresses[0])}"
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tls://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def port(one: Relay, other: Relay) -> GatewayPort | None:
+    """Return the connection of `one` to `other`, if there is one that is up."""
+    found = one.router.wans.get(other.router.relay_id)
+    if found is None:
+        return None
+    assert isinstance(found.port, GatewayPort)
+    return found.port
+
+
+def joined(*pairs: tuple[Relay, Relay]) -> bool:
+    """Whether each pair has one connection, both ends of one, and no relay has any besides."""
+    counts: dict[int, int] = {}
+    for one, other in pairs:
+        ours, theirs = port(one, other), port(other, one)
+        if ours is None or theirs is None:
+            return False
+        ends = [
+            (p._transport.get_extra_info("sockname"), p._transport.get_extra_info("peername"))
+            for p in (ours, theirs)
+        ]
+        if ends[0] != ends[1][::-1]:
+            return False
+        for relay in (one, other):
+            counts[id(relay)] = counts.get(id(relay), 0) + 1
+    relays = {id(relay): relay for pair in pairs for relay in pair}
+    return all(len(hub(relays[key]).ports) == count for key, count in counts.items())
+
+
+def gateways(relay: Relay) -> Any:
+    """Return what the relay says of its gateways, as JSON."""
+    return relay.router.status()["gateways"]
+
+
+def name_of(key: SiteKey) -> str:
+    """Return the server name by which a dialler says that it is of a site."""
+    return public_id(key.public_key).hex()
+
+
+class Stranger(Connection):
+    """Something that connects to a gateway."""
+
+    def __init__(
+        self, relay: Relay, context: ssl.SSLContext | None = None, name: str = "", host: str = "127.0.0.1"
+    ) -> None:  # fmt: skip
+        super().__init__(hub(relay).addresses[0][1], context, name, host)
+
+
+class Impostor(Stranger):
+    """A holder of a site's key that gets as far as TLS."""
+
+    def __init__(
+        self, world: World, relay: Relay, site: str = "us", relay_id: bytes = RELAY, alpn: str = WAN_ALPN
+    ) -> None:  # fmt: skip
+        key = world.key(site)
+        leaf = gateway_leaf(key, site, relay_id, os.urandom(32))
+        trusted = site_authority(world.key(relay.config.site).public_key, relay.config.site)
+        context = mutual_context(ssl.PROTOCOL_TLS_CLIENT, alpn=alpn, leaf=leaf, trusted=trusted)
+        super().__init__(relay, context, name_of(key))
+        self.relay = relay
+        self.site = site
+        self.relay_id = relay_id
+
+    def hello(self, **changes: object) -> frames.LinkHello:
+        said: dict[str, object] = {
+            "version": 1, "minor": 0, "relay_id": self.relay_id, "dial_us": 5, "mono_us": 5, "message_limit": 1 << 20, "site": self.site,
+        }  # fmt: skip
+        return frames.LinkHello(**{**said, **changes})  # type: ignore[arg-type]  # as given
+
+    async def meet(self) -> Self:
+        await self.say(self.hello())
+        await eventually(lambda: self.relay_id in self.relay.router.wans)
+        return self
+
+
+async def refused(relay: Relay, reason: str, stranger: Stranger, *said: Control | bytes) -> None:
+    """Let a stranger try: it is cut, and counted as `reason` once."""
+    before = dict(hub(relay).refusals)
+    try:
+        async with stranger:
+            await stranger.say(*said)
+            await stranger.gone()
+    except (ssl.SSLError, ConnectionError):
+        pass  # in TLS, or after it: that is the gateway's to choose
+    await eventually(lambda: not hub(relay).ports)
+    assert hub(relay).refusals == {**before, reason: before.get(reason, 0) + 1}
+    assert not relay.router.wans
+
+
+async def still_meets(world: World, eu: Relay) -> None:
+    """A gateway of us is met all the same, and nothing of the strangers is left."""
+    us = await world.start("us", world.peer("eu", eu))
+    await eventually(lambda: joined((eu, us)))
+    assert gateways(eu)["half_open"] == 0
+
+
+def blind() -> ssl.SSLContext:
+    """Return a context that trusts anybody and shows nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols([WAN_ALPN])
+    return context
+
+
+@pytest.fixture
+async def eu(world: World) -> Relay:
+    return await world.start("eu", world.peer("us"), world.peer("ap"))
