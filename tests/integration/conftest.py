@@ -1,11 +1,13 @@
-"""Fixtures: a relay that accepts sessions over TLS, and sites with gateways."""
+"""Fixtures: a relay that accepts sessions over TLS, a cluster with a store, and sites with gateways."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from integration.stores import stored
 from support.gateways import eu, world  # noqa: F401 - fixtures
 
 from iris.crypto.keys import NetworkKey
@@ -37,3 +39,10 @@ def access(tmp_path: Path) -> Path:
     path = tmp_path / "access.pem"
     create_access(path, NETWORK)
     return path
+
+
+@pytest.fixture
+async def setting(tmp_path: Path) -> AsyncIterator[Any]:
+    """A cluster with a store, and two clients of it."""
+    async with stored(tmp_path) as made:
+        yield made

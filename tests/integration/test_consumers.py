@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import stored
 
 from iris.errors import StreamError
 from iris.streams import Consumer, StreamMessage
 from iris.testing import LocalCluster
 from iris.wire.streams import Range, Settle, Settled
 from relay.store import consuming
-
-
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
 
 
 async def take(consumer: Consumer, count: int) -> list[StreamMessage]:

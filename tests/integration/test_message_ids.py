@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import pytest
-from integration.stores import stored
 from msgspec import Meta, Struct, structs
 
 from iris.crypto.keys import ClusterKey
@@ -28,12 +26,6 @@ class OrderOfOne(Struct, frozen=True):
     """What a store of version 1 reads of an order."""
 
     version: Annotated[int, Meta(ge=1, le=1)] = 1
-
-
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
 
 
 def ids_of(cluster: Any) -> Ids:

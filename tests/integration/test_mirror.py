@@ -36,12 +36,6 @@ from relay.store.process import StoreProcess
 WAIT_S = 20.0
 
 
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
-
-
 @asynccontextmanager
 async def second_store(cluster: LocalCluster, directory: Path) -> AsyncIterator[StoreProcess]:
     """Yield another store of the cluster."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import stored
+from integration.stores import whole
 
 import iris
 from iris.core.bundle import encode_bundle
@@ -31,17 +29,6 @@ from relay.store import staged
 from relay.store.errors import LogWriteFailed
 from relay.store.records import Record
 from relay.store.stream import Stream
-
-
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
-
-
-async def whole(client: iris.Client, name: str = "orders", **options: Any) -> list[Any]:
-    async with client.streams.read(name, follow=False, **options) as reader:
-        return [message async for message in reader]
 
 
 async def payloads(client: iris.Client) -> list[Any]:

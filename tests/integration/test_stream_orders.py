@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from integration.stores import stored
 from integration.test_stream_links import created
 from msgspec import structs
 from support.gateways import World, joined
@@ -109,12 +108,6 @@ async def test_a_site_without_a_key_can_neither_take_over_nor_end_a_stream(
 
 
 # -- holders of a key --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
 
 
 def before_each(

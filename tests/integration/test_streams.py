@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from integration.stores import stored
+from integration.stores import whole
 from msgspec import structs
 
 import iris
@@ -45,18 +44,6 @@ from iris.wire.streams import (
 from relay.store.errors import LogWriteFailed
 from relay.store.records import Entry
 from relay.store.stream import Stream
-
-
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
-
-
-async def whole(client: iris.Client, name: str, start: Any = "first", **options: Any) -> list[Any]:
-    async with client.streams.read(name, start, follow=False, **options) as reader:
-        return [message async for message in reader]
-
 
 # -- creating ------------------------------------------------------------------------------------------------
 

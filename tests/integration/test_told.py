@@ -5,13 +5,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.kit import cut, named
-from integration.stores import stored
 from support.waiting import until
 
 import iris
@@ -21,12 +18,6 @@ from iris.testing import LocalCluster
 from relay.store.errors import LogWriteFailed
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Any]:
-    async with stored(tmp_path) as made:
-        yield made
 
 
 async def test_a_request_that_is_asked_again_after_its_session_was_lost_may_have_run() -> None:
