@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+import iris
 from spark import faults
 from spark.faults import Fault
 from spark.kit import (
@@ -21,8 +23,6 @@ from spark.kit import (
     stream_source,
     streams_of,
 )
-
-import iris
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

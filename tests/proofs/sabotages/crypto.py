@@ -432,7 +432,7 @@ SABOTAGES = (
         "self._openers.clear()",
         "pass",
         (
-            "tests/integration/test_streams.py::test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile",
+            "tests/integration/test_stream_keys.py::test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_meanwhile",
         ),
         "a reader keeps using a retired key",
     ),

@@ -291,7 +291,7 @@ SABOTAGES = (
         "self.known is None or not _belongs(record, self.known)",
         "False",
         (
-            "tests/integration/test_streams.py::test_a_record_that_the_stream_never_recorded_is_not_shown",
+            "tests/integration/test_stream_appends.py::test_a_record_that_the_stream_never_recorded_is_not_shown",
         ),
         "a store shows the messages of one stream in another",
     ),
@@ -371,7 +371,7 @@ SABOTAGES = (
         "uuid in self._catalogue.ended",
         "False",
         (
-            "tests/integration/test_streams.py::test_the_first_order_of_a_deleted_stream_makes_no_new_one",
+            "tests/integration/test_stream_appends.py::test_the_first_order_of_a_deleted_stream_makes_no_new_one",
         ),
         "a deleted log's first order creates an empty log in its place",
     ),
