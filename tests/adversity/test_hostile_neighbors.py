@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from adversity import test_links
 from adversity.kit import data_frame
-from support import gateways
+from support import gateways, links
 from support.connection import Connection
 from support.relays import KEY
 from support.waiting import PATIENCE_S, eventually
@@ -276,9 +276,9 @@ DEEDS: list[Callable[[Hostile, Honest], Awaitable[None]]] = [pieces, losses, ans
 async def hostile_relay(directory: Path) -> AsyncIterator[Hostile]:
     """Two relays of one network, and a hostile one that also has its key."""
     async with AsyncExitStack() as stack:
-        one = await test_links.start(directory / "one")
+        one = await links.start(directory / "one")
         stack.push_async_callback(one.stop, drain_s=0)
-        two = await test_links.start(directory / "two", f"127.0.0.1:{test_links.hub(one).port}")
+        two = await links.start(directory / "two", f"127.0.0.1:{links.hub(one).port}")
         stack.push_async_callback(two.stop, drain_s=0)
         await eventually(lambda: len(one.router.links) == len(two.router.links) == 1)
         yield Hostile((one, two), lambda relay: test_links.Impostor(relay, RELAY), {})
@@ -347,7 +347,7 @@ async def test_an_honest_pair_goes_on(
                 await eventually(lambda: hostile.neighbor(relay) is None)  # noqa: B023
             assert [neighbors(relay) for relay in hostile.relays] == up
             assert [list(relay.router.sessions) for relay in hostile.relays] == sessions
-    hubs = [gateways.hub(r) if hostile.own else test_links.hub(r) for r in hostile.relays]
+    hubs = [gateways.hub(r) if hostile.own else links.hub(r) for r in hostile.relays]
     assert sum(hub.protocol_errors for hub in hubs) == hostile.cut
     assert one.router.accounts.balance() == two.router.accounts.balance() == 0
 

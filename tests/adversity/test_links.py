@@ -14,6 +14,7 @@ from typing import Self
 import pytest
 from adversity.kit import data_frame
 from support.connection import Connection
+from support.links import NETWORK, OTHER, hub, start
 from support.waiting import PATIENCE_S, eventually
 
 from iris.crypto.certificates import network_authority, relay_leaf
@@ -22,15 +23,10 @@ from iris.remote import mutual_context
 from iris.wire import frames
 from iris.wire.codec import END, encode_control
 from iris.wire.frames import FLAG_MORE, Control, HopClass, Kind
-from relay.config import RelayConfig
 from relay.daemon import Relay
-from relay.net import links
 from relay.net.tls import LINK_ALPN, SESSION_ALPN, Credentials, make_access
 
 pytestmark = pytest.mark.timeout(60)
-
-NETWORK = NetworkKey(bytes(range(32)))
-OTHER = NetworkKey(bytes(range(1, 33)))
 
 
 @pytest.fixture
@@ -38,24 +34,6 @@ async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
     relay = await start(tmp_path / "relay")
     yield relay
     await relay.stop(drain_s=0)
-
-
-async def start(directory: Path, *join: str) -> Relay:
-    relay = Relay(settings(directory, join))
-    await relay.start()
-    return relay
-
-
-def settings(directory: Path, join: tuple[str, ...]) -> RelayConfig:
-    directory.mkdir(0o700)
-    return RelayConfig(
-        socket_path=directory / "relay.sock", network_keys=(NETWORK,), port=0, bind=("127.0.0.1",), mdns=False, join=join,
-    )  # fmt: skip
-
-
-def hub(relay: Relay) -> links.LinkHub:
-    assert relay.links is not None
-    return relay.links
 
 
 async def still_links(relay: Relay, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures: a relay that accepts sessions over TLS, a cluster with a store, and sites with gateways."""
+"""Fixtures: a relay that accepts sessions over TLS, a cluster with a store, linked relays, and sites with gateways."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from integration.stores import stored
 from support.gateways import eu, world  # noqa: F401 - fixtures
+from support.links import site  # noqa: F401 - a fixture
 
 from iris.crypto.keys import NetworkKey
 from iris.remote import create_access

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from integration.test_stream_links import start
+from support.links import start
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually
 

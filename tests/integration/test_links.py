@@ -7,109 +7,23 @@ import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from adversity import foul
+from support.links import NETWORK, OTHER, Host, Site, address, hub, link, linked, seen
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually, wait_until
 
 import iris
-from iris import keyfiles
-from iris.crypto.keyring import dump_network_keys
-from iris.crypto.keys import ClusterKey, NetworkKey
+from iris.crypto.keys import ClusterKey
 from iris.wire.frames import Kind
-from relay.config import RelayConfig
-from relay.daemon import Relay
 from relay.discovery import Sighting
-from relay.net.addresses import show
-from relay.net.linkport import PORTION_BYTES, LinkPort
-from relay.net.links import LinkHub
 from relay.net.sessions import SessionHub
 from relay.stopping import DRAIN_QUIET_POLLS
 
 pytestmark = pytest.mark.timeout(60)
-
-NETWORK = NetworkKey(bytes(range(32)))
-OTHER = NetworkKey(bytes(range(1, 33)))
-
-
-class Site:
-    """Relays of one test, each with a socket directory of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.relays: list[Relay] = []
-        self.started = 0
-
-    async def start(
-        self, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), **settings: Any
-    ) -> Relay:
-        """Start a relay that links on 127.0.0.1 and knows the relays in `join`."""
-        directory = self.directory / str(self.started)
-        self.started += 1
-        directory.mkdir(0o700)
-        given = {
-            "port": 0, "bind": ("127.0.0.1",), "mdns": False, "drain_timeout_s": 1.0, "network_keys": keys, **settings,
-        }  # fmt: skip
-        joins = tuple(j if isinstance(j, str) else address(j) for j in join)
-        relay = Relay(RelayConfig(socket_path=directory / "relay.sock", join=joins, **given))
-        await relay.start()
-        self.relays.append(relay)
-        return relay
-
-    async def stop(self, relay: Relay, *, drain_s: float = 0) -> None:
-        self.relays.remove(relay)
-        await relay.stop(drain_s=drain_s)
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    for relay in site.relays:
-        await relay.stop(drain_s=0)
-
-
-def hub(relay: Relay) -> LinkHub:
-    assert relay.links is not None
-    return relay.links
-
-
-def address(relay: Relay) -> str:
-    return show(*hub(relay).addresses[0])
-
-
-def seen(relay: Relay, source: str = "test", *, named: bool = False) -> Sighting:
-    relay_id = relay.router.relay_id if named else None
-    return Sighting(tuple(hub(relay).addresses), relay_id, hub(relay).fingerprints, source)
-
-
-def link(one: Relay, other: Relay) -> LinkPort | None:
-    """Return the connection of `one` to `other`, if there is a link."""
-    found = one.router.links.get(other.router.relay_id)
-    assert found is None or isinstance(found.port, LinkPort)
-    return None if found is None else found.port
-
-
-def ends(port: LinkPort) -> tuple[Any, Any]:
-    transport = port._transport
-    return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
-
-
-def linked(*relays: Relay) -> bool:
-    """Whether each has one link to each other, both ends of one connection, and no connection besides."""
-    for one in relays:
-        if len(hub(one).ports) != len(relays) - 1:
-            return False
-        for other in relays:
-            if one is not other:
-                ours, theirs = link(one, other), link(other, one)
-                if ours is None or theirs is None or ends(ours) != ends(theirs)[::-1]:
-                    return False
-    return True
 
 
 # -- linking -----------------------------------------------------------------------------------------------------
@@ -284,166 +198,6 @@ async def test_a_network_key_is_replaced_while_the_relays_stay_linked(site: Site
     assert linked(one, two)
 
 
-# -- messages ------------------------------------------------------------------------------------------------------
-
-
-def echo() -> iris.Service:
-    service = iris.Service("echo")
-    service.on_request(lambda payload: payload)
-    return service
-
-
-async def test_requests_of_any_size_cross_a_link_and_come_back(site: Site) -> None:
-    one = await site.start()
-    two = await site.start(one)
-    await eventually(lambda: linked(one, two))
-    async with (
-        client(one.config.socket_path) as member,
-        client(two.config.socket_path) as caller,
-        member.serve(echo()),
-    ):
-        payloads = [os.urandom(size) for size in (0, 100, 70_000, 300_000, 1 << 20)] * 3
-        answers = await asyncio.gather(
-            *(caller.request("echo", payload, timeout=PATIENCE_S) for payload in payloads)
-        )
-        assert answers == payloads
-        for relay in (one, two):
-            assert relay.router.held_messages == 0
-            assert relay.router.accounts.balance() == 0
-
-
-async def test_what_is_published_across_a_link_keeps_its_order_whatever_its_size(
-    site: Site,
-) -> None:
-    one = await site.start()
-    two = await site.start(one)
-    await eventually(lambda: linked(one, two))
-    rng = random.Random(5)
-    got: list[tuple[int, int]] = []
-
-    def hear(message: iris.Message) -> None:
-        got.append((int.from_bytes(message.payload[:4], "big"), len(message.payload)))
-
-    async with (
-        client(one.config.socket_path) as there,
-        client(two.config.socket_path) as here,
-        there.subscribe("news.>", hear),
-    ):
-        await eventually(lambda: two.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
-        sent = []
-        for number in range(300):
-            payload = number.to_bytes(4, "big") + bytes(rng.choice((0, 1000, 90_000, 400_000)))
-            sent.append((number, len(payload)))
-            await here.publish("news.a", payload)
-        await eventually(lambda: len(got) == len(sent))
-        assert got == sent
-        assert not there.losses
-
-
-async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: Site) -> None:
-    """Each topic is made known before its message: the other relay hears such a burst in portions, and loses nothing."""
-    one = await site.start()
-    two = await site.start(one)
-    await eventually(lambda: linked(one, two))
-    numbers: list[int] = []
-    waits: list[LinkPort] = []
-    port = link(two, one)
-    assert port is not None
-    wait = port._wait
-
-    def counted() -> None:
-        waits.append(port)
-        wait()
-
-    port._wait = counted  # type: ignore[method-assign]
-
-    async def hear(message: iris.Message) -> None:
-        numbers.append(int(message.payload))
-
-    async with (
-        client(two.config.socket_path) as there,
-        client(one.config.socket_path) as here,
-        there.subscribe("news.>", hear),
-    ):
-        await eventually(lambda: one.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
-        for number in range(1000):
-            await here.publish(f"news.{number}", str(number).encode())
-        await eventually(lambda: len(numbers) == 1000)
-        assert numbers == list(range(1000))
-        assert waits
-        assert port._waiting is None
-        assert port._portion_bytes == PORTION_BYTES
-    for relay in (one, two):
-        assert relay.router.accounts.balance() == 0
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["heard", "hears"])
-async def test_a_link_that_is_cut_while_a_burst_is_heard_comes_back(site: Site, side: int) -> None:
-    one = await site.start()
-    two = await site.start(one)
-    await eventually(lambda: linked(one, two))
-    numbers: set[int] = set()
-    hearing = link(two, one)
-    assert hearing is not None
-
-    async def hear(message: iris.Message) -> None:
-        numbers.add(int(message.payload))
-
-    async with (
-        client(two.config.socket_path) as there,
-        client(one.config.socket_path) as here,
-        there.subscribe("news.>", hear),
-    ):
-        await eventually(lambda: one.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
-
-        async def publish() -> None:
-            for number in range(1000):
-                await here.publish(f"news.{number}", str(number).encode())
-
-        publishing = asyncio.create_task(publish())
-        async with asyncio.timeout(PATIENCE_S):
-            while not hearing._later:  # noqa: ASYNC110 - it lasts for milliseconds
-                await asyncio.sleep(0)
-        cut = link(*((one, two), (two, one))[side])
-        assert cut is not None
-        cut.abort("cut by the test")
-        await publishing
-        await eventually(lambda: hearing not in hub(two).ports and linked(one, two))
-        assert not hearing._later
-        assert hearing._waiting is None
-
-        async def again() -> bool:
-            await here.publish("news.0", b"1000")
-            await asyncio.sleep(0.01)
-            return 1000 in numbers
-
-        async with asyncio.timeout(PATIENCE_S):
-            while not await again():
-                pass
-    for relay in (one, two):
-        assert relay.router.accounts.balance() == 0
-
-
-async def test_a_message_that_the_other_relay_would_not_take_does_not_end_the_link(
-    site: Site,
-) -> None:
-    small = await site.start(message_limit_bytes=64 << 10)
-    large = await site.start(small)
-    await eventually(lambda: linked(small, large))
-    before = link(large, small)
-    async with (
-        client(small.config.socket_path) as member,
-        client(large.config.socket_path) as caller,
-        member.serve(echo()),
-    ):
-        assert await caller.request("echo", bytes(60_000), timeout=PATIENCE_S) == bytes(60_000)
-        for size in (71_000, 500_000):
-            with pytest.raises(iris.RequestError):
-                await caller.request("echo", bytes(size), timeout=PATIENCE_S)
-        assert await caller.request("echo", b"still", timeout=PATIENCE_S) == b"still"
-    assert link(large, small) is before
-
-
 # -- the end -------------------------------------------------------------------------------------------------------
 
 
@@ -566,33 +320,6 @@ async def test_a_relay_that_finds_nobody_says_what_it_tried_and_what_to_type(
 
 
 # -- the process ---------------------------------------------------------------------------------------------------
-
-
-class Host:
-    """A relay as a process that holds a network key, with links on 127.0.0.1."""
-
-    def __init__(
-        self, directory: Path, *arguments: str, keys: tuple[NetworkKey, ...] = (NETWORK,)
-    ) -> None:
-        directory.mkdir(0o700)
-        self.keys = directory / "keys" / keyfiles.NETWORK_FILE
-        self.keys.parent.mkdir(0o700)
-        self.hold(*keys)
-        here = ("--bind", "127.0.0.1", "--no-mdns", *arguments)
-        settings = {"IRIS_CONFIG": str(self.keys.parent)}
-        self.daemon = Daemon(directory, *here, settings=settings, dev=False)
-
-    def hold(self, *keys: NetworkKey) -> None:
-        """Write the file of network keys."""
-        self.keys.write_text(dump_network_keys(keys))
-        self.keys.chmod(0o600)
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [line for line in self.daemon.lines() if line["event"] == name]
-
-    @property
-    def address(self) -> str:
-        return str(self.events("links.listening")[-1]["addresses"][0])
 
 
 def test_relays_as_processes_link_rotate_their_key_by_a_signal_and_stop(tmp_path: Path) -> None:

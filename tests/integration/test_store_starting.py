@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from integration.test_stream_links import start
 from support.commands import Shell
+from support.links import start
 from support.relays import KEY, Daemon, client
 from support.waiting import PATIENCE_S, eventually
 

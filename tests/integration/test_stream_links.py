@@ -10,30 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.links import start
 from support.relays import client
 from support.waiting import eventually
 
-from iris.crypto.keys import NetworkKey
 from iris.errors import NoStream, StreamUnavailable
-from relay.config import RelayConfig
 from relay.daemon import Relay
-from relay.net.addresses import show
 
 pytestmark = pytest.mark.timeout(60)
-
-NETWORK = NetworkKey(bytes(range(32)))
-
-
-async def start(directory: Path, *join: Relay, **settings: Any) -> Relay:
-    os.mkdir(directory, 0o700)
-    joins = tuple(show(*other.links.addresses[0]) for other in join if other.links is not None)
-    given = {"port": 0, "bind": ("127.0.0.1",), "mdns": False, "drain_timeout_s": 1.0, **settings}
-    config = RelayConfig(
-        socket_path=directory / "relay.sock", join=joins, network_keys=(NETWORK,), **given
-    )
-    relay = Relay(config)
-    await relay.start()
-    return relay
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_links import Host
-from integration.test_stream_links import NETWORK, client, created, relays, start  # noqa: F401 - a fixture
+from integration.test_stream_links import client, created, relays  # noqa: F401 - a fixture
 from support.gateways import World, joined
+from support.links import NETWORK, Host, start
 from support.stores import Rig
 from support.waiting import eventually
 

@@ -1,0 +1,132 @@
+"""Linked relays on loopback, and one as a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from iris import keyfiles
+from iris.crypto.keyring import dump_network_keys
+from iris.crypto.keys import NetworkKey
+from relay.config import RelayConfig
+from relay.daemon import Relay
+from relay.discovery import Sighting
+from relay.net.addresses import show
+from relay.net.linkport import LinkPort
+from relay.net.links import LinkHub
+from support.relays import Daemon
+
+NETWORK = NetworkKey(bytes(range(32)))
+OTHER = NetworkKey(bytes(range(1, 33)))
+
+
+async def start(
+    directory: Path, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), **settings: Any
+) -> Relay:
+    """Start a relay that links on 127.0.0.1 and knows the relays in `join`."""
+    os.mkdir(directory, 0o700)
+    given = {
+        "port": 0, "bind": ("127.0.0.1",), "mdns": False, "drain_timeout_s": 1.0, "network_keys": keys, **settings,
+    }  # fmt: skip
+    joins = tuple(j if isinstance(j, str) else address(j) for j in join)
+    relay = Relay(RelayConfig(socket_path=directory / "relay.sock", join=joins, **given))
+    await relay.start()
+    return relay
+
+
+class Site:
+    """Relays of one test, each with a socket directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.relays: list[Relay] = []
+        self.started = 0
+
+    async def start(
+        self, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), **settings: Any
+    ) -> Relay:
+        self.started += 1
+        relay = await start(self.directory / str(self.started), *join, keys=keys, **settings)
+        self.relays.append(relay)
+        return relay
+
+    async def stop(self, relay: Relay, *, drain_s: float = 0) -> None:
+        self.relays.remove(relay)
+        await relay.stop(drain_s=drain_s)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    for relay in site.relays:
+        await relay.stop(drain_s=0)
+
+
+def hub(relay: Relay) -> LinkHub:
+    assert relay.links is not None
+    return relay.links
+
+
+def address(relay: Relay) -> str:
+    return show(*hub(relay).addresses[0])
+
+
+def seen(relay: Relay, source: str = "test", *, named: bool = False) -> Sighting:
+    relay_id = relay.router.relay_id if named else None
+    return Sighting(tuple(hub(relay).addresses), relay_id, hub(relay).fingerprints, source)
+
+
+def link(one: Relay, other: Relay) -> LinkPort | None:
+    """Return the connection of `one` to `other`, if there is a link."""
+    found = one.router.links.get(other.router.relay_id)
+    assert found is None or isinstance(found.port, LinkPort)
+    return None if found is None else found.port
+
+
+def ends(port: LinkPort) -> tuple[Any, Any]:
+    transport = port._transport
+    return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+
+
+def linked(*relays: Relay) -> bool:
+    """Whether each has one link to each other, both ends of one connection, and no connection besides."""
+    for one in relays:
+        if len(hub(one).ports) != len(relays) - 1:
+            return False
+        for other in relays:
+            if one is not other:
+                ours, theirs = link(one, other), link(other, one)
+                if ours is None or theirs is None or ends(ours) != ends(theirs)[::-1]:
+                    return False
+    return True
+
+
+class Host:
+    """A relay as a process that holds a network key, with links on 127.0.0.1."""
+
+    def __init__(
+        self, directory: Path, *arguments: str, keys: tuple[NetworkKey, ...] = (NETWORK,)
+    ) -> None:
+        directory.mkdir(0o700)
+        self.keys = directory / "keys" / keyfiles.NETWORK_FILE
+        self.keys.parent.mkdir(0o700)
+        self.hold(*keys)
+        here = ("--bind", "127.0.0.1", "--no-mdns", *arguments)
+        settings = {"IRIS_CONFIG": str(self.keys.parent)}
+        self.daemon = Daemon(directory, *here, settings=settings, dev=False)
+
+    def hold(self, *keys: NetworkKey) -> None:
+        """Write the file of network keys."""
+        self.keys.write_text(dump_network_keys(keys))
+        self.keys.chmod(0o600)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [line for line in self.daemon.lines() if line["event"] == name]
+
+    @property
+    def address(self) -> str:
+        return str(self.events("links.listening")[-1]["addresses"][0])
