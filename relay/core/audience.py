@@ -7,7 +7,7 @@ TOPIC with `slow` ──► TOPIC to every link that leads to subscribers ──
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -15,13 +15,11 @@ from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
 from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, NEVER_US, HopClass, SlowEntry
 from iris.wire.names import printable
+from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
-
-if TYPE_CHECKING:
-    from relay.core.interest import Interest
-    from relay.core.slow import SlowReceivers
+from relay.core.slow import SlowReceivers
 
 ASK_US: Final = 500_000
 """Other relays are waited for no longer."""

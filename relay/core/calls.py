@@ -138,8 +138,8 @@ class Calls:
             return
         self._resolve(route)
         if route.loads:
-            if route.hop_class in _COUNTED:
-                self._asked(neighbor, route)  # type: ignore[arg-type]
+            if route.hop_class in _COUNTED and isinstance(neighbor, Link):
+                self._asked(neighbor, route)
         elif not route.peers and not route.sites:
             self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
             return

@@ -180,18 +180,15 @@ class Casts:
         here: list[Taker] = []
         far: list[Way] = []
         for taker in takers:
-            if taker.hop_class == HopClass.TO_WAN:
-                far.append(taker)  # type: ignore[arg-type]  # a WAN connection is no taker, its way is
+            if isinstance(taker, Way):
+                far.append(taker)
             elif home and (spreads or not taker.hop_class):
                 here.append(taker)
         return here, far
 
     def _weight(self, route: Route, taker: Taker, group: str) -> int:
         """Return how many sessions of a group a candidate stands for."""
-        if not taker.hop_class:
-            return 1
-        link: Link = taker  # type: ignore[assignment]  # of this site's takers only links have a hop class
-        return link.weight(route.key_id, group)
+        return taker.weight(route.key_id, group) if isinstance(taker, Link) else 1
 
     def _spreads(self, route: Route) -> bool:
         """Whether a route's messages go over links to the other relays of this site: from a session, or fresh from the WAN."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from iris.core.pulse import Pulse
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control, encode_control
+from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control
 from iris.wire.frames import (
     BOUND_PROOF_MINOR,
     MAX_KEY_IDS,
@@ -32,10 +32,8 @@ from iris.wire.names import (
 )
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
+from relay.core.parts import Parts
 from relay.core.session import Member, Session, Watch
-
-if TYPE_CHECKING:
-    from relay.core.router import Router
 
 MAX_WATCHES: Final = 1024
 MAX_INFOS: Final = 4096
@@ -51,7 +49,7 @@ MAX_GROUPS: Final = 128
 class SessionControl:
     """The control frames of all sessions of one router."""
 
-    def __init__(self, router: Router, calls: Calls) -> None:
+    def __init__(self, router: Parts, calls: Calls) -> None:
         self._router = router
         self._calls = calls
         self._next_serial = 1
@@ -63,7 +61,7 @@ class SessionControl:
             frames.Grant: self._on_grant,
             frames.Declare: self._on_declare,
             frames.Join: self._on_join,
-            frames.Leave: self.on_leave,
+            frames.Leave: router.leave_asked,
             frames.Subscribe: self._on_subscribe,
             frames.Unsubscribe: self._on_unsubscribe,
             frames.Credit: self._on_credit,
@@ -194,7 +192,7 @@ class SessionControl:
         session.control(frames.Ack(join.id, "", serial, self._router.fresh))
         if join.name == STORES and NO_KEY in key_ids:
             self._router.stores.joined(session, self._router.now_us)
-        for watch in self._watchers(member):
+        for watch in self._router.watchers(member):
             watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
 
     def _members_error(self, session: Session, count: int) -> str:
@@ -208,34 +206,6 @@ class SessionControl:
         if members.has_room(session.user, count):
             return ""
         return members.full(session.user, "members, each counted once per key")
-
-    def on_leave(self, session: Session, leave: frames.Leave) -> None:
-        """A session takes one of its members away."""
-        member = session.members.get(leave.member)
-        if member is None or member.left:
-            session.control(frames.Ack(leave.id, f"member {leave.member} is not of this session"))
-            return
-        if self._router.drains.hold(session, leave):
-            return  # somebody may still call it who has not heard of the drain
-        self.leave(member)
-        session.control(frames.Ack(leave.id))
-
-    def leave(self, member: Member) -> None:
-        """A member goes, by its own word or with its session."""
-        member.left = True
-        member.session.keyed -= len(member.key_ids)
-        self._router.quotas.members.give(member.session.user, len(member.key_ids))
-        self._router.interest.leave(member)
-        self._router.mesh.left(member, self._router.now_us)
-        member.forget_if_done()
-        for watch in self._watchers(member):
-            if not watch.session.closed:
-                watch.session.control(
-                    frames.Membership(watch.number, left=[self._member_id(member)])
-                )
-
-    def _watchers(self, member: Member) -> Sequence[Watch]:
-        return self._router.interest.watchers(member.name, member.key_ids) if member.listed else ()
 
     def _on_subscribe(self, session: Session, subscribe: frames.Subscribe) -> None:
         place = (subscribe.filter, subscribe.group)
@@ -365,27 +335,11 @@ class SessionControl:
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Everything before it is routed: the frames of one session are taken in order.
         if not self._router.drains.keep_bye(session):
-            self.end(session)
-
-    def end(self, session: Session, *, complete: bool = False) -> None:
-        """Answer a BYE, or say one: nothing follows."""
-        if session.gaps:
-            session.tell_gaps()
-        session.port.control(encode_control(frames.Bye(complete=complete)))
-        session.port.finish()
-        busy = session.handed or session.pending or session.tunnels
-        before = self._router.under_way if busy and self._router.draining else (0, 0)
-        self._router.session_down(session)
-        if before != (0, 0):
-            self._router.drains.cut(before, self._router.under_way)
-
-    def _member_id(self, member: Member) -> str:
-        """Return relay id (hex), '.', serial: never reused."""
-        return f"{self._router.relay_id.hex()}.{member.serial}"
+            self._router.goodbye(session)
 
     def _info(self, member: Member) -> frames.MemberInfo:
         return frames.MemberInfo(
-            self._member_id(member), list(member.loads), list(member.key_ids), self._router.relay_id.hex(), self._router.site,
+            self._router.member_id(member), list(member.loads), list(member.key_ids), self._router.relay_id.hex(), self._router.site,
             member.session.label, member.tag,
         )  # fmt: skip
 

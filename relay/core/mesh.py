@@ -158,16 +158,15 @@ class Mesh:
         link.weights = {}
         link.groups = {}
 
-    def controls(self) -> dict[type, Callable[[Link, frames.Control], None]]:
+    def controls(self) -> dict[type, Callable[[Link, Any], None]]:
         """Return what takes which control frame of a link."""
-        table: dict[type, Callable[[Link, object], None]] = {
-            frames.Interest: self._on_interest,  # type: ignore[dict-item]  # each takes its own type
+        return {
+            frames.Interest: self._on_interest,
             frames.Resync: self._on_resync,
-            frames.Loads: self._on_loads,  # type: ignore[dict-item]
+            frames.Loads: self._on_loads,
             frames.AskPeers: self._on_ask_peers,
-            frames.Peers: self._on_peers,  # type: ignore[dict-item]
+            frames.Peers: self._on_peers,
         }
-        return table  # type: ignore[return-value]
 
     # -- our interest, to them -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -16,10 +16,8 @@ from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.link import Link, check_named
 from relay.core.neighbor import Neighbor
+from relay.core.parts import Parts
 from relay.core.ways import Wan
-
-if TYPE_CHECKING:
-    from relay.core.router import Router
 
 _ANSWER_KINDS: Final = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
 """They go where what they answer came from."""
@@ -28,7 +26,7 @@ _ANSWER_KINDS: Final = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
 class LinkControl:
     """The control frames of all links of one router."""
 
-    def __init__(self, router: Router, calls: Calls, casts: Casts) -> None:
+    def __init__(self, router: Parts, calls: Calls, casts: Casts) -> None:
         self._router = router
         self._calls = calls
         self._casts = casts
@@ -64,10 +62,9 @@ class LinkControl:
             raise PeerProtocolError(f"hop class {declared.hop_class} over a link")
         if bool(declared.site) != far or (far and declared.kind in _ANSWER_KINDS):
             raise PeerProtocolError("a site that does not go with the hop class")
-        self._router.declare(link, declared)
+        route = self._router.declare(link, declared)
         if far:
-            rule = self._router.sites.barred(declared, printable(declared.site))
-            link.routes[declared.alias].barred = rule  # type: ignore[union-attr]
+            route.barred = self._router.sites.barred(declared, printable(declared.site))
 
     def _on_pong(self, link: Link, pong: frames.Pong) -> None:
         self._router.drains.answered(link, pong, self._router.now_us)
@@ -104,7 +101,7 @@ class LinkControl:
 class WanControl:
     """The control frames of all connections to other sites of one router. What they say is shown to people here."""
 
-    def __init__(self, router: Router, calls: Calls, casts: Casts) -> None:
+    def __init__(self, router: Parts, calls: Calls, casts: Casts) -> None:
         self._router = router
         self._calls = calls
         self._casts = casts
@@ -143,10 +140,9 @@ class WanControl:
             raise PeerProtocolError(
                 f"a message for {declared.site!r}, and this is {self._router.site}"
             )
-        self._router.declare(wan, declared)
+        route = self._router.declare(wan, declared)
         if declared.kind not in _ANSWER_KINDS:
-            rule = self._router.abroad.barred(declared, wan.site)
-            wan.routes[declared.alias].barred = rule  # type: ignore[union-attr]
+            route.barred = self._router.abroad.barred(declared, wan.site)
 
     def _on_beat(self, wan: Wan, beat: frames.Beat) -> None:
         wan.beat_came(beat, self._router.now_us)

@@ -13,48 +13,32 @@ of sessions, `peers` of other relays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
-from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import KIND_AT
 from iris.wire.frames import (
-    DECLARED_KINDS,
     NEVER_US,
     Kind,
 )
 from iris.wire.names import (
-    check_cluster,
-    check_topic,
     printable,
 )
-from relay.core.audience import Audiences
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.control import SessionControl
-from relay.core.draining import HEARD_MINOR, Draining
-from relay.core.federation import Federation
-from relay.core.interest import MAX_SHOWN, Interest
+from relay.core.draining import HEARD_MINOR
 from relay.core.limits import Limits
 from relay.core.link import Link
-from relay.core.mesh import Mesh
-from relay.core.neighbor import Neighbor, Route
-from relay.core.parking import PARKED_BYTES
+from relay.core.neighbor import Neighbor
+from relay.core.parts import Parts
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
-from relay.core.ports import Accounts, Port
-from relay.core.quotas import Quotas
-from relay.core.reach import Reach
-from relay.core.session import Member, Session
-from relay.core.settling import Settling
-from relay.core.sites import Sites
-from relay.core.slow import SlowReceivers
-from relay.core.stores import StoreWatch
+from relay.core.ports import Port
+from relay.core.session import Session
 from relay.core.ways import Wan
 
-MAX_GROUP_BYTES: Final = 64 << 20
-"""Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
 WEIGHTY_KINDS: Final = frozenset(
     (Kind.DECLARE, Kind.GAP, Kind.BEAT, Kind.INTEREST, Kind.RESYNC, Kind.LOADS)
 )
@@ -63,63 +47,23 @@ BEAT_STEP_US: Final = 100_000
 """Beats due within this go together, so that many links cost one round a second."""
 
 
-class Router:
+class Router(Parts):
     """One relay's decisions. `entropy` gives the challenges of new sessions."""
 
     def __init__(
         self, relay_id: bytes, *, entropy: Callable[[int], bytes], message_limit: int, limits: Limits | None = None,
         site: str = "", label: str = "", policy: Policy | None = None,
     ) -> None:  # fmt: skip
-        self.relay_id = relay_id
-        self.label = label
-        """The host's name, for people."""
-        self.now_us = 0
-        self.accounts = Accounts()
-        self.interest = Interest()
-        self.sessions: dict[int, Session] = {}
-        self.neighbors: dict[int, Neighbor] = {}
-        """Sessions and links, by number."""
-        self._pulsing: dict[int, Neighbor] = {}
-        """Those on other hosts."""
-        self._pulse_us = NEVER_US
-        self.limits = limits or Limits()
-        self.quotas = Quotas(
-            members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
-            watches=self.limits.all_watches, parked_bytes=PARKED_BYTES,
-        )  # fmt: skip
-        self.message_limit = message_limit
-        self.draining = False
-        self.alone = True
-        """No other relay or site was ever connected: what is published elsewhere is nothing to anybody here."""
-        self.status_extra: Callable[[], dict[str, object]] = dict
-        self._entropy = entropy
-        self._next_number = 1
-        self.slow = SlowReceivers(lambda: self.now_us)
-        self.sites = Sites(site, policy or Policy())
-        self.wans = self.sites.wans
-        self.drains = Draining(self._leave_held, self._end_held)
-        self._casts = casts = Casts(
-            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard
-        )  # fmt: skip
-        self._reach = Reach(self.interest, self.sites, casts, self._number)
-        self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
-        self.links = self.mesh.links
-        self.abroad = Federation(
-            self.interest, self.sites, self._reach, self.mesh, casts, self._number
-        )
-        self._calls = calls = Calls(
+        super().__init__(
             relay_id,
-            self.accounts,
-            self.interest,
-            self.sites,
-            self.mesh,
-            self.limits,
-            self.quotas,
-            self.neighbors,
+            message_limit=message_limit,
+            limits=limits,
+            site=site,
+            label=label,
+            policy=policy,
         )
-        self.stores = StoreWatch(self.mesh)
-        self.settling = Settling(self.mesh, lambda: self.now_us)
-        self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
+        self._entropy = entropy
+        casts, calls = self._casts, self._calls
         self._from_sessions = SessionControl(self, calls)
         self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
         self._link_table = _table(casts, calls, self._call, LinkControl(self, calls, casts).frame)
@@ -134,48 +78,20 @@ class Router:
 
         What it holds counts in the shares of `user`.
         """
-        number = self._number()
+        number = self.number()
         session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours, user)
         self.sessions[number] = self.neighbors[number] = session
         return session
-
-    def session_down(self, session: Session) -> None:
-        """The connection is gone, however it ended. Idempotent."""
-        if session.closed:
-            return
-        session.forget()
-        del self.sessions[session.number], self.neighbors[session.number]
-        self._pulsing.pop(session.number, None)
-        for member in list(session.members.values()):
-            if not member.left:
-                self._from_sessions.leave(member)
-        for (pattern, group), key_ids in session.subscriptions.items():
-            self.interest.unsubscribe(session, pattern, group, key_ids)
-            self.mesh.wanted(pattern, key_ids, group, session.user, -1, self.now_us)
-        if session.places:
-            self.quotas.subscriptions.give(session.user, session.places)
-        for watch in session.watches.values():
-            self.interest.unwatch(watch)
-            self.quotas.watches.give(session.user, len(watch.key_ids))
-        self._calls.neighbor_down(session, self.now_us)
-        self.drains.forget(session, self.now_us)
-        self.stores.gone(session, self.now_us)
-        session.empty()
 
     def hello(self, dial_us: int) -> frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
         limits = (self.message_limit, self.limits.aliases)
         return self.mesh.hello(dial_us, self.now_us, limits, self.site, self.label)
 
-    @property
-    def fresh(self) -> bool:
-        """Whether no publication and no broadcast was routed yet, and none elsewhere that would have come here."""
-        return self.alone and not self._casts.begun
-
     def link_up(self, port: Port, hello: frames.LinkHello) -> Link:
         """Both relays have greeted, and the certificate named the relay of `hello`; an older link to it is down already."""
         self.alone = False
-        number = self._number()
+        number = self.number()
         link = self.mesh.link_up(port, number, hello, self.now_us)
         if hello.site and not self.sites.site:
             self.sites.site = printable(hello.site)
@@ -183,47 +99,16 @@ class Router:
         self.watch_pulse(link)
         return link
 
-    def link_down(self, link: Link) -> None:
-        """The link is gone, however it ended. Idempotent."""
-        if link.closed:
-            return
-        self.mesh.link_down(link, self.now_us)
-        link.forget()
-        del self.neighbors[link.number], self._pulsing[link.number]
-        self._calls.neighbor_down(link, self.now_us)
-        self.drains.forget(link, self.now_us)
-        self.settling.forget(link)
-        self.audiences.forget(link)
-
-    @property
-    def site(self) -> str:
-        """The name of our site; empty while this relay knows none."""
-        return self.sites.site
-
     def wan_up(self, port: Port, hello: frames.LinkHello, site: str, cost_ms: int) -> Wan:
         """Two gateways have greeted, and the certificate named the relay of `hello` and its `site`; an older one to it is down already."""
         self.alone = False
-        number = self._number()
+        number = self.number()
         wan = Wan(port, number, hello, site, self.relay_id, self.now_us)
         wan.label = printable(hello.label)
         self.abroad.wan_up(wan, cost_ms, self.now_us)
         self.neighbors[number] = wan
         self.watch_pulse(wan)
         return wan
-
-    def wan_down(self, wan: Wan) -> None:
-        """The WAN connection is gone, however it ended. Idempotent."""
-        if wan.closed:
-            return
-        self.abroad.wan_down(wan, self.now_us, silent=self.drains.has_heard(wan))
-        wan.forget()
-        del self.neighbors[wan.number], self._pulsing[wan.number]
-        self._calls.neighbor_down(wan, self.now_us)
-        self.drains.forget(wan, self.now_us)
-
-    def _number(self) -> int:
-        self._next_number += 1
-        return self._next_number - 1
 
     def frame_in(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Route the frame at `buf[start:end]`, which may be changed in place.
@@ -270,7 +155,7 @@ class Router:
     def deadline_us(self) -> int:
         """When `expire` is due at the latest, by the clock of `now_us`."""
         mine = min(
-            self._calls.deadline_us, self._pulse_us, self.drains.deadline_us, self.slow.deadline_us,
+            self._calls.deadline_us, self.pulse_us, self.drains.deadline_us, self.slow.deadline_us,
             self.settling.deadline_us, self.audiences.deadline_us,
         )  # fmt: skip
         return min(
@@ -279,7 +164,7 @@ class Router:
 
     def expire(self) -> None:
         """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
-        if self.now_us >= self._pulse_us:
+        if self.now_us >= self.pulse_us:
             self._beat()
         if self.now_us >= self.mesh.deadline_us:
             self.mesh.expire(self.now_us)
@@ -302,11 +187,6 @@ class Router:
         ):  # last: others' changes are to be told to other sites, too
             self.abroad.expire(self.now_us)
 
-    def watch_pulse(self, neighbor: Neighbor) -> None:
-        """Beat to a neighbor on another host from now on, and end it when it is silent."""
-        self._pulsing[neighbor.number] = neighbor
-        self._pulse_us = 0
-
     def _beat(self) -> None:
         soonest = NEVER_US
         for neighbor in list(self._pulsing.values()):
@@ -328,7 +208,7 @@ class Router:
                     version = (self.abroad if isinstance(neighbor, Wan) else self.mesh).version
                 neighbor.control(pulse.beat(self.now_us, version))
             soonest = min(soonest, pulse.deadline_us)
-        self._pulse_us = soonest
+        self.pulse_us = soonest
 
     def wait_for_return(self, members: int, until_us: int) -> None:
         """This relay had so many members before it was restarted: calls that nobody serves wait until as many are here, or it is `until_us`."""
@@ -358,125 +238,12 @@ class Router:
 
     def end(self, session: Session, *, complete: bool) -> None:
         """Say goodbye to a store: it is sent nothing more. `complete`: see `frames.Bye`."""
-        self._from_sessions.end(session, complete=complete and session.minor >= HEARD_MINOR)
+        self.goodbye(session, complete=complete and session.minor >= HEARD_MINOR)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _call(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         self._calls.called(neighbor, buf, start, end, self.now_us)
-
-    def _leave_held(self, session: Session, leave: frames.Leave) -> None:
-        self._from_sessions.on_leave(session, leave)
-
-    def _end_held(self, session: Session) -> None:
-        self._from_sessions.end(session)
-
-    # -- aliases ---------------------------------------------------------------------------------------------
-
-    def declare(self, neighbor: Neighbor, declared: frames.Declare) -> None:
-        """Take an alias; raises PeerProtocolError."""
-        if declared.kind not in DECLARED_KINDS:
-            raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
-        if declared.alias >= self.limits.aliases:
-            raise PeerProtocolError(
-                f"alias {declared.alias} is over the limit of {self.limits.aliases}"
-            )
-        try:
-            (check_topic if declared.kind == Kind.PUBLISH else check_cluster)(declared.name)
-        except InvalidName as err:
-            raise PeerProtocolError(str(err)) from err
-        if declared.kind in (Kind.PUBLISH, Kind.BROADCAST):
-            neighbor.casts = True
-        routes = neighbor.routes
-        if declared.alias >= len(routes):
-            size = min(self.limits.aliases, max(16, 2 * declared.alias + 1))
-            routes.extend([None] * (size - len(routes)))
-        before = routes[declared.alias]
-        if before is not None:
-            before.release()
-            neighbor.group_bytes -= sum(map(len, before.only))
-        route = routes[declared.alias] = Route(neighbor, declared, self.neighbors)
-        if declared.groups and neighbor.hop_class:  # a session's go where its relay says
-            size = sum(map(len, declared.groups))
-            if neighbor.group_bytes + size <= MAX_GROUP_BYTES:
-                neighbor.group_bytes += size
-                route.only = tuple(declared.groups)
-            else:
-                neighbor.untaken += len(declared.groups)
-
-    # -- reports ---------------------------------------------------------------------------------------------
-
-    @property
-    def under_way(self) -> tuple[int, int]:
-        """Calls that have not ended, surveys as many times as they were handed over, and tunnels."""
-        neighbors = self.neighbors.values()
-        handed = sum(len(neighbor.handed) for neighbor in neighbors)
-        tunnels = sum(len(neighbor.tunnels) for neighbor in neighbors) // 2
-        return handed - tunnels + len(self._calls.parking.waiting), tunnels
-
-    @property
-    def held_messages(self) -> int:
-        """Messages that ports took and have not written."""
-        waiting = sum(neighbor.port.held_messages for neighbor in self.neighbors.values())
-        return waiting + len(self._calls.parking.waiting)
-
-    def _members(self) -> Iterator[Member]:
-        for session in self.sessions.values():
-            yield from session.members.values()
-
-    def status(self) -> dict[str, object]:
-        """Return a snapshot of tables and counters, ready for JSON."""
-        return {
-            "relay": self.relay_id.hex(),
-            "site": self.site,
-            "draining": self.draining,
-            "sessions": [
-                {
-                    "session": session.number,
-                    "label": session.label,
-                    "pid": session.pid,
-                    "user": session.user,
-                    "members": len(session.members),
-                    "subscriptions": len(session.subscriptions),
-                    "running": len(session.handed),
-                    "waiting": session.pending,
-                    "tunnels": len(session.tunnels),
-                    "held": session.port.held_messages,
-                    "keys": session.shown_keys,
-                }
-                for session in self.sessions.values()
-            ],
-            "clusters": self.interest.cluster_counts(),
-            "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
-            "accounts": self.accounts.report(self.held_messages),
-            **self.mesh.status(self.now_us),
-            **self.abroad.status(),
-            "slow": self.slow.report(self.now_us),
-            "parked": len(self._calls.parking.waiting),
-            "quotas": self.quotas.status(),
-            **self.status_extra(),
-        }
-
-    def numbers(self, limited: str) -> dict[str, object]:
-        """Return the part of the snapshot without names. `limited` says why there is no more.
-
-        It has no "clusters", so that nobody who checks for a name takes an empty list for an answer.
-        """
-        return {
-            "relay": self.relay_id.hex(),
-            "site": self.site,
-            "draining": self.draining,
-            "limited": limited,
-            "sessions": [],
-            "links": [],
-            "counts": {
-                "sessions": len(self.sessions),
-                "clusters": self.interest.names,
-                "links": len(self.mesh.links),
-                "sites": len(self.sites.ways),
-            },
-            "accounts": self.accounts.report(self.held_messages),
-        }
 
 
 def _weighed(take: Callable[..., None], heard: Callable[[int], None]) -> Callable[..., None]:

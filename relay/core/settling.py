@@ -9,16 +9,14 @@ Relays of an older minor version do not answer PING and are not waited for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.wire import frames
 from iris.wire.frames import NEVER_US
 from relay.core.draining import HEARD_MINOR
 from relay.core.mesh import DRAIN_PING, Mesh
-
-if TYPE_CHECKING:
-    from relay.core.neighbor import Neighbor
-    from relay.core.session import Session
+from relay.core.neighbor import Neighbor
+from relay.core.session import Session
 
 SETTLE_US: Final = 1_000_000
 """Nobody waits any longer."""

@@ -187,7 +187,7 @@ async def test_a_remote_session_that_falls_silent_is_ended(relay: Relay, access:
         assert session.pulse is not None
         session.pulse.last_us -= 3_000_000
         relay.driver.turn()
-        relay.router._pulse_us = 0
+        relay.router.pulse_us = 0
         relay.router.expire()
         assert session.closed
 

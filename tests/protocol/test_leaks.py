@@ -15,7 +15,7 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import END, HOP, PREFIX, encode_control, tunnel_frame
 from iris.wire.frames import FLAG_REFUSED, Cause, HopClass, Kind, Refusal, Serving
-from relay.core import router as router_module
+from relay.core import parts as parts_module
 from relay.core.limits import Limits
 from relay.core.neighbor import Handed
 
@@ -210,7 +210,7 @@ def test_groups_that_a_session_names_are_not_kept() -> None:
 def test_groups_that_a_relay_names_are_kept_within_a_bound_and_its_link_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "MAX_GROUP_BYTES", 100_000)
+    monkeypatch.setattr(parts_module, "MAX_GROUP_BYTES", 100_000)
     net = Network(relays=2)
     end, _ = net.link(0, 1)
 

@@ -34,7 +34,7 @@ from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import TUNNEL_KINDS, Kind
 from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
-from relay.core import calls, control, link, overdue, parking, router, ways
+from relay.core import calls, control, link, overdue, parking, parts, ways
 from relay.core.limits import Limits
 from relay.net import ports, sessions
 from relay.store import channels
@@ -490,7 +490,7 @@ LIMITS: Final = {
     "queue groups per session, and per relay under one key": control.MAX_GROUPS,
     "queue groups per site under one key, as other sites know them": ways.MAX_SITE_GROUPS,
     "names of queue groups in the aliases of one connection": (
-        router.MAX_GROUP_BYTES,
+        parts.MAX_GROUP_BYTES,
         inbound.MAX_GROUP_BYTES,
     ),
     "watches per session": control.MAX_WATCHES,

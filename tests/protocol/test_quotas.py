@@ -20,7 +20,7 @@ from relay.core import control as control_module
 from relay.core import federation as federation_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
-from relay.core import router as router_module
+from relay.core import parts as parts_module
 from relay.core import ways as sites_module
 from relay.core.limits import Limits
 from relay.core.quotas import RELAYS_STORE
@@ -500,7 +500,7 @@ def test_a_site_that_credits_what_was_swept_keeps_its_connection() -> None:
 def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "PARKED_BYTES", 16 * 118)
+    monkeypatch.setattr(parts_module, "PARKED_BYTES", 16 * 118)
     net = Network(relays=2)
     ends = net.link(0, 1)
     net.host("bob", relay=1).serve("db", reply(b"pong"))

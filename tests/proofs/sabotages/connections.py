@@ -284,8 +284,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "aliases-limit",
-        "relay/core/router.py",
-        "Router.declare",
+        "relay/core/parts.py",
+        "Parts.declare",
         "declared.alias >= self.limits.aliases",
         "False",
         UNPROVEN,

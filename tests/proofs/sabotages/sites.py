@@ -77,7 +77,7 @@ SABOTAGES = (
         "wan-leaving",
         "relay/core/peers.py",
         "LinkControl._on_declare",
-        "link.routes[declared.alias].barred = rule",
+        "route.barred = self._router.sites.barred(declared, printable(declared.site))",
         "pass",
         SITES,
         "a gateway sends messages that are not exported",

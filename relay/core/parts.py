@@ -1,0 +1,317 @@
+"""What one relay consists of, and what becomes of its members, aliases and connections. `Router` takes frames and drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from iris.errors import InvalidName, PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import encode_control
+from iris.wire.frames import DECLARED_KINDS, NEVER_US, Kind
+from iris.wire.names import check_cluster, check_topic
+from relay.core.audience import Audiences
+from relay.core.calls import Calls
+from relay.core.casts import Casts
+from relay.core.draining import Draining
+from relay.core.federation import Federation
+from relay.core.interest import MAX_SHOWN, Interest
+from relay.core.limits import Limits
+from relay.core.link import Link
+from relay.core.mesh import Mesh
+from relay.core.neighbor import Neighbor, Route
+from relay.core.parking import PARKED_BYTES
+from relay.core.policy import Policy
+from relay.core.ports import Accounts
+from relay.core.quotas import Quotas
+from relay.core.reach import Reach
+from relay.core.session import Member, Session, Watch
+from relay.core.settling import Settling
+from relay.core.sites import Sites
+from relay.core.slow import SlowReceivers
+from relay.core.stores import StoreWatch
+from relay.core.ways import Wan
+
+MAX_GROUP_BYTES: Final = 64 << 20
+"""Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
+
+
+class Parts:
+    """The parts of one relay's decisions, and what they share."""
+
+    def __init__(
+        self, relay_id: bytes, *, message_limit: int, limits: Limits | None = None,
+        site: str = "", label: str = "", policy: Policy | None = None,
+    ) -> None:  # fmt: skip
+        self.relay_id = relay_id
+        self.label = label
+        """The host's name, for people."""
+        self.now_us = 0
+        self.accounts = Accounts()
+        self.interest = Interest()
+        self.sessions: dict[int, Session] = {}
+        self.neighbors: dict[int, Neighbor] = {}
+        """Sessions and links, by number."""
+        self._pulsing: dict[int, Neighbor] = {}
+        """Those on other hosts."""
+        self.limits = limits or Limits()
+        self.quotas = Quotas(
+            members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
+            watches=self.limits.all_watches, parked_bytes=PARKED_BYTES,
+        )  # fmt: skip
+        self.message_limit = message_limit
+        self.pulse_us = NEVER_US
+        """When the next beat is due."""
+        self.draining = False
+        self.alone = True
+        """No other relay or site was ever connected: what is published elsewhere is nothing to anybody here."""
+        self.status_extra: Callable[[], dict[str, object]] = dict
+        self._next_number = 1
+        self.slow = SlowReceivers(lambda: self.now_us)
+        self.sites = Sites(site, policy or Policy())
+        self.wans = self.sites.wans
+        self.drains = Draining(self.leave_asked, self.goodbye)
+        self._casts = casts = Casts(
+            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard
+        )  # fmt: skip
+        self._reach = Reach(self.interest, self.sites, casts, self.number)
+        self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
+        self.links = self.mesh.links
+        self.abroad = Federation(
+            self.interest, self.sites, self._reach, self.mesh, casts, self.number
+        )
+        self._calls = Calls(
+            relay_id,
+            self.accounts,
+            self.interest,
+            self.sites,
+            self.mesh,
+            self.limits,
+            self.quotas,
+            self.neighbors,
+        )
+        self.stores = StoreWatch(self.mesh)
+        self.settling = Settling(self.mesh, lambda: self.now_us)
+        self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
+
+    def number(self) -> int:
+        """Return the number of the next neighbor or way."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    @property
+    def site(self) -> str:
+        """The name of our site; empty while this relay knows none."""
+        return self.sites.site
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no publication and no broadcast was routed yet, and none elsewhere that would have come here."""
+        return self.alone and not self._casts.begun
+
+    # -- connections -----------------------------------------------------------------------------------------
+
+    def watch_pulse(self, neighbor: Neighbor) -> None:
+        """Beat to a neighbor on another host from now on, and end it when it is silent."""
+        self._pulsing[neighbor.number] = neighbor
+        self.pulse_us = 0
+
+    def session_down(self, session: Session) -> None:
+        """The connection is gone, however it ended. Idempotent."""
+        if session.closed:
+            return
+        session.forget()
+        del self.sessions[session.number], self.neighbors[session.number]
+        self._pulsing.pop(session.number, None)
+        for member in list(session.members.values()):
+            if not member.left:
+                self.leave(member)
+        for (pattern, group), key_ids in session.subscriptions.items():
+            self.interest.unsubscribe(session, pattern, group, key_ids)
+            self.mesh.wanted(pattern, key_ids, group, session.user, -1, self.now_us)
+        if session.places:
+            self.quotas.subscriptions.give(session.user, session.places)
+        for watch in session.watches.values():
+            self.interest.unwatch(watch)
+            self.quotas.watches.give(session.user, len(watch.key_ids))
+        self._calls.neighbor_down(session, self.now_us)
+        self.drains.forget(session, self.now_us)
+        self.stores.gone(session, self.now_us)
+        session.empty()
+
+    def link_down(self, link: Link) -> None:
+        """The link is gone, however it ended. Idempotent."""
+        if link.closed:
+            return
+        self.mesh.link_down(link, self.now_us)
+        link.forget()
+        del self.neighbors[link.number], self._pulsing[link.number]
+        self._calls.neighbor_down(link, self.now_us)
+        self.drains.forget(link, self.now_us)
+        self.settling.forget(link)
+        self.audiences.forget(link)
+
+    def wan_down(self, wan: Wan) -> None:
+        """The WAN connection is gone, however it ended. Idempotent."""
+        if wan.closed:
+            return
+        self.abroad.wan_down(wan, self.now_us, silent=self.drains.has_heard(wan))
+        wan.forget()
+        del self.neighbors[wan.number], self._pulsing[wan.number]
+        self._calls.neighbor_down(wan, self.now_us)
+        self.drains.forget(wan, self.now_us)
+
+    def goodbye(self, session: Session, *, complete: bool = False) -> None:
+        """Answer a BYE, or say one: nothing follows."""
+        if session.gaps:
+            session.tell_gaps()
+        session.port.control(encode_control(frames.Bye(complete=complete)))
+        session.port.finish()
+        busy = session.handed or session.pending or session.tunnels
+        before = self.under_way if busy and self.draining else (0, 0)
+        self.session_down(session)
+        if before != (0, 0):
+            self.drains.cut(before, self.under_way)
+
+    # -- members ---------------------------------------------------------------------------------------------
+
+    def leave_asked(self, session: Session, leave: frames.Leave) -> None:
+        """A session takes one of its members away."""
+        member = session.members.get(leave.member)
+        if member is None or member.left:
+            session.control(frames.Ack(leave.id, f"member {leave.member} is not of this session"))
+            return
+        if self.drains.hold(session, leave):
+            return  # somebody may still call it who has not heard of the drain
+        self.leave(member)
+        session.control(frames.Ack(leave.id))
+
+    def leave(self, member: Member) -> None:
+        """A member goes, by its own word or with its session."""
+        member.left = True
+        member.session.keyed -= len(member.key_ids)
+        self.quotas.members.give(member.session.user, len(member.key_ids))
+        self.interest.leave(member)
+        self.mesh.left(member, self.now_us)
+        member.forget_if_done()
+        for watch in self.watchers(member):
+            if not watch.session.closed:
+                watch.session.control(
+                    frames.Membership(watch.number, left=[self.member_id(member)])
+                )
+
+    def watchers(self, member: Member) -> Sequence[Watch]:
+        """Return who hears of a member."""
+        return self.interest.watchers(member.name, member.key_ids) if member.listed else ()
+
+    def member_id(self, member: Member) -> str:
+        """Return the id by which users know a member: relay id (hex), '.', serial: never reused."""
+        return f"{self.relay_id.hex()}.{member.serial}"
+
+    # -- aliases ---------------------------------------------------------------------------------------------
+
+    def declare(self, neighbor: Neighbor, declared: frames.Declare) -> Route:
+        """Take an alias, and return where its frames go; raises PeerProtocolError."""
+        if declared.kind not in DECLARED_KINDS:
+            raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
+        if declared.alias >= self.limits.aliases:
+            raise PeerProtocolError(
+                f"alias {declared.alias} is over the limit of {self.limits.aliases}"
+            )
+        try:
+            (check_topic if declared.kind == Kind.PUBLISH else check_cluster)(declared.name)
+        except InvalidName as err:
+            raise PeerProtocolError(str(err)) from err
+        if declared.kind in (Kind.PUBLISH, Kind.BROADCAST):
+            neighbor.casts = True
+        routes = neighbor.routes
+        if declared.alias >= len(routes):
+            size = min(self.limits.aliases, max(16, 2 * declared.alias + 1))
+            routes.extend([None] * (size - len(routes)))
+        before = routes[declared.alias]
+        if before is not None:
+            before.release()
+            neighbor.group_bytes -= sum(map(len, before.only))
+        route = routes[declared.alias] = Route(neighbor, declared, self.neighbors)
+        if declared.groups and neighbor.hop_class:  # a session's go where its relay says
+            size = sum(map(len, declared.groups))
+            if neighbor.group_bytes + size <= MAX_GROUP_BYTES:
+                neighbor.group_bytes += size
+                route.only = tuple(declared.groups)
+            else:
+                neighbor.untaken += len(declared.groups)
+        return route
+
+    # -- reports ---------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Calls that have not ended, surveys as many times as they were handed over, and tunnels."""
+        neighbors = self.neighbors.values()
+        handed = sum(len(neighbor.handed) for neighbor in neighbors)
+        tunnels = sum(len(neighbor.tunnels) for neighbor in neighbors) // 2
+        return handed - tunnels + len(self._calls.parking.waiting), tunnels
+
+    @property
+    def held_messages(self) -> int:
+        """Messages that ports took and have not written."""
+        waiting = sum(neighbor.port.held_messages for neighbor in self.neighbors.values())
+        return waiting + len(self._calls.parking.waiting)
+
+    def _members(self) -> Iterator[Member]:
+        for session in self.sessions.values():
+            yield from session.members.values()
+
+    def status(self) -> dict[str, object]:
+        """Return a snapshot of tables and counters, ready for JSON."""
+        return {
+            "relay": self.relay_id.hex(),
+            "site": self.site,
+            "draining": self.draining,
+            "sessions": [
+                {
+                    "session": session.number,
+                    "label": session.label,
+                    "pid": session.pid,
+                    "user": session.user,
+                    "members": len(session.members),
+                    "subscriptions": len(session.subscriptions),
+                    "running": len(session.handed),
+                    "waiting": session.pending,
+                    "tunnels": len(session.tunnels),
+                    "held": session.port.held_messages,
+                    "keys": session.shown_keys,
+                }
+                for session in self.sessions.values()
+            ],
+            "clusters": self.interest.cluster_counts(),
+            "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
+            "accounts": self.accounts.report(self.held_messages),
+            **self.mesh.status(self.now_us),
+            **self.abroad.status(),
+            "slow": self.slow.report(self.now_us),
+            "parked": len(self._calls.parking.waiting),
+            "quotas": self.quotas.status(),
+            **self.status_extra(),
+        }
+
+    def numbers(self, limited: str) -> dict[str, object]:
+        """Return the part of the snapshot without names. `limited` says why there is no more.
+
+        It has no "clusters", so that nobody who checks for a name takes an empty list for an answer.
+        """
+        return {
+            "relay": self.relay_id.hex(),
+            "site": self.site,
+            "draining": self.draining,
+            "limited": limited,
+            "sessions": [],
+            "links": [],
+            "counts": {
+                "sessions": len(self.sessions),
+                "clusters": self.interest.names,
+                "links": len(self.mesh.links),
+                "sites": len(self.sites.ways),
+            },
+            "accounts": self.accounts.report(self.held_messages),
+        }
