@@ -61,6 +61,8 @@ from iris.streams import (
     StreamGap,
     StreamInfo,
     StreamMessage,
+    StreamPage,
+    StreamRecord,
 )
 from iris.subscription import Subscription
 from iris.survey import Survey
@@ -111,6 +113,8 @@ __all__ = [
     "StreamGap",
     "StreamInfo",
     "StreamMessage",
+    "StreamPage",
+    "StreamRecord",
     "StreamUnavailable",
     "Subscription",
     "Survey",

@@ -36,8 +36,8 @@ from iris.streams.defining import (
 from iris.streams.listing import StreamInfo, known_consumers, known_streams, stream_info
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
-from iris.streams.reading import FETCH_BYTES, Reader, Start
-from iris.streams.records import StreamGap, StreamMessage
+from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
+from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.staging import (
     CommitInfo,
     StagedAttempt,
@@ -53,11 +53,15 @@ from iris.wire.streams import (
     ConsumerInfo,
     Definition,
     DeleteConsumer,
+    Fetch,
+    Fetched,
     Settled,
     check_definition,
 )
 
 MAX_PRODUCERS: Final = 1024
+MAX_OPENERS: Final = 256
+"""Logs that are fetched from and known; past it they are asked for again."""
 _ConsumerInfos = list[ConsumerInfo]
 _Infos = list[StreamInfo]
 _Offsets = list[int]
@@ -75,6 +79,8 @@ __all__ = [
     "StreamGap",
     "StreamInfo",
     "StreamMessage",
+    "StreamPage",
+    "StreamRecord",
     "Streams",
 ]
 
@@ -86,6 +92,8 @@ class Streams:
         self._runtime = runtime
         self._stores = Stores(runtime)
         self.keys_changed = self._stores.keys_changed
+        self._openers: dict[tuple[str, bytes], RecordOpener] = {}
+        """For `fetch`, by name and log."""
         self._appenders: dict[tuple[str, str], Appender] = {}
         runtime.parts.append(self)
 
@@ -322,6 +330,44 @@ class Streams:
             patience=patience,
             on_gap=on_gap,
         )
+
+    async def find(
+        self, name: str, at: Start, *, uuid: str = "", timeout: float = PATIENCE_S
+    ) -> int:
+        """Return the offset that `at` means there: "first", "last", "new", an offset, or a time. Raises StreamError."""
+        check_address(name)
+        return (await start_offset(self._stores, name, uuid, at, patience=timeout))[1]
+
+    async def fetch(
+        self, name: str, start: int, *, uuid: str = "", max_bytes: int = FETCH_BYTES, wait: float = 0.0, timeout: float = PATIENCE_S
+    ) -> StreamPage:  # fmt: skip
+        """Return what the stream holds from offset `start` on, one answer of the store: for programs that keep count of offsets themselves.
+
+        Records come whole and opened, but not taken apart. An answer has `max_bytes` at most, or one record. At the end of the
+        stream it is empty, after `wait` seconds (up to 60) in which nothing came. `timeout`: seconds beyond that for which the
+        relay or the store may be away.
+
+        Raises:
+            StreamError: NoStream, StreamDamaged, StreamUnavailable.
+        """
+        check_address(name)
+        until_s = time.monotonic() + timeout + wait
+        call = Fetch(start, max_bytes, round(wait * 1000))
+        fetched = await self._stores.ask_stream(
+            name, uuid, call, Fetched, timeout=timeout + wait, patience=timeout
+        )
+        opener = self._openers.get((name, fetched.uuid))
+        if opener is None:
+            opener = RecordOpener(self._runtime.find_key)
+            # What a log records never changes, so it is asked once.
+            opener.known = await self._stores.describe(
+                name, fetched.uuid.hex(), timeout=seconds_left(until_s)
+            )
+            if len(self._openers) >= MAX_OPENERS:
+                self._openers.clear()
+            self._openers[name, fetched.uuid] = opener
+            self._stores.openers.add(opener)
+        return opener.page(fetched)
 
     def consumer(
         self, name: str, consumer: str, start: Start = "first", *, group: bool = False, durable: bool = True, ack_timeout: float = 30.0,

@@ -21,8 +21,10 @@ from iris.wire.streams import (
     HOLES,
     DeadLetter,
     Definition,
+    Fetched,
     Gap,
     Hole,
+    Item,
     Origin,
     Record,
     decode_dead,
@@ -60,6 +62,53 @@ class StreamGap(msgspec.Struct, frozen=True):
     next: int
     count: int | None
     cause: str
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether messages are there, and our keyring does not open them."""
+        return self.cause.startswith("unreadable: ")
+
+
+class StreamRecord(msgspec.Struct, frozen=True, gc=False):
+    """A record of a stream, opened but not taken apart: `count` messages that were sealed together, the first at `offset`."""
+
+    offset: int
+    count: int
+    plain: bytes
+    """Its bundle, as `iris.core.bundle` lays it out; of a dead letter the reference, which is sealed by nobody."""
+    kind: int
+    """What it was sent as: a `Kind` of `iris.wire.frames`, or DEAD_KIND."""
+    name: str
+    """The topic, cluster or stream that it was sent to."""
+    sender: bytes
+    sequence: int
+    """Of the first message, among those of its sender."""
+    stored_us: int
+    sent_us: int
+    tombstone: bool
+
+    @property
+    def next(self) -> int:
+        """The offset after its last message."""
+        return self.offset + self.count
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is a dead letter, which refers to a message."""
+        return self.kind == DEAD_KIND
+
+
+class StreamPage(msgspec.Struct, frozen=True):
+    """What a stream holds up to `next`: records and gaps side by side, the first of which may begin before what was asked for."""
+
+    items: list[StreamRecord | StreamGap]
+    next: int
+    """Where the next page begins."""
+    oldest: int
+    high_water: int
+    """Where the stream ends."""
+    uuid: str
+    """Which log it is, in hex."""
 
 
 class RecordOpener:
@@ -144,6 +193,24 @@ class RecordOpener:
             return opener.open(record.body, prefix + record.end)[1]
         except OpenError as err:
             return StreamGap(record.offset, end, count, f"unreadable: {err}")
+
+    def page(self, fetched: Fetched) -> StreamPage:
+        """Return an answer with its records opened."""
+        return StreamPage(
+            [self._item(item) for item in fetched.items], fetched.next, fetched.oldest, fetched.high_water, fetched.uuid.hex()
+        )  # fmt: skip
+
+    def _item(self, item: Item) -> StreamRecord | StreamGap:
+        if not isinstance(item, Record):
+            return told(item)
+        dead = item.kind == DEAD_KIND and self.known is not None and self.known.dead
+        plain = item.body if dead else self.open_plain(item)
+        if isinstance(plain, StreamGap):
+            return plain
+        sent_us, _, count, first = END.unpack(item.end)
+        return StreamRecord(
+            item.offset, count, plain, item.kind, item.name, item.sender_id, first, item.stored_us, sent_us, item.tombstone
+        )  # fmt: skip
 
     def _dead(self, record: Record) -> list[StreamMessage] | StreamGap:
         try:
