@@ -24,12 +24,9 @@ from iris.errors import IrisError, NoStream
 from iris.keyfiles import KEYRING_FILE, config_directory, load_keyring
 from iris.spark.errors import TIMEOUT, told
 from iris.spark.options import Access
-from iris.streams.calls import Known, Stores
 
 MAX_CONNECTIONS: Final = 16
 """Ways to a relay that one process keeps open; beyond it the one that was used longest ago is closed."""
-MAX_KNOWN: Final = 256
-"""Streams whose description one connection remembers."""
 LABEL: Final = "spark"
 CONNECT_S: Final = 10.0
 """How long a relay that takes no connections is waited for: one that restarts is back by then."""
@@ -43,7 +40,7 @@ _open: dict[_Place, Connection] = {}
 
 
 class Connection:
-    """A client for threads, and the streams it finds."""
+    """A client for threads."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -54,25 +51,8 @@ class Connection:
             label=LABEL,
             connect_timeout_s=min(30.0, access.timeout_s),
         )
-        self._client = blocking.Client(Client(config, keyring))
-        self.stores: Stores = self._client.call(_stores)
-        self._known: dict[tuple[str, str], Known] = {}
-
-    def known(self, stream: str, uuid: str) -> Known:
-        """Return what a log that was there is; raises SparkError. What it records never changes, so it is asked once."""
-        place = (stream, uuid)
-        known = self._known.get(place)
-        if known is None:
-            timeout_s = self.access.timeout_s
-
-            def describe() -> Coroutine[Any, Any, Known]:
-                return self.stores.describe(stream, uuid, timeout=timeout_s, patience=timeout_s)
-
-            known = self.call(lambda _: found(describe, timeout_s))
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[place] = known
-        return known
+        self.client = Client(config, keyring)
+        self._blocking = blocking.Client(self.client)
 
     def call(self, work: Callable[[Client], Coroutine[Any, Any, T]], *, writing: bool = False) -> T:
         """Return what `work(client)` returns; raises SparkError, and then this connection is used no more."""
@@ -80,7 +60,7 @@ class Connection:
 
     def start(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> Future[T]:
         """Begin a call, for `result`."""
-        return self._client.start(work)
+        return self._blocking.start(work)
 
     def result(self, future: Future[T], *, writing: bool = False) -> T:
         """Wait for what `start` began; raises as `call`."""
@@ -104,7 +84,7 @@ class Connection:
 
     def close(self) -> None:
         """Leave the relay. Idempotent."""
-        self._client.close()
+        self._blocking.close()
 
 
 def connection(access: Access) -> Connection:
@@ -173,7 +153,3 @@ def _written(access: Access) -> int:
         with contextlib.suppress(OSError):  # opening it says what is wrong
             written += os.stat(path).st_mtime_ns if path else 0
     return written
-
-
-async def _stores(client: Client) -> Stores:
-    return Stores(client._runtime)

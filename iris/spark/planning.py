@@ -8,12 +8,11 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from iris.client import Client
 from iris.errors import NoStream
-from iris.spark.connections import Connection, connection, found
+from iris.spark.connections import connection, found
 from iris.spark.errors import CONFIG, DATA_LOSS, NO_STREAM, TIMEOUT, SparkError
 from iris.spark.offsets import Offsets, Place, check_same_log, split, spread
 from iris.spark.options import (
@@ -27,12 +26,10 @@ from iris.spark.options import (
 )
 from iris.spark.reading import Range
 from iris.streams import StreamInfo
-from iris.streams.reading import start_offset
-from iris.wire.streams import Fetch, Fetched
 
 log = logging.getLogger(__name__)
 RETRY_S: Final = 0.5
-WAIT_MS: Final = 100
+WAIT_S: Final = 0.1
 T = TypeVar("T")
 _Work = Callable[[Client], Coroutine[Any, Any, T]]
 
@@ -75,12 +72,12 @@ class Planner:
                 )
         infos = {}
         for name, stream in self._streams.items():
-            infos[stream] = self._ask(partial(self._describe, name, stream, stream in known))
+            infos[stream] = self._ask(self._describe(name, stream, stream in known))
         for stream, place in known.items():
             check_same_log(stream, place, infos[stream].uuid)
         return infos
 
-    def _describe(self, name: str, stream: str, there: bool, _: Connection) -> _Work[StreamInfo]:
+    def _describe(self, name: str, stream: str, there: bool) -> _Work[StreamInfo]:
         options = self.options
         timeout_s = options.access.timeout_s
 
@@ -108,13 +105,12 @@ class Planner:
 
         return describe
 
-    def _ask(self, make: Callable[[Connection], _Work[T]]) -> T:
+    def _ask(self, work: _Work[T]) -> T:
         """Ask a store, again after what passes: `fetchOffset.numRetries` times, over a new connection each time."""
         tries = self.options.retries
         while True:
             try:
-                link = connection(self.options.access)
-                return link.call(make(link))
+                return connection(self.options.access).call(work)
             except SparkError as err:
                 if not tries or err.code not in (TIMEOUT, NO_STREAM):
                     raise
@@ -157,7 +153,7 @@ class Planner:
             return start
         infos = self.infos(start)
         offsets = self._planned(start, infos)
-        if offsets is None and self._target is None and self._ask(partial(self._wait, infos)):
+        if offsets is None and self._target is None and self._ask(self._wait(infos)):
             # What came goes into this trigger: Spark's next question is a pause and two calls away.
             infos = self.infos(start)
             offsets = self._planned(start, infos)
@@ -200,17 +196,16 @@ class Planner:
                 taken = spread(taken, most)
         return {name: Place(infos[name].uuid, begins[name] + taken[name]) for name in infos}
 
-    def _wait(self, infos: dict[str, StreamInfo], link: Connection) -> _Work[bool]:
+    def _wait(self, infos: dict[str, StreamInfo]) -> _Work[bool]:
         """Return what ends when one of the streams has grown, or after a short while, and says which."""
-        stores = link.stores
         timeout_s = self.options.access.timeout_s
 
-        async def wait(_: Client) -> bool:
+        async def wait(client: Client) -> bool:
             # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
             calls = [
                 asyncio.ensure_future(
-                    stores.ask_stream(
-                        name, info.uuid, Fetch(info.next, 1, WAIT_MS), Fetched, timeout=timeout_s
+                    client.streams.fetch(
+                        name, info.next, uuid=info.uuid, max_bytes=1, wait=WAIT_S, timeout=timeout_s
                     )
                 )
                 for name, info in infos.items()
@@ -266,7 +261,7 @@ class Planner:
             if named and name not in named and stream not in named:
                 raise SparkError(CONFIG, f"{option}: there is no offset of {name!r}")
             if time_ms is not None:
-                at = self._ask(partial(self._at_time, stream, info.uuid, time_ms))
+                at = self._ask(self._at_time(stream, info.uuid, time_ms))
             elif at == -2:
                 at = info.oldest
             elif at == -1:
@@ -276,12 +271,12 @@ class Planner:
             offsets[stream] = Place(info.uuid, at)
         return offsets
 
-    def _at_time(self, stream: str, uuid: str, time_ms: int, link: Connection) -> _Work[int]:
-        patience = self.options.access.timeout_s
+    def _at_time(self, stream: str, uuid: str, time_ms: int) -> _Work[int]:
+        timeout_s = self.options.access.timeout_s
 
-        async def find(_: Client) -> int:
+        async def find(client: Client) -> int:
             when = datetime.fromtimestamp(time_ms / 1000, UTC)
-            return (await start_offset(link.stores, stream, uuid, when, patience=patience))[1]
+            return await client.streams.find(stream, when, uuid=uuid, timeout=timeout_s)
 
         return find
 

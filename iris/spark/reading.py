@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from iris.errors import DecodeError
-from iris.spark.connections import Connection, connection
+from iris.spark.connections import Connection, connection, found
 from iris.spark.errors import AUTH, DATA_LOSS, SparkError
 from iris.spark.options import SourceOptions
-from iris.streams.records import RecordOpener, StreamGap, told
-from iris.wire.codec import END
-from iris.wire.streams import DEAD_KIND, Fetch, Fetched, Record
+from iris.streams import StreamGap, StreamPage, StreamRecord
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -73,35 +71,28 @@ class _RangeReader:
         self._link = link
         self._part = part
         self._options = options
-        self._ahead: Future[Fetched] | None = None
-        self._opener = RecordOpener(lambda _: None)
+        self._ahead: Future[StreamPage] | None = None
 
     def __iter__(self) -> Iterator[list[Opened]]:
-        part, link, stores = self._part, self._link, self._link.stores
-        self._opener = RecordOpener(stores.runtime.find_key)
-        stores.openers.add(self._opener)
-
-        if part.key_ids and not any(
-            stores.runtime.keyring.by_id(bytes.fromhex(key_id)) for key_id in part.key_ids
-        ):
+        part, link = self._part, self._link
+        by_id = link.client.keyring.by_id
+        if part.key_ids and not any(by_id(bytes.fromhex(key_id)) for key_id in part.key_ids):
             raise SparkError(
                 AUTH,
                 f"stream {part.stream!r}: the keyring of this host holds no key that it is kept under",
             )
-
-        self._opener.known = link.known(part.stream, part.uuid)
         at = part.start
         while at < part.end:
-            fetched = link.result(self._ahead or self._fetch(at))
-            if fetched.uuid.hex() != part.uuid:
+            page = link.result(self._ahead or self._fetch(at))
+            if page.uuid != part.uuid:
                 raise SparkError(DATA_LOSS, f"stream {part.stream!r}: another log answered")
-            if fetched.next <= at:
+            if page.next <= at:
                 raise SparkError(
                     DATA_LOSS,
                     f"stream {part.stream!r} ends at {at}, before offset {part.end} that was planned",
                 )
-            self._ahead = self._fetch(fetched.next) if fetched.next < part.end else None
-            opened, at = self._cover(fetched, at)
+            self._ahead = self._fetch(page.next) if page.next < part.end else None
+            opened, at = self._cover(page, at)
             if opened:
                 yield opened
 
@@ -110,59 +101,62 @@ class _RangeReader:
         if self._ahead is not None:
             self._ahead.cancel()
 
-    def _fetch(self, start: int) -> Future[Fetched]:
-        part, timeout_s = self._part, self._options.access.timeout_s
-        call = Fetch(start, self._options.fetch_bytes)
+    def _fetch(self, start: int) -> Future[StreamPage]:
+        part, options = self._part, self._options
+        timeout_s = options.access.timeout_s
         return self._link.start(
-            lambda _: self._link.stores.ask_stream(
-                part.stream, part.uuid, call, Fetched, timeout=timeout_s, patience=timeout_s
+            lambda client: found(
+                lambda: client.streams.fetch(
+                    part.stream,
+                    start,
+                    uuid=part.uuid,
+                    max_bytes=options.fetch_bytes,
+                    timeout=timeout_s,
+                ),
+                timeout_s,
             )
         )
 
-    def _cover(self, fetched: Fetched, at: int) -> tuple[list[Opened], int]:
-        """Return what of an answer is wanted, and where it ends; raises SparkError if it leaves something out."""
+    def _cover(self, page: StreamPage, at: int) -> tuple[list[Opened], int]:
+        """Return what of a page is wanted, and where it ends; raises SparkError if it leaves something out."""
         opened: list[Opened] = []
         end = self._part.end
-        for item in fetched.items:
-            if item.offset > at:
-                raise self._lost(f"the store left out offsets {at} to {item.offset}")
-            if isinstance(item, Record):
-                following = item.offset + END.unpack(item.end)[2]
-                if following > at and at < end:
-                    one = self._open(item, at, min(following, end))
-                    opened += [one] if one is not None else []
-            else:
-                gap = told(item)
-                following = gap.next
-                if following > at and at < end and gap.cause not in INTACT:
-                    self._miss(gap)
-            at = max(at, following)
-        if at < min(fetched.next, end):
-            raise self._lost(f"the store left out offsets {at} to {fetched.next}")
+        for item in page.items:
+            first = item.offset if isinstance(item, StreamRecord) else item.first
+            if first > at:
+                raise self._lost(f"the store left out offsets {at} to {first}")
+            if item.next > at and at < end:
+                if isinstance(item, StreamRecord):
+                    opened.append(self._wanted(item, at, min(item.next, end)))
+                elif item.unreadable:
+                    self._cannot_read(item)
+                elif item.cause not in INTACT:
+                    self._miss(item)
+            at = max(at, item.next)
+        if at < min(page.next, end):
+            raise self._lost(f"the store left out offsets {at} to {page.next}")
         return opened, min(at, end)
 
-    def _open(self, record: Record, at: int, end: int) -> Opened | None:
+    def _wanted(self, record: StreamRecord, at: int, end: int) -> Opened:
         from iris.spark.arrow import Opened
 
-        if record.kind == DEAD_KIND:
+        if record.dead:
             raise SparkError(
                 AUTH, f"stream {self._part.stream!r} holds references to dead letters, not messages"
             )
-        plain = self._opener.open_plain(record)
-        if isinstance(plain, StreamGap):
-            if self._options.fail_on_data_loss:
-                raise SparkError(
-                    AUTH, f"stream {self._part.stream!r} at offset {record.offset}: {plain.cause}"
-                )
-            log.warning("spark.unreadable", extra={"fields": {"stream": self._part.stream, "offset": record.offset, "cause": plain.cause}})  # fmt: skip
-            return None
-        sent_us, _, count, first = END.unpack(record.end)
         skip = max(0, at - record.offset)
         start = record.offset + skip
         return Opened(
-            plain, count, skip, end - start, start, record.kind, record.name, record.sender_id, first + skip, sent_us,
-            record.tombstone,
+            record.plain, record.count, skip, end - start, start, record.kind, record.name, record.sender, record.sequence + skip,
+            record.sent_us, record.tombstone,
         )  # fmt: skip
+
+    def _cannot_read(self, gap: StreamGap) -> None:
+        if self._options.fail_on_data_loss:
+            raise SparkError(
+                AUTH, f"stream {self._part.stream!r} at offset {gap.first}: {gap.cause}"
+            )
+        log.warning("spark.unreadable", extra={"fields": {"stream": self._part.stream, "offset": gap.first, "cause": gap.cause}})  # fmt: skip
 
     def _miss(self, gap: StreamGap) -> None:
         count = "an unknown number of" if gap.count is None else gap.count

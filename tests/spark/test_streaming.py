@@ -23,6 +23,7 @@ from spark.kit import (
 from iris.spark.connections import connection
 from iris.spark.options import SourceOptions
 from iris.spark.planning import Planner
+from iris.streams.calls import Stores
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -149,14 +150,22 @@ def test_what_comes_while_a_trigger_waits_goes_into_it(
 
 
 def test_a_connection_asks_once_what_a_stream_is(
-    stage: Relay, client: iris.blocking.Client, name: str
+    stage: Relay, client: iris.blocking.Client, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_stream(client, name)
-    uuid = client.call(lambda c: c.streams.describe(name)).uuid
+    append_rows(client, name, 10)
     link = connection(SourceOptions.parse({"stream": name, **stage.options}, streaming=True).access)
-    known = link.known(name, uuid)
-    assert known.name == name
-    assert link.known(name, uuid) is known
+    asked: list[str] = []
+    describe = Stores.describe
+
+    def counted(stores: Stores, stream: str, *rest: Any, **more: Any) -> Any:
+        asked.append(stream)
+        return describe(stores, stream, *rest, **more)
+
+    monkeypatch.setattr(Stores, "describe", counted)
+    pages = [link.call(lambda c: c.streams.fetch(name, 0)) for _ in range(3)]
+    assert [page.next for page in pages] == [10] * 3
+    assert asked == [name]
 
 
 def test_a_limit_in_bytes_makes_several_batches(
