@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
+from msgspec import Struct
+
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.outbound import Outbound
 from iris.core.parties import Waiter
@@ -42,31 +44,25 @@ PAUSE_MAX_US: Final = 1_000_000
 W = TypeVar("W", bound=Waiter)
 
 
-class Extras:
+class Extras(Struct, frozen=True, gc=False):
     """What a message that is sealed alone, or with its equals, is stored with."""
 
-    __slots__ = ("due_us", "expires_us", "id_hash", "key", "key_hash", "tombstone")
+    key: bytes = b""
+    """Sealed with the messages."""
+    key_hash: bytes = b""
+    tombstone: bool = False
+    expires_us: int = 0
+    due_us: int = 0
+    id_hash: bytes = b""
+    """Who has an id is stored alone: it may have been stored before, and its neighbors not."""
 
-    def __init__(
-        self, key: bytes = b"", key_hash: bytes = b"", tombstone: bool = False, expires_us: int = 0, due_us: int = 0, id_hash: bytes = b""
-    ) -> None:  # fmt: skip
-        self.key = key
-        """Sealed with the messages."""
-        self.key_hash = key_hash
-        self.tombstone = tombstone
-        self.expires_us = expires_us
-        self.due_us = due_us
-        self.id_hash = id_hash
-        """Who has an id is stored alone: it may have been stored before, and its neighbors not."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Extras) and self._all == other._all and not self.id_hash
-
-    __hash__ = None  # type: ignore[assignment]  # compared, never looked up
-
-    @property
-    def _all(self) -> tuple[bytes, bytes, bool, int, int]:
-        return self.key, self.key_hash, self.tombstone, self.expires_us, self.due_us
+    def record(
+        self, sequence: int, end: bytes, body: bytes, expect: int | None = None
+    ) -> NewRecord:
+        """Return a sealed record as a call takes it."""
+        return NewRecord(
+            sequence, end, body, self.key_hash, self.tombstone, self.expires_us, self.due_us, expect, self.id_hash
+        )  # fmt: skip
 
 
 PLAIN: Final = Extras()
@@ -102,15 +98,12 @@ class Pending(BundleBuilder, Generic[W]):
         """Once it is sealed: sent again as it is."""
 
 
-class Sent(Generic[W]):
+class Sent(Struct, Generic[W], eq=False):
     """A call that is on its way, until `Producer.answered` or `lost`. It goes under `key`, with which its records were sealed."""
 
-    __slots__ = ("call", "key", "records")
-
-    def __init__(self, records: list[Pending[W]], key: ClusterKey, call: Append) -> None:
-        self.records = records
-        self.key = key
-        self.call = call
+    records: list[Pending[W]]
+    key: ClusterKey
+    call: Append
 
 
 class Producer(Generic[W]):
@@ -276,15 +269,7 @@ class Producer(Generic[W]):
     def _call(self, batch: list[Pending[W]]) -> Sent[W]:
         self._calls += 1
         self._records += len(batch)
-        records = []
-        for record in batch:
-            extras = record.extras
-            records.append(
-                NewRecord(
-                    record.sequence, record.end, record.body, extras.key_hash, extras.tombstone, extras.expires_us, extras.due_us,
-                    id_hash=extras.id_hash,
-                )
-            )  # fmt: skip
+        records = [r.extras.record(r.sequence, r.end, r.body) for r in batch]
         sealed = batch[0].key
         assert sealed is not None
         return Sent(batch, sealed, Append(batch[0].sender_id, records, self._id, self._epoch))

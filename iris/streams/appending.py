@@ -14,7 +14,7 @@ from iris.deadlines import seconds_left
 from iris.errors import ConnectionLost, OffsetConflict, StreamError
 from iris.streams.calls import Place, Stores
 from iris.wire.frames import NEVER_US
-from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended, NewRecord
+from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
 
 CALL_S: Final = 10.0
 GIVE_UP_S: Final = 60.0
@@ -147,18 +147,7 @@ async def append_expecting(
     sender_id, end, body = session.out.record(
         name, place.key, (data,), (headers,) if headers else None, packed, extras.key
     )
-    record = NewRecord(
-        0,
-        end,
-        body,
-        extras.key_hash,
-        extras.tombstone,
-        extras.expires_us,
-        extras.due_us,
-        expect,
-        extras.id_hash,
-    )
-    call = Append(sender_id, [record], os.urandom(16))
+    call = Append(sender_id, [extras.record(0, end, body, expect)], os.urandom(16))
     answer = await stores.ask_stream(
         name, uuid, call, Appended, timeout=seconds_left(until_s), writes=True
     )

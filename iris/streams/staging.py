@@ -214,11 +214,7 @@ class Staging:
         ):
             self._send()
         self._sealed_by = sender_id, key
-        self._call.append(
-            NewRecord(
-                self._records, end, body, extras.key_hash, extras.tombstone, extras.expires_us, extras.due_us
-            )
-        )  # fmt: skip
+        self._call.append(extras.record(self._records, end, body))
         self._call_bytes += size
         self._records += 1
 

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from iris.spark.connections import connection
+from iris.spark.options import SourceOptions
+from iris.spark.planning import Planner
+from iris.streams.calls import Stores
 from spark.kit import (
     Relay,
     append_rows,
@@ -19,11 +24,6 @@ from spark.kit import (
     streams_of,
     until,
 )
-
-from iris.spark.connections import connection
-from iris.spark.options import SourceOptions
-from iris.spark.planning import Planner
-from iris.streams.calls import Stores
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
