@@ -30,7 +30,7 @@ from iris.client import Client
 from iris.core.bundle import Headers, check_headers
 from iris.errors import IrisError, NoStream
 from iris.spark.connections import CONNECT_S, connection, found
-from iris.spark.errors import CONFIG, SINK, SparkError, told
+from iris.spark.errors import CONFIG, SINK, SparkError
 from iris.spark.options import APPEND, BROADCAST, PUBLISH, PUSH, SinkOptions
 from iris.streams import StreamInfo
 from iris.streams.staging import StagedAttempt
@@ -437,10 +437,7 @@ def _ensure_stream(options: SinkOptions) -> None:
         except NoStream:
             await client.streams.create(options.stream, timeout=timeout_s)
 
-    try:
-        connection(options.access).call(ensure, writing=True)
-    except IrisError as err:
-        raise told(err, writing=True) from err
+    connection(options.access).call(ensure, writing=True)
 
 
 def _in_task() -> bool:
