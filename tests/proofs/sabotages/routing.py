@@ -5,10 +5,10 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 CONVERSATION = ("tests/protocol/test_conversation.py",)
-MESH = ("tests/protocol/test_mesh.py", "tests/sim/test_scenarios.py")
-SCENARIOS = ("tests/sim/test_scenarios.py", "tests/protocol/test_conversation.py")
-BALANCE = ("tests/unit/relay/test_balance.py", "tests/sim/test_scenarios.py")
-TUNNELS = ("tests/protocol/test_tunnels.py", "tests/sim/test_scenarios.py")
+MESH = ("tests/protocol/test_mesh.py", "tests/sim/scenarios")
+SCENARIOS = ("tests/sim/scenarios", "tests/protocol/test_conversation.py")
+BALANCE = ("tests/unit/relay/test_balance.py", "tests/sim/scenarios")
+TUNNELS = ("tests/protocol/test_tunnels.py", "tests/sim/scenarios")
 FRAGMENTS = ("tests/unit/relay/net/test_fragments.py",)
 HELLO = (
     "tests/adversity/test_silence_and_floods.py::test_a_client_that_connects_and_says_nothing_is_told_and_cut",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 POLICY = ("tests/unit/relay/test_policy.py",)
-SITES = ("tests/protocol/test_sites.py", "tests/sim/test_federation.py")
+SITES = ("tests/protocol/test_sites.py", "tests/sim/federation")
 IRIS1 = ("tests/interop/iris1/test_faults.py",)
 SP = ("tests/unit/relay/test_sp_opening.py",)
 

@@ -1,0 +1,54 @@
+"""What tests of simulated networks do again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.sim import SimCall, SimNetwork, SimSession
+
+REACH_S = 0.4
+"""In which anything arrives anywhere."""
+
+
+def federation(seed: int = 1, **shape: Any) -> SimNetwork:
+    """Return three sites of three relays, the first two of each its gateways."""
+    shape.setdefault("sites", {"ams": 3, "ber": 3, "cph": 3})
+    net = SimNetwork(seed, **shape)
+    net.run(2.0)
+    net.check_converged()
+    return net
+
+
+def settle(net: SimNetwork) -> None:
+    """Let everything arrive, and hold the network against what is true."""
+    net.run(REACH_S)
+    net.check_converged()
+
+
+def rest(net: SimNetwork) -> None:
+    """End every fault; all copies have to be true then, and nothing may be left over."""
+    net.calm()
+    net.check_converged()
+    net.check_idle()
+    if not net.policies:
+        net.ledger.audit()
+
+
+def wans(net: SimNetwork, one: str, other: str) -> list[tuple[int, int]]:
+    """Return the WAN wires between two sites."""
+    return [
+        (a, b) for (a, b), wire in net.wires.items() if wire.wan and {net.site_of(a), net.site_of(b)} == {one, other}
+    ]  # fmt: skip
+
+
+def through(net: SimNetwork, place: int) -> list[tuple[int, int]]:
+    """Return the WAN wires of a gateway."""
+    return [pair for pair, wire in net.wires.items() if wire.wan and place in pair]
+
+
+def got(session: SimSession, tag: int) -> int:
+    return session.casts.count(tag)
+
+
+def told_ms(call: SimCall, since_us: int) -> float:
+    return (call.done_us - since_us) / 1000
