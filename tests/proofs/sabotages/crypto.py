@@ -11,11 +11,13 @@ KEYS = ("tests/unit/crypto/test_keys.py",)
 KEYFILES = ("tests/unit/crypto/test_keyfiles.py",)
 KEYRING = ("tests/unit/crypto/test_keyring.py",)
 GUARDING = ("tests/protocol/test_guarding.py", "tests/unit/core/test_guard.py")
-LYING = ("tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py")
+LYING = (
+    "tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py", "tests/adversity/test_forging_relay.py",
+)  # fmt: skip
 TUNNELS = ("tests/protocol/test_tunnels.py",)
 STRANGE = ("tests/protocol/test_strange_keys.py",)
 RETIRED = (
-    "tests/adversity/test_lying_relay.py::test_after_a_reload_nothing_is_accepted_under_a_retired_key",
+    "tests/adversity/test_forging_relay.py::test_after_a_reload_nothing_is_accepted_under_a_retired_key",
     "tests/integration/test_rotation.py",
 )
 
