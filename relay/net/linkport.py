@@ -8,34 +8,31 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol, cast
+from typing import ClassVar, Final, Protocol
 
 import msgspec
 
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import (
-    ALIAS,
-    ALIAS_AT,
     FLAGS_AT,
     FRAME_OVERHEAD,
-    KIND_AT,
     MAX_REPORT_BYTES,
     FrameReader,
     decode_control,
     encode_control,
 )
-from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION, TUNNEL_KINDS
+from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION
 from iris.wire.names import printable
+from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
+from relay.core.router import Router
+from relay.logs import Quiet
 from relay.net.dialling import LINKED, OURSELVES, UP, Outcome
-from relay.net.fragments import PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
-from relay.net.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Secured
+from relay.net.fragments import WHOLE_BYTES, Assembly
+from relay.net.longframes import LongFramePort
+from relay.net.ports import Driver, Secured
 from relay.net.tls import LINK_ALPN, check_alpn, peer_relay_id
-
-if TYPE_CHECKING:
-    from relay.net.hub import Hub
-    from relay.net.links import LinkHub
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +40,6 @@ FINISH_S: Final = 2.0
 """What a link that ends has queued is written within this, or not at all."""
 FIRST_LIMIT_BYTES: Final = 64 << 10
 HIGH_WATER_BYTES: Final = 256 << 10
-BULK_TURN_BYTES: Final = 2 * PIECE_BYTES
-"""Pieces of long frames that a link is given per turn of the loop."""
 PORTION_BYTES: Final = 1024
 """Frames of `WEIGHTY_KINDS` that a connection is heard for at once. What came behind them waits for `PORTION_S`, so that a burst
 holds nobody else up for long. Each further portion is larger than the one before: a long burst takes little longer."""
@@ -97,7 +92,32 @@ class Dialling(Protocol):
     def fingerprint(self) -> bytes: ...
 
 
-class LinkPort(ConnectionPort):
+class Owner(Protocol):
+    """Who holds all connections of one kind: what a port of them asks and tells it. See `relay.net.hub.Hub`."""
+
+    driver: Driver
+    config: RelayConfig
+    router: Router
+    ports: set[LinkPort]
+    quiet: Quiet
+    protocol_errors: int
+
+    @property
+    def kind(self) -> str: ...
+    def half_open(self, port: LinkPort) -> None: ...
+    def known(self, port: LinkPort) -> None: ...
+    def linked(self, relay_id: bytes) -> bool: ...
+    def refused(self, address: str, reason: str, detail: str) -> None: ...
+    def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor: ...
+    def lost(self, port: LinkPort, neighbor: Neighbor, relay_id: bytes, lived_s: float) -> None: ...
+
+
+def _no_network(context: ssl.SSLContext) -> bytes:
+    """The connection is not one of a network."""
+    return b""
+
+
+class LinkPort(LongFramePort):
     """One connection to a relay, or to a stranger. Implements `relay.core.ports.Port` once it is a link."""
 
     high_water_bytes = HIGH_WATER_BYTES
@@ -105,14 +125,18 @@ class LinkPort(ConnectionPort):
 
     def __init__(
         self,
-        hub: Hub,
+        hub: Owner,
         address: str,
         context: ssl.SSLContext,
         *,
         credentials: Dialling | None = None,
         dial_us: int = 0,
+        network_of: Callable[[ssl.SSLContext], bytes] = _no_network,
     ) -> None:
-        """Accept under `context`, or dial with `credentials`, begun at `dial_us`."""
+        """Accept under `context`, or dial with `credentials`, begun at `dial_us`.
+
+        `network_of` names the network that the handshake of an accepted connection picked; raises Refused.
+        """
         super().__init__(hub.driver, hub.config)
         self.address = address
         self.dialled = credentials is not None
@@ -128,8 +152,9 @@ class LinkPort(ConnectionPort):
         self.made = False
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Of a dial."""
-        self.in_frames = self.out_frames = self.in_bytes = 0
+        self.in_frames = self.in_bytes = 0
         self._hub = hub
+        self._network_of = network_of
         self._context = context
         self.credentials = credentials
         self._secured: Secured
@@ -139,9 +164,6 @@ class LinkPort(ConnectionPort):
         self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self._entry: Callable[[memoryview, int, int], None]
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
-        self._longest_bytes = self._whole_bytes = WHOLE_BYTES
-        """Longest frame that the other relay takes, and that it gets in one piece."""
-        self._lanes = Lanes()
         self._heard_bytes = 0
         """Of this portion."""
         self._portion_bytes = PORTION_BYTES
@@ -150,8 +172,6 @@ class LinkPort(ConnectionPort):
         self._hears: Callable[[memoryview, int, int], None] | None = None
         """What is to hear frames that are held, meanwhile."""
         self._waiting: asyncio.TimerHandle | None = None
-        self._pumped = False
-        self._refusing = False
         self._up_s = 0.0
         self._finish_timer: asyncio.TimerHandle | None = None
 
@@ -236,15 +256,6 @@ class LinkPort(ConnectionPort):
         self._lanes.clear()
         self._lost("link lost")
 
-    def resume_writing(self) -> None:
-        self._paused = False
-        self._write_queue()
-        if self._lanes and not self._closed:
-            self._pump()
-        if not self._closed and self._waiting_bytes() <= self._limit_bytes // 2:
-            self._has_room_again()
-            self._driver.settle()
-
     # -- becoming a link -------------------------------------------------------------------------------------
 
     def _shake(self) -> bool:
@@ -274,7 +285,7 @@ class LinkPort(ConnectionPort):
         except PeerProtocolError as err:
             raise Refused("not a relay", str(err)) from err
         if not self.dialled:
-            self.fingerprint = cast("LinkHub", self._hub).fingerprint_of(tls.context)
+            self.fingerprint = self._network_of(tls.context)
 
     def _tls_reason(self, error: str) -> str:
         """Return what a failure of TLS is counted as, by OpenSSL's name for it."""
@@ -437,43 +448,6 @@ class LinkPort(ConnectionPort):
 
     # -- Port ------------------------------------------------------------------------------------------------
 
-    def has_room(self, size: int) -> bool:
-        if size > self._longest_bytes:
-            return False
-        waiting = self._waiting_bytes()
-        return not waiting or waiting + size <= self._limit_bytes
-
-    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
-        self.out_frames += 1
-        if end - start > self._whole_bytes or self._lanes:
-            alias = self._lane(buf, start, end)
-            if alias >= 0:
-                return self._put_long(alias, bytes(buf[start:end]), count)
-        if super().forward(buf, start, end, count):
-            return True
-        self._refusing = True
-        return False
-
-    def send(self, frame: bytes, count: int) -> bool:
-        self.out_frames += 1
-        if len(frame) > self._whole_bytes or self._lanes:
-            alias = self._lane(frame, 0, len(frame))
-            if alias >= 0:
-                return self._put_long(alias, frame, count)
-        if super().send(frame, count):
-            return True
-        self._refusing = True
-        return False
-
-    def control(self, frame: bytes) -> None:
-        if self._closed:
-            return
-        self.out_frames += 1
-        if not self._lanes.control(frame):
-            super().control(frame)
-        elif self._lanes.bytes > self._limit_bytes + CONTROL_LIMIT_BYTES:
-            self.abort("it does not read what it is told")
-
     def finish(self) -> None:
         self.reason = self.reason or "the other relay said goodbye"
         self._hear_no_more()
@@ -508,14 +482,6 @@ class LinkPort(ConnectionPort):
             if self.made:
                 self._transport.abort()
 
-    @property
-    def held_messages(self) -> int:
-        return self._held + self._lanes.messages
-
-    @property
-    def unwritten_bytes(self) -> int:
-        return self._lanes.bytes + super().unwritten_bytes
-
     def told(self) -> dict[str, object]:
         """Return what the log says of it when it is up."""
         return {"address": self.address, "dialled": self.dialled}
@@ -535,62 +501,9 @@ class LinkPort(ConnectionPort):
         }
 
     def _has_room_again(self) -> None:
-        self._refusing = False
+        super()._has_room_again()
         if self.link is not None:
             self._router.writable(self.link)
-
-    # -- long frames -----------------------------------------------------------------------------------------
-
-    def _waiting_bytes(self) -> int:
-        run_bytes = self._run_end - self._run_start if self._queue and self._run is not None else 0
-        return self._queued_bytes + self._lanes.bytes - self._tunnel_bytes + run_bytes
-
-    def _lane(self, buf: memoryview | bytes, start: int, end: int) -> int:
-        """Return the alias of a frame that is long or stays behind a long one; -1: it goes as it comes."""
-        if buf[start + KIND_AT] in TUNNEL_KINDS:
-            return -1
-        alias: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
-        return alias if end - start > self._whole_bytes or alias in self._lanes else -1
-
-    def _put_long(self, alias: int, frame: bytes, count: int) -> bool:
-        if not self.has_room(len(frame)):
-            self._refusing = True
-            return False
-        self._lanes.put(alias, frame, count)
-        if not self._dirty:
-            self._dirty = True
-            self._driver.dirty.append(self)
-        return True
-
-    def flush(self) -> None:
-        super().flush()
-        if self._lanes and not self._pumped and not self._closed:
-            self._pump()
-
-    def _pump(self) -> None:
-        """Write what a turn of the loop may take of long frames, after everything that may overtake them."""
-        if self._paused or self._queue or self._pumped:
-            return
-        self._take_run()
-        self._write_chunks()
-        if self._paused:
-            return
-        self._write(self._lanes.take(BULK_TURN_BYTES))
-        if self._lanes:
-            self._pumped = True
-            asyncio.get_running_loop().call_soon(self._pump_on)
-        elif self._finishing and not self._closed:
-            self._transport.close()
-        if self._refusing and self._waiting_bytes() <= self._limit_bytes // 2:
-            self._has_room_again()
-
-    def _pump_on(self) -> None:
-        self._pumped = False
-        if not self._closed:
-            if not self._dirty:
-                self._dirty = True
-                self._driver.dirty.append(self)
-            self._driver.settle()
 
     def _write(self, chunks: list[bytes]) -> None:
         try:
@@ -598,9 +511,6 @@ class LinkPort(ConnectionPort):
         except ssl.SSLError as err:
             self._broken = True
             self.abort(f"TLS failure: {err.reason or err}")
-
-    def _done(self) -> bool:
-        return not self._queue and not self._lanes
 
     # -- faults ----------------------------------------------------------------------------------------------
 

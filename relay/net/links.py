@@ -50,7 +50,7 @@ class LinkHub(Hub):
         return self.addresses[0][1] if self.addresses else 0
 
     def _accepting_port(self, address: str) -> LinkPort:
-        return LinkPort(self, address, self._context)
+        return LinkPort(self, address, self._context, network_of=self.fingerprint_of)
 
     def _neighbor(self, relay_id: bytes) -> Link | None:
         return self.router.links.get(relay_id)

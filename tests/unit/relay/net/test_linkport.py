@@ -20,15 +20,9 @@ from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
 from relay.net.dialling import LINKED
-from relay.net.linkport import (
-    BULK_TURN_BYTES,
-    PORTION_BYTES,
-    PORTION_FRAME_BYTES,
-    PORTION_S,
-    LinkPort,
-    Refused,
-)
+from relay.net.linkport import PORTION_BYTES, PORTION_FRAME_BYTES, PORTION_S, LinkPort, Refused
 from relay.net.links import LinkHub
+from relay.net.longframes import BULK_TURN_BYTES
 from relay.net.ports import Driver
 
 MIB = 1 << 20

@@ -1,0 +1,139 @@
+"""A port whose long frames go in pieces, so that short ones may overtake them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from iris.wire.codec import ALIAS, ALIAS_AT, KIND_AT
+from iris.wire.frames import TUNNEL_KINDS
+from relay.config import RelayConfig
+from relay.net.fragments import PIECE_BYTES, WHOLE_BYTES, Lanes
+from relay.net.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Driver
+
+BULK_TURN_BYTES: Final = 2 * PIECE_BYTES
+"""Pieces of long frames that a link is given per turn of the loop."""
+
+
+class LongFramePort(ConnectionPort):
+    """A connection between relays, as far as frames out are concerned."""
+
+    def __init__(self, driver: Driver, config: RelayConfig) -> None:
+        super().__init__(driver, config)
+        self.out_frames = 0
+        self._longest_bytes = self._whole_bytes = WHOLE_BYTES
+        """Longest frame that the other relay takes, and that it gets in one piece."""
+        self._lanes = Lanes()
+        self._pumped = False
+        self._refusing = False
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._write_queue()
+        if self._lanes and not self._closed:
+            self._pump()
+        if not self._closed and self._waiting_bytes() <= self._limit_bytes // 2:
+            self._has_room_again()
+            self._driver.settle()
+
+    def _has_room_again(self) -> None:
+        self._refusing = False
+
+    def has_room(self, size: int) -> bool:
+        if size > self._longest_bytes:
+            return False
+        waiting = self._waiting_bytes()
+        return not waiting or waiting + size <= self._limit_bytes
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        self.out_frames += 1
+        if end - start > self._whole_bytes or self._lanes:
+            alias = self._lane(buf, start, end)
+            if alias >= 0:
+                return self._put_long(alias, bytes(buf[start:end]), count)
+        if super().forward(buf, start, end, count):
+            return True
+        self._refusing = True
+        return False
+
+    def send(self, frame: bytes, count: int) -> bool:
+        self.out_frames += 1
+        if len(frame) > self._whole_bytes or self._lanes:
+            alias = self._lane(frame, 0, len(frame))
+            if alias >= 0:
+                return self._put_long(alias, frame, count)
+        if super().send(frame, count):
+            return True
+        self._refusing = True
+        return False
+
+    def control(self, frame: bytes) -> None:
+        if self._closed:
+            return
+        self.out_frames += 1
+        if not self._lanes.control(frame):
+            super().control(frame)
+        elif self._lanes.bytes > self._limit_bytes + CONTROL_LIMIT_BYTES:
+            self.abort("it does not read what it is told")
+
+    @property
+    def held_messages(self) -> int:
+        return self._held + self._lanes.messages
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return self._lanes.bytes + super().unwritten_bytes
+
+    def _waiting_bytes(self) -> int:
+        run_bytes = self._run_end - self._run_start if self._queue and self._run is not None else 0
+        return self._queued_bytes + self._lanes.bytes - self._tunnel_bytes + run_bytes
+
+    def _lane(self, buf: memoryview | bytes, start: int, end: int) -> int:
+        """Return the alias of a frame that is long or stays behind a long one; -1: it goes as it comes."""
+        if buf[start + KIND_AT] in TUNNEL_KINDS:
+            return -1
+        alias: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
+        return alias if end - start > self._whole_bytes or alias in self._lanes else -1
+
+    def _put_long(self, alias: int, frame: bytes, count: int) -> bool:
+        if not self.has_room(len(frame)):
+            self._refusing = True
+            return False
+        self._lanes.put(alias, frame, count)
+        if not self._dirty:
+            self._dirty = True
+            self._driver.dirty.append(self)
+        return True
+
+    def flush(self) -> None:
+        super().flush()
+        if self._lanes and not self._pumped and not self._closed:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Write what a turn of the loop may take of long frames, after everything that may overtake them."""
+        if self._paused or self._queue or self._pumped:
+            return
+        self._take_run()
+        self._write_chunks()
+        if self._paused:
+            return
+        self._write(self._lanes.take(BULK_TURN_BYTES))
+        if self._lanes:
+            self._pumped = True
+            asyncio.get_running_loop().call_soon(self._pump_on)
+        elif self._finishing and not self._closed:
+            self._transport.close()
+        if self._refusing and self._waiting_bytes() <= self._limit_bytes // 2:
+            self._has_room_again()
+
+    def _pump_on(self) -> None:
+        self._pumped = False
+        if not self._closed:
+            if not self._dirty:
+                self._dirty = True
+                self._driver.dirty.append(self)
+            self._driver.settle()
+
+    def _done(self) -> bool:
+        return not self._queue and not self._lanes
