@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, Protocol, cast
 
 import iris
 from relay.bridges.iris1.calls import Calls
+from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import (
     Broadcast,
@@ -27,13 +29,11 @@ from relay.bridges.iris1.core.frames import (
     Violation,
 )
 from relay.bridges.iris1.core.machine import Machine, State
-from relay.bridges.iris1.gate import Settling
+from relay.bridges.iris1.gate import Gate, Settling
 from relay.bridges.iris1.lines import Lines
+from relay.bridges.iris1.local import Locals
 from relay.bridges.iris1.near import NearEnd
-from relay.bridges.iris1.outlet import Outlet
-
-if TYPE_CHECKING:
-    from relay.bridges.iris1.bridge import Bridge
+from relay.bridges.iris1.outlet import Flushing, Outlet
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,29 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
+class House(Protocol):
+    """What a conversation asks and tells the bridge that it is with: see `relay.bridges.iris1.bridge.Bridge`."""
+
+    config: Iris1Config
+    counters: Counter[str]
+    gate: Gate
+    near: Locals
+    flushing: Flushing
+    connect: Callable[[str], iris.Client]
+
+    def connected(self, conversation: Conversation) -> None: ...
+    def greeted(self, conversation: Conversation) -> bool: ...
+    def arrived(self, conversation: Conversation) -> None: ...
+    def disconnected(self, conversation: Conversation) -> None: ...
+    def lost(self, lost: iris.Lost) -> None: ...
+    def gap(self, gap: iris.Lost) -> None: ...
+    def warn(self, event: str, peer: str, reason: str) -> None: ...
+
+
 class Conversation(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: House) -> None:
         config = bridge.config
         self.machine = Machine(
             self, lambda data: self._outlet.emit(data), bridge.counters, message_limit=READ_HIGH_BYTES, max_calls=config.max_calls,

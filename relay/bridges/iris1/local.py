@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import iris
 from iris.core.company import Company
@@ -17,9 +17,7 @@ from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import Oversized, Payload
 from relay.bridges.iris1.core.machine import Machine
-
-if TYPE_CHECKING:
-    from relay.bridges.iris1.conversation import Conversation
+from relay.bridges.iris1.near import NearEnd
 
 SHARED: Final = iris.Limits().concurrency
 """Requests that a member here owes answers for, as many as the relay would let it have, when others serve its cluster, too."""
@@ -29,15 +27,27 @@ TRIED: Final = 8
 """Members that are looked at for a call: the one that owes the fewest answers gets it."""
 
 
+class Local(Protocol):
+    """A client of this bridge, to the others: see `relay.bridges.iris1.conversation.Conversation`."""
+
+    machine: Machine
+    client: iris.Client | None
+    near_bytes: int
+    """Bytes of requests of other clients that it has not answered."""
+
+    def accept_tunnel(self, tunnel: NearEnd) -> None:
+        """Carry a tunnel that another client opened to it."""
+
+
 class Group:
     """The members of one cluster that are programs of the bridge."""
 
     def __init__(self) -> None:
-        self.members: list[Conversation] = []
+        self.members: list[Local] = []
         self.everywhere: int | None = None
         """Members that the relay knows; None: it has not said so yet."""
         self.turn = 0
-        self.watch: tuple[Conversation, asyncio.Task[None]] | None = None
+        self.watch: tuple[Local, asyncio.Task[None]] | None = None
 
     @property
     def alone(self) -> bool:
@@ -52,18 +62,18 @@ class Locals:
         self.company = Company()
         self._config = config
         self._groups: dict[str, Group] = {}
-        self._topics: dict[str, dict[Conversation, bytes]] = {}
+        self._topics: dict[str, dict[Local, bytes]] = {}
         """By name, who hears it, and what that topic is called there."""
 
     # -- who is here -----------------------------------------------------------------------------------------
 
-    def join(self, cluster: str, member: Conversation) -> None:
+    def join(self, cluster: str, member: Local) -> None:
         """Somebody serves from now on."""
         group = self._groups.setdefault(cluster, Group())
         group.members.append(member)
         self._watch(cluster, group)
 
-    def leave(self, cluster: str, member: Conversation) -> None:
+    def leave(self, cluster: str, member: Local) -> None:
         """It takes nothing new. Idempotent."""
         group = self._groups.get(cluster)
         if group is None or member not in group.members:
@@ -93,11 +103,11 @@ class Locals:
         except iris.IrisError:
             group.everywhere = None  # others may be there: ours share with them
 
-    def subscribe(self, name: str, topic: bytes, subscriber: Conversation) -> None:
+    def subscribe(self, name: str, topic: bytes, subscriber: Local) -> None:
         """Somebody hears a topic from now on."""
         self._topics.setdefault(name, {})[subscriber] = topic
 
-    def unsubscribe(self, name: str, subscriber: Conversation) -> None:
+    def unsubscribe(self, name: str, subscriber: Local) -> None:
         """It does not any more. Idempotent."""
         subscribers = self._topics.get(name, {})
         subscribers.pop(subscriber, None)
@@ -125,7 +135,7 @@ class Locals:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def for_request(self, cluster: str, size: int) -> Conversation | None:
+    def for_request(self, cluster: str, size: int) -> Local | None:
         """Return the member here that is to get a request of `size` bytes; None: the relay is to choose.
 
         While others serve the cluster, too, a member here is full with as many requests as the relay would let it have.
@@ -139,7 +149,7 @@ class Locals:
             return None
         return member
 
-    def for_tunnel(self, cluster: str) -> Conversation | None:
+    def for_tunnel(self, cluster: str) -> Local | None:
         """Return the member here that is to get a tunnel; None: the relay is to choose."""
         group = self._groups.get(cluster)
         if group is None:
@@ -147,9 +157,7 @@ class Locals:
         return self._choose(group, self._config.max_tunnels, lambda one: one.machine.tunnels)
 
     @staticmethod
-    def _choose(
-        group: Group, most: int, load: Callable[[Conversation], int]
-    ) -> Conversation | None:
+    def _choose(group: Group, most: int, load: Callable[[Local], int]) -> Local | None:
         members = group.members
         group.turn = turn = (group.turn + 1) % len(members)
         best, least = None, most
@@ -186,13 +194,13 @@ class LocalCall:
         self._counters = counters
         self._grace_s = config.grace_s
         self._slack_s = config.slack_s
-        self._service: tuple[Conversation, int]
+        self._service: tuple[Local, int]
         self._size: int
         self._timer: asyncio.TimerHandle
         self._waited = True
         """Its caller waits for the answer."""
 
-    def begin(self, service: Conversation, payload: bytes, timeout_ms: int) -> bool:
+    def begin(self, service: Local, payload: bytes, timeout_ms: int) -> bool:
         """Hand it to the service; False: that takes none."""
         theirs = service.machine.call(self, payload, timeout_ms)
         if theirs is None:
