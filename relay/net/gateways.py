@@ -36,10 +36,12 @@ from relay.discovery.seeds import resolve
 from relay.net.addresses import listen_at, show
 from relay.net.dialling import LINKED, UP, Address, Outcome, Target
 from relay.net.hub import Hub
-from relay.net.linkport import FOREIGN, WRONG_NETWORK, LinkPort, Refused
+from relay.net.linkport import LinkPort, Refused
 from relay.net.ports import Driver
 from relay.net.tls import (
+    FOREIGN,
     WAN_ALPN,
+    WRONG_NETWORK,
     GatewayCredentials,
     gateway_server_context,
     peer_gateway,

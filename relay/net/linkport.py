@@ -32,7 +32,7 @@ from relay.net.dialling import LINKED, OURSELVES, UP, Outcome
 from relay.net.fragments import WHOLE_BYTES, Assembly
 from relay.net.longframes import LongFramePort
 from relay.net.ports import Driver, Secured
-from relay.net.tls import LINK_ALPN, check_alpn, peer_relay_id
+from relay.net.tls import LINK_ALPN, TLS_REASONS, check_alpn, peer_relay_id
 
 log = logging.getLogger(__name__)
 
@@ -47,31 +47,6 @@ PORTION_S: Final = 0.001
 PORTION_FRAME_BYTES: Final = 64
 """What such a frame counts for besides its length."""
 
-WRONG_NETWORK: Final = "wrong network"
-FOREIGN: Final = "foreign certificate"
-_TLS_REASONS: Final = {
-    "CALLBACK_FAILED": WRONG_NETWORK,  # no network of that name here
-    "TLSV1_UNRECOGNIZED_NAME": WRONG_NETWORK,
-    "CERTIFICATE_VERIFY_FAILED": FOREIGN,
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no certificate",
-    "TLSV1_ALERT_UNKNOWN_CA": "refused our certificate",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "refused our certificate",
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "refused our certificate",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "refused our certificate",
-    "TLSV1_ALERT_DECRYPT_ERROR": "refused our certificate",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "refused our certificate",
-    "UNSUPPORTED_PROTOCOL": "TLS version",
-    "NO_PROTOCOLS_AVAILABLE": "TLS version",
-    "TLSV1_ALERT_PROTOCOL_VERSION": "TLS version",
-    "HTTP_REQUEST": "not TLS",
-    "HTTPS_PROXY_REQUEST": "not TLS",
-    "WRONG_VERSION_NUMBER": "not TLS",
-    "UNKNOWN_PROTOCOL": "not TLS",
-    "BAD_RECORD_TYPE": "not TLS",
-    "RECORD_LAYER_FAILURE": "not TLS",
-    "PACKET_LENGTH_TOO_LONG": "not TLS",
-}
-"""What OpenSSL calls it -> what we count it as."""
 _LOOPBACK: Final = ("127.", "[::1]")
 
 
@@ -289,7 +264,7 @@ class LinkPort(LongFramePort):
 
     def _tls_reason(self, error: str) -> str:
         """Return what a failure of TLS is counted as, by OpenSSL's name for it."""
-        return _TLS_REASONS.get(error, "TLS failure")
+        return TLS_REASONS.get(error, "TLS failure")
 
     def _hello(self) -> frames.LinkHello:
         """Return our greeting."""

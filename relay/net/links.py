@@ -16,9 +16,9 @@ from relay.core.neighbor import Neighbor
 from relay.net.addresses import bind, parse_addresses, show
 from relay.net.dialling import UP, Address, Outcome, Seen, Target
 from relay.net.hub import Hub
-from relay.net.linkport import WRONG_NETWORK, LinkPort, Refused
+from relay.net.linkport import LinkPort, Refused
 from relay.net.ports import Driver
-from relay.net.tls import Credentials, link_server_context
+from relay.net.tls import WRONG_NETWORK, Credentials, link_server_context
 
 log = logging.getLogger(__name__)
 

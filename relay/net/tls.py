@@ -54,9 +54,12 @@ from iris.remote import (
 )
 
 __all__ = [
+    "FOREIGN",
     "LINK_ALPN",
     "SESSION_ALPN",
+    "TLS_REASONS",
     "WAN_ALPN",
+    "WRONG_NETWORK",
     "Credentials",
     "GatewayCredentials",
     "PeerPin",
@@ -81,16 +84,31 @@ WAN_ALPN: Final = "iris-wan/1"
 _SITE_CA: Final = re.compile(r"iris site CA ([0-9a-f]{32})")
 _GATEWAY: Final = re.compile(r"([a-z][a-z0-9-]{0,31}):([0-9a-f]{32})")
 
-# OpenSSL's names for what is worth telling apart.
-_REFUSALS: Final = {
-    "CALLBACK_FAILED": "names no network of ours",
-    "CERTIFICATE_VERIFY_FAILED": "certificate not of this network and kind",
+WRONG_NETWORK: Final = "wrong network"
+FOREIGN: Final = "foreign certificate"
+TLS_REASONS: Final = {
+    "CALLBACK_FAILED": WRONG_NETWORK,  # no network of that name here
+    "TLSV1_UNRECOGNIZED_NAME": WRONG_NETWORK,
+    "CERTIFICATE_VERIFY_FAILED": FOREIGN,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no certificate",
-    "UNSUPPORTED_PROTOCOL": "TLS older than 1.3",
+    "TLSV1_ALERT_UNKNOWN_CA": "refused our certificate",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "refused our certificate",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "refused our certificate",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "refused our certificate",
+    "TLSV1_ALERT_DECRYPT_ERROR": "refused our certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "refused our certificate",
+    "UNSUPPORTED_PROTOCOL": "TLS version",
+    "NO_PROTOCOLS_AVAILABLE": "TLS version",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "TLS version",
     "HTTP_REQUEST": "not TLS",
     "HTTPS_PROXY_REQUEST": "not TLS",
     "WRONG_VERSION_NUMBER": "not TLS",
+    "UNKNOWN_PROTOCOL": "not TLS",
+    "BAD_RECORD_TYPE": "not TLS",
+    "RECORD_LAYER_FAILURE": "not TLS",
+    "PACKET_LENGTH_TOO_LONG": "not TLS",
 }
+"""What OpenSSL calls it -> what we count it as."""
 
 
 class Credentials:
@@ -261,12 +279,12 @@ def gateway_server_context(credentials: GatewayCredentials) -> ssl.SSLContext:
 
 
 def refusal(error: BaseException) -> str:
-    """Return why a handshake failed on our side: one of eight texts, so that they can be counted by.
+    """Return why a handshake failed on our side: a text out of few, so that they can be counted by.
 
     `error` is what `connect_accepted_socket`, `create_connection` or an SSLObject's `do_handshake` raised.
     """
     if isinstance(error, ssl.SSLError):
-        return _REFUSALS.get(error.reason or "", "TLS handshake failed")
+        return TLS_REASONS.get(error.reason or "", "TLS failure")
     if isinstance(error, TimeoutError):
         return "TLS handshake took too long"
     # asyncio's word for a handshake over its time is a ConnectionAbortedError like the others.
