@@ -7,7 +7,7 @@ from proofs.sabotages.sabotage import Sabotage
 CALLS = ("tests/protocol/test_store_calls.py",)
 ATTACKS = ("tests/protocol/test_store_attacks.py",)
 LYING = (
-    "tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py", "tests/adversity/test_forging_relay.py",
+    "tests/protocol/test_guarding.py", "tests/protocol/test_proving.py", "tests/adversity/test_lying_relay.py", "tests/adversity/test_forging_relay.py",
 )  # fmt: skip
 CHANNEL = ("tests/unit/crypto/test_channel.py",)
 

@@ -9,7 +9,11 @@ TLS = ("tests/unit/relay/net/test_tls.py",)
 GATEWAY_TLS = ("tests/unit/relay/net/test_gateway_tls.py",)
 CERTIFICATES = ("tests/unit/crypto/test_certificates.py", *TLS)
 LINKS = ("tests/adversity/test_links.py",)
-UNPROVEN = ("tests/protocol/test_guarding.py", "tests/protocol/test_fairness.py")
+UNPROVEN = (
+    "tests/protocol/test_guarding.py",
+    "tests/protocol/test_proving.py",
+    "tests/protocol/test_fairness.py",
+)
 RULES = (
     "tests/adversity/test_tolerance.py::test_a_control_frame_that_cannot_be_done_is_refused_by_its_ack",
 )

@@ -10,9 +10,13 @@ NOISE = ("tests/unit/crypto/test_noise.py",)
 KEYS = ("tests/unit/crypto/test_keys.py",)
 KEYFILES = ("tests/unit/crypto/test_keyfiles.py",)
 KEYRING = ("tests/unit/crypto/test_keyring.py",)
-GUARDING = ("tests/protocol/test_guarding.py", "tests/unit/core/test_guard.py")
+GUARDING = (
+    "tests/protocol/test_guarding.py",
+    "tests/protocol/test_proving.py",
+    "tests/unit/core/test_guard.py",
+)
 LYING = (
-    "tests/protocol/test_guarding.py", "tests/adversity/test_lying_relay.py", "tests/adversity/test_forging_relay.py",
+    "tests/protocol/test_guarding.py", "tests/protocol/test_proving.py", "tests/adversity/test_lying_relay.py", "tests/adversity/test_forging_relay.py",
 )  # fmt: skip
 TUNNELS = ("tests/protocol/test_tunnels.py",)
 STRANGE = ("tests/protocol/test_strange_keys.py",)
@@ -316,7 +320,11 @@ SABOTAGES = (
         "Casts._bundle",
         "len(payloads) != count",
         "False",
-        ("tests/protocol/test_guarding.py", "tests/protocol/test_conversation.py"),
+        (
+            "tests/protocol/test_guarding.py",
+            "tests/protocol/test_proving.py",
+            "tests/protocol/test_conversation.py",
+        ),
         "a bundle holds more messages than it says",
     ),
     Sabotage(

@@ -17,7 +17,10 @@ LINK_PORT = ("tests/unit/relay/net/test_linkport.py",)
 RULES = (
     "tests/adversity/test_bad_input.py::test_an_offender_hears_the_rule_and_nobody_else_notices",
 )
-GUARDING = ("tests/protocol/test_guarding.py",)
+GUARDING = (
+    "tests/protocol/test_guarding.py",
+    "tests/protocol/test_proving.py",
+)
 LINKS = ("tests/adversity/test_links.py",)
 SESSION_PORT = ("tests/unit/relay/net/test_session_port.py",)
 FLAGS = ("tests/protocol/test_flags.py",)
