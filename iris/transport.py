@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from iris.core.conversation import State
 from iris.errors import IrisError, PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
@@ -79,11 +80,11 @@ class Outgoing(Protocol):
     chunk_bytes: int
 
 
-class Conversation(Protocol):
-    """A sans-IO session with a relay, as `iris.core.session` describes how it is driven."""
+class Driven(Protocol):
+    """A sans-IO session with a relay: see `iris.core.conversation`."""
 
     message_limit: int
-    state: str
+    state: State
     deadline_us: int
 
     @property
@@ -103,7 +104,7 @@ class Conversation(Protocol):
     def poison(self) -> None: ...
 
 
-S = TypeVar("S", bound=Conversation)
+S = TypeVar("S", bound=Driven)
 
 
 class PumpOwner(Protocol):
@@ -177,7 +178,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self._in_batch = False
         if self.connected:
             self.flush()
-            if self.session.state == "ended":
+            if self.session.state is State.ENDED:
                 self.abort("")
 
     def eof_received(self) -> bool:
@@ -232,7 +233,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         """Write what the session has to say now."""
         session = self.session
         session.flush()
-        if session.state == "up":
+        if session.state is State.UP:
             self.write()
         if session.deadline_us < self._timer_us:
             self._arm()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.core.bundle import Headers, decode_bundle
+from iris.core.medium import Medium
 from iris.core.message import Message
 from iris.core.parties import Lost, SurveySink, Waiter
 from iris.crypto.keys import ClusterKey
@@ -27,9 +28,6 @@ from iris.wire import frames
 from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
 from iris.wire.frames import NEVER_US, STALE, Cause, Kind
 from iris.wire.names import split_site
-
-if TYPE_CHECKING:
-    from iris.core.session import Session
 
 MAX_PENDING: Final = 65_536
 ATTEMPTS: Final = 3
@@ -64,7 +62,7 @@ class Asks:
 
     __slots__ = ("_pending", "_pushes", "_session", "routed")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Medium) -> None:
         self._session = session
         self._pending: dict[int, Pending] = {}
         self.routed = 0

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.core.asks import MAX_PENDING, error_of
 from iris.core.channels import MAX_LINES, Line, Place
+from iris.core.medium import Medium
 from iris.core.parties import Waiter
 from iris.crypto.channel import MARK
 from iris.crypto.keys import ClusterKey
@@ -29,9 +30,6 @@ from iris.wire import frames
 from iris.wire.codec import BODY_AT, END, END_AT, HOP
 from iris.wire.frames import NEVER_US
 from iris.wire.streams import Refused, decode_answer
-
-if TYPE_CHECKING:
-    from iris.core.session import Session
 
 GRACE_US: Final = 1_000_000
 """The relay and the store end a call at its deadline; we wait so much longer for their word."""
@@ -66,7 +64,7 @@ class Calling:
 
     __slots__ = ("_lines", "_pending", "_session", "writes")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Medium) -> None:
         self._session = session
         self._pending: dict[int, Called] = {}
         self._lines: dict[Place, Line] = {}

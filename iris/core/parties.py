@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from iris.core.bundle import Headers
 from iris.core.inbound import InFlow
@@ -12,9 +12,6 @@ from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError
 from iris.wire.frames import Kind, Refusal
-
-if TYPE_CHECKING:
-    from iris.core.session import Session
 
 
 class Waiter(Protocol):
@@ -89,6 +86,20 @@ class SurveySink(Protocol):
     def done(self, lost: list[str], error: IrisError | None) -> None: ...
 
 
+class Answering(Protocol):
+    """The session that a delivery came over."""
+
+    message_limit: int
+    relay_id: bytes
+    running: int
+    """Deliveries of this session that our handlers have not ended yet; the bindings count."""
+
+    def answer(
+        self, delivery: Delivery, kind: int, payload: bytes, headers: Headers | None, packed: bool
+    ) -> None: ...
+    def credit(self, member: int, kind: int, hop: int, *, started: bool) -> None: ...
+
+
 class Delivery:
     """A request, push or survey that was accepted for running; ends by exactly one of its methods."""
 
@@ -96,7 +107,7 @@ class Delivery:
 
     def __init__(
         self,
-        session: Session,
+        session: Answering,
         flow: InFlow,
         hop: int,
         deadline_us: int,

@@ -1,8 +1,6 @@
 """The member's side of a session with its relay: ids, deadlines, answers, dispatch (sans-IO).
 
-Lifecycle: `connecting` (HELLO sent) -> `up` (WELCOME came) -> `leaving` (BYE sent) -> `ended`. The shell feeds frames to
-`frame`, calls `turn` with the time before it lets user code run and `flush` after, writes `out.chunks`, and calls
-`expire` no later than `deadline_us`. What comes in goes to the owner's bindings and sinks by plain calls.
+What comes in goes to the owner's bindings and sinks by plain calls. `iris.core.conversation` says how it is driven.
 """
 
 from __future__ import annotations
@@ -10,25 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from iris.core.asks import Asks
 from iris.core.bundle import Headers, decode_bundle
 from iris.core.calling import Calling
 from iris.core.casts import CASTS, Casts
 from iris.core.company import Company
 from iris.core.compression import held_bytes
+from iris.core.conversation import State
 from iris.core.guard import Guard
-from iris.core.inbound import Inbound, NotOurs
+from iris.core.inbound import NotOurs
+from iris.core.medium import Medium
 from iris.core.message import Message
 from iris.core.outbound import Outbound
-from iris.core.parties import Delivery, Owner, Waiter
+from iris.core.parties import Delivery, Owner
 from iris.core.pulse import Pulse
 from iris.core.tunneling import Tunneling
 from iris.errors import (
-    ConnectionLost,
     DecodeError,
     OpenError,
     PeerProtocolError,
-    RelayUnavailable,
     Replayed,
     Stale,
 )  # fmt: skip
@@ -38,20 +38,15 @@ from iris.wire.codec import (
     BUNDLE,
     CALL,
     END_AT,
-    FLAGS_AT,
     HOP,
     KIND_AT,
     answer_suffix,
-    decode_control,
 )  # fmt: skip
 from iris.wire.frames import (
     BOUND_PROOF_MINOR,
     CLOCK_MINOR,
     FLAG_REFUSED,
     MAX_CREDIT,
-    NEVER_US,
-    PROTOCOL_MINOR,
-    PROTOCOL_VERSION,
     Kind,
     Refusal,
 )
@@ -60,32 +55,22 @@ MAX_HELD_BYTES: Final = 16 << 20
 NOT_OURS: Final = "under a key that is not ours"
 
 
-class Session:
+class Session(Medium):
     """One connection's conversation. See the module's text for how it is driven."""
 
     def __init__(
         self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int,
         compress: bool = False, company: Company | None = None,
     ) -> None:  # fmt: skip
-        self.owner = owner
-        self.state = "connecting"
-        self.now_us = 0
-        self.mono_us = 0
-        self.deadline_us = NEVER_US
-        self.message_limit = message_limit
+        super().__init__(
+            owner, guard, entropy, company, label=label, pid=pid, message_limit=message_limit
+        )
         self._compress = compress
         self._company = company
-        self.received_alone = 0
-        """Messages received one by one: calls, their answers, records of tunnels."""
         self.running = 0
         """Deliveries of this session that our handlers have not ended yet; the bindings count."""
-        self.dropped: dict[str, int] = {}
-        self.relay_id = b""
-        self.session_id = b""
         self.drain_ms: int | None = None
         """The relay stops, and ends this session after so long; None: it has not said so."""
-        self.minor = 0
-        """Minor version of the relay, from WELCOME."""
         self.callers_left = 0
         """Calls that members of this session were handed, and whose callers left before the answer."""
         self.asks = asks = Asks(self)
@@ -95,37 +80,20 @@ class Session:
         """The members of ours that joined through this session."""
         self.registered: set[object] = set()
         """What our owner registered through this session, by whatever it tells registrations apart."""
-        self.on_welcome: Waiter | None = None
         self._certified = self._channel = b""
         """Over TLS: the relay id in the certificate, and the certificate's hash, to which proofs are bound."""
         self._pulse: Pulse | None = None
         """Of a relay on another host."""
-        self.clock_us = 0
-        """Added to the relay's deadlines."""
-        self._label = label[:64]
-        self._pid = pid
-        self.out: Outbound
-        self.entropy = entropy
-        self._inbound = Inbound(owner.find_key, company)
-        self.replies = self._inbound.replies
-        """Aliases of the relay's that were declared for stores' answers."""
-        self.flow = self._inbound.flow
-        """The flow of an alias of the relay's, declared for a kind."""
-        self.guard = guard
         self.casts = casts = Casts(owner, guard, self._inbound, self.drop, company)
-        self._hops = 0
-        self._next_id = 1
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._acks: dict[int, tuple[type, Waiter, int]] = {}
-        """id -> what answers it, who waits, and the last hop id sent before it."""
         self._watches: dict[
             int, tuple[Callable[[frames.Membership], None], Callable[[str], None] | None]
         ] = {}
         """id -> who gets the answer, and who learns that there is none."""
         self._credits: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         """(member, kind) -> hop ids of the pushes that ended in this turn."""
-        table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
+        table = self._table
         table[Kind.PUBLISH] = casts.publish
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
         table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = asks.answered
@@ -135,13 +103,8 @@ class Session:
         table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = (
             tunneling.frame
         )
-        self._table = table
-        self._controls: dict[type, Callable[[Any], None]] = {
-            frames.Welcome: self._on_welcome,
-            frames.Error: self._on_error,
-            frames.Bye: self._on_bye,
+        self._controls |= {
             frames.Drain: self._on_drain,
-            frames.Ack: self._on_ack,
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
@@ -150,17 +113,15 @@ class Session:
             frames.Done: asks.done,
             frames.Membership: self._on_membership,
             frames.Report: self._on_ack,
-            frames.Pong: self._on_ack,
             frames.Audience: self._on_ack,
-            frames.Ping: lambda ping: self.out.control(frames.Pong(ping.id)),
             frames.Beat: self._on_beat,
         }
 
     @property
     def greeting(self) -> frames.Hello:
-        """HELLO, once the session was told the time."""
-        mono_us = self.mono_us if self._certified else 0
-        return frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, self._label, self._pid, mono_us)
+        return msgspec.structs.replace(
+            super().greeting, mono_us=self.mono_us if self._certified else 0
+        )
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -176,12 +137,12 @@ class Session:
         self.now_us = now_us
         self.mono_us = mono_us
         self.casts.now_us = now_us
-        if self.state == "up":
+        if self.state is State.UP:
             self.out.now_us = now_us
 
     def flush(self) -> None:
         """Seal what the turn collected and give back its credit."""
-        if self.state != "up":
+        if self.state is not State.UP:
             return
         self.out.flush()
         self.tunneling.flush()
@@ -197,17 +158,15 @@ class Session:
             self.asks.expire(mono_us), self.tunneling.expire(mono_us), self.calling.expire(mono_us)
         )
         pulse = self._pulse
-        if pulse is not None and self.state == "up":
+        if pulse is not None and self.state is State.UP:
             if mono_us >= pulse.beat_us:
                 self.out.control(pulse.beat(mono_us))
             self.deadline_us = min(self.deadline_us, pulse.deadline_us)
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
-        """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before the greeting."""
         self._certified, self._channel = relay_id, channel
 
     def heard(self) -> None:
-        """Something came from the relay."""
         if self._pulse is not None:
             self._pulse.last_us = self.mono_us
 
@@ -222,7 +181,6 @@ class Session:
             self._table[kind] = self._hold
 
     def release_casts(self) -> None:
-        """Deliver what was held back, in order; raises PeerProtocolError as `frame`."""
         held, self._held = self._held, []
         self._held_bytes = 0
         self._table[Kind.PUBLISH] = self.casts.publish
@@ -237,11 +195,7 @@ class Session:
         if self._held_bytes > MAX_HELD_BYTES:
             self.release_casts()  # what is still unread elsewhere will count as late, and be told
 
-    def end(self, reason: str, *, routed: bool = False) -> None:
-        """The connection is gone: everything in flight ends now, and says so. `routed`: the relay took all we sent."""
-        if self.state == "ended":
-            return
-        self.state = "ended"
+    def _ended(self, reason: str, routed: bool) -> None:
         self._table = [
             self._late
         ] * 256  # what else came with BYE in one read: nobody could answer it
@@ -250,17 +204,12 @@ class Session:
         self.asks.end(reason, routed=routed)
         self.tunneling.end(reason)
         self.calling.end(reason)
-        acks, self._acks = self._acks, {}
-        for _, waiter, _ in acks.values():
-            if not waiter.done():
-                waiter.set_exception(ConnectionLost("relay", reason))
 
     def _late(self, buf: memoryview, start: int, end: int) -> None:
         """A frame came after the relay's last word."""
         self.drop("after BYE")
 
     def poison(self) -> None:
-        """Seal nothing from now on: in the child of a fork, counters and nonces belong to the parent."""
         if self.started:
             self.out.poison()
         for end in self.tunneling.ends.values():
@@ -270,23 +219,7 @@ class Session:
         """Drop aliases under keys that our owner no longer has."""
         self._inbound.forget_keys()
 
-    def next_hop(self) -> int:
-        """Return a hop id of ours that was not used."""
-        self._hops += 1
-        return self._hops
-
     # -- sending ---------------------------------------------------------------------------------------------
-
-    def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
-        """Send the control frame that `build` makes of an id; its Ack, Report, Pong or Audience resolves `waiter`."""
-        if self.state == "ended":
-            waiter.set_exception(ConnectionLost("relay", "the session has ended"))
-            return
-        number = self._next_id
-        self._next_id += 1
-        body = build(number)
-        self._acks[number] = _ANSWERS.get(type(body), frames.Ack), waiter, self._hops
-        self.out.control(body)
 
     def watch(
         self,
@@ -310,14 +243,14 @@ class Session:
 
     def unwatch(self, number: int) -> None:
         """End a watch."""
-        if self._watches.pop(number, None) is not None and self.state == "up":
+        if self._watches.pop(number, None) is not None and self.state is State.UP:
             self.out.control(frames.Unwatch(number))
 
     def answer(
         self, delivery: Delivery, kind: int, payload: bytes, headers: Headers | None, packed: bool
     ) -> None:
         """Seal and send the answer of a delivery, bound to its request."""
-        if self.state != "up":
+        if self.state is not State.UP:
             self.drop("late answers")
             return
         flow = delivery.flow
@@ -345,10 +278,6 @@ class Session:
     def received_messages(self) -> int:
         """Messages of all kinds that were received."""
         return self.received_alone + self.casts.received
-
-    def drop(self, cause: str, count: int = 1) -> None:
-        """Count messages that go nowhere."""
-        self.dropped[cause] = self.dropped.get(cause, 0) + count
 
     def _incoming(self, buf: memoryview, start: int, end: int) -> None:
         """A request, push or survey for one of our members."""
@@ -420,14 +349,6 @@ class Session:
         sender.used_us = self.now_us
         binding.take(delivery)
 
-    def refuse(self, buf: memoryview, start: int, end: int, reason: Refusal) -> None:
-        """Send the frame itself back, so that the relay can try another member without keeping bodies."""
-        frame = bytearray(buf[start:end])
-        frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
-        self.drop(f"refused: {reason.name.lower()}")
-        self.out.sent_messages += 1
-        self.out.raw(bytes(frame))
-
     def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
         """Drop a frame under a key that we do not have. Nobody here can open it, and nothing else is affected."""
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
@@ -445,25 +366,11 @@ class Session:
     # -- what comes in: tunnels ------------------------------------------------------------------------------
 
     @property
-    def started(self) -> bool:
-        """The relay has welcomed us."""
-        return bool(self.relay_id)
-
-    @property
     def busy(self) -> bool:
         """Requests of ours or for us, or tunnels, are still in flight here."""
         return bool(len(self.asks) or self.tunneling.ends or self.running or self.calling.writes)
 
     # -- what comes in: control ------------------------------------------------------------------------------
-
-    def _control(self, buf: memoryview, start: int, end: int) -> None:
-        body = decode_control(buf, start, end)
-        handler = self._controls.get(type(body))
-        if handler is None or (
-            self.state == "connecting" and not isinstance(body, (frames.Welcome, frames.Error))
-        ):
-            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
-        handler(body)
 
     def _on_left(self, left: frames.CallerLeft) -> None:
         """Callers wait no more for what we run. Handlers run to their end: what was begun is done, whoever is there to hear of it."""
@@ -474,68 +381,47 @@ class Session:
         self.tunneling.failed(fail)
         self.calling.failed(fail)
 
-    def _on_welcome(self, welcome: frames.Welcome) -> None:
-        if self.state != "connecting":
-            raise PeerProtocolError("a second WELCOME")
-        if welcome.version != PROTOCOL_VERSION:
+    def _check_welcome(self, welcome: frames.Welcome) -> None:
+        if not self._certified:
+            return
+        if welcome.relay_id != self._certified or not welcome.mono_us:
             raise PeerProtocolError(
-                f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
+                "the WELCOME has no time, or does not name the relay of the TLS certificate"
             )
-        if self._certified:
-            if welcome.relay_id != self._certified or not welcome.mono_us:
-                raise PeerProtocolError(
-                    "the WELCOME has no time, or does not name the relay of the TLS certificate"
-                )
-            if welcome.minor < BOUND_PROOF_MINOR:
-                # Our proofs could be passed on, and a party in the middle can claim to be old.
-                raise PeerProtocolError(
-                    "the relay is too old for a session over TLS: it accepts proofs of keys that another relay "
-                    "could reuse; upgrade the relay"
-                )
-        self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
-        self.minor = welcome.minor
-        self.message_limit = min(self.message_limit, welcome.message_limit)
+        if welcome.minor < BOUND_PROOF_MINOR:
+            # Our proofs could be passed on, and a party in the middle can claim to be old.
+            raise PeerProtocolError(
+                "the relay is too old for a session over TLS: it accepts proofs of keys that another relay "
+                "could reuse; upgrade the relay"
+            )
+
+    def _welcomed(self, welcome: frames.Welcome) -> None:
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
             compress=self._compress, company=self._company,
         )  # fmt: skip
         self.out.now_us = self.now_us
-        self.state = "up"
+        super()._welcomed(welcome)
         if self._certified:
             self._pulse = Pulse(welcome.mono_us, self.mono_us)
             self.clock_us = self._pulse.clock_us
             self.deadline_us = min(self.deadline_us, self._pulse.deadline_us)
-        if self.on_welcome is not None and not self.on_welcome.done():
-            self.on_welcome.set_result(welcome)
 
-    def _on_error(self, error: frames.Error) -> None:
-        raise RelayUnavailable(f"the relay ended the session: {error.detail}")
+    def _unasked(self, ack: Any) -> None:
+        if type(ack) is frames.Ack and ack.error:
+            _, refused = self._watches.pop(ack.id, (None, None))
+            if refused is not None:
+                refused(ack.error)
 
-    def _on_bye(self, bye: frames.Bye) -> None:
-        self.end(bye.reason or "the relay said goodbye", routed=True)
+    def _routed(self, hops: int) -> None:
+        # Some answers wait for other relays, and come behind later ones.
+        self.asks.routed = max(self.asks.routed, hops)
 
     def _on_drain(self, drain: frames.Drain) -> None:
         if self.drain_ms is None:
             self.drain_ms = drain.grace_ms
             self.owner.draining()
-
-    def _on_ack(self, ack: frames.Ack | frames.Report | frames.Pong | frames.Audience) -> None:
-        entry = self._acks.get(ack.id)
-        if entry is None:
-            if type(ack) is frames.Ack and ack.error:
-                _, refused = self._watches.pop(ack.id, (None, None))
-                if refused is not None:
-                    refused(ack.error)
-            return
-        wanted, waiter, hops = entry
-        if type(ack) is not wanted:
-            raise PeerProtocolError(f"{type(ack).__name__} came where {wanted.__name__} was due")
-        del self._acks[ack.id]
-        # The relay takes our frames in order; some answers wait for other relays, and come behind later ones.
-        self.asks.routed = max(self.asks.routed, hops)
-        if not waiter.done():
-            waiter.set_result(ack)
 
     def _on_membership(self, membership: frames.Membership) -> None:
         watch = self._watches.get(membership.id)
@@ -547,11 +433,3 @@ class Session:
             raise PeerProtocolError("BEAT in a session of this host")
         self._pulse.heard(beat, self.mono_us)
         self.clock_us = self._pulse.clock_us
-
-
-_ANSWERS: Final[dict[type, type]] = {
-    frames.Status: frames.Report,
-    frames.Ping: frames.Pong,
-    frames.Topic: frames.Audience,
-}
-"""What answers a control frame with an id, where it is not Ack."""

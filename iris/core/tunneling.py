@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from iris.core.asks import error_of
 from iris.core.bundle import Headers
+from iris.core.conversation import State
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
+from iris.core.medium import Medium
 from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
@@ -15,9 +17,6 @@ from iris.wire import frames
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.frames import NEVER_US, Cause, Kind, Refusal
 from iris.wire.names import split_site
-
-if TYPE_CHECKING:
-    from iris.core.session import Session
 
 MAX_HALF_OPEN: Final = 1024
 HALF_OPEN_US: Final = 5_000_000
@@ -28,7 +27,7 @@ class Tunneling:
 
     __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Medium) -> None:
         self.ends: dict[int, TunnelEnd] = {}
         self._session = session
         self._dirty: list[TunnelEnd] = []
@@ -76,9 +75,9 @@ class Tunneling:
         if frame[KIND_AT] == Kind.TUNNEL_END:
             # No message, as relays make it, too; and the last word on this hop id.
             self._forget(HOP.unpack_from(frame)[4])
-        elif self._session.state == "up":
+        elif self._session.state is State.UP:
             self._session.out.sent_messages += 1
-        if self._session.state == "up":
+        if self._session.state is State.UP:
             self._session.out.raw(frame)
 
     def opening(self, buf: memoryview, start: int, end: int) -> None:

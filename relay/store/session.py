@@ -1,6 +1,6 @@
 """A store's side of its session with the relay: bundles come in sealed and stay so, calls come in and are answered (sans-IO).
 
-The counterpart of `iris.core.session` for a process that holds no cluster key. Lifecycle and driving are the same.
+The counterpart of `iris.core.session` for a process that holds no cluster key.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Callable, Set
 from typing import Any, Final, Protocol
 
 from iris.core.aliases import MAX_ALIASES, AliasTable
+from iris.core.conversation import Conversation, State
 from iris.core.parties import Waiter
 from iris.crypto.channel import MARK, Channel
 from iris.crypto.keys import StoreKey
-from iris.errors import ConnectionLost, DecodeError, PeerProtocolError, RelayUnavailable
+from iris.errors import DecodeError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import (
     BODY_AT,
@@ -22,17 +23,12 @@ from iris.wire.codec import (
     FLAGS_AT,
     FRAME_OVERHEAD,
     HOP,
-    KIND_AT,
-    decode_control,
     encode_control,
 )
 from iris.wire.frames import (
     DECLARED_KINDS,
     FLAG_REFUSED,
     MAX_CREDIT,
-    NEVER_US,
-    PROTOCOL_MINOR,
-    PROTOCOL_VERSION,
     Kind,
     Refusal,
     Serving,
@@ -131,77 +127,38 @@ class Out:
         self.chunk_bytes += len(data)
 
 
-class StoreSession:
-    """One connection's conversation; driven as `iris.core.session.Session` is."""
+class StoreSession(Conversation):
+    """One connection's conversation."""
 
     def __init__(
         self, owner: StoreOwner, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int
     ) -> None:  # fmt: skip
+        super().__init__(label=label, pid=pid, message_limit=message_limit)
         self.owner = owner
-        self.state = "connecting"
-        self.now_us = 0
-        self.mono_us = 0
-        self.deadline_us = NEVER_US
-        self.message_limit = message_limit
         self.out = Out()
-        self.relay_id = b""
-        self.on_welcome: Waiter | None = None
-        self.reason = ""
         self.complete = False
         """The relay said goodbye, and that nothing of what we record is missing."""
-        self._label = label[:64]
-        self._pid = pid
         self._sender_id = entropy(16)
-        self._session_id = self._challenge = b""
+        self._challenge = b""
         self._flows: list[Flow | None] = []
         self._aliases: AliasTable[tuple[str, bytes]] = AliasTable(MAX_ALIASES)
         self._tick = 0
-        self._next_id = 1
-        self._acks: dict[int, Waiter] = {}
         self._credits: dict[int, list[int]] = {}
-        table: list[Callable[[memoryview, int, int], None]] = [self._control] * 256
+        table = self._table
         table[Kind.PUBLISH] = table[Kind.BROADCAST] = self._cast
         table[Kind.PUSH] = self._push
         table[Kind.STREAM] = self._call
-        self._table = table
-        self._controls: dict[type, Callable[[Any], None]] = {
-            frames.Welcome: self._on_welcome,
-            frames.Error: self._on_error,
-            frames.Bye: self._on_bye,
+        self._controls |= {
             frames.Drain: lambda drain: self.owner.draining(),
-            frames.Ack: self._on_ack,
-            frames.Pong: self._on_ack,
             frames.Declare: self._on_declare,
             frames.Gap: self._on_gap,
             frames.CallerLeft: lambda left: self.owner.left(frozenset(left.hops)),
-            frames.Ping: lambda ping: self.control(frames.Pong(ping.id)),
         }
 
-    # -- driving: see iris.core.session ----------------------------------------------------------------------
-
-    @property
-    def greeting(self) -> frames.Hello:
-        """HELLO."""
-        return frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, self._label, self._pid)
-
-    silent = False
-    """A relay on this host is never given up for silence."""
-
-    def over_tls(self, relay_id: bytes, channel: bytes) -> None:
-        """A store and its relay share a host."""
-        raise PeerProtocolError("a store attaches to the relay of its own host")
-
-    def heard(self) -> None:
-        """Something came."""
-
-    def frame(self, buf: memoryview, start: int, end: int) -> None:
-        """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
-        self._table[buf[start + KIND_AT]](buf, start, end)
+    # -- driving ---------------------------------------------------------------------------------------------
 
     def turn(self, now_us: int, mono_us: int) -> None:
-        """Tell the time: µs since 1970, which does not fall here, and µs of CLOCK_MONOTONIC."""
-        self.now_us = max(self.now_us, now_us)
-        self.mono_us = mono_us
+        super().turn(max(self.now_us, now_us), mono_us)  # the time of day does not fall here
 
     def flush(self) -> None:
         """Give back the credit of pushes."""
@@ -210,47 +167,17 @@ class StoreSession:
                 self.control(frames.Credit(member, Kind.PUSH, hops[at : at + MAX_CREDIT]))
         self._credits.clear()
 
-    def expire(self, mono_us: int) -> None:
-        """Nothing here has a deadline."""
-
-    def release_casts(self) -> None:
-        """Nothing is held back."""
-
-    def end(self, reason: str, *, routed: bool = False) -> None:
-        """The connection is gone. Idempotent."""
-        if self.state == "ended":
-            return
-        self.state, self.reason = "ended", reason
-        acks, self._acks = self._acks, {}
-        for waiter in acks.values():
-            if not waiter.done():
-                waiter.set_exception(ConnectionLost("relay", reason))
-
-    def poison(self) -> None:
-        """Prevent any further sealing."""
-
     # -- sending ---------------------------------------------------------------------------------------------
 
     def control(self, body: frames.Control) -> None:
-        """Queue a control frame."""
         self.out.add(encode_control(body))
-
-    def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
-        """Send the control frame that `build` makes of an id; its Ack resolves `waiter`."""
-        if self.state != "up":
-            waiter.set_exception(ConnectionLost("relay", self.reason or "the session is not up"))
-            return
-        number = self._next_id
-        self._next_id += 1
-        self._acks[number] = waiter
-        self.control(build(number))
 
     def grant(self, key: StoreKey, signed: SignedOrder, waiter: Waiter) -> None:
         """Show an order; the Ack says whether it holds."""
         proof = key.sign_proof(
             signed.order,
             relay_id=self.relay_id,
-            session_id=self._session_id,
+            session_id=self.session_id,
             challenge=self._challenge,
         )
         self.ask(
@@ -266,7 +193,7 @@ class StoreSession:
 
     def answer(self, question: Question, body: bytes) -> None:
         """Send the answer to a question."""
-        if self.state != "up":
+        if self.state is not State.UP:
             return
         if len(body) > self.message_limit + FRAME_OVERHEAD - _HEAD_BYTES:
             body = encode(
@@ -299,7 +226,7 @@ class StoreSession:
 
     def refuse(self, bundle: Bundle, reason: Refusal) -> None:
         """Send a push back: another member may take it."""
-        if self.state != "up":
+        if self.state is not State.UP:
             return
         size = DATA_LENGTH + len(bundle.body)
         flags = FLAG_REFUSED | reason << 4
@@ -358,41 +285,14 @@ class StoreSession:
             return
         self.owner.asked(question)
 
-    def _control(self, buf: memoryview, start: int, end: int) -> None:
-        body = decode_control(buf, start, end)
-        handler = self._controls.get(type(body))
-        if handler is None or (
-            self.state == "connecting" and not isinstance(body, (frames.Welcome, frames.Error))
-        ):
-            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
-        handler(body)
-
-    def _on_welcome(self, welcome: frames.Welcome) -> None:
-        if self.state != "connecting":
-            raise PeerProtocolError("a second WELCOME")
-        if welcome.version != PROTOCOL_VERSION:
-            raise PeerProtocolError(
-                f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
-            )
-        self.relay_id, self._session_id = welcome.relay_id, welcome.session_id
+    def _welcomed(self, welcome: frames.Welcome) -> None:
         self._challenge = welcome.challenge
-        self.message_limit = min(self.message_limit, welcome.message_limit)
         self._aliases = AliasTable(welcome.aliases)
-        self.state = "up"
-        if self.on_welcome is not None and not self.on_welcome.done():
-            self.on_welcome.set_result(welcome)
-
-    def _on_error(self, error: frames.Error) -> None:
-        raise RelayUnavailable(f"the relay ended the session: {error.detail}")
+        super()._welcomed(welcome)
 
     def _on_bye(self, bye: frames.Bye) -> None:
         self.complete = bye.complete
-        self.end(bye.reason or "the relay said goodbye")
-
-    def _on_ack(self, ack: frames.Ack | frames.Pong) -> None:
-        waiter = self._acks.pop(ack.id, None)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(ack)
+        super()._on_bye(bye)
 
     def _on_declare(self, declared: frames.Declare) -> None:
         if declared.kind not in DECLARED_KINDS or declared.alias >= MAX_ALIASES:

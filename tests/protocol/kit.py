@@ -20,6 +20,7 @@ from typing import Any
 
 from iris.core.asks import Pending
 from iris.core.bundle import Headers
+from iris.core.conversation import State
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.message import Message
@@ -339,7 +340,7 @@ class Host:
         session = self.session
         session.turn(self.net.now_us + self.clock_us, self.mono_us)
         session.flush()
-        if session.state != "up" or not session.out.chunks or self.peer.closed:
+        if session.state is not State.UP or not session.out.chunks or self.peer.closed:
             return False
         data, session.out.chunks = b"".join(session.out.chunks), []
         self.say(data)
@@ -347,7 +348,7 @@ class Host:
 
     def listen(self) -> bool:
         """Give the session what the relay has to say."""
-        if not self.port.out or self.session.state == "ended":
+        if not self.port.out or self.session.state is State.ENDED:
             self.port.out.clear()
             return False
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
@@ -446,7 +447,7 @@ class Network:
         host = Host(self, label, keys, guard or Guard(FRESHNESS_US), relay, user)
         self.hosts.append(host)
         self.run()
-        assert host.session.state == "up"
+        assert host.session.state is State.UP
         return host
 
     def link(self, one: int, other: int) -> tuple[LinkEnd, LinkEnd]:

@@ -7,6 +7,7 @@ import json
 import pytest
 from protocol.kit import KEY, LIMIT, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
+from iris.core.conversation import State
 from iris.core.parties import Delivery
 from iris.errors import (
     ConnectionLost,
@@ -520,7 +521,7 @@ def test_bye_is_answered_when_all_before_it_has_been_routed(net: Network) -> Non
     sender.session.out.control(frames.Bye("done"))
     net.run()
     assert inbox.payloads == [b"last words"]
-    assert sender.session.state == "ended"
+    assert sender.session.state is State.ENDED
     assert sender.peer.closed
 
 

@@ -17,6 +17,7 @@ from iris.core import inbound as inbound_module
 from iris.core import session as session_module
 from iris.core import tunneling as tunneling_module
 from iris.core.aliases import MAX_ALIASES
+from iris.core.conversation import State
 from iris.core.guard import Guard, Shares
 from iris.core.inbound import Inbound
 from iris.core.session import Session
@@ -213,7 +214,7 @@ def test_a_frame_in_whatever_state_ends_the_session_by_name_or_nothing(state: st
     other = net.host("other", guard=guard)
     victim = Relay(net, guard, state)
     for index, frame in enumerate(frames_to_try):
-        if index % 40 == 0 or victim.session.state != state_of(state):
+        if index % 40 == 0 or victim.session.state.value != state_of(state):
             victim = Relay(net, guard, state)
         err = victim.hear(frame)
         assert err is None or isinstance(err, PeerProtocolError | RelayUnavailable), err
@@ -239,7 +240,7 @@ def test_any_frames_one_after_the_other_end_the_session_by_name_or_nothing(seed:
     for _ in range(300):
         err = victim.hear(any_frame(rng))
         assert err is None or isinstance(err, PeerProtocolError | RelayUnavailable), err
-        if rng.random() < 0.02 and victim.session.state == "up":
+        if rng.random() < 0.02 and victim.session.state is State.UP:
             if seed % 4 == 0:
                 err = victim.releases()
             victim.session.turn(START_US, victim.session.mono_us + 700_000)
@@ -247,7 +248,7 @@ def test_any_frames_one_after_the_other_end_the_session_by_name_or_nothing(seed:
         if err is not None:
             break
     victim.session.end("it is over")
-    assert victim.session.state == "ended"
+    assert victim.session.state is State.ENDED
     if seed % 2:
         assert all(result.done() for result in victim.results)
         assert victim.survey.end is not None

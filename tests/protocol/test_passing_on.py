@@ -8,6 +8,7 @@ import pytest
 from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, LinkEnd, Network, control_of, kind_of
 from protocol.test_sites import Sites
 
+from iris.core.conversation import State
 from iris.core.guard import MAX_ANNOUNCED, Guard
 from iris.errors import ConnectionLost
 from iris.wire import codec, frames
@@ -73,7 +74,7 @@ def test_an_answer_over_a_link_that_is_of_another_address_or_kind_is_dropped(
     assert not here.why
     assert not there.why
     assert not alice.ended_because
-    assert alice.session.state == "up"
+    assert alice.session.state is State.UP
     assert net.router.accounts.dropped == {"misdirected answer": 1}
     assert net.router.accounts.balance() == 0
     if asked == Kind.REQUEST:
@@ -109,7 +110,7 @@ def test_an_answer_of_a_site_that_is_of_another_address_or_kind_stops_at_the_gat
     net.settle()
     answer(ours, kind, name, key_id, HopClass.TO_WAN, "ams")
     net.settle()
-    assert alice.session.state == "up"
+    assert alice.session.state is State.UP
     assert not any(end.why for end in (*link, ours, theirs))
     assert net.routers[0].accounts.dropped == {"misdirected answer": 1}
     assert not net.routers[1].accounts.dropped
@@ -184,7 +185,7 @@ def test_sites_that_name_more_than_a_frame_holds_end_no_link_and_no_session(
         assert not wan.why
     net.settle()
     assert not any(end.why for end in link)
-    assert alice.session.state == "up"
+    assert alice.session.state is State.UP
     assert answers.end is not None
     assert answers.end[0]
     assert set(answers.roster_ids) >= set(LONG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import KEY, OTHER_KEY, Host, Network, control_of, kind_of
 
+from iris.core.conversation import State
 from iris.core.session import NOT_OURS
 from iris.errors import ConnectionLost
 from iris.wire import frames
@@ -37,7 +38,7 @@ def test_a_frame_under_a_strange_key_is_dropped_and_the_session_goes_on(kind: in
     casts = kind in (Kind.PUBLISH, Kind.BROADCAST)
     hear(alice, kind, hop=77, count=3 if casts else 1)
     alice.session.flush()
-    assert alice.session.state == "up"
+    assert alice.session.state is State.UP
     assert alice.session.dropped[NOT_OURS] == (3 if casts else 1)
     if kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN):
         _, back, flags, _, hop, _ = HOP.unpack_from(alice.session.out.chunks.pop())
@@ -63,7 +64,7 @@ def test_an_answer_under_another_key_ends_its_request_alone(kind: int, key_id: b
     assert isinstance(one.error, ConnectionLost)
     assert one.error.may_have_run
     assert not other.done()
-    assert alice.session.state == "up"
+    assert alice.session.state is State.UP
 
 
 def test_in_a_survey_the_answers_of_others_count() -> None:

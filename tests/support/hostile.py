@@ -22,6 +22,7 @@ import msgspec
 from protocol.kit import KEY, LIMIT, OTHER_KEY, Answers, Host, Inbox, Network, Port, Result
 from protocol.test_sites import WanEnd
 
+from iris.core.conversation import State
 from iris.core.parties import Delivery
 from iris.core.tunnel import TunnelEnd
 from iris.errors import IrisError, PeerProtocolError
@@ -685,7 +686,7 @@ class Scene:
             if end.link.closed or end.why:
                 raise Broken(f"an honest connection ended: {end.why!r}")
         for host in self.sessions:
-            if host.session.state != "up" or host.ended_because or host.peer.closed:
+            if host.session.state is not State.UP or host.ended_because or host.peer.closed:
                 raise Broken(f"{host.label}'s session ended: {host.ended_because!r}")
         for router in self.net.routers:
             if router.accounts.balance():

@@ -379,7 +379,7 @@ SABOTAGES = (
     Sabotage(
         "welcome-certificate",
         "iris/core/session.py",
-        "Session._on_welcome",
+        "Session._check_welcome",
         "welcome.relay_id != self._certified or not welcome.mono_us",
         "False",
         BOUND,
@@ -388,7 +388,7 @@ SABOTAGES = (
     Sabotage(
         "welcome-old",
         "iris/core/session.py",
-        "Session._on_welcome",
+        "Session._check_welcome",
         "welcome.minor < BOUND_PROOF_MINOR",
         "False",
         BOUND,

@@ -1,0 +1,196 @@
+"""What every session says to its relay, and hears, whoever it works for: the greeting, answers by id, the end (sans-IO).
+
+Lifecycle: CONNECTING (HELLO sent) -> UP (WELCOME came) -> ENDED. `iris.core.session` is the conversation of a client, and
+`relay.store.session` that of a store. Both are driven alike: the shell feeds frames to `frame`, calls `turn` with the time before it
+lets user code run and `flush` after, and calls `expire` no later than `deadline_us`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar
+
+from iris.core.parties import Waiter
+from iris.errors import ConnectionLost, PeerProtocolError, RelayUnavailable
+from iris.wire import frames
+from iris.wire.codec import KIND_AT, decode_control
+from iris.wire.frames import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION
+
+Handler = Callable[[memoryview, int, int], None]
+
+
+class State(Enum):
+    """How far a conversation has come."""
+
+    CONNECTING = "connecting"
+    """HELLO was sent."""
+    UP = "up"
+    """WELCOME came."""
+    ENDED = "ended"
+
+
+class Conversation:
+    """One connection's conversation with its relay. Subclasses fill `_table` and `_controls`."""
+
+    answers: ClassVar[dict[type[frames.Control], type[frames.Control]]] = {
+        frames.Status: frames.Report,
+        frames.Ping: frames.Pong,
+        frames.Topic: frames.Audience,
+    }
+    """What answers a control frame with an id, where it is not Ack."""
+
+    def __init__(self, *, label: str, pid: int, message_limit: int) -> None:
+        self.state = State.CONNECTING
+        self.now_us = 0
+        self.mono_us = 0
+        self.deadline_us = NEVER_US
+        self.message_limit = message_limit
+        self.relay_id = b""
+        self.session_id = b""
+        self.minor = 0
+        """Minor version of the relay, from WELCOME."""
+        self.reason = ""
+        """Why it ended."""
+        self.on_welcome: Waiter | None = None
+        self._label = label[:64]
+        self._pid = pid
+        self._hops = 0
+        """The last hop id of ours."""
+        self._next_id = 1
+        self._acks: dict[int, tuple[type[Any], Waiter, int]] = {}
+        """id -> what answers it, who waits, and the last hop id sent before it."""
+        self._table: list[Handler] = [self._control] * 256
+        self._controls: dict[type, Callable[[Any], None]] = {
+            frames.Welcome: self._on_welcome,
+            frames.Error: self._on_error,
+            frames.Bye: self._on_bye,
+            frames.Ack: self._on_ack,
+            frames.Pong: self._on_ack,
+            frames.Ping: lambda ping: self.control(frames.Pong(ping.id)),
+        }
+
+    @property
+    def greeting(self) -> frames.Hello:
+        """HELLO, once the session was told the time."""
+        return frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, self._label, self._pid)
+
+    @property
+    def started(self) -> bool:
+        """The relay has welcomed us."""
+        return bool(self.relay_id)
+
+    def frame(self, buf: memoryview, start: int, end: int) -> None:
+        """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
+        self._table[buf[start + KIND_AT]](buf, start, end)
+
+    @property
+    def silent(self) -> bool:
+        """Whether a relay on another host said nothing for too long."""
+        return False
+
+    def over_tls(self, relay_id: bytes, channel: bytes) -> None:
+        """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before the greeting."""
+        raise PeerProtocolError("this session attaches to the relay of its own host")
+
+    def heard(self) -> None:
+        """Something came from the relay."""
+
+    def turn(self, now_us: int, mono_us: int) -> None:
+        """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
+        self.now_us = now_us
+        self.mono_us = mono_us
+
+    def expire(self, mono_us: int) -> None:
+        """End what is past its deadline."""
+
+    def release_casts(self) -> None:
+        """Deliver what was held back, in order; raises PeerProtocolError as `frame`."""
+
+    def poison(self) -> None:
+        """Seal nothing from now on: in the child of a fork, counters and nonces belong to the parent."""
+
+    def control(self, body: frames.Control) -> None:
+        """Send a control frame."""
+        raise NotImplementedError
+
+    def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
+        """Send the control frame that `build` makes of an id; its Ack, Report, Pong or Audience resolves `waiter`."""
+        if self.state is not State.UP:
+            waiter.set_exception(ConnectionLost("relay", self.reason or "the session is not up"))
+            return
+        number = self._next_id
+        self._next_id += 1
+        body = build(number)
+        self._acks[number] = self.answers.get(type(body), frames.Ack), waiter, self._hops
+        self.control(body)
+
+    def end(self, reason: str, *, routed: bool = False) -> None:
+        """The connection is gone: everything in flight ends now, and says so. `routed`: the relay took all we sent. Idempotent."""
+        if self.state is State.ENDED:
+            return
+        self.state, self.reason = State.ENDED, reason
+        self._ended(reason, routed)
+        acks, self._acks = self._acks, {}
+        for _, waiter, _ in acks.values():
+            if not waiter.done():
+                waiter.set_exception(ConnectionLost("relay", reason))
+
+    def _ended(self, reason: str, routed: bool) -> None:
+        """It has just ended."""
+
+    def _control(self, buf: memoryview, start: int, end: int) -> None:
+        body = decode_control(buf, start, end)
+        handler = self._controls.get(type(body))
+        if handler is None or (
+            self.state is State.CONNECTING and type(body) not in (frames.Welcome, frames.Error)
+        ):
+            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
+        handler(body)
+
+    def _on_welcome(self, welcome: frames.Welcome) -> None:
+        if self.state is not State.CONNECTING:
+            raise PeerProtocolError("a second WELCOME")
+        if welcome.version != PROTOCOL_VERSION:
+            raise PeerProtocolError(
+                f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
+            )
+        self._check_welcome(welcome)
+        self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
+        self.minor = welcome.minor
+        self.message_limit = min(self.message_limit, welcome.message_limit)
+        self._welcomed(welcome)
+        if self.on_welcome is not None and not self.on_welcome.done():
+            self.on_welcome.set_result(welcome)
+
+    def _check_welcome(self, welcome: frames.Welcome) -> None:
+        """Raise PeerProtocolError for a WELCOME that this session does not accept."""
+
+    def _welcomed(self, welcome: frames.Welcome) -> None:
+        """Take what else a WELCOME says."""
+        self.state = State.UP
+
+    def _on_error(self, error: frames.Error) -> None:
+        raise RelayUnavailable(f"the relay ended the session: {error.detail}")
+
+    def _on_bye(self, bye: frames.Bye) -> None:
+        self.end(bye.reason or "the relay said goodbye", routed=True)
+
+    def _on_ack(self, ack: Any) -> None:
+        entry = self._acks.get(ack.id)
+        if entry is None:
+            self._unasked(ack)
+            return
+        wanted, waiter, hops = entry
+        if type(ack) is not wanted:
+            raise PeerProtocolError(f"{type(ack).__name__} came where {wanted.__name__} was due")
+        del self._acks[ack.id]
+        self._routed(hops)
+        if not waiter.done():
+            waiter.set_result(ack)
+
+    def _unasked(self, ack: Any) -> None:
+        """An answer with an id that nobody waits for."""
+
+    def _routed(self, hops: int) -> None:
+        """The relay has taken everything up to this hop id: it takes our frames in order."""

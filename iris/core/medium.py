@@ -1,0 +1,60 @@
+"""What the parts of a client's session share: the way out, the flows that come in, whom it works for, and what is counted (sans-IO)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from iris.core.company import Company
+from iris.core.conversation import Conversation
+from iris.core.guard import Guard
+from iris.core.inbound import Inbound
+from iris.core.outbound import Outbound
+from iris.core.parties import Owner
+from iris.wire import frames
+from iris.wire.codec import FLAGS_AT
+from iris.wire.frames import FLAG_REFUSED, Refusal
+
+
+class Medium(Conversation):
+    """A conversation of a client, to which requests, store calls, tunnels and casts each add their part: see `iris.core.session`."""
+
+    def __init__(
+        self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], company: Company | None, *, label: str, pid: int,
+        message_limit: int,
+    ) -> None:  # fmt: skip
+        super().__init__(label=label, pid=pid, message_limit=message_limit)
+        self.owner = owner
+        self.guard = guard
+        self.entropy = entropy
+        self.clock_us = 0
+        """Added to the relay's deadlines."""
+        self.out: Outbound
+        """From WELCOME on."""
+        self.received_alone = 0
+        """Messages received one by one: calls, their answers, records of tunnels."""
+        self.dropped: dict[str, int] = {}
+        self._inbound = Inbound(owner.find_key, company)
+        self.replies = self._inbound.replies
+        """Aliases of the relay's that were declared for stores' answers."""
+        self.flow = self._inbound.flow
+        """The flow of an alias of the relay's, declared for a kind."""
+
+    def control(self, body: frames.Control) -> None:
+        self.out.control(body)
+
+    def next_hop(self) -> int:
+        """Return a hop id of ours that was not used."""
+        self._hops += 1
+        return self._hops
+
+    def drop(self, cause: str, count: int = 1) -> None:
+        """Count messages that go nowhere."""
+        self.dropped[cause] = self.dropped.get(cause, 0) + count
+
+    def refuse(self, buf: memoryview, start: int, end: int, reason: Refusal) -> None:
+        """Send the frame itself back, so that the relay can try another member without keeping bodies."""
+        frame = bytearray(buf[start:end])
+        frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
+        self.drop(f"refused: {reason.name.lower()}")
+        self.out.sent_messages += 1
+        self.out.raw(bytes(frame))
