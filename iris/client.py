@@ -250,7 +250,7 @@ class Client:
                     timeout_ms = milliseconds(seconds_left(until_s))
                 data, packed = self._encode(payload, headers)
                 waiter: asyncio.Future[Message] = self._loop.create_future()
-                pending = session.asks.send(
+                pending = session.requests.send(
                     Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
                     timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
                 )  # fmt: skip
@@ -267,7 +267,7 @@ class Client:
                     break
                 finally:
                     if not waiter.done() or waiter.cancelled():
-                        session.asks.forget(pending)
+                        session.requests.forget(pending)
         except RequestError as err:
             if ran:
                 ran_before(err)
@@ -289,7 +289,7 @@ class Client:
         data, packed = self._encode(payload, headers)
         key = self._registry.cluster_keys(cluster)[0]
         left_ms = milliseconds(seconds_left(until_s))
-        session.asks.push(cluster, key, data, headers, packed, left_ms)
+        session.requests.push(cluster, key, data, headers, packed, left_ms)
         pump.touch()
         if (attachment := self._attached()).blocked:
             await attachment.wait_writable()
@@ -308,12 +308,12 @@ class Client:
         async def start(survey: Survey) -> Callable[[], None]:
             until_s = deadline(timeout)
             pump, session = await self._ready(cluster, timeout)
-            pending = session.asks.send(
+            pending = session.requests.send(
                 Kind.SURVEY, address, self._registry.cluster_keys(address)[0], data, headers, packed,
                 timeout_ms=milliseconds(seconds_left(until_s)), survey=survey,
             )  # fmt: skip
             pump.touch()
-            return lambda: session.asks.forget(pending)
+            return lambda: session.requests.forget(pending)
 
         return Survey(cluster, start, type)
 

@@ -269,7 +269,7 @@ async def open_tunnel(
         check_headers(headers)
     key = runtime.registry.cluster_keys(cluster)[0]
     left_s = seconds_left(until_s)
-    end = session.tunneling.open(cluster, key, headers, milliseconds(left_s))
+    end = session.tunnels.open(cluster, key, headers, milliseconds(left_s))
     changed = asyncio.Event()
     end.wake = changed.set
     pump.touch()
@@ -279,7 +279,7 @@ async def open_tunnel(
                 changed.clear()
                 await changed.wait()
     except BaseException as err:
-        session.tunneling.drop(end)
+        session.tunnels.drop(end)
         pump.touch()
         if isinstance(err, TimeoutError):
             raise RequestTimeout(

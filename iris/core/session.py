@@ -10,9 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from iris.core.asks import Asks
 from iris.core.bundle import Headers, decode_bundle
-from iris.core.calling import Calling
 from iris.core.casts import CASTS, Casts
 from iris.core.company import Company
 from iris.core.compression import held_bytes
@@ -24,7 +22,9 @@ from iris.core.message import Message
 from iris.core.outbound import Outbound
 from iris.core.parties import Delivery, Owner
 from iris.core.pulse import Pulse
-from iris.core.tunneling import Tunneling
+from iris.core.requests import Requests
+from iris.core.store_calls import StoreCalls
+from iris.core.tunnels import Tunnels
 from iris.errors import (
     DecodeError,
     OpenError,
@@ -73,9 +73,9 @@ class Session(Medium):
         """The relay stops, and ends this session after so long; None: it has not said so."""
         self.callers_left = 0
         """Calls that members of this session were handed, and whose callers left before the answer."""
-        self.asks = asks = Asks(self)
-        self.tunneling = tunneling = Tunneling(self)
-        self.calling = Calling(self)
+        self.requests = requests = Requests(self)
+        self.tunnels = tunnels = Tunnels(self)
+        self.store_calls = StoreCalls(self)
         self.members: list[int] = []
         """The members of ours that joined through this session."""
         self.registered: set[object] = set()
@@ -96,21 +96,19 @@ class Session(Medium):
         table = self._table
         table[Kind.PUBLISH] = casts.publish
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
-        table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = asks.answered
+        table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = requests.answered
         table[Kind.BROADCAST] = casts.broadcast
-        table[Kind.STREAM_REPLY] = self.calling.answered
-        table[Kind.TUNNEL_OPEN] = tunneling.opening
-        table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = (
-            tunneling.frame
-        )
+        table[Kind.STREAM_REPLY] = self.store_calls.answered
+        table[Kind.TUNNEL_OPEN] = tunnels.opening
+        table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = tunnels.frame
         self._controls |= {
             frames.Drain: self._on_drain,
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
             frames.CallerLeft: self._on_left,
-            frames.Roster: asks.roster,
-            frames.Done: asks.done,
+            frames.Roster: requests.roster,
+            frames.Done: requests.done,
             frames.Membership: self._on_membership,
             frames.Report: self._on_ack,
             frames.Audience: self._on_ack,
@@ -145,7 +143,7 @@ class Session(Medium):
         if self.state is not State.UP:
             return
         self.out.flush()
-        self.tunneling.flush()
+        self.tunnels.flush()
         if self._credits:
             for (member, kind), (hops, unstarted) in self._credits.items():
                 self.out.control(frames.Credit(member, kind, hops, unstarted))
@@ -155,7 +153,9 @@ class Session(Medium):
         """End what is past its deadline."""
         self.mono_us = mono_us
         self.deadline_us = min(
-            self.asks.expire(mono_us), self.tunneling.expire(mono_us), self.calling.expire(mono_us)
+            self.requests.expire(mono_us),
+            self.tunnels.expire(mono_us),
+            self.store_calls.expire(mono_us),
         )
         pulse = self._pulse
         if pulse is not None and self.state is State.UP:
@@ -201,9 +201,9 @@ class Session(Medium):
         ] * 256  # what else came with BYE in one read: nobody could answer it
         if self.started:
             self.out.leave_company()
-        self.asks.end(reason, routed=routed)
-        self.tunneling.end(reason)
-        self.calling.end(reason)
+        self.requests.end(reason, routed=routed)
+        self.tunnels.end(reason)
+        self.store_calls.end(reason)
 
     def _late(self, buf: memoryview, start: int, end: int) -> None:
         """A frame came after the relay's last word."""
@@ -212,7 +212,7 @@ class Session(Medium):
     def poison(self) -> None:
         if self.started:
             self.out.poison()
-        for end in self.tunneling.ends.values():
+        for end in self.tunnels.ends.values():
             end.poison()
 
     def forget_keys(self) -> None:
@@ -359,7 +359,7 @@ class Session(Medium):
             return
         self.drop(NOT_OURS)
         if kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER):
-            self.asks.not_ours(hop)
+            self.requests.not_ours(hop)
         else:
             self.refuse(buf, start, end, Refusal.UNREADABLE)
 
@@ -368,7 +368,9 @@ class Session(Medium):
     @property
     def busy(self) -> bool:
         """Requests of ours or for us, or tunnels, are still in flight here."""
-        return bool(len(self.asks) or self.tunneling.ends or self.running or self.calling.writes)
+        return bool(
+            len(self.requests) or self.tunnels.ends or self.running or self.store_calls.writes
+        )
 
     # -- what comes in: control ------------------------------------------------------------------------------
 
@@ -377,9 +379,9 @@ class Session(Medium):
         self.callers_left += len(left.hops)
 
     def _on_fail(self, fail: frames.Fail) -> None:
-        self.asks.failed(fail)
-        self.tunneling.failed(fail)
-        self.calling.failed(fail)
+        self.requests.failed(fail)
+        self.tunnels.failed(fail)
+        self.store_calls.failed(fail)
 
     def _check_welcome(self, welcome: frames.Welcome) -> None:
         if not self._certified:
@@ -416,7 +418,7 @@ class Session(Medium):
 
     def _routed(self, hops: int) -> None:
         # Some answers wait for other relays, and come behind later ones.
-        self.asks.routed = max(self.asks.routed, hops)
+        self.requests.routed = max(self.requests.routed, hops)
 
     def _on_drain(self, drain: frames.Drain) -> None:
         if self.drain_ms is None:

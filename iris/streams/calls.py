@@ -164,7 +164,7 @@ class Stores:
         pump, session = await self.runtime.ready(shown, timeout)
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-        called = session.calling.send(
+        called = session.store_calls.send(
             address,
             key,
             encode(call),
@@ -186,7 +186,7 @@ class Stores:
             raise missing from err
         finally:
             if not waiter.done() or waiter.cancelled():
-                session.calling.forget(called)
+                session.store_calls.forget(called)
         return checked(got, answer, shown)
 
     async def ask_stream(

@@ -33,11 +33,11 @@ class World:
         assert session is not None
         router = self.cluster.relay.router
         return {
-            "pending": dict(session.asks._pending),
+            "pending": dict(session.requests._pending),
             "asked": dict(session._acks),
             "watches": dict(session._watches),
-            "tunnels": dict(session.tunneling.ends),
-            "half open": dict(session.tunneling._half_open),
+            "tunnels": dict(session.tunnels.ends),
+            "half open": dict(session.tunnels._half_open),
             "services": list(registry.services),
             "bindings": dict(registry._bindings),
             "watchers": list(registry.watchers),

@@ -424,12 +424,12 @@ def session(data: bytes) -> None:
         take(encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20)))
         under_test.turn(NOW_US, NOW_US)
         for kind, survey in ((Kind.REQUEST, None), (Kind.SURVEY, owner)):
-            under_test.asks.send(
+            under_test.requests.send(
                 kind, CLUSTER, KEY, b"x", None, False,
                 timeout_ms=1000, waiter=None if survey else owner, survey=survey,
             )  # fmt: skip
-        under_test.asks.push(CLUSTER, KEY, b"x", None, False, 1000)
-        under_test.tunneling.open(CLUSTER, KEY, None, 1000)
+        under_test.requests.push(CLUSTER, KEY, b"x", None, False, 1000)
+        under_test.tunnels.open(CLUSTER, KEY, None, 1000)
         under_test.ask(frames.Ping, owner)
         under_test.ask(frames.Status, owner)
         under_test.watch(CLUSTER, [KEY.key_id], lambda heard: None, stay=True)

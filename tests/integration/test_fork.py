@@ -125,7 +125,7 @@ async def main():
             while client._attachment.pump is old and not moving.done():
                 await asyncio.sleep(0)
             sealers = [sealer for sealer, _ in old.session.out._sealers.values()]
-            ends = list(old.session.tunneling.ends.values())
+            ends = list(old.session.tunnels.ends.values())
             assert sealers and ends and not moving.done() and old.connected
             pid = os.fork()
             if pid == 0:

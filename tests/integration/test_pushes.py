@@ -12,7 +12,7 @@ from integration.kit import cut, named, port_of
 from support.waiting import until
 
 import iris
-from iris.core.asks import Asks
+from iris.core.requests import Requests
 from iris.testing import LocalCluster
 
 
@@ -246,6 +246,6 @@ async def test_time_spent_waiting_for_a_relay_counts_against_the_timeout(
             return await ready(name, timeout)
 
         monkeypatch.setattr(client, "_ready", late)
-        monkeypatch.setattr(Asks, "push", lambda *args: left.append(args[-1]))
+        monkeypatch.setattr(Requests, "push", lambda *args: left.append(args[-1]))
         await client.push("c", b"x", timeout=5)
         assert left[0] <= 4901

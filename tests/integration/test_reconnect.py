@@ -15,7 +15,7 @@ from integration.kit import Collector, cut, echo_service, named
 from support.waiting import until
 
 import iris
-from iris.core.asks import Asks
+from iris.core.requests import Requests
 from iris.testing import LocalCluster
 
 
@@ -279,7 +279,7 @@ async def test_an_idempotent_request_is_sent_on_three_sessions_at_most(
             sent += 1
             waiter.set_exception(iris.ConnectionLost("c", "lost by the test"))
 
-        monkeypatch.setattr(Asks, "send", lose)
+        monkeypatch.setattr(Requests, "send", lose)
         with pytest.raises(iris.ConnectionLost):
             await caller.request("c", b"x", timeout=5, idempotent=True)
         assert sent == 3

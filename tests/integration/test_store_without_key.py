@@ -87,7 +87,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
             session.proven = Swear(session.proven)
         await thief.status()
         attachment: Any = thief._attachment
-        calling = attachment.session.calling
+        calling = attachment.session.store_calls
         attachment.session.out._proven.add(KEY.key_id)
 
         async def call(body: Any, name: str) -> Any:

@@ -179,14 +179,14 @@ async def test_a_call_that_no_store_understands_is_refused_and_costs_nobody_anyt
     session = other._attachment.session
     for body in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"op": "nonsense"}), bytes(1000)):
         waiter = asyncio.get_running_loop().create_future()
-        session.calling.send(store.address, None, body, timeout_ms=5000, waiter=waiter)
+        session.store_calls.send(store.address, None, body, timeout_ms=5000, waiter=waiter)
         other._runtime.touch()
         assert (await waiter).code == ("channel" if body[:1] == b"\xc1" else "invalid")
     key = ClusterKey(bytes(32))
     broken = SignedOrder(b"not an order", key.public_key, key.sign_order(b"not an order"))
     for call in (Create([broken]), Append(bytes(16), [NewRecord(0, bytes(24), b"x")])):
         waiter = asyncio.get_running_loop().create_future()
-        session.calling.send(store.address, None, encode(call), timeout_ms=5000, waiter=waiter)
+        session.store_calls.send(store.address, None, encode(call), timeout_ms=5000, waiter=waiter)
         other._runtime.touch()
         assert isinstance(await waiter, Refused)
     assert (await client.streams.describe("orders")).uuid == made.uuid
@@ -201,7 +201,7 @@ async def test_the_first_order_of_a_deleted_stream_makes_no_new_one(setting: Any
     await client.streams.delete("orders")
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
-    other._attachment.session.calling.send(
+    other._attachment.session.store_calls.send(
         store.address, None, encode(Create(kept)), timeout_ms=5000, waiter=waiter
     )
     other._runtime.touch()
@@ -273,7 +273,7 @@ async def test_a_stream_takes_no_more_keys_than_its_relay_does(setting: Any) -> 
         orders.append(SignedOrder(encode(order), key.public_key, key.sign_order(encode(order))))
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
-    other._attachment.session.calling.send(
+    other._attachment.session.store_calls.send(
         store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
     )
     other._runtime.touch()
@@ -292,7 +292,7 @@ async def test_nobody_makes_a_log_in_the_place_of_a_streams_dead_letters(setting
     orders = [SignedOrder(order, key.public_key, key.sign_order(order))]
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
-    other._attachment.session.calling.send(
+    other._attachment.session.store_calls.send(
         store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
     )
     other._runtime.touch()

@@ -79,9 +79,9 @@ async def test_a_site_without_a_key_can_neither_take_over_nor_end_a_stream(
             while True:
                 waiter = asyncio.get_running_loop().create_future()
                 if channel:  # the owner's channel: an order must still prove its right
-                    session.calling.send(address, OWNER, body, timeout_ms=5000, waiter=waiter)
+                    session.store_calls.send(address, OWNER, body, timeout_ms=5000, waiter=waiter)
                 else:
-                    session.calling.plain(
+                    session.store_calls.plain(
                         address, cast(Any, Claimed), body, timeout_ms=5000, waiter=waiter, shown=""
                     )
                 other._runtime.touch()

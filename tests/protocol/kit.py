@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from iris.core.asks import Pending
 from iris.core.bundle import Headers
 from iris.core.conversation import State
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.message import Message
 from iris.core.parties import Delivery, Lost
+from iris.core.requests import Pending
 from iris.core.session import Session
 from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
@@ -308,7 +308,7 @@ class Host:
         timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None,
     ) -> Pending:  # fmt: skip
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
-        return self.session.asks.send(
+        return self.session.requests.send(
             Kind.REQUEST if survey is None else Kind.SURVEY, name, self.key, payload, headers, False,
             timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent,
         )  # fmt: skip
@@ -320,10 +320,10 @@ class Host:
 
     def push(self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000) -> None:
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
-        self.session.asks.push(name, self.key, payload, None, False, timeout_ms)
+        self.session.requests.push(name, self.key, payload, None, False, timeout_ms)
 
     def open_tunnel(self, name: str, headers: Headers | None = None) -> TunnelEnd:
-        return self.session.tunneling.open(name, self.key, headers, 1000)
+        return self.session.tunnels.open(name, self.key, headers, 1000)
 
     def say(self, data: bytes) -> None:
         """Put raw bytes on the way to the relay."""

@@ -175,7 +175,7 @@ class Relay:
     def send(self, caller: Caller, call: Any, *, key: ClusterKey | None = KEY, name: str = NAME, own: bool = False, writes: bool = False) -> Waiter:  # fmt: skip
         """Let a caller make a call; `run` forwards it."""
         waiter = Waiter()
-        caller.session.calling.send(
+        caller.session.store_calls.send(
             name, key, encode(call), timeout_ms=5000, waiter=waiter, writes=writes, own=own
         )
         return waiter

@@ -166,7 +166,7 @@ def test_a_forgotten_request_leaves_nothing_behind(net: Network) -> None:
     waiter = Result()
     pending = caller.send("db", b"", waiter)
     net.run()
-    caller.session.asks.forget(pending)
+    caller.session.requests.forget(pending)
     assert not caller.session.busy
     service.deliveries[0].reply(b"", None, False)
     net.run()

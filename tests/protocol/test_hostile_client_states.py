@@ -15,7 +15,7 @@ from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, START_US, Answers, Networ
 from iris.core import guard as guard_module
 from iris.core import inbound as inbound_module
 from iris.core import session as session_module
-from iris.core import tunneling as tunneling_module
+from iris.core import tunnels as tunnels_module
 from iris.core.aliases import MAX_ALIASES
 from iris.core.conversation import State
 from iris.core.guard import Guard, Shares
@@ -173,8 +173,10 @@ class Relay:
             host.send("db", b"ping", survey=self.survey)
             host.push("db")
             self.tunnel = host.open_tunnel("db")
-            session.calling.send("stores", None, b"call", timeout_ms=1000, waiter=self.results[1])
-            session.calling.send("db", KEY, b"call", timeout_ms=1000, waiter=self.results[2])
+            session.store_calls.send(
+                "stores", None, b"call", timeout_ms=1000, waiter=self.results[1]
+            )
+            session.store_calls.send("db", KEY, b"call", timeout_ms=1000, waiter=self.results[2])
             session.ask(lambda number: frames.Subscribe(number, "t", [KEY.key_id]), self.results[3])
             session.ask(frames.Status, self.results[4])
             session.ask(frames.Ping, self.results[5])
@@ -253,8 +255,8 @@ def test_any_frames_one_after_the_other_end_the_session_by_name_or_nothing(seed:
         assert all(result.done() for result in victim.results)
         assert victim.survey.end is not None
         assert victim.tunnel.broken or victim.tunnel.error is not None
-    assert not victim.session.tunneling.ends
-    assert not victim.session.asks._pending
+    assert not victim.session.tunnels.ends
+    assert not victim.session.requests._pending
 
 
 def test_the_end_of_a_survey_ends_no_request() -> None:
@@ -264,7 +266,7 @@ def test_the_end_of_a_survey_ends_no_request() -> None:
     net.host("bob").serve("db", lambda delivery: None)
     answer = alice.request("db", timeout_ms=1000)
     net.run()
-    (hop,) = alice.session.asks._pending
+    (hop,) = alice.session.requests._pending
     for body in (frames.Roster(hop, ["m"]), frames.Done(hop, ["m"])):
         alice.hear(encode_control(body))
     assert not answer.done()
@@ -391,7 +393,7 @@ def test_casts_that_are_held_back_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 def test_half_open_tunnels_are_bounded_for_each_key() -> None:
     """`_half_open`: 1,024 of one session, half of them shared out among the keys."""
-    assert tunneling_module.MAX_HALF_OPEN == 1024
+    assert tunnels_module.MAX_HALF_OPEN == 1024
     shares = Shares(8)
     taken = 0
     while shares.has_room(KEY.key_id, 2):

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import iris
-from iris.core.asks import NEVER_US
 from iris.core.bundle import decode_keyed
 from iris.core.outbound import Outbound
 from iris.core.producer import PLAIN, WINDOW, Extras, Producer, Sent
@@ -30,7 +29,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.wire.codec import END, metadata_prefix
-from iris.wire.frames import Kind
+from iris.wire.frames import NEVER_US, Kind
 from iris.wire.streams import Append, Outcome
 from relay.store.answers import told_outcome
 from relay.store.outcomes import Stored

@@ -20,7 +20,7 @@ from protocol import make_examples
 from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENER_EPHEMERAL
 
 from iris.config import ClientConfig
-from iris.core import asks, bundle, guard, inbound, tunnel, tunneling
+from iris.core import bundle, guard, inbound, requests, tunnel, tunnels
 from iris.core.aliases import MAX_ALIASES
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.tunnel import prologue
@@ -509,7 +509,7 @@ LIMITS: Final = {
     "calls handed over a link or WAN connection and not finished": _CONFIG.max_pending_per_session,
     "calls handed to one session and not finished": calls.MAX_HANDED,
     "a call without a deadline is waited for": overdue.LIFE_US // 1_000_000,
-    "waiting per session": (_CONFIG.max_pending_per_session, asks.MAX_PENDING),
+    "waiting per session": (_CONFIG.max_pending_per_session, requests.MAX_PENDING),
     "members tried per message": calls.MAX_ATTEMPTS,
     "sessions per relay": _CONFIG.max_sessions,
     "replay window": sframe.WINDOW_COUNTERS,
@@ -518,7 +518,7 @@ LIMITS: Final = {
     "tunnel record": noise.MAX_MESSAGE_BYTES,
     "tunnel window, first": tunnel.FIRST_WINDOW,
     "tunnel window, most": tunnel.MAX_WINDOW,
-    "half-open tunnels at a member": tunneling.MAX_HALF_OPEN,
+    "half-open tunnels at a member": tunnels.MAX_HALF_OPEN,
 }
 
 
@@ -543,7 +543,7 @@ def test_the_times_and_bounds_in_the_text_are_those_of_the_code() -> None:
         ("within the relay's frame timeout (30 s)", _CONFIG.frame_timeout_s == 30),
         ("within the hello timeout (5 s)", _CONFIG.hello_timeout_s == 5),
         ("`sent` is 600 s or more", ClientConfig().freshness_s == 600),
-        ("within 5 s, and holds at most 1,024 such", tunneling.HALF_OPEN_US == 5_000_000),
+        ("within 5 s, and holds at most 1,024 such", tunnels.HALF_OPEN_US == 5_000_000),
         ("beyond the queue for it (64 MiB)", _CONFIG.port_queue_bytes == 64 << 20),
         ("beyond 1 MiB of them", sessions.CONTROL_PAUSE_BYTES == 1 << 20),
         ("beyond 64 MiB it is cut", ports.CONTROL_LIMIT_BYTES == 64 << 20),

@@ -139,7 +139,7 @@ def written(
 ) -> Any:
     """Return what becomes of a body that a holder of the key sends through a channel."""
     waiter = Waiter()
-    caller.session.calling.send(name, KEY, body, timeout_ms=5000, waiter=waiter, own=own)
+    caller.session.store_calls.send(name, KEY, body, timeout_ms=5000, waiter=waiter, own=own)
     relay.run(caller)
     if not waiter.done():  # a reader that waits
         relay.store.now_us += 61_000_000
@@ -211,7 +211,7 @@ def refuse_sealed(relay: Relay, code: str = "channel") -> None:
 def test_a_call_that_finds_no_room_to_knock_fails_and_the_next_is_made(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("iris.core.calling.MAX_PENDING", 2)
+    monkeypatch.setattr("iris.core.store_calls.MAX_PENDING", 2)
     caller = Caller(KEY)
     first = relay.send(caller, streams.FindStore(), key=None, name=relay.store.address)
     full = relay.send(caller, streams.Describe())
@@ -219,7 +219,7 @@ def test_a_call_that_finds_no_room_to_knock_fails_and_the_next_is_made(
     relay.run(caller)
     assert isinstance(first.got, streams.StoreInfo)
     assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
-    assert not caller.session.calling._pending
+    assert not caller.session.store_calls._pending
 
 
 def test_a_forged_refusal_while_a_client_is_busy_does_not_end_its_session(
@@ -227,20 +227,20 @@ def test_a_forged_refusal_while_a_client_is_busy_does_not_end_its_session(
 ) -> None:
     caller = Caller(KEY)
     assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
-    monkeypatch.setattr("iris.core.calling.MAX_PENDING", 2)
+    monkeypatch.setattr("iris.core.store_calls.MAX_PENDING", 2)
     refuse_sealed(relay)
     waiters = [relay.send(caller, streams.Describe()) for _ in range(2)]
     relay.run(caller)
     for waiter in waiters:
         assert isinstance(waiter.got, Overloaded | ConnectionLost)
-    assert not caller.session.calling._pending
+    assert not caller.session.store_calls._pending
     relay.answers = lambda frame: [frame]
     assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
 
 
 def test_calls_that_were_given_up_while_a_channel_opens_hold_nothing(relay: Relay) -> None:
     caller = Caller(KEY)
-    calling = caller.session.calling
+    calling = caller.session.store_calls
     knock: list[bytearray] = []
 
     def keep(frame: bytearray) -> list[bytearray]:
@@ -271,7 +271,7 @@ def test_calls_that_were_given_up_while_a_channel_opens_hold_nothing(relay: Rela
 
 def test_the_first_of_those_who_wait_for_a_channel_may_leave(relay: Relay) -> None:
     caller = Caller(KEY)
-    calling = caller.session.calling
+    calling = caller.session.store_calls
     first = calling.send(NAME, KEY, encode(streams.Describe()), timeout_ms=5000, waiter=Waiter())
     others = [relay.send(caller, streams.Describe()) for _ in range(3)]
     calling.forget(first)
@@ -398,5 +398,5 @@ def test_a_key_that_is_retired_while_its_channel_opens_or_is_refused_leaves_nobo
     relay.run(caller)
     assert [type(waiter.got) for waiter in under_way] == [ConnectionLost, ConnectionLost]
     assert under_way[1].got.may_have_run
-    assert not caller.session.calling._pending
-    assert caller.session.calling.writes == 0
+    assert not caller.session.store_calls._pending
+    assert caller.session.store_calls.writes == 0

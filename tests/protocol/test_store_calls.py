@@ -430,7 +430,7 @@ def test_in_a_full_table_the_channel_idle_longest_makes_room_and_is_opened_again
 def test_a_client_that_uses_too_many_streams_opens_the_first_again(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("iris.core.calling.MAX_LINES", 2)
+    monkeypatch.setattr("iris.core.store_calls.MAX_LINES", 2)
     caller = Caller(KEY)
     for name in (NAME, UUID.hex(), NAME, UUID.hex()):
         assert isinstance(relay.ask(caller, streams.Describe(), name=name), streams.Described)
@@ -438,7 +438,7 @@ def test_a_client_that_uses_too_many_streams_opens_the_first_again(
     waiters = [relay.send(caller, append(n), name=name, writes=True) for n, name in ((3, "a"), (4, NAME), (5, "b"))]  # fmt: skip
     relay.run(caller)
     assert [type(w.got) for w in waiters] == [Refused, streams.Appended, Refused]
-    assert len(caller.session.calling._lines) <= 2
+    assert len(caller.session.store_calls._lines) <= 2
 
 
 def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:
@@ -458,11 +458,11 @@ def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:
 def test_calls_that_wait_for_a_channel_leave_in_order_and_not_if_they_were_given_up(relay: Relay) -> None:  # fmt: skip
     caller = Caller(KEY)
     waiters = [relay.send(caller, append(n), writes=True) for n in range(3, 6)]
-    given_up = caller.session.calling.send(NAME, KEY, encode(append(9)), timeout_ms=5000, waiter=Waiter(), writes=True)  # fmt: skip
-    caller.session.calling.forget(given_up)
+    given_up = caller.session.store_calls.send(NAME, KEY, encode(append(9)), timeout_ms=5000, waiter=Waiter(), writes=True)  # fmt: skip
+    caller.session.store_calls.forget(given_up)
     relay.run(caller)
     assert [w.got.outcomes[0].value for w in waiters] == [3, 4, 5]
-    assert caller.session.calling.writes == 0
+    assert caller.session.store_calls.writes == 0
 
 
 def test_calls_that_wait_when_their_session_ends_are_reported_as_not_run(
@@ -478,7 +478,7 @@ def test_calls_that_wait_when_their_session_ends_are_reported_as_not_run(
     assert sent.got.may_have_run
     assert isinstance(unsent.got, ConnectionLost)
     assert not unsent.got.may_have_run
-    assert caller.session.calling.writes == 0
+    assert caller.session.store_calls.writes == 0
 
 
 def test_dead_letters_are_read_by_a_channel_under_the_order_of_their_stream(relay: Relay) -> None:
@@ -504,7 +504,7 @@ def test_garbage_behind_the_mark_is_refused(relay: Relay) -> None:
 
 def test_an_unknown_call_through_a_channel_is_refused_with_a_code(relay: Relay) -> None:
     caller, waiter = Caller(KEY), Waiter()
-    caller.session.calling.send(NAME, KEY, b"\x80", timeout_ms=5000, waiter=waiter)
+    caller.session.store_calls.send(NAME, KEY, b"\x80", timeout_ms=5000, waiter=waiter)
     relay.run(caller)
     assert isinstance(waiter.got, Refused)
     assert waiter.got.code == "invalid"

@@ -19,7 +19,9 @@ def call(host: Host, name: str = "orders", timeout_ms: int = 60_000) -> Result:
     result = Result()
     host.session.turn(host.net.now_us, host.mono_us)
     host.session.out.prove(KEY)
-    host.session.calling.plain(name, KEY, b"?", timeout_ms=timeout_ms, waiter=result, shown=name)  # type: ignore[arg-type]  # as a session's own waiter
+    host.session.store_calls.plain(
+        name, KEY, b"?", timeout_ms=timeout_ms, waiter=result, shown=name
+    )  # type: ignore[arg-type]  # as a session's own waiter
     host.net.run()
     return result
 

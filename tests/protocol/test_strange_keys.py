@@ -59,7 +59,7 @@ def test_an_answer_under_another_key_ends_its_request_alone(kind: int, key_id: b
     bob.serve("db", lambda delivery: None)
     one, other = alice.request("db"), alice.request("db")
     net.run()
-    first = min(alice.session.asks._pending)
+    first = min(alice.session.requests._pending)
     hear(alice, kind, hop=first, key_id=key_id)
     assert isinstance(one.error, ConnectionLost)
     assert one.error.may_have_run
@@ -73,7 +73,7 @@ def test_in_a_survey_the_answers_of_others_count() -> None:
     service = bob.serve("db")
     answers = alice.survey("db")
     net.run()
-    hear(alice, Kind.ANSWER, hop=min(alice.session.asks._pending))
+    hear(alice, Kind.ANSWER, hop=min(alice.session.requests._pending))
     assert answers.end is None
     service.deliveries[0].reply(b"here", None, False)
     net.run()

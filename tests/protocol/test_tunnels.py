@@ -8,7 +8,7 @@ from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, control_of
 
 from iris.core.guard import Guard
 from iris.core.tunnel import CHUNK_COST, FIRST_WINDOW, MAX_GROWN, MAX_WINDOW, TunnelEnd
-from iris.core.tunneling import HALF_OPEN_US, MAX_HALF_OPEN
+from iris.core.tunnels import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
 from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, encode_control, tunnel_frame
@@ -72,8 +72,8 @@ def test_headers_reach_the_handler_and_messages_pass_both_ways(net: Network) -> 
     assert right.headers == {"a": "b"}
     left.write(memoryview(b"question"), 0)
     right.write(memoryview(b"answer"), 0)
-    opener.session.tunneling._dirty.append(left)
-    member.session.tunneling._dirty.append(right)
+    opener.session.tunnels._dirty.append(left)
+    member.session.tunnels._dirty.append(right)
     net.run()
     assert drain(right) == [b"question"]
     assert drain(left) == [b"answer"]
@@ -136,7 +136,7 @@ def test_what_a_window_grew_by_is_there_for_others_when_the_tunnel_has_ended(
     net: Network, way: str
 ) -> None:
     _, member, left, right = opened(net)
-    growth = member.session.tunneling._growth
+    growth = member.session.tunnels._growth
     data = memoryview(bytes(1 << 20))
     drain(right)
     stop, _ = left.write(data, 0)
@@ -201,8 +201,8 @@ def test_finish_is_one_way_and_both_finishes_end_it_well(net: Network) -> None:
     assert right.ended
     assert not left.broken
     assert not right.broken
-    assert not opener.session.tunneling.ends, "both sides have forgotten it"
-    assert not member.session.tunneling.ends
+    assert not opener.session.tunnels.ends, "both sides have forgotten it"
+    assert not member.session.tunnels.ends
 
 
 @pytest.mark.parametrize("side", ["opener", "member"])
@@ -220,8 +220,8 @@ def test_close_by_either_side_delivers_what_came_before_and_leaves_nothing_behin
     assert not other.broken
     with pytest.raises(Closed, match="the other side closed it"):
         other.check_sending()
-    assert not opener.session.tunneling.ends
-    assert not member.session.tunneling.ends
+    assert not opener.session.tunnels.ends
+    assert not member.session.tunnels.ends
 
 
 @pytest.mark.parametrize("lost", ["opener", "member"])
@@ -287,9 +287,9 @@ def test_a_replayed_first_message_starts_no_handler_and_expires(net: Network) ->
         member.hear(bytes(changed))
     net.run()
     assert service.tunnels == [right]
-    assert len(member.session.tunneling.ends) == 4
+    assert len(member.session.tunnels.ends) == 4
     net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
-    assert len(member.session.tunneling.ends) == 1
+    assert len(member.session.tunnels.ends) == 1
     assert service.tunnels == [right]
     close(net, left)
 
@@ -305,7 +305,7 @@ def test_half_open_tunnels_are_bounded(net: Network) -> None:
     assert len(refused) == 5
     assert all(isinstance(end.error, Overloaded) for end in refused)
     net.pass_time(HALF_OPEN_US / 1e6 + 0.1)
-    assert not member.session.tunneling.ends
+    assert not member.session.tunnels.ends
     assert all(end.broken for end in ends)
 
 
@@ -343,7 +343,7 @@ def test_the_second_handshake_message_cannot_be_sent_twice(net: Network) -> None
     left = opener.open_tunnel("db")
     net.run()
     assert left.broken
-    assert not opener.session.tunneling.ends
+    assert not opener.session.tunnels.ends
 
 
 def test_a_tunnel_to_nobody_says_why(net: Network) -> None:
@@ -382,11 +382,11 @@ def test_giving_up_before_it_is_open_tells_the_member(net: Network) -> None:
     service = member.serve("db")
     left = opener.open_tunnel("db")
     opener.speak()
-    opener.session.tunneling.drop(left)
+    opener.session.tunnels.drop(left)
     net.run()
     assert service.tunnels == []
-    assert not member.session.tunneling.ends
-    assert not opener.session.tunneling.ends
+    assert not member.session.tunnels.ends
+    assert not opener.session.tunnels.ends
 
 
 def test_the_relay_bounds_what_one_session_may_declare_as_one_tunnel_twice(net: Network) -> None:

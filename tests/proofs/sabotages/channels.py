@@ -158,8 +158,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "channel-answer",
-        "iris/core/calling.py",
-        "Calling._unsealed",
+        "iris/core/store_calls.py",
+        "StoreCalls._unsealed",
         "counter == called.counter",
         "True",
         CALLS,
@@ -221,8 +221,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "retry-idempotent",
-        "iris/core/asks.py",
-        "Asks.failed",
+        "iris/core/requests.py",
+        "Requests.failed",
         "pending.idempotent and pending.attempts",
         "pending.attempts",
         LYING,
@@ -230,7 +230,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "stale-may-have-run",
-        "iris/core/asks.py",
+        "iris/core/requests.py",
         "error_of",
         "fail.may_have_run or is_stale(fail)",
         "fail.may_have_run",

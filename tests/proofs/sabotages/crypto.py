@@ -356,8 +356,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "answer-question",
-        "iris/core/asks.py",
-        "Asks.answered",
+        "iris/core/requests.py",
+        "Requests.answered",
         "+ answer_suffix(pending.sender_id, pending.counter)",
         "+ answer_suffix(pending.sender_id, pending.counter)[:16]",
         LYING,
@@ -365,8 +365,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "answer-address",
-        "iris/core/asks.py",
-        "Asks.answered",
+        "iris/core/requests.py",
+        "Requests.answered",
         "flow.name != split_site(pending.name)[1] or flow.key.key_id != pending.key.key_id",
         "False",
         LYING,
@@ -392,8 +392,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "half-open",
-        "iris/core/tunneling.py",
-        "Tunneling.opening",
+        "iris/core/tunnels.py",
+        "Tunnels.opening",
         "not self._shares.has_room(key_id, self._session.guard.keys)",
         "False",
         (*TUNNELS, *GUARDING),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from iris.core.asks import error_of
 from iris.core.bundle import Headers
 from iris.core.conversation import State
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
 from iris.core.medium import Medium
+from iris.core.requests import error_of
 from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
@@ -22,7 +22,7 @@ MAX_HALF_OPEN: Final = 1024
 HALF_OPEN_US: Final = 5_000_000
 
 
-class Tunneling:
+class Tunnels:
     """Every tunnel end of one session by hop id; those to us that are half open expire."""
 
     __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends")

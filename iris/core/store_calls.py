@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from iris.core.asks import MAX_PENDING, error_of
 from iris.core.channels import MAX_LINES, Line, Place
 from iris.core.medium import Medium
 from iris.core.parties import Waiter
+from iris.core.requests import MAX_PENDING, error_of
 from iris.crypto.channel import MARK
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
@@ -59,7 +59,7 @@ class Called:
         return self.line is None or self.counter >= 0
 
 
-class Calling:
+class StoreCalls:
     """The unfinished calls of one session, and its channels."""
 
     __slots__ = ("_lines", "_pending", "_session", "writes")

@@ -57,7 +57,7 @@ class Pending:
     sender_id: bytes = b""
 
 
-class Asks:
+class Requests:
     """The requests and surveys of one session that have not ended, and the latest pushes."""
 
     __slots__ = ("_pending", "_pushes", "_session", "routed")
