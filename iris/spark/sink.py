@@ -32,8 +32,7 @@ from iris.errors import IrisError, NoStream
 from iris.spark.connections import CONNECT_S, connection, found
 from iris.spark.errors import CONFIG, SINK, SparkError
 from iris.spark.options import APPEND, BROADCAST, PUBLISH, PUSH, SinkOptions
-from iris.streams import StreamInfo
-from iris.streams.staging import StagedAttempt
+from iris.streams import StagedAttempt, StreamInfo
 from iris.wire.names import check_cluster, check_topic
 
 if TYPE_CHECKING:

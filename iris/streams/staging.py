@@ -13,11 +13,12 @@ import asyncio
 import os
 from collections.abc import Iterable
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from msgspec import Struct
 
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
+from iris.core.outbound import Outbound
 from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
@@ -35,9 +36,6 @@ from iris.wire.streams import (
     Staged,
     encode,
 )
-
-if TYPE_CHECKING:
-    from iris.core.session import Session
 
 WINDOW_BYTES: Final = 4 << 20
 """Staged and not acknowledged: more waits."""
@@ -123,9 +121,9 @@ class Staging:
         if extras is PLAIN:
             await self._add(data, headers, packed)
             return
-        session, sealing = await self._cut()
+        out, sealing = await self._cut()
         one = (headers,) if headers else None
-        sealed = session.out.record(self.name, sealing, (data,), one, packed, extras.key)
+        sealed = out.record(self.name, sealing, (data,), one, packed, extras.key)
         self._take(sealed, sealing, extras)
 
     async def append_many(self, messages: Iterable[object]) -> None:
@@ -144,8 +142,8 @@ class Staging:
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
             raise LocalProtocolError(f"no bundle of {count} messages")
         self._stores.runtime.check_size(plain, OF_A_MESSAGE)
-        session, sealing = await self._cut()
-        self._take(session.out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
+        out, sealing = await self._cut()
+        self._take(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
 
     async def finish(self) -> StagedAttempt:
         """Return the attempt once all of it is on the store's disk; nothing more can be appended. Raises the first error there was."""
@@ -189,7 +187,7 @@ class Staging:
             await self._cut()
         self._open.append(data, headers, packed, size)
 
-    async def _cut(self) -> tuple[Session, ClusterKey]:
+    async def _cut(self) -> tuple[Outbound, ClusterKey]:
         """Seal the open record, once there is room for it; return what to seal with. Cancelled while it waits, it has done nothing."""
         while self._way_bytes > WINDOW_BYTES and self._error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -200,7 +198,7 @@ class Staging:
             payloads, headers = self._open.cut()
             sealed = session.out.record(self.name, place.key, payloads, headers, self._open.packed)
             self._take(sealed, place.key, PLAIN)
-        return session, place.key
+        return session.out, place.key
 
     def _take(self, sealed: tuple[bytes, bytes, bytes], key: ClusterKey, extras: Extras) -> None:
         """Put a sealed record into the call, which is sent first if it is full or of another sender."""
