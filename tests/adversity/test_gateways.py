@@ -12,21 +12,21 @@ import ssl
 import struct
 
 import pytest
+from support.connection import blind
 from support.gateways import (
     RELAY,
     Impostor,
     Stranger,
     World,
-    blind,
     gateways,
     hub,
     joined,
-    links,
     name_of,
     port,
     refused,
     still_meets,
 )
+from support.links import hub as links
 from support.waiting import eventually
 
 from iris.crypto.keys import SiteKey
@@ -35,7 +35,7 @@ from iris.wire.codec import encode_control
 from iris.wire.frames import Control
 from relay.daemon import Relay
 from relay.net.gateways import MAX_CONNECTIONS, GatewayPort
-from relay.net.tls import LINK_ALPN, SESSION_ALPN
+from relay.net.tls import LINK_ALPN, SESSION_ALPN, WAN_ALPN
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,10 +54,10 @@ async def test_who_names_no_site_that_is_pinned_is_refused_before_it_sees_a_cert
 async def test_who_shows_no_certificate_or_speaks_another_protocol_is_refused(
     world: World, eu: Relay
 ) -> None:
-    await refused(eu, "no certificate", Stranger(eu, blind(), name_of(world.key("us"))))
+    await refused(eu, "no certificate", Stranger(eu, blind(WAN_ALPN), name_of(world.key("us"))))
     for alpn in (LINK_ALPN, SESSION_ALPN, "iris-wan/2"):
         await refused(eu, "protocol version", Impostor(world, eu, alpn=alpn))
-    old = blind()
+    old = blind(WAN_ALPN)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     await refused(eu, "TLS version", Stranger(eu, old, name_of(world.key("us"))))
     await still_meets(world, eu)

@@ -13,7 +13,7 @@ from typing import Self
 
 import pytest
 from adversity.kit import data_frame
-from support.connection import Connection
+from support.connection import Connection, blind
 from support.links import NETWORK, OTHER, hub, start
 from support.waiting import PATIENCE_S, eventually
 
@@ -73,15 +73,6 @@ class Impostor(Stranger):
         return self
 
 
-def blind(alpn: str = LINK_ALPN) -> ssl.SSLContext:
-    """Return a context that trusts anybody and shows nothing."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols([alpn])
-    return context
-
-
 def showing(pem: str | bytes, tmp_path: Path, alpn: str = LINK_ALPN) -> ssl.SSLContext:
     """Return a context that trusts anybody and shows a certificate."""
     file = tmp_path / "shown.pem"
@@ -130,7 +121,7 @@ async def test_an_access_file_is_not_accepted_as_a_relay(relay: Relay, tmp_path:
 
 
 async def test_a_peer_without_a_certificate_is_refused(relay: Relay, tmp_path: Path) -> None:
-    await refused(relay, "no certificate", Stranger(relay, blind()))
+    await refused(relay, "no certificate", Stranger(relay, blind(LINK_ALPN)))
     await still_links(relay, tmp_path)
 
 
@@ -142,7 +133,7 @@ async def test_another_protocol_over_tls_is_refused(relay: Relay, tmp_path: Path
 
 
 async def test_tls_1_2_is_refused(relay: Relay, tmp_path: Path) -> None:
-    context = blind()
+    context = blind(LINK_ALPN)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     await refused(relay, "TLS version", Stranger(relay, context))
     await still_links(relay, tmp_path)

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.commands import command
+from support.commands import command, processes_under
 
 from iris.cli.demo import data, verdict
 from iris.cli.demo.figures import Figures, MemberFigures
@@ -32,19 +32,6 @@ def place(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
     assert list(tmp_path.iterdir()) == []
     assert processes_under(tmp_path) == []
-
-
-def processes_under(directory: Path) -> list[str]:
-    """Return the command lines of processes whose environment names `directory`, which the demo's all do."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.fsencode(directory) in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().decode())
-            except OSError:
-                continue  # it ended meanwhile, or is not ours
-    return found
 
 
 def test_the_demo_agrees_with_the_file_and_loses_nothing(place: dict[str, str]) -> None:

@@ -21,11 +21,11 @@ from support.gateways import (
     gateways,
     hub,
     joined,
-    links,
     name_of,
     port,
     refused,
 )
+from support.links import hub as links
 from support.relays import KEY
 from support.waiting import PATIENCE_S, eventually
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -37,20 +35,6 @@ from iris.wire.frames import Kind
 from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
 from relay.store.channels import Channels
 from relay.store.keeper import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = open_store(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def relay(store: Store) -> Relay:
-    """See `relay_of`."""
-    return relay_of(store)
-
 
 # -- bodies that others chose ------------------------------------------------------------------------------------
 

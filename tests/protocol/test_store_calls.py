@@ -6,8 +6,6 @@ The relay between them says whatever a test wants.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +22,8 @@ from protocol.stores import (
     Relay,
     Waiter,
     append,
-    open_store,
     order,
     raw,
-    relay_of,
     state,
 )
 
@@ -39,21 +35,6 @@ from iris.wire.codec import BODY_AT, END_AT, HOP
 from iris.wire.frames import NO_KEY, Kind
 from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
 from relay.store import channels
-from relay.store.keeper import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = open_store(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def relay(store: Store) -> Relay:
-    """See `relay_of`."""
-    return relay_of(store)
-
 
 # -- without the key ---------------------------------------------------------------------------------------------
 

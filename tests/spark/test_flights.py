@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
+from support.commands import processes_under
+
 from spark.kit import Example
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def processes_under(directory: Path) -> list[str]:
-    """Return the command lines of processes whose environment names `directory`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.fsencode(directory) in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().decode())
-            except OSError:
-                continue  # it ended meanwhile, or is not ours
-    return found
 
 
 def test_a_query_of_departures_agrees_with_the_file(flights: Example) -> None:

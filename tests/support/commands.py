@@ -122,3 +122,16 @@ def dev_relay(root: Path, *arguments: str) -> Iterator[Path]:
         account["in"] + account["copied"]
         == account["out"] + account["refused"] + account["expired"] + dropped
     )
+
+
+def processes_under(directory: Path) -> list[str]:
+    """Return the command lines of processes whose environment names `directory`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.fsencode(directory) in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().decode())
+            except OSError:
+                continue  # it ended meanwhile, or is not ours
+    return found

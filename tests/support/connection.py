@@ -8,8 +8,8 @@ from typing import Self, TypeVar
 
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import Control
+from support.waiting import PATIENCE_S
 
-PATIENCE_S = 15.0
 C = TypeVar("C", bound=Control)
 
 
@@ -69,3 +69,12 @@ class Connection:
                     pass
             except OSError:
                 return
+
+
+def blind(alpn: str) -> ssl.SSLContext:
+    """Return a context that trusts anybody and shows nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols([alpn])
+    return context

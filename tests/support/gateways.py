@@ -21,21 +21,16 @@ from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.net.addresses import show
 from relay.net.gateways import GatewayHub, GatewayPort
-from relay.net.links import LinkHub
 from relay.net.tls import WAN_ALPN
+from support import links
 from support.connection import Connection
 from support.waiting import eventually
 
 RELAY = b"\x42" * 16
 
 
-class World:
+class World(links.Relays):
     """Sites, each with a network and a site key, and their relays."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.relays: list[Relay] = []
-        self.started = 0
 
     def key(self, site: str) -> SiteKey:
         path = self.key_file(site)
@@ -80,27 +75,17 @@ class World:
         }
         return Relay(RelayConfig(socket_path=directory / "relay.sock", **given))
 
-    async def stop(self, relay: Relay, *, drain_s: float = 0) -> None:
-        self.relays.remove(relay)
-        await relay.stop(drain_s=drain_s)
-
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     world = World(tmp_path)
     yield world
-    for relay in world.relays:
-        await relay.stop(drain_s=0)
+    await world.end()
 
 
 def hub(relay: Relay) -> GatewayHub:
     assert relay.gateways is not None
     return relay.gateways
-
-
-def links(relay: Relay) -> LinkHub:
-    assert relay.links is not None
-    return relay.links
 
 
 def address(relay: Relay) -> str:
@@ -129,11 +114,7 @@ def joined(*pairs: tuple[Relay, Relay]) -> bool:
         ours, theirs = port(one, other), port(other, one)
         if ours is None or theirs is None:
             return False
-        ends = [
-            (p._transport.get_extra_info("sockname"), p._transport.get_extra_info("peername"))
-            for p in (ours, theirs)
-        ]
-        if ends[0] != ends[1][::-1]:
+        if links.ends(ours) != links.ends(theirs)[::-1]:
             return False
         for relay in (one, other):
             counts[id(relay)] = counts.get(id(relay), 0) + 1
@@ -206,15 +187,6 @@ async def still_meets(world: World, eu: Relay) -> None:
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
     assert gateways(eu)["half_open"] == 0
-
-
-def blind() -> ssl.SSLContext:
-    """Return a context that trusts anybody and shows nothing."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols([WAN_ALPN])
-    return context
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.discovery import Sighting
 from relay.net.addresses import show
+from relay.net.gateways import GatewayPort
 from relay.net.linkport import LinkPort
 from relay.net.links import LinkHub
 from support.relays import Daemon
@@ -38,13 +39,26 @@ async def start(
     return relay
 
 
-class Site:
+class Relays:
     """Relays of one test, each with a socket directory of its own."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.relays: list[Relay] = []
         self.started = 0
+
+    async def stop(self, relay: Relay, *, drain_s: float = 0) -> None:
+        self.relays.remove(relay)
+        await relay.stop(drain_s=drain_s)
+
+    async def end(self) -> None:
+        """Stop those that still run."""
+        for relay in self.relays:
+            await relay.stop(drain_s=0)
+
+
+class Site(Relays):
+    """Relays of one site, which link."""
 
     async def start(
         self, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), **settings: Any
@@ -54,17 +68,12 @@ class Site:
         self.relays.append(relay)
         return relay
 
-    async def stop(self, relay: Relay, *, drain_s: float = 0) -> None:
-        self.relays.remove(relay)
-        await relay.stop(drain_s=drain_s)
-
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site = Site(tmp_path)
     yield site
-    for relay in site.relays:
-        await relay.stop(drain_s=0)
+    await site.end()
 
 
 def hub(relay: Relay) -> LinkHub:
@@ -88,7 +97,7 @@ def link(one: Relay, other: Relay) -> LinkPort | None:
     return None if found is None else found.port
 
 
-def ends(port: LinkPort) -> tuple[Any, Any]:
+def ends(port: LinkPort | GatewayPort) -> tuple[Any, Any]:
     transport = port._transport
     return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
 
