@@ -14,6 +14,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -64,6 +65,18 @@ class Registrar(Owner, Protocol):
     def count_dropped(self, cause: str, count: int) -> None: ...
 
 
+class Life(Enum):
+    """What may be done with an attachment; the value completes "this client is ..."."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    FORKED = "the parent process's: connect anew after a fork"
+
+
+OPEN: Final = Life.OPEN
+
+
 class Attachment:
     """One client's hold on a relay. `session`, `out` and `pump` are of the session in use, None while there is none."""
 
@@ -77,7 +90,7 @@ class Attachment:
         self.pump: Pump[Session] | None = None
         self.blocked = True
         """The write buffer is over its high-water mark, or there is no relay."""
-        self.state = "open"
+        self.state = OPEN
         self.guard = Guard(int(config.freshness_s * 1e6))
         self._client = client
         self._registry = registry
@@ -122,7 +135,7 @@ class Attachment:
 
     def close(self) -> None:
         """End now. Idempotent."""
-        self.state = "closed"
+        self.state = Life.CLOSED
         if self._task is not None:
             self._task.cancel()
         for leaving in self._leaving.values():
@@ -222,15 +235,18 @@ class Attachment:
             pump.flush()
             await pump.closed.wait()
 
+    def _is_open(self) -> bool:
+        return self.state is OPEN
+
     async def _run(self) -> None:
         """Find a relay again whenever one is lost."""
-        while self.state == "open":
+        while self._is_open():
             if self.pump is not None:
                 await self._vacant.wait()
                 continue
             pause_s = self._config.reconnect_min_s
             arrived = self._watch()
-            while self.state == "open" and self.pump is None:
+            while self._is_open() and self.pump is None:
                 try:
                     await self._move()
                 except (IrisError, OSError) as err:
@@ -341,7 +357,7 @@ class Attachment:
     def drain(self) -> None:
         """The relay of a session stops: nothing new is begun there. What was accepted is written now; what runs may finish."""
         pump = self.pump
-        if pump is None or pump.session.drain_ms is None or self.state != "open":
+        if pump is None or pump.session.drain_ms is None or self.state is not OPEN:
             return
         pump.session.flush()
         pump.write()
@@ -380,7 +396,7 @@ class Attachment:
         self.blocked = True
         self._up.clear()
         self._vacant.set()
-        if self.state == "open":
+        if self.state is OPEN:
             self._lost_s = self._loop.time()
             log.info("client.disconnected", extra={"fields": {"reason": reason}})
         self._wake_writers()
@@ -389,8 +405,8 @@ class Attachment:
 
     def check_open(self) -> None:
         """Raise Closed unless the client may be used."""
-        if self.state != "open":
-            raise Closed(f"this client is {self.state}")
+        if self.state is not OPEN:
+            raise Closed(f"this client is {self.state.value}")
 
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         """Return the session, waiting at most `timeout` seconds for a lost relay to come back.
@@ -408,7 +424,7 @@ class Attachment:
                     name, f"no relay within {timeout:g} s", may_have_run=False
                 ) from None
             pump = self.pump
-        if self.state != "open":
+        if self.state is not OPEN:
             self.check_open()
         pump.turn()
         return pump, pump.session
@@ -438,7 +454,7 @@ class Attachment:
 
     async def wait_writable(self) -> None:
         """Return when there is room to write, or no relay to wait for."""
-        while self.blocked and self.pump is not None and self.state == "open":
+        while self.blocked and self.pump is not None and self.state is OPEN:
             if self._writable is None:
                 self._writable = self._loop.create_future()
             await asyncio.shield(self._writable)
@@ -461,7 +477,7 @@ class Attachment:
 
     def poison(self) -> None:
         """In the child of a fork: counters, nonces and socket are the parent's."""
-        self.state = "the parent process's: connect anew after a fork"
+        self.state = Life.FORKED
         for pump in list(self._pumps):  # an old session may still seal, and a new one may begin to
             pump.poison()
         self.session = self.out = self.pump = None
@@ -507,5 +523,5 @@ class Attachment:
                 self.keep(cast)
             except ConnectionLost as err:
                 self._lost(cast, err.detail)
-        if self.state == "open":
+        if self.state is OPEN:
             self._client.detached(reason)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 import msgspec
 
-from iris.attachment import Attachment, Connector, unwatched
+from iris.attachment import OPEN, Attachment, Connector, unwatched
 from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
@@ -154,7 +154,7 @@ class Client:
         Cancelled, it closes at once.
         """
         attachment = self._attachment
-        if attachment is None or self._closed or attachment.state != "open":
+        if attachment is None or self._closed or attachment.state is not OPEN:
             return  # after a fork the socket, the loop and its tasks are the parent's
         self._closed = True
         try:
@@ -238,9 +238,7 @@ class Client:
                 attempts -= 1
                 attachment = self._attachment
                 pump = (
-                    attachment.pump
-                    if attachment is not None and attachment.state == "open"
-                    else None
+                    attachment.pump if attachment is not None and attachment.state is OPEN else None
                 )
                 if pump is not None:
                     pump.turn()

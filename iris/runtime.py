@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from iris.attachment import Attachment, Connector
+from iris.attachment import Attachment, Connector, Life
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, Headers, check_headers
 from iris.core.company import Company
@@ -101,7 +101,7 @@ class Runtime:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(drain_s):
                             await asyncio.gather(*(part.finish() for part in self.parts))
-                    attachment.state = "closing"
+                    attachment.state = Life.CLOSING
                     await attachment.say_bye()
         finally:
             attachment.close()

@@ -12,6 +12,7 @@ from integration.kit import cut, named
 from support.waiting import until
 
 import iris
+from iris.attachment import Life
 from iris.errors import NoMembers, StreamUnavailable
 from iris.streams.records import StreamGap
 from iris.testing import LocalCluster
@@ -39,7 +40,7 @@ async def test_a_request_that_is_asked_again_after_its_session_was_lost_may_have
                 await begun.wait()
                 await cut(cluster, "member")
                 await cut(cluster, "caller")
-                member._attachment.state = "closed"  # type: ignore[union-attr, assignment]  # it does not come back
+                member._attachment.state = Life.CLOSED  # type: ignore[union-attr]  # it does not come back
         with pytest.raises((NoMembers, iris.ConnectionLost)) as caught:
             await asking
         assert caught.value.may_have_run
