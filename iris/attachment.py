@@ -30,7 +30,7 @@ from iris.registry import Registry, leave
 from iris.transport import Pump
 from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 log = logging.getLogger(__name__)
 

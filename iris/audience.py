@@ -13,7 +13,7 @@ from iris.deadlines import deadline, seconds_left, within
 from iris.errors import ConnectionLost, RelayError, RequestTimeout
 from iris.runtime import Runtime
 from iris.wire import frames
-from iris.wire.frames import AUDIENCE_MINOR
+from iris.wire.kinds import AUDIENCE_MINOR
 
 WAIT_MIN_S: Final = 0.005
 WAIT_MAX_S: Final = 0.1

@@ -50,7 +50,7 @@ from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
 from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
-from iris.wire.frames import HERE, Kind
+from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address
 
 if TYPE_CHECKING:

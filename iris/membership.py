@@ -10,7 +10,8 @@ from iris.core.session import Session
 from iris.crypto.keys import ClusterKey
 from iris.errors import InvalidName, KeyringError, LocalProtocolError
 from iris.wire import frames
-from iris.wire.frames import HERE, Kind, MemberInfo
+from iris.wire.frames import MemberInfo
+from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address
 
 

@@ -31,7 +31,7 @@ from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
 from iris.wire import frames
-from iris.wire.frames import AUDIENCE_MINOR, Kind
+from iris.wire.kinds import AUDIENCE_MINOR, Kind
 
 log = logging.getLogger("iris.client")  # programs know it by this name
 

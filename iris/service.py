@@ -10,7 +10,8 @@ from iris.config import Limits
 from iris.core.parties import Lost
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
-from iris.wire.frames import Kind, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
 F = TypeVar("F", bound=Callable[..., Any])

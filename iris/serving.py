@@ -23,7 +23,7 @@ from iris.runtime import Runtime
 from iris.service import Service
 from iris.subscription import Subscription
 from iris.tunnel import EndOfTunnel, Tunnel
-from iris.wire.frames import Kind, Refusal
+from iris.wire.kinds import Kind, Refusal
 
 log = logging.getLogger("iris.service")  # programs know it by this name
 

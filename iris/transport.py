@@ -20,7 +20,8 @@ from iris.wire.codec import (
     ReceiveBuffer,
     encode_control,
 )
-from iris.wire.frames import NEVER_US, Hello
+from iris.wire.frames import Hello
+from iris.wire.kinds import NEVER_US
 
 log = logging.getLogger(__name__)
 

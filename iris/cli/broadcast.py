@@ -7,7 +7,7 @@ from typing import Any
 import iris
 from iris.cli import options
 from iris.cli.sending import send
-from iris.wire.frames import HERE
+from iris.wire.kinds import HERE
 from iris.wire.names import check_address
 
 

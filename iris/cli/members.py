@@ -12,7 +12,8 @@ import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
 from iris.errors import IrisError, NoMembers
-from iris.wire.frames import Kind, MemberInfo
+from iris.wire.frames import MemberInfo
+from iris.wire.kinds import Kind
 from iris.wire.names import printable
 
 

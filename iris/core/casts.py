@@ -15,7 +15,7 @@ from iris.core.parties import Lost, Owner
 from iris.errors import DecodeError, OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, BUNDLE, END_AT
-from iris.wire.frames import UNKNOWN_COUNT, Kind
+from iris.wire.kinds import UNKNOWN_COUNT, Kind
 
 CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
 """Frame kinds that arrive in their sender's order. A session may have to hold them back to keep it."""

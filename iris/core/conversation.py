@@ -15,7 +15,7 @@ from iris.core.parties import Waiter
 from iris.errors import ConnectionLost, PeerProtocolError, RelayUnavailable
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, decode_control
-from iris.wire.frames import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION
+from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION
 
 Handler = Callable[[memoryview, int, int], None]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from iris.crypto.sframe import ReplayWindow
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144

@@ -14,7 +14,8 @@ from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import PeerProtocolError
 from iris.wire.codec import metadata_prefix
-from iris.wire.frames import DECLARED_KINDS, Declare, Kind
+from iris.wire.frames import Declare
+from iris.wire.kinds import DECLARED_KINDS, Kind
 
 MAX_OPENERS: Final = 16_384
 MAX_GROUP_BYTES: Final = 64 << 20

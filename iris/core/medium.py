@@ -12,7 +12,7 @@ from iris.core.outbound import Outbound
 from iris.core.parties import Owner
 from iris.wire import frames
 from iris.wire.codec import FLAGS_AT
-from iris.wire.frames import FLAG_REFUSED, Refusal
+from iris.wire.kinds import FLAG_REFUSED, Refusal
 
 
 class Medium(Conversation):

@@ -16,7 +16,8 @@ from iris.core.compression import Compressor
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control, metadata_prefix
-from iris.wire.frames import NO_KEY, Control, Declare, Kind, Prove
+from iris.wire.frames import Control, Declare, Prove
+from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.names import split_site
 
 SMALL_BYTES: Final = 8192

@@ -11,7 +11,7 @@ from iris.core.message import Message
 from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError
-from iris.wire.frames import Kind, Refusal
+from iris.wire.kinds import Kind, Refusal
 
 
 class Waiter(Protocol):

@@ -22,7 +22,7 @@ from iris.core.outbound import Outbound
 from iris.core.parties import Waiter
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from iris.wire.streams import (
     DUPLICATE,
     FENCED,

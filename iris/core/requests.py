@@ -26,7 +26,7 @@ from iris.errors import (
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
-from iris.wire.frames import NEVER_US, STALE, Cause, Kind
+from iris.wire.kinds import NEVER_US, STALE, Cause, Kind
 from iris.wire.names import split_site
 
 MAX_PENDING: Final = 65_536

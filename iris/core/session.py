@@ -42,14 +42,8 @@ from iris.wire.codec import (
     KIND_AT,
     answer_suffix,
 )  # fmt: skip
-from iris.wire.frames import (
-    BOUND_PROOF_MINOR,
-    CLOCK_MINOR,
-    FLAG_REFUSED,
-    MAX_CREDIT,
-    Kind,
-    Refusal,
-)
+from iris.wire.frames import MAX_CREDIT
+from iris.wire.kinds import BOUND_PROOF_MINOR, CLOCK_MINOR, FLAG_REFUSED, Kind, Refusal
 
 MAX_HELD_BYTES: Final = 16 << 20
 NOT_OURS: Final = "under a key that is not ours"

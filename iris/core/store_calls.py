@@ -28,7 +28,7 @@ from iris.errors import (
 )
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END, END_AT, HOP
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from iris.wire.streams import Refused, decode_answer
 
 GRACE_US: Final = 1_000_000

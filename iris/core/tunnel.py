@@ -29,7 +29,7 @@ from iris.crypto.keys import ClusterKey
 from iris.crypto.noise import MAX_PLAINTEXT_BYTES, CipherState, Handshake
 from iris.errors import Closed, IrisError, OpenError, PeerProtocolError, TunnelBroken
 from iris.wire.codec import tunnel_frame
-from iris.wire.frames import Cause, Kind
+from iris.wire.kinds import Cause, Kind
 
 FIRST_WINDOW: Final = 64 << 10
 MAX_WINDOW: Final = 16 << 20

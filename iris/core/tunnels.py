@@ -15,7 +15,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT, tunnel_frame
-from iris.wire.frames import NEVER_US, Cause, Kind, Refusal
+from iris.wire.kinds import NEVER_US, Cause, Kind, Refusal
 from iris.wire.names import split_site
 
 MAX_HALF_OPEN: Final = 1024

@@ -34,7 +34,7 @@ from iris.errors import DecodeError
 from iris.spark.errors import MALFORMED, MISFITS, SparkError
 from iris.spark.options import FAILFAST, JSON, SourceOptions
 from iris.spark.schema import value_schema
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 CREATE_TIME: Final = 0
 """Kafka's timestampType: when the sender sent it, by the sender's clock."""

@@ -13,7 +13,7 @@ from iris.core.producer import Extras, Producer, Sent
 from iris.deadlines import seconds_left
 from iris.errors import ConnectionLost, OffsetConflict, StreamError
 from iris.streams.calls import Place, Stores
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
 
 CALL_S: Final = 10.0

@@ -37,7 +37,7 @@ from iris.errors import (
 )
 from iris.runtime import Runtime
 from iris.wire import frames
-from iris.wire.frames import NO_KEY, STORES
+from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.names import check_address, split_site
 from iris.wire.streams import (
     DEAD,

@@ -12,7 +12,7 @@ from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
 from iris.streams.calls import Known, Stores
-from iris.wire.frames import NO_KEY, STORES
+from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.streams import (
     DEAD,
     ConsumerInfo,

@@ -14,7 +14,7 @@ from iris.crypto.sframe import Opener
 from iris.errors import DecodeError, OpenError
 from iris.streams.calls import Known
 from iris.wire.codec import END, metadata_prefix
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from iris.wire.names import matches
 from iris.wire.streams import (
     DEAD_KIND,

@@ -26,7 +26,8 @@ from typing import Final
 import msgspec
 
 from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.frames import CONTROLS, PROTOCOL_VERSION, Control, Kind
+from iris.wire.frames import CONTROLS, Control
+from iris.wire.kinds import PROTOCOL_VERSION, Kind
 
 PREFIX: Final = struct.Struct("<IBB")
 END: Final = struct.Struct("<qIIQ")

@@ -13,7 +13,8 @@ import msgspec
 
 from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
-from iris.wire.frames import AUDIENCE_MINOR, MAX_SLOW_TOLD, NEVER_US, HopClass, SlowEntry
+from iris.wire.frames import MAX_SLOW_TOLD, SlowEntry
+from iris.wire.kinds import AUDIENCE_MINOR, NEVER_US, HopClass
 from iris.wire.names import printable
 from relay.core.interest import Interest
 from relay.core.link import Link

@@ -22,7 +22,8 @@ from iris.wire.codec import (
     KIND_AT,
     REWRITE,
 )
-from iris.wire.frames import (
+from iris.wire.frames import Credit, Fail
+from iris.wire.kinds import (
     CLOCK_MINOR,
     FLAG_REFUSED,
     HERE,
@@ -30,8 +31,6 @@ from iris.wire.frames import (
     REFUSED_ALIAS,
     STALE,
     Cause,
-    Credit,
-    Fail,
     HopClass,
     Kind,
     Refusal,

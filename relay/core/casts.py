@@ -14,7 +14,8 @@ import msgspec
 from iris.core.aliases import Alias
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
-from iris.wire.frames import UNKNOWN_COUNT, Gap, HopClass, Kind
+from iris.wire.frames import Gap
+from iris.wire.kinds import UNKNOWN_COUNT, HopClass, Kind
 from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest

@@ -11,9 +11,10 @@ from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control
-from iris.wire.frames import (
+from iris.wire.frames import MAX_KEY_IDS
+from iris.wire.kinds import (
     BOUND_PROOF_MINOR,
-    MAX_KEY_IDS,
+    HERE,
     NO_KEY,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
@@ -159,9 +160,7 @@ class SessionControl:
             )
         if declared.hop_class != HopClass.LOCAL:
             raise PeerProtocolError(f"hop class {declared.hop_class} in a session")
-        if declared.site not in ("", frames.HERE) and (
-            error := _grammar(check_site, declared.site)
-        ):
+        if declared.site not in ("", HERE) and (error := _grammar(check_site, declared.site)):
             raise PeerProtocolError(error)
         self._router.declare(session, declared)
 

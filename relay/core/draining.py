@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from iris.wire import frames
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from relay.core.link import Link
 from relay.core.mesh import DRAIN_PING
 from relay.core.neighbor import Neighbor

@@ -17,7 +17,7 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import NEVER_US, Kind
+from iris.wire.kinds import NEVER_US, Kind
 from relay.core.casts import Casts
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh, cut

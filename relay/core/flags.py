@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import FLAGS_AT, KIND_AT
-from iris.wire.frames import FLAG_REFUSED, Kind, Refusal
+from iris.wire.kinds import FLAG_REFUSED, Kind, Refusal
 from relay.core.neighbor import Neighbor, Route
 
 _REASONS = {int(reason) for reason in Refusal}

@@ -12,7 +12,7 @@ from typing import Final
 from iris.crypto.keys import verify_order, verify_store_proof
 from iris.errors import DecodeError, OpenError
 from iris.wire import frames
-from iris.wire.frames import NO_KEY, Kind
+from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.streams import DEAD, KEEP, dead_uuid, decode_order
 from relay.core.session import Session
 

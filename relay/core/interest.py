@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from iris.wire.frames import HopClass, Kind
+from iris.wire.kinds import HopClass, Kind
 from relay.core.link import Link
 from relay.core.neighbor import Address, Load, Taker, Topic
 from relay.core.session import Member, Watch, is_listed

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from iris.wire.frames import MAX_CREDIT, NEVER_US, CallerLeft, Kind
+from iris.wire.frames import MAX_CREDIT, CallerLeft
+from iris.wire.kinds import NEVER_US, Kind
 from relay.core.neighbor import Neighbor
 
 LEFT_MINOR: Final = 2

@@ -12,7 +12,8 @@ from typing import Final
 from iris.core.pulse import Pulse
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
-from iris.wire.frames import SERVED_KINDS, HopClass, MemberEntry
+from iris.wire.frames import MemberEntry
+from iris.wire.kinds import SERVED_KINDS, HopClass
 from relay.core.neighbor import Address, Asked, Load, Neighbor
 from relay.core.ports import Port
 

@@ -17,18 +17,8 @@ from typing import Any, Final
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import (
-    NEVER_US,
-    PROTOCOL_MINOR,
-    PROTOCOL_VERSION,
-    SERVED_KINDS,
-    Kind,
-    MemberEntry,
-    SiteCluster,
-    SiteEntry,
-    SiteTopic,
-    TopicEntry,
-)
+from iris.wire.frames import MemberEntry, SiteCluster, SiteEntry, SiteTopic, TopicEntry
+from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, Kind
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
 from relay.core.interest import MAX_OTHERS, Interest

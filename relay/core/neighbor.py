@@ -12,7 +12,8 @@ from iris.core.aliases import Alias, AliasTable
 from iris.core.pulse import Pulse
 from iris.errors import LocalProtocolError, PeerProtocolError
 from iris.wire.codec import MAX_REPORT_BYTES, RELAY_HOP, encode_control
-from iris.wire.frames import Beat, Control, Declare, Gap, HopClass
+from iris.wire.frames import Beat, Control, Declare, Gap
+from iris.wire.kinds import HopClass
 from relay.core.ports import Held, Port
 from relay.core.shares import Share, UserShare
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from iris.wire.frames import NEVER_US, Cause, Fail, Kind
+from iris.wire.frames import Fail
+from iris.wire.kinds import NEVER_US, Cause, Kind
 from relay.core.neighbor import Handed, Neighbor
 from relay.core.surveys import Surveys
 

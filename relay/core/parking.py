@@ -14,7 +14,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
-from iris.wire.frames import Cause, Fail, Kind
+from iris.wire.frames import Fail
+from iris.wire.kinds import Cause, Kind
 from relay.core.interest import Interest
 from relay.core.neighbor import Neighbor, Route
 from relay.core.ports import Accounts

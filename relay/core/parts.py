@@ -8,7 +8,7 @@ from typing import Final
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import DECLARED_KINDS, NEVER_US, Kind
+from iris.wire.kinds import DECLARED_KINDS, NEVER_US, Kind
 from iris.wire.names import check_cluster, check_topic
 from relay.core.audience import Audiences
 from relay.core.calls import Calls

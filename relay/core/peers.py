@@ -10,7 +10,7 @@ import msgspec
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import decode_control
-from iris.wire.frames import HopClass, Kind
+from iris.wire.kinds import HopClass, Kind
 from iris.wire.names import check_topic, printable
 from relay.core.calls import Calls
 from relay.core.casts import Casts

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from iris.wire.frames import NO_KEY, Kind
+from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.names import covers, matches, overlaps
 
 MAX_REFUSED: Final = 1024

@@ -15,7 +15,8 @@ import msgspec
 
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.frames import NEVER_US, SiteCluster, SiteEntry, SiteTopic
+from iris.wire.frames import SiteCluster, SiteEntry, SiteTopic
+from iris.wire.kinds import NEVER_US
 from iris.wire.names import check_site
 from relay.core.casts import Casts
 from relay.core.interest import Interest

@@ -18,10 +18,7 @@ from typing import Final
 
 from iris.wire import frames
 from iris.wire.codec import KIND_AT
-from iris.wire.frames import (
-    NEVER_US,
-    Kind,
-)
+from iris.wire.kinds import NEVER_US, Kind
 from iris.wire.names import (
     printable,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from iris.wire.frames import Kind, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import Kind
 from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
 

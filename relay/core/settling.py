@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from iris.wire import frames
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from relay.core.draining import HEARD_MINOR
 from relay.core.mesh import DRAIN_PING, Mesh
 from relay.core.neighbor import Neighbor

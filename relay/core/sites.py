@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from iris.wire import frames
-from iris.wire.frames import HERE, HopClass
+from iris.wire.kinds import HERE, HopClass
 from relay.core.interest import MAX_OTHERS
 from relay.core.neighbor import Load, Route
 from relay.core.policy import Policy

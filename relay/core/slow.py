@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from relay.core.neighbor import Delivery, Neighbor
 from relay.core.session import Session
 

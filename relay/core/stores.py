@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Final
 
 from iris.wire import frames
-from iris.wire.frames import MAX_FAILED, NEVER_US
+from iris.wire.frames import MAX_FAILED
+from iris.wire.kinds import NEVER_US
 from relay.core.draining import HEARD_MINOR
 from relay.core.mesh import Mesh
 from relay.core.quotas import RELAYS_STORE

@@ -11,7 +11,7 @@ from typing import Final
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
-from iris.wire.frames import Cause, Kind
+from iris.wire.kinds import Cause, Kind
 from relay.core.flags import clear_flags
 from relay.core.neighbor import Handed, Neighbor, Tunnel
 from relay.core.ports import Accounts

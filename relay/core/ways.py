@@ -16,7 +16,8 @@ from typing import Final
 from iris.core.pulse import Pulse
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.frames import SERVED_KINDS, HopClass, Kind, SiteCluster, SiteTopic
+from iris.wire.frames import SiteCluster, SiteTopic
+from iris.wire.kinds import SERVED_KINDS, HopClass, Kind
 from iris.wire.names import check_cluster, check_filter, check_group
 from relay.core.interest import Interest
 from relay.core.link import LINK_HOP, SUSPENDED_US, check_named

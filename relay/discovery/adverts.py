@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from iris.crypto.keys import RELAY_ID_BYTES
-from iris.wire.frames import PROTOCOL_VERSION
+from iris.wire.kinds import PROTOCOL_VERSION
 from relay.discovery.interfaces import Address
 
 SERVICE_TYPE: Final = "_iris-relay._tcp.local."

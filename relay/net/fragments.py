@@ -36,7 +36,8 @@ from iris.wire.codec import (
     PREFIX_BYTES,
     decode_control,
 )
-from iris.wire.frames import FIRST_DATA_KIND, FLAG_MORE, TUNNEL_KINDS, Declare, Gap, Kind
+from iris.wire.frames import Declare, Gap
+from iris.wire.kinds import FIRST_DATA_KIND, FLAG_MORE, TUNNEL_KINDS, Kind
 
 WHOLE_BYTES: Final = 72 << 10
 """Longest frame that is not cut."""

@@ -22,7 +22,8 @@ from iris.wire.codec import (
     decode_control,
     encode_control,
 )
-from iris.wire.frames import FLAG_MORE, MAX_ADDRESSES, PROTOCOL_VERSION
+from iris.wire.frames import MAX_ADDRESSES
+from iris.wire.kinds import FLAG_MORE, PROTOCOL_VERSION
 from iris.wire.names import printable
 from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor

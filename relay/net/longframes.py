@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from iris.wire.codec import ALIAS, ALIAS_AT, KIND_AT
-from iris.wire.frames import TUNNEL_KINDS
+from iris.wire.kinds import TUNNEL_KINDS
 from relay.config import RelayConfig
 from relay.net.fragments import PIECE_BYTES, WHOLE_BYTES, Lanes
 from relay.net.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Driver

@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from iris.transport import Writer
 from iris.wire.codec import ReceiveBuffer
-from iris.wire.frames import NEVER_US
+from iris.wire.kinds import NEVER_US
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.core.router import Router

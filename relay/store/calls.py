@@ -10,7 +10,7 @@ from typing import Any, Final
 from iris.crypto.keys import public_id
 from iris.errors import DecodeError
 from iris.wire import streams
-from iris.wire.frames import NO_KEY
+from iris.wire.kinds import NO_KEY
 from iris.wire.streams import END, SignedOrder, dead_uuid, decode_order
 from relay.logs import Quiet
 from relay.store.authority import is_promotion, one_definition

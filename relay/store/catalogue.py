@@ -18,7 +18,8 @@ from msgspec import structs
 
 from iris.errors import DecodeError, IrisError
 from iris.wire import frames
-from iris.wire.frames import MAX_KEY_IDS, Kind
+from iris.wire.frames import MAX_KEY_IDS
+from iris.wire.kinds import Kind
 from iris.wire.streams import DEAD, Definition, dead_uuid
 from relay.store.authority import NO_CHARTER, Authority, Charter, Kept
 from relay.store.clock import Clock

@@ -16,7 +16,7 @@ from typing import Final
 from iris.crypto.channel import Channel, accept_offer
 from iris.crypto.keys import StoreKey, public_id
 from iris.errors import OpenError, SealError
-from iris.wire.frames import NO_KEY
+from iris.wire.kinds import NO_KEY
 from iris.wire.streams import (
     NO_LOG,
     Create,

@@ -14,7 +14,7 @@ from typing import Final
 
 from iris.crypto.keys import StoreKey, public_id
 from iris.wire import frames
-from iris.wire.frames import Refusal
+from iris.wire.kinds import Refusal
 from relay.logs import Quiet
 from relay.store.authority import Authority
 from relay.store.calls import Calls

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Final
 
 from iris.crypto.keys import StoreKey
-from iris.wire.frames import NO_KEY, STORES, Kind, Leave, Serving, Subscribe, Unsubscribe
+from iris.wire.frames import Leave, Serving, Subscribe, Unsubscribe
+from iris.wire.kinds import NO_KEY, STORES, Kind
 from relay.store.session import StoreSession
 from relay.store.stream import Stream
 

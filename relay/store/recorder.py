@@ -7,7 +7,7 @@ from typing import Final
 
 from iris.core.guard import Guard
 from iris.wire import frames, streams
-from iris.wire.frames import UNKNOWN_COUNT, Refusal
+from iris.wire.kinds import UNKNOWN_COUNT, Refusal
 from relay.store.answers import told_outcome
 from relay.store.errors import LogWriteFailed
 from relay.store.log import Log

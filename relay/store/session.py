@@ -25,14 +25,8 @@ from iris.wire.codec import (
     HOP,
     encode_control,
 )
-from iris.wire.frames import (
-    DECLARED_KINDS,
-    FLAG_REFUSED,
-    MAX_CREDIT,
-    Kind,
-    Refusal,
-    Serving,
-)
+from iris.wire.frames import MAX_CREDIT, Serving
+from iris.wire.kinds import DECLARED_KINDS, FLAG_REFUSED, Kind, Refusal
 from iris.wire.streams import Answer, Call, Refused, SignedOrder, decode_call, encode
 from relay.store.errors import ChannelRefused
 

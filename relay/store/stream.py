@@ -20,7 +20,7 @@ from typing import Final
 from iris.core.conversation import State
 from iris.wire import streams
 from iris.wire.codec import END
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from iris.wire.names import matches
 from iris.wire.streams import (
     DEAD_KIND,

@@ -22,7 +22,7 @@ import iris
 from iris.crypto.keys import ClusterKey
 from iris.wire import frames
 from iris.wire.codec import HOP
-from iris.wire.frames import FLAG_MORE, Kind
+from iris.wire.kinds import FLAG_MORE, Kind
 
 STRANGE_KEY = ClusterKey(bytes(range(2, 34)))
 """A key that only the offender has."""

@@ -26,7 +26,8 @@ from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Sealer
 from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control, metadata_prefix
-from iris.wire.frames import Control, Kind
+from iris.wire.frames import Control
+from iris.wire.kinds import Kind
 
 OTHER_KEY = ClusterKey(bytes(range(1, 33)))
 """What offenders hold: a key of their own, or none."""

@@ -25,7 +25,8 @@ from iris.wire.codec import (
     encode_control,
     metadata_prefix,
 )
-from iris.wire.frames import Control, Kind
+from iris.wire.frames import Control
+from iris.wire.kinds import Kind
 
 Script = Callable[["Peer", Control | bytes], Awaitable[None] | None]
 """Called with each frame of a client: a decoded control frame, or a whole data frame."""

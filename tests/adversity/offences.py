@@ -11,7 +11,7 @@ from support.relays import KEY
 
 from iris.wire import frames
 from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, FRAME_OVERHEAD, HOP, RELAY_HOP, encode_control
-from iris.wire.frames import FLAG_MORE, FLAG_REFUSED, Kind, Refusal
+from iris.wire.kinds import FLAG_MORE, FLAG_REFUSED, Kind, Refusal
 
 Offence = Callable[[Wire], Awaitable[None]]
 OFFENCES: Final[dict[str, tuple[Offence, str]]] = {}

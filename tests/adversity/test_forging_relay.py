@@ -17,7 +17,8 @@ from iris.crypto.keys import ClusterKey
 from iris.crypto.noise import Handshake
 from iris.wire import frames
 from iris.wire.codec import RELAY_HOP, encode_control
-from iris.wire.frames import FLAG_REFUSED, Cause, Control, Kind, Refusal
+from iris.wire.frames import Control
+from iris.wire.kinds import FLAG_REFUSED, Cause, Kind, Refusal
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("nothing_hangs")]
 

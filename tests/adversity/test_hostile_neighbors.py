@@ -23,7 +23,7 @@ from support.waiting import PATIENCE_S, eventually
 import iris
 from iris.wire import frames
 from iris.wire.codec import encode_control, tunnel_frame
-from iris.wire.frames import FLAG_MORE, Cause, HopClass, Kind
+from iris.wire.kinds import FLAG_MORE, UNKNOWN_COUNT, Cause, HopClass, Kind
 from relay.core.link import LINK_HOP
 from relay.core.neighbor import Neighbor
 from relay.daemon import Relay
@@ -186,7 +186,7 @@ async def losses(hostile: Hostile, honest: Honest) -> None:
             await honest.check()
         sender_id = publisher.result().sender_id
         number = len(honest.said)
-        for begin, count in ((number, 1), (number + 1, 5), (number, 1 << 31), (1 << 62, 7), (0, 1), (0, frames.UNKNOWN_COUNT), (number, 0)):  # fmt: skip
+        for begin, count in ((number, 1), (number + 1, 5), (number, 1 << 31), (1 << 62, 7), (0, 1), (0, UNKNOWN_COUNT), (number, 0)):  # fmt: skip
             site = second.router.site if hostile.own else ""
             gap = (Kind.PUBLISH, "calm.news", KEY.key_id, sender_id, begin, count, "lost")
             await there.say(frames.Gap(*gap, site=site))

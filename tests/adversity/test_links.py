@@ -22,7 +22,8 @@ from iris.crypto.keys import NetworkKey
 from iris.remote import mutual_context
 from iris.wire import frames
 from iris.wire.codec import END, encode_control
-from iris.wire.frames import FLAG_MORE, Control, HopClass, Kind
+from iris.wire.frames import Control
+from iris.wire.kinds import FLAG_MORE, HopClass, Kind
 from relay.daemon import Relay
 from relay.net.tls import LINK_ALPN, SESSION_ALPN, Credentials, make_access
 

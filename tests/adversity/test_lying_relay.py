@@ -17,7 +17,8 @@ from iris.crypto.noise import Handshake
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import HOP, RELAY_HOP, encode_control
-from iris.wire.frames import FLAG_REFUSED, Control, Kind, Refusal
+from iris.wire.frames import Control
+from iris.wire.kinds import FLAG_REFUSED, Kind, Refusal
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("nothing_hangs")]
 

@@ -17,7 +17,7 @@ from support.waiting import PATIENCE_S, eventually
 import iris
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -14,7 +14,8 @@ from support.waiting import PATIENCE_S, eventually
 import iris
 from iris.wire import frames
 from iris.wire.codec import HOP, RELAY_HOP, answer_suffix
-from iris.wire.frames import FLAG_REFUSED, Cause, Kind, Refusal, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import FLAG_REFUSED, Cause, Kind, Refusal
 
 pytestmark = pytest.mark.timeout(60)
 CLUSTER = "offended"

@@ -30,7 +30,8 @@ from iris.wire.codec import (
     decode_control,
     encode_control,
 )
-from iris.wire.frames import Kind, Refusal, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import Kind, Refusal
 from iris.wire.names import check_cluster, check_topic
 from relay.bridges.iris1.core.frames import Request, TunInit, Violation
 from relay.bridges.iris1.core.machine import Machine, State

@@ -16,7 +16,7 @@ from support.relays import KEY, Daemon
 import iris
 from iris.config import ClientConfig
 from iris.wire import frames
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.supervisor import StoreSupervisor

@@ -36,7 +36,8 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError, KeyringError
 from iris.remote import mutual_context
 from iris.wire import frames
-from iris.wire.frames import Kind, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import Kind
 from relay.net.addresses import show
 from relay.net.gateways import NOT_PINNED, OTHER_NAME
 from relay.net.tls import LINK_ALPN, WAN_ALPN

@@ -14,7 +14,7 @@ from support.relays import KEY
 from support.waiting import PATIENCE_S, eventually
 
 from iris.wire import frames
-from iris.wire.frames import NO_KEY, STORES, Kind
+from iris.wire.kinds import NO_KEY, STORES, Kind
 from relay.config import RelayConfig
 from relay.core.draining import HEARD_MINOR
 from relay.daemon import Relay

@@ -18,7 +18,7 @@ from support.waiting import PATIENCE_S, eventually, wait_until
 
 import iris
 from iris.crypto.keys import ClusterKey
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.discovery import Sighting
 from relay.net.sessions import SessionHub
 from relay.stopping import DRAIN_QUIET_POLLS

@@ -17,7 +17,7 @@ from support.waiting import until
 import iris
 from iris.config import Limits
 from iris.testing import LocalCluster
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 
 def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:

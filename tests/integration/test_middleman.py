@@ -20,6 +20,7 @@ from iris.remote import certificate_hash, load_access
 from iris.wire import frames
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import Control
+from iris.wire.kinds import Kind
 from relay.daemon import Relay
 from relay.net.tls import Credentials, session_server_context
 
@@ -84,9 +85,9 @@ class Middleman:
             while True:
                 head = await reader.readexactly(4)
                 frame = head + await reader.readexactly(int.from_bytes(head, "little"))
-                if frame[4] == frames.Kind.PROVE:
+                if frame[4] == Kind.PROVE:
                     self.proofs += 1
-                if frame[4] == frames.Kind.WELCOME:
+                if frame[4] == Kind.WELCOME:
                     welcome = decode_control(memoryview(frame), 0, len(frame))
                     assert isinstance(welcome, frames.Welcome)
                     frame = encode_control(self._rewrite(welcome))

@@ -17,7 +17,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import NoStream, StreamError, StreamUnavailable
 from iris.streams import StreamGap, StreamPage, StreamRecord
 from iris.testing import LocalCluster
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from iris.errors import (
 from iris.streams import StreamGap
 from iris.testing import LocalCluster
 from iris.wire.codec import END, HOP
-from iris.wire.frames import Declare, Kind
+from iris.wire.frames import Declare
+from iris.wire.kinds import Kind
 
 # -- creating ------------------------------------------------------------------------------------------------
 

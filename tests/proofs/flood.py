@@ -27,7 +27,7 @@ import iris
 from iris.keyfiles import NETWORK_FILE, create_site_key, load_network_keys, load_site_key
 from iris.wire import frames
 from iris.wire.codec import END, HOP, encode_control
-from iris.wire.frames import Kind
+from iris.wire.kinds import PROTOCOL_MINOR, PROTOCOL_VERSION, HopClass, Kind
 from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
 
 CLUSTER: Final = "proof-flood"
@@ -169,7 +169,7 @@ class Said:
     def __init__(self, own: str, site: str) -> None:
         self.own = own
         self.place: dict[str, Any] = (
-            {"hop_class": int(frames.HopClass.TO_WAN), "site": site} if own else {"hop_class": int(frames.HopClass.MESH)}
+            {"hop_class": int(HopClass.TO_WAN), "site": site} if own else {"hop_class": int(HopClass.MESH)}
         )  # fmt: skip
         self.site = site
         self.version = 1
@@ -179,7 +179,7 @@ class Said:
 
     def hello(self) -> bytes:
         """Return its greeting, as the side that dials."""
-        version = frames.PROTOCOL_VERSION, frames.PROTOCOL_MINOR
+        version = PROTOCOL_VERSION, PROTOCOL_MINOR
         now_us = time.monotonic_ns() // 1000
         return encode_control(
             frames.LinkHello(*version, EVIL_ID, now_us, now_us, 1 << 20, site=self.own)

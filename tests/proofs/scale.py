@@ -20,7 +20,8 @@ from typing import Any
 
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, decode_control, encode_control
-from iris.wire.frames import Kind, LinkHello, Serving
+from iris.wire.frames import LinkHello, Serving
+from iris.wire.kinds import PROTOCOL_VERSION, SERVED_KINDS, Kind
 from proofs.common import Proof
 from relay.core.ports import Held
 from relay.core.router import Router
@@ -51,7 +52,7 @@ ENTRY_US = 12
 LINK_US = HANDSHAKE_US + 4 * (FRAME_US + SEND_US) + MEMBERSHIPS * ENTRY_US
 """All that one link costs a relay until both agree."""
 KEY = bytes(16)
-KINDS = {int(kind): Serving(8, 64 << 20) for kind in frames.SERVED_KINDS - {frames.Kind.STREAM}}
+KINDS = {int(kind): Serving(8, 64 << 20) for kind in SERVED_KINDS - {Kind.STREAM}}
 LIMIT_S = 30.0
 """In which a site of any size that is proved here has to agree."""
 LIMIT_MB = 512.0
@@ -191,7 +192,7 @@ class Relay:
             frame = encode_control(body)
             entry(memoryview(bytearray(frame)), 0, len(frame))
 
-        say(frames.Hello(frames.PROTOCOL_VERSION, 0, label, 1))
+        say(frames.Hello(PROTOCOL_VERSION, 0, label, 1))
         session.proven.add(KEY)
         return say
 

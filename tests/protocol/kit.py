@@ -37,7 +37,8 @@ from iris.wire.codec import (
     decode_control,
     encode_control,
 )
-from iris.wire.frames import Kind, Refusal, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import SERVED_KINDS, Kind, Refusal
 from iris.wire.names import matches
 from relay.core.limits import Limits
 from relay.core.link import Link
@@ -262,8 +263,7 @@ class Host:
         for key in keys or (self.key,):
             self.session.out.prove(key)
         kinds = {
-            int(kind): Serving(concurrency, limit_bytes)
-            for kind in frames.SERVED_KINDS - {frames.Kind.STREAM}
+            int(kind): Serving(concurrency, limit_bytes) for kind in SERVED_KINDS - {Kind.STREAM}
         }
         self.session.ask(lambda number: frames.Join(number, name, ids, kinds), ack)
         self.net.run()

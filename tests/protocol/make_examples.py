@@ -46,7 +46,8 @@ from iris.wire.codec import (
     encode_control,
     metadata_prefix,
 )
-from iris.wire.frames import FLAG_REFUSED, Cause, Control, Kind, Refusal, Serving
+from iris.wire.frames import Control, Serving
+from iris.wire.kinds import FLAG_REFUSED, Cause, Kind, Refusal
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

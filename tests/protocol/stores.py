@@ -12,7 +12,7 @@ from iris.core.session import Session
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, decode_control, encode_control
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from iris.wire.streams import SignedOrder, decode_answer, encode
 from relay.store.keeper import Store
 from relay.store.session import StoreSession

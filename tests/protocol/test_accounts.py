@@ -21,7 +21,8 @@ from protocol.test_sites import Sites, WanEnd
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import END, FLAGS_AT, HOP, decode_control, encode_control, tunnel_frame
-from iris.wire.frames import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind, Refusal, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind, Refusal
 from relay.core import calls as calls_module
 from relay.core import overdue as overdue_module
 from relay.core.neighbor import Neighbor, Survey

@@ -7,7 +7,8 @@ from protocol.kit import KEY, Host, LinkEnd, Network, Result, control_of, kind_o
 
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import Kind, SlowEntry
+from iris.wire.frames import SlowEntry
+from iris.wire.kinds import Kind
 
 WIDE = "\U00020000"
 """A character of four bytes that is printed."""

@@ -18,7 +18,7 @@ from iris.errors import (
     RequestTimeout,
 )
 from iris.wire import frames
-from iris.wire.frames import Kind, Refusal
+from iris.wire.kinds import Kind, Refusal
 from relay.core.limits import Limits
 
 

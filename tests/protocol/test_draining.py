@@ -7,7 +7,7 @@ from protocol.kit import Host, Network, Result, kind_of
 
 from iris.core.parties import Delivery
 from iris.wire import frames
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.core.draining import HEARD_US, UNASKED_US
 
 GRACE_MS = 10_000

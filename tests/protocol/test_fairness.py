@@ -7,7 +7,7 @@ from protocol.kit import KEY, Network, Result
 from iris.core.parties import Delivery
 from iris.wire import frames
 from iris.wire.codec import END, HOP, encode_control
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.core.limits import Limits
 
 

@@ -7,7 +7,15 @@ from protocol.kit import KEY, LinkEnd, Network, kind_of
 
 from iris.wire import frames
 from iris.wire.codec import END, FLAGS_AT, HOP, encode_control
-from iris.wire.frames import FLAG_MORE, FLAG_REFUSED, TUNNEL_KINDS, HopClass, Kind, Refusal
+from iris.wire.kinds import (
+    FLAG_MORE,
+    FLAG_REFUSED,
+    PROTOCOL_MINOR,
+    TUNNEL_KINDS,
+    HopClass,
+    Kind,
+    Refusal,
+)
 from relay.core.link import LINK_HOP
 
 CALLS = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.STREAM)
@@ -117,7 +125,7 @@ def told(there: LinkEnd, data: bytes) -> None:
 def test_a_relay_of_minor_1_is_ended_for_wrong_flags(kind: int, flags: int) -> None:
     if kind in CALLS and flags & FLAG_REFUSED:
         return
-    _, there = pair(frames.PROTOCOL_MINOR)
+    _, there = pair(PROTOCOL_MINOR)
     told(there, declared(kind, HopClass.MESH))
     told(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
     assert f"flags 0x{flags:02x}" in there.why
@@ -153,7 +161,7 @@ def test_flags_that_an_older_relay_forwards_cost_it_nothing(kind: int, flags: in
 
 
 @pytest.mark.parametrize("flags", [*BAD_REASONS, FLAG_REFUSED | Refusal.FULL << 4 | 0x0C])
-@pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
+@pytest.mark.parametrize("minor", [0, PROTOCOL_MINOR])
 def test_only_an_older_relay_may_forward_a_refusal_without_a_reason(flags: int, minor: int) -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)

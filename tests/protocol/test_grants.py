@@ -12,7 +12,8 @@ from iris.crypto.keys import ClusterKey, StoreKey
 from iris.errors import PeerProtocolError
 from iris.wire import frames, streams
 from iris.wire.codec import decode_control, encode_control
-from iris.wire.frames import NO_KEY, STORES, Kind, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import DECLARED_KINDS, NO_KEY, PROTOCOL_VERSION, STORES, Kind
 from iris.wire.streams import DEAD, KEEP, Definition, Order, dead_uuid
 from relay.core.router import Router
 
@@ -82,7 +83,7 @@ def party(*, ours: bool = True, router: Router | None = None) -> Party:
     router = router or Router(bytes(16), entropy=lambda n: b"e" * n, message_limit=1 << 20)
     wire = Wire()
     made = Party(router, wire, router.session_up(wire, ours=ours))  # type: ignore[arg-type]  # what is used of a Port
-    made.say(frames.Hello(frames.PROTOCOL_VERSION, 0))
+    made.say(frames.Hello(PROTOCOL_VERSION, 0))
     return made
 
 
@@ -155,9 +156,7 @@ def test_an_order_lets_its_store_do_nothing_that_it_does_not_name(body: frames.C
     assert "not proven" in store.ask(body)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in frames.DECLARED_KINDS if kind != Kind.STREAM_REPLY]
-)
+@pytest.mark.parametrize("kind", [kind for kind in DECLARED_KINDS if kind != Kind.STREAM_REPLY])
 def test_a_store_sends_nothing_under_a_key_that_it_was_granted(kind: Kind) -> None:
     store = party()
     assert store.grant(order()) == ""

@@ -28,7 +28,7 @@ from iris.wire.codec import (
     REWRITE,
     encode_control,
 )
-from iris.wire.frames import Kind
+from iris.wire.kinds import FLAG_REFUSED, Kind, Refusal
 
 
 def echo(delivery: Delivery) -> None:
@@ -99,7 +99,7 @@ def test_a_replay_after_a_reconnect_is_refused_too(net: Network) -> None:
 def test_a_message_refused_before_it_ran_may_come_again(net: Network) -> None:
     caller, member = net.host(), net.host()
     service = member.serve("db", echo)
-    service.refusal = frames.Refusal.FULL
+    service.refusal = Refusal.FULL
     seen = Recorder(net, Kind.REQUEST)
     caller.request("db", b"x")
     net.run()
@@ -499,7 +499,7 @@ def test_a_refused_message_sent_to_a_caller_ends_the_session_as_the_relays_error
         if kind_of(frame) != Kind.REQUEST:
             return [frame]
         changed = bytearray(frame)
-        changed[FLAGS_AT] = frames.FLAG_REFUSED
+        changed[FLAGS_AT] = FLAG_REFUSED
         return [bytes(changed)]
 
     net.tamper = flag

@@ -24,22 +24,21 @@ from iris.core.session import Session
 from iris.errors import IrisError, PeerProtocolError, RelayUnavailable, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import END, HOP, RELAY_HOP, encode_control
-from iris.wire.frames import (
-    CONTROLS,
+from iris.wire.frames import CONTROLS, Control, Serving
+from iris.wire.kinds import (
+    DECLARED_KINDS,
     FLAG_MORE,
     FLAG_REFUSED,
     TUNNEL_KINDS,
     UNKNOWN_COUNT,
     Cause,
-    Control,
     Kind,
     Refusal,
-    Serving,
 )
 
 SENDER = b"\x55" * 16
 DATA = [kind for kind in Kind if kind >= 0x40]
-DECLARED = [kind for kind in DATA if kind in frames.DECLARED_KINDS]
+DECLARED = [kind for kind in DATA if kind in DECLARED_KINDS]
 STATES = ("connecting", "up", "busy", "holding", "ended")
 WELCOME = frames.Welcome(1, 1, b"R" * 16, b"S" * 8, b"C" * 32, 1 << 20)
 HOPS = (0, 1, 2, 3, 4, 5, 6, 7, RELAY_HOP | 1, RELAY_HOP | 2, (1 << 64) - 1)

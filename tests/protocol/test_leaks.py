@@ -14,7 +14,8 @@ from iris.core import inbound as inbound_module
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import END, HOP, PREFIX, encode_control, tunnel_frame
-from iris.wire.frames import FLAG_REFUSED, Cause, HopClass, Kind, Refusal, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import FLAG_REFUSED, Cause, HopClass, Kind, Refusal
 from relay.core import parts as parts_module
 from relay.core.limits import Limits
 from relay.core.neighbor import Handed

@@ -8,7 +8,8 @@ from protocol.kit import Network, control_of, kind_of
 from iris.core.parties import Delivery
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import CallerLeft, Kind
+from iris.wire.frames import CallerLeft
+from iris.wire.kinds import Kind
 from relay.core.leaving import REST_US
 from relay.core.limits import Limits
 

@@ -8,7 +8,7 @@ from protocol.kit import KEY, OTHER_KEY, Network, Port, Result, kind_of
 from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.frames import Kind, Refusal
+from iris.wire.kinds import Kind, Refusal
 from relay.core import control
 from relay.core import mesh as mesh_module
 from relay.core.limits import Limits

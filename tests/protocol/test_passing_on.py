@@ -13,7 +13,7 @@ from iris.core.guard import MAX_ANNOUNCED, Guard
 from iris.errors import ConnectionLost
 from iris.wire import codec, frames
 from iris.wire.codec import END, HOP, TUNNEL_BODY_AT, encode_control, tunnel_frame
-from iris.wire.frames import HopClass, Kind
+from iris.wire.kinds import PROTOCOL_MINOR, HopClass, Kind
 from relay.core import overdue
 from relay.core import surveys as surveys_module
 from relay.core.limits import Limits
@@ -57,7 +57,7 @@ def misfit(kind: int, hop: int) -> bytes:
     return HOP.pack(86, kind, 0, 900, hop, 0) + END.pack(0, 0, 1, 0) + bytes(40)
 
 
-@pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
+@pytest.mark.parametrize("minor", [0, PROTOCOL_MINOR])
 @pytest.mark.parametrize(("asked", "kind", "name", "key_id"), MISFITS)
 def test_an_answer_over_a_link_that_is_of_another_address_or_kind_is_dropped(
     asked: int, kind: int, name: str, key_id: bytes, minor: int
@@ -239,7 +239,7 @@ def test_a_record_that_is_too_long_ends_its_sender() -> None:
     assert not there.why
 
 
-@pytest.mark.parametrize("minor", [0, frames.PROTOCOL_MINOR])
+@pytest.mark.parametrize("minor", [0, PROTOCOL_MINOR])
 def test_a_long_record_that_an_older_relay_forwards_breaks_only_its_tunnel(minor: int) -> None:
     net = Network(relays=2)
     here, there = net.link(0, 1)

@@ -29,7 +29,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.wire.codec import END, metadata_prefix
-from iris.wire.frames import NEVER_US, Kind
+from iris.wire.kinds import NEVER_US, Kind
 from iris.wire.streams import Append, Outcome
 from relay.store.answers import told_outcome
 from relay.store.outcomes import Stored

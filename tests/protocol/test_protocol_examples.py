@@ -31,7 +31,7 @@ from iris.crypto.sframe import Opener, Sealer
 from iris.errors import OpenError
 from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
-from iris.wire.frames import TUNNEL_KINDS, Kind
+from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, ways
@@ -145,7 +145,7 @@ def test_the_table_of_data_frames_names_every_kind() -> None:
     }
 
 
-@pytest.mark.parametrize(("enum", "section"), [(frames.Cause, "5.3"), (frames.Refusal, "10 ")])
+@pytest.mark.parametrize(("enum", "section"), [(Cause, "5.3"), (Refusal, "10 ")])
 def test_every_number_of_a_cause_or_refusal_is_explained(enum: type, section: str) -> None:
     _, _, rest = TEXT.partition(f"## {section}")
     part = rest.partition("\n## ")[0]

@@ -8,7 +8,7 @@ from protocol.kit import KEY, OTHER_KEY, Host, Network, Result, control_of
 from iris.errors import LocalProtocolError
 from iris.wire import frames
 from iris.wire.codec import HOP, encode_control
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 
 def proof_of(host: Host) -> bytes:

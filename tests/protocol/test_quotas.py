@@ -14,7 +14,8 @@ from iris.errors import LocalProtocolError, Overloaded
 from iris.membership import Watcher
 from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
-from iris.wire.frames import Cause, Kind, MemberEntry, Serving, TopicEntry
+from iris.wire.frames import MemberEntry, Serving, TopicEntry
+from iris.wire.kinds import Cause, Kind
 from relay.core import calls as calls_module
 from relay.core import control as control_module
 from relay.core import federation as federation_module

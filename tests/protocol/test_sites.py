@@ -12,18 +12,8 @@ from protocol.kit import KEY, LIMIT, OTHER_KEY, LinkEnd, Network, control_of, fe
 from iris.errors import NoMembers, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import END, HOP, encode_control, tunnel_frame
-from iris.wire.frames import (
-    FLAG_REFUSED,
-    UNKNOWN_COUNT,
-    HopClass,
-    Kind,
-    MemberEntry,
-    Refusal,
-    SiteCluster,
-    SiteEntry,
-    SiteTopic,
-    TopicEntry,
-)
+from iris.wire.frames import MemberEntry, SiteCluster, SiteEntry, SiteTopic, TopicEntry
+from iris.wire.kinds import FLAG_REFUSED, UNKNOWN_COUNT, Cause, HopClass, Kind, Refusal
 from relay.core import federation as federation_module
 from relay.core import policy as policy_module
 from relay.core import surveys as surveys_module
@@ -209,7 +199,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     }
     assert router.accounts.dropped == {"not allowed": 1}
     (fail,) = theirs.said(frames.Fail)
-    assert (fail.cause, fail.detail) == (frames.Cause.REFUSED, "web is not exported")
+    assert (fail.cause, fail.detail) == (Cause.REFUSED, "web is not exported")
     # What Ber says it has and Ams does not import stays unknown.
     entries = [SiteCluster("ber", name, KEY_ID, {Kind.REQUEST: 1}, 1) for name in ("db", "web")]
     topics = [SiteTopic("ber", name, KEY_ID, "", 1) for name in ("news.*", "other")]
@@ -689,7 +679,7 @@ def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
     net.run()
     asked, surveyed = sorted(ours.link.handed)
     ours.hear(
-        frames.Fail(asked, frames.Cause.REFUSED, "no\x1b[2J"),
+        frames.Fail(asked, Cause.REFUSED, "no\x1b[2J"),
         frames.Roster(surveyed, ["bob\x1b[2J"]),
         frames.Done(surveyed, ["bob\x1b[2J"]),
     )

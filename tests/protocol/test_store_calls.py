@@ -32,7 +32,7 @@ from iris.crypto.keys import StoreKey
 from iris.errors import ConnectionLost, IrisError, OpenError, PeerProtocolError
 from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, END_AT, HOP
-from iris.wire.frames import NO_KEY, Kind
+from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
 from relay.store import channels
 

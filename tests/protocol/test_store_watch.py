@@ -7,7 +7,8 @@ from protocol.kit import KEY, Host, Network, Result, kind_of
 
 from iris.errors import NoMembers, RequestTimeout
 from iris.wire import frames
-from iris.wire.frames import NO_KEY, STORES, Kind, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import NO_KEY, STORES, Kind
 from relay.core.quotas import RELAYS_STORE
 from relay.core.stores import BACK_US
 

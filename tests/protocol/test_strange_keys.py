@@ -10,7 +10,7 @@ from iris.core.session import NOT_OURS
 from iris.errors import ConnectionLost
 from iris.wire import frames
 from iris.wire.codec import END, HOP, encode_control
-from iris.wire.frames import FLAG_REFUSED, Kind, Refusal
+from iris.wire.kinds import FLAG_REFUSED, Kind, Refusal
 
 SENDER = b"\x66" * 16
 ALIAS = 4000

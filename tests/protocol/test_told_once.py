@@ -7,7 +7,7 @@ from protocol.kit import KEY, Network, Result
 
 from iris.errors import ConnectionLost, NoMembers, RequestTimeout
 from iris.wire import frames
-from iris.wire.frames import Kind, Refusal
+from iris.wire.kinds import Kind, Refusal
 
 
 def test_a_repeated_request_that_finds_nobody_may_have_run_before() -> None:

@@ -12,7 +12,7 @@ from iris.core.tunnels import HALF_OPEN_US, MAX_HALF_OPEN
 from iris.errors import Closed, NoMembers, Overloaded, TunnelBroken
 from iris.wire import frames
 from iris.wire.codec import ALIAS_AT, HOP, RELAY_HOP, REWRITE, encode_control, tunnel_frame
-from iris.wire.frames import Cause, Kind, Refusal
+from iris.wire.kinds import Cause, Kind, Refusal
 
 
 def opened(

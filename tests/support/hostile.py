@@ -28,7 +28,16 @@ from iris.core.tunnel import TunnelEnd
 from iris.errors import IrisError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import HOP, KIND_AT, decode_control, encode_control, tunnel_frame
-from iris.wire.frames import HopClass, Kind
+from iris.wire.kinds import (
+    DECLARED_KINDS,
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    SERVED_KINDS,
+    TUNNEL_KINDS,
+    UNKNOWN_COUNT,
+    HopClass,
+    Kind,
+)
 from relay.core import casts as casts_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
@@ -111,7 +120,7 @@ class Adversary:
         rng = self.scene.rng
         self.port = RawPort()
         hello = frames.LinkHello(
-            frames.PROTOCOL_VERSION, rng.choice((0, frames.PROTOCOL_MINOR, 7)), self.relay_id, 0, rng.choice((*HUGE, self.router.now_us)),
+            PROTOCOL_VERSION, rng.choice((0, PROTOCOL_MINOR, 7)), self.relay_id, 0, rng.choice((*HUGE, self.router.now_us)),
             LIMIT, rng.choice((1, 64, 65_536)), "ams" if self.kind == "relay" else "evil", "liar\x1b[2J",
             ["192.0.2.1:1"],
         )  # fmt: skip
@@ -184,7 +193,7 @@ class Adversary:
 
     def kinds(self) -> dict[int, int]:
         rng = self.scene.rng
-        kinds = rng.sample(sorted(frames.SERVED_KINDS), rng.randrange(1, 5))
+        kinds = rng.sample(sorted(SERVED_KINDS), rng.randrange(1, 5))
         if rng.random() < 0.02:
             kinds.append(rng.choice((0, 0x41, 255, 1 << 40)))
         return {int(kind): rng.choice((1, 16, 1 << 20)) for kind in kinds}
@@ -280,7 +289,7 @@ class Adversary:
         rng = self.scene.rng
         relay = self.kind == "relay"
         kind = (
-            rng.choice(sorted(frames.DECLARED_KINDS))
+            rng.choice(sorted(DECLARED_KINDS))
             if rng.random() < 0.995
             else rng.choice((0, 1, 0x49, 255, 1 << 30))
         )
@@ -353,7 +362,7 @@ class Adversary:
             and rng.random() < 0.9
         ):
             hop = rng.randrange(1, 1 << 30) | own
-        if kind in frames.TUNNEL_KINDS:
+        if kind in TUNNEL_KINDS:
             body = rng.randbytes(rng.choice((0, 1, 1, 30)))
         else:
             count = (
@@ -454,7 +463,7 @@ class Adversary:
         hop = rng.choice(hops) if hops and rng.random() < 0.7 else self.hop()
         self.send(
             tunnel_frame(
-                rng.choice(frames.TUNNEL_KINDS), hop, rng.randbytes(rng.choice((0, 1, 1, 16, 500)))
+                rng.choice(TUNNEL_KINDS), hop, rng.randbytes(rng.choice((0, 1, 1, 16, 500)))
             )
         )
 
@@ -469,7 +478,7 @@ class Adversary:
             if rng.random() < 0.98
             else rng.randrange(256)
         )
-        count = rng.choice((0, 1, 5, frames.UNKNOWN_COUNT, (1 << 32) - 1))
+        count = rng.choice((0, 1, 5, UNKNOWN_COUNT, (1 << 32) - 1))
         site = "ams" if self.kind == "site" else rng.choice(("", "", "ber", "evil"))
         self.say(
             frames.Gap(int(kind), name[:255], self.key_id(), self.sender_id(), self.count(), count, rng.choice(TEXTS), rng.random() < 0.8,

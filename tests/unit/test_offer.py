@@ -13,7 +13,7 @@ from iris.core.bundle import CUT_BYTES
 from iris.core.outbound import Outbound
 from iris.crypto.keys import ClusterKey
 from iris.wire.codec import END, END_AT, HOP
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 KEY = ClusterKey(bytes(range(32)))
 

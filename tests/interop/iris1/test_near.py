@@ -13,6 +13,7 @@ from interop.iris1.offence import Mute, conversation, greeted
 
 import iris
 from iris.core.company import KEPT_AFTER, Company
+from iris.wire.kinds import Kind
 from relay.bridges.iris1.bridge import Bridge
 from relay.bridges.iris1.local import SHARED, SHARED_BYTES
 from relay.bridges.iris1.near import AHEAD_BYTES, NearEnd, near_tunnel
@@ -168,7 +169,7 @@ async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
         (sender_id, *_) = side.bridge.near.company._ids
         ours = ours_there.client.keyring.for_topic("topic")[0]
         gap = iris.wire.frames.Gap(
-            iris.wire.frames.Kind.PUBLISH, "topic", ours.key_id, sender_id, 0, 3, "slow receiver"
+            Kind.PUBLISH, "topic", ours.key_id, sender_id, 0, 3, "slow receiver"
         )
         session.casts.gap(gap)
         assert set(side.counters) == {"requests unanswered: no members"}  # of `settled`

@@ -8,7 +8,7 @@ from support.sim import SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import LinkEnd
 
-from iris.wire.frames import HERE, Cause, Kind, Refusal
+from iris.wire.kinds import HERE, Cause, Kind, Refusal
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,7 @@ from support.sim import OTHER_KEY, SimNetwork, SimRelay, SimSession
 from support.sim.network import LinkEnd
 
 from iris.wire.codec import KIND_AT
-from iris.wire.frames import FIRST_DATA_KIND, Kind
+from iris.wire.kinds import FIRST_DATA_KIND, Kind
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,7 @@ from support.sim import SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import DEAD_US
 
-from iris.wire.frames import UNKNOWN_COUNT
+from iris.wire.kinds import UNKNOWN_COUNT
 
 pytestmark = pytest.mark.timeout(120)
 

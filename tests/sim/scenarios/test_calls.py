@@ -11,7 +11,7 @@ from support.sim import OTHER_KEY, SimCall, SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import DEAD_US
 
-from iris.wire.frames import Refusal
+from iris.wire.kinds import Refusal
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,7 +9,7 @@ from support.sim import SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import NOTICE_US
 
-from iris.wire.frames import UNKNOWN_COUNT, Cause, Refusal
+from iris.wire.kinds import UNKNOWN_COUNT, Cause, Refusal
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ from support.sim.chaos import is_change
 from support.sim.members import FOREVER_US
 
 from iris.wire.codec import KIND_AT
-from iris.wire.frames import Cause, Kind
+from iris.wire.kinds import Cause, Kind
 
 pytestmark = pytest.mark.timeout(120)
 

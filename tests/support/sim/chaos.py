@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from iris.wire.codec import KIND_AT, decode_control
-from iris.wire.frames import HERE, Cause, Interest, Kind, Refusal
+from iris.wire.frames import Interest
+from iris.wire.kinds import HERE, Cause, Kind, Refusal
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, FLAGS_AT, HOP, KIND_AT, TUNNEL_BODY_AT
-from iris.wire.frames import FLAG_REFUSED, HERE, TUNNEL_KINDS, Cause, HopClass, Kind
+from iris.wire.kinds import FLAG_REFUSED, HERE, TUNNEL_KINDS, UNKNOWN_COUNT, Cause, HopClass, Kind
 
 if TYPE_CHECKING:
     from support.sim.members import SimCall, SimMember, SimSession, Work
@@ -274,7 +274,7 @@ class Ledger:
         """A receiver was told of a loss; without a count, that one begins."""
         self.gaps += 1
         heard = self._flow(session, gap)
-        if gap.count == frames.UNKNOWN_COUNT:
+        if gap.count == UNKNOWN_COUNT:
             heard.unknown = True
         else:
             heard.know(gap.first, gap.count)

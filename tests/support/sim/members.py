@@ -24,7 +24,17 @@ from iris.wire.codec import (
     encode_control,
     tunnel_frame,
 )
-from iris.wire.frames import FLAG_REFUSED, TUNNEL_KINDS, Cause, Kind, Refusal, Serving
+from iris.wire.frames import Serving
+from iris.wire.kinds import (
+    FIRST_DATA_KIND,
+    FLAG_REFUSED,
+    PROTOCOL_VERSION,
+    SERVED_KINDS,
+    TUNNEL_KINDS,
+    Cause,
+    Kind,
+    Refusal,
+)
 from support.sim.ledger import MAGIC, TAG, Cast, tag_of
 
 if TYPE_CHECKING:
@@ -42,7 +52,7 @@ ANSWERED_BY: Final[dict[int, Kind]] = {
     Kind.SURVEY: Kind.ANSWER,
     Kind.STREAM: Kind.STREAM_REPLY,
 }
-ALL_KINDS: Final = tuple(sorted(frames.SERVED_KINDS - {frames.Kind.STREAM}))
+ALL_KINDS: Final = tuple(sorted(SERVED_KINDS - {Kind.STREAM}))
 
 
 class SimCall:
@@ -272,7 +282,7 @@ class SimSession:
         self._aliases: dict[tuple[int, str, bytes, bytes, str], int] = {}
         self._routes: dict[int, frames.Declare] = {}
         self._sequences: dict[tuple[int, str, bytes, str], int] = {}
-        self.say(encode_control(frames.Hello(frames.PROTOCOL_VERSION, 0, label, self.uid)))
+        self.say(encode_control(frames.Hello(PROTOCOL_VERSION, 0, label, self.uid)))
 
     def __repr__(self) -> str:
         return f"{self.label}@{self.relay.place}"
@@ -544,7 +554,7 @@ class SimSession:
     def frame(self, data: bytes) -> None:
         """The relay says something."""
         kind = data[KIND_AT]
-        if kind < frames.FIRST_DATA_KIND:
+        if kind < FIRST_DATA_KIND:
             self._control(decode_control(memoryview(data), 0, len(data)))
         elif kind in (Kind.PUBLISH, Kind.BROADCAST):
             self._cast(kind, data)

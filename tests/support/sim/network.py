@@ -24,7 +24,8 @@ from typing import Any, Final, NoReturn
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import KIND_AT, decode_control, encode_control
-from iris.wire.frames import FIRST_DATA_KIND, Bye, Declare, Kind, LinkHello
+from iris.wire.frames import Bye, Declare, LinkHello
+from iris.wire.kinds import FIRST_DATA_KIND, Kind
 from relay.core.limits import Limits
 from relay.core.policy import Policy
 from relay.core.router import Router

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from iris.core.guard import Guard, Place
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 KEY = bytes(16)
 FRESH_US = 600_000_000

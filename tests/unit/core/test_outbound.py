@@ -15,7 +15,7 @@ from iris.crypto.sframe import SEALS_PER_SENDER, Opener
 from iris.errors import LocalProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, END, END_AT, HOP, decode_control, metadata_prefix
-from iris.wire.frames import FIRST_DATA_KIND, Kind
+from iris.wire.kinds import FIRST_DATA_KIND, Kind
 
 KEY = ClusterKey(bytes(range(32)))
 RELAY, SESSION, CHALLENGE = bytes(16), bytes(8), bytes(32)

@@ -12,7 +12,7 @@ from iris.errors import RequestTimeout
 from iris.streams.calls import KeyUser, Known
 from iris.streams.consuming import Consumer
 from iris.wire.codec import END, metadata_prefix
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from iris.wire.streams import (
     KEEP,
     Consume,

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.core.balance import pick
 from relay.core.neighbor import Load
 

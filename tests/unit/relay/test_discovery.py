@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iris.errors import ConfigError
-from iris.wire.frames import PROTOCOL_VERSION
+from iris.wire.kinds import PROTOCOL_VERSION
 from relay.discovery import DEFAULT_PORT, Sighting
 from relay.discovery.adverts import (
     MAX_ADDRESSES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from iris.wire.frames import NO_KEY, Kind
+from iris.wire.kinds import NO_KEY, Kind
 from relay.core.policy import MAX_REFUSED, Patterns, Policy
 
 KEY_ID = bytes(range(16))

@@ -26,7 +26,7 @@ from iris.spark.arrow import Opened, RowBuilder, bundle_arrays, encode_bundles
 from iris.spark.errors import SparkError
 from iris.spark.options import SourceOptions
 from iris.spark.schema import source_schema
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 
 SENDER = bytes(range(16))
 SENT_US = 1_700_000_000_000_000

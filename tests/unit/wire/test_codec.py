@@ -29,7 +29,8 @@ from iris.wire.codec import (
     metadata_prefix,
     tunnel_frame,
 )
-from iris.wire.frames import CONTROLS, FIRST_DATA_KIND, Control, Kind
+from iris.wire.frames import CONTROLS, Control
+from iris.wire.kinds import FIRST_DATA_KIND, Kind
 
 LAYOUT = struct.Struct("<IBBIQqqIIQ")
 """A data frame up to its body, as the protocol has it, in one piece."""

@@ -22,7 +22,7 @@ from iris.wire.codec import (
     encode_control,
     tunnel_frame,
 )
-from iris.wire.frames import FLAG_MORE, FLAG_REFUSED, Kind
+from iris.wire.kinds import FLAG_MORE, FLAG_REFUSED, Kind
 from relay.net.fragments import MAX_OPEN, MAX_OPEN_BYTES, PIECE_BYTES, WHOLE_BYTES, Assembly, Lanes
 
 LIMIT = (1 << 20) + 4096

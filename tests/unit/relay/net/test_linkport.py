@@ -15,7 +15,7 @@ from iris.crypto.keys import NetworkKey
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, END, HOP, KIND_AT, encode_control
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router

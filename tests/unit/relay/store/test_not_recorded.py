@@ -14,7 +14,7 @@ from support.keeper import Session as Accepting
 
 from iris.wire import frames
 from iris.wire.codec import END
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from iris.wire.streams import (
     STORED,
     Append,

@@ -9,7 +9,7 @@ import pytest
 
 from iris.wire import frames
 from iris.wire.codec import END
-from iris.wire.frames import Kind
+from iris.wire.kinds import Kind
 from relay.store.log import Log
 from relay.store.records import Gap, Item, Record
 from relay.store.session import Bundle, Flow
