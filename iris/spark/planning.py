@@ -212,7 +212,7 @@ class Planner:
             ]
             try:
                 done, _pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-                return any(call.result().items for call in done)
+                return any(len(call.result()) for call in done)
             finally:
                 for call in calls:
                     call.cancel()

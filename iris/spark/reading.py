@@ -121,11 +121,13 @@ class _RangeReader:
         """Return what of a page is wanted, and where it ends; raises SparkError if it leaves something out."""
         opened: list[Opened] = []
         end = self._part.end
-        for item in page.items:
+        for item in page:
+            if at >= end:
+                break  # and so what lies behind is not opened
             first = item.offset if isinstance(item, StreamRecord) else item.first
             if first > at:
                 raise self._lost(f"the store left out offsets {at} to {first}")
-            if item.next > at and at < end:
+            if item.next > at:
                 if isinstance(item, StreamRecord):
                     opened.append(self._wanted(item, at, min(item.next, end)))
                 elif item.unreadable:

@@ -343,7 +343,7 @@ class Streams:
     ) -> StreamPage:  # fmt: skip
         """Return what the stream holds from offset `start` on, one answer of the store: for programs that keep count of offsets themselves.
 
-        Records come whole and opened, but not taken apart. An answer has `max_bytes` at most, or one record. At the end of the
+        Records come whole, and are opened but not taken apart. An answer has `max_bytes` at most, or one record. At the end of the
         stream it is empty, after `wait` seconds (up to 60) in which nothing came. `timeout`: seconds beyond that for which the
         relay or the store may be away.
 
@@ -367,7 +367,7 @@ class Streams:
                 self._openers.clear()
             self._openers[name, fetched.uuid] = opener
             self._stores.openers.add(opener)
-        return opener.page(fetched)
+        return StreamPage(fetched, opener)
 
     def consumer(
         self, name: str, consumer: str, start: Start = "first", *, group: bool = False, durable: bool = True, ack_timeout: float = 30.0,

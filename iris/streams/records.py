@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -98,19 +98,6 @@ class StreamRecord(msgspec.Struct, frozen=True, gc=False):
         return self.kind == DEAD_KIND
 
 
-class StreamPage(msgspec.Struct, frozen=True):
-    """What a stream holds up to `next`: records and gaps side by side, the first of which may begin before what was asked for."""
-
-    items: list[StreamRecord | StreamGap]
-    next: int
-    """Where the next page begins."""
-    oldest: int
-    high_water: int
-    """Where the stream ends."""
-    uuid: str
-    """Which log it is, in hex."""
-
-
 class RecordOpener:
     """Opens the records of streams with a keyring."""
 
@@ -194,13 +181,8 @@ class RecordOpener:
         except OpenError as err:
             return StreamGap(record.offset, end, count, f"unreadable: {err}")
 
-    def page(self, fetched: Fetched) -> StreamPage:
-        """Return an answer with its records opened."""
-        return StreamPage(
-            [self._item(item) for item in fetched.items], fetched.next, fetched.oldest, fetched.high_water, fetched.uuid.hex()
-        )  # fmt: skip
-
-    def _item(self, item: Item) -> StreamRecord | StreamGap:
+    def item(self, item: Item) -> StreamRecord | StreamGap:
+        """Return a record, opened, or why there is none."""
         if not isinstance(item, Record):
             return told(item)
         dead = item.kind == DEAD_KIND and self.known is not None and self.known.dead
@@ -220,6 +202,30 @@ class RecordOpener:
         message = StreamMessage(b"", record.name, offset=record.offset, stored_us=record.stored_us)
         message.dead = dead
         return [message]
+
+
+class StreamPage:
+    """What a stream holds up to `next`. Iterate for records and gaps, side by side; each is opened as it is reached.
+
+    The first may begin before what was asked for.
+    """
+
+    def __init__(self, fetched: Fetched, opener: RecordOpener) -> None:
+        self._items = fetched.items
+        self._opener = opener
+        self.next = fetched.next
+        """Where the next page begins."""
+        self.oldest = fetched.oldest
+        self.high_water = fetched.high_water
+        """Where the stream ends."""
+        self.uuid = fetched.uuid.hex()
+        """Which log it is, in hex."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[StreamRecord | StreamGap]:
+        return map(self._opener.item, self._items)
 
 
 def _belongs(record: Record, known: Known) -> bool:

@@ -29,7 +29,7 @@ async def setting(tmp_path: Path) -> AsyncIterator[Any]:
 def payloads(page: StreamPage) -> list[bytes]:
     """Return the messages of a page's records, which have to say how many there are."""
     found: list[bytes] = []
-    for item in page.items:
+    for item in page:
         assert isinstance(item, StreamRecord)
         taken = decode_keyed(item.plain)[0]
         assert len(taken) == item.count == item.next - item.offset
@@ -56,7 +56,7 @@ async def test_pages_hold_every_record_and_each_begins_where_the_last_one_ended(
     assert found == [*appended, b"published"]
     assert pages > 3
     assert (page.uuid, page.oldest, page.high_water) == (made.uuid, 0, 301)
-    last = page.items[-1]
+    last = list(page)[-1]
     assert isinstance(last, StreamRecord)
     assert (last.kind, last.name, last.offset, last.dead) == (Kind.PUBLISH, "t", 300, False)
 
@@ -66,7 +66,7 @@ async def test_a_record_that_holds_the_offset_comes_whole(setting: Any) -> None:
     await client.streams.create("log")
     await client.streams.append_many("log", [b"a", b"b", b"c"])
     page = await other.streams.fetch("log", 1)
-    (record,) = page.items
+    (record,) = page
     assert (record.offset, record.count, page.next) == (0, 3, 3)
     assert payloads(page) == [b"a", b"b", b"c"]
 
@@ -75,7 +75,7 @@ async def test_at_the_end_a_fetch_waits_for_what_comes(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("log")
     page = await other.streams.fetch("log", 0, wait=0.05)
-    assert (page.items, page.next, page.high_water) == ([], 0, 0)
+    assert (list(page), page.next, page.high_water) == ([], 0, 0)
     waiting = asyncio.create_task(other.streams.fetch("log", 0, wait=20.0))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -97,9 +97,9 @@ async def test_what_is_missing_or_cannot_be_opened_is_a_gap_of_the_page(tmp_path
         await asyncio.sleep(0.05)
         await writer.reload_keys(both)
         await writer.streams.append("log", b"under the new")
-        assert len((await reader.streams.fetch("log", 0)).items) == 3
+        assert len(await reader.streams.fetch("log", 0)) == 3
         await reader.reload_keys(Keyring.single(new))
-        unopened, expired, record = (await reader.streams.fetch("log", 0)).items
+        unopened, expired, record = await reader.streams.fetch("log", 0)
         assert isinstance(unopened, StreamGap)
         assert (unopened.first, unopened.next, unopened.count, unopened.unreadable) == (0, 1, 1, True)  # fmt: skip
         assert isinstance(expired, StreamGap)
@@ -116,7 +116,7 @@ async def test_a_dead_letter_is_a_record_that_says_so(setting: Any) -> None:
         work.nack(await anext(work))
         await work.flush()
     page = await client.streams.fetch("log.dead", 0, wait=5.0)
-    (record,) = page.items
+    (record,) = page
     assert isinstance(record, StreamRecord)
     assert record.dead
 
