@@ -12,7 +12,7 @@ import typer
 
 from iris import keyfiles
 from iris.errors import IrisError
-from relay.config import as_environment, load_config
+from relay.settings import as_environment, load_config
 
 _SITES: Final = "Other sites"
 

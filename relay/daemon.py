@@ -24,7 +24,7 @@ from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify
 from relay.attendance import Attendance
-from relay.config import RelayConfig, load_config
+from relay.config import RelayConfig
 from relay.core.limits import Limits
 from relay.core.policy import Policy
 from relay.core.router import Router
@@ -45,6 +45,7 @@ from relay.net.remote import RemoteListener
 from relay.net.sessions import SessionHub
 from relay.net.tls import garbled_names_told
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
+from relay.settings import load_config
 from relay.stopping import Stopping
 from relay.supervisor import StoreSupervisor
 

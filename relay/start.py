@@ -13,8 +13,8 @@ from dataclasses import replace
 from iris import keyfiles, paths
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
-from relay.config import load_config
 from relay.daemon import run
+from relay.settings import load_config
 
 
 def main(environ: Mapping[str, str]) -> int:

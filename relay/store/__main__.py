@@ -14,7 +14,7 @@ import typer
 from iris import paths
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import printable
-from relay.config import load_config
+from relay.settings import load_config
 
 if TYPE_CHECKING:
     from relay.store.salvage import Report

@@ -11,17 +11,8 @@ import pytest
 from iris.crypto.keys import dump_fingerprint
 from iris.errors import ConfigError
 from relay import config
-from relay.config import (
-    PeerSite,
-    RelayConfig,
-    as_environment,
-    dev,
-    lan,
-    load_config,
-    parse_pattern,
-    peer_sites,
-    site_costs,
-)
+from relay.config import PeerSite, RelayConfig, dev, lan, parse_pattern, peer_sites, site_costs
+from relay.settings import as_environment, load_config
 
 SOCKET = Path("/run/iris/relay.sock")
 

@@ -1,0 +1,185 @@
+"""Where a relay's settings come from: a TOML file, overridden by the environment, overridden by flags."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from iris import paths
+from iris.errors import ConfigError
+from relay.config import ENVIRONMENT_PREFIX, FIELDS, SETTINGS, RelayConfig, dev, lan, whole
+
+
+def load_config(
+    argv_overrides: Mapping[str, object],
+    environ: Mapping[str, str],
+    file: Path | None,
+    *,
+    uid: int | None = None,
+) -> RelayConfig:
+    """Return the settings of `file`, overridden by the environment, overridden by flags.
+
+    `file` is TOML whose keys are the fields of `RelayConfig`; None is the file that
+    IRIS_RELAY_CONFIG_FILE names, or none. The environment has IRIS_RELAY_<FIELD>. `argv_overrides`
+    maps fields to values or texts; None is a flag that was not given. `dev` chooses the preset under
+    all of them. The socket's default is `iris.paths.default_socket` for `uid` (None: this process's).
+
+    Raises:
+        ConfigError: the file cannot be read, a setting is unknown, or a value has the wrong type or
+            range. The text names file or variable, and the setting.
+    """
+    if file is None and (named := environ.get(_FILE_VARIABLE)):
+        file = Path(named)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if file is not None:
+        for name, value in _read(file).items():
+            sources[name] = f"{file}: {name}"
+            values[name] = _parse(name, value, sources[name])
+    for variable in sorted(environ):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable != _FILE_VARIABLE:
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            sources[name] = variable
+            values[name] = _parse(name, environ[variable], variable)
+    for name, value in argv_overrides.items():
+        if value is not None:
+            sources.pop(name, None)
+            given = name in _GIVEN_ONLY
+            values[name] = value if given else _parse(name, value, name)
+    values = {FIELDS.get(name, name): value for name, value in values.items()}
+    values["config_file"] = file
+    default_path = paths.default_socket(environ, os.geteuid() if uid is None else uid)
+    socket_path = values.pop("socket_path", default_path)
+    preset = dev if values.get("dev") else lan
+    try:
+        return replace(preset(socket_path), **values)
+    except ConfigError as err:
+        name, colon, rest = str(err).partition(":")
+        if name not in sources:
+            raise
+        raise ConfigError(f"{sources[name]}{colon}{rest}") from err
+
+
+def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> dict[str, str]:
+    """Return the environment variables that give `load_config` the same settings as these flags and this file did."""
+    variables = {
+        ENVIRONMENT_PREFIX + name.upper(): ",".join(value)
+        if isinstance(value, list)
+        else str(value)
+        for name, value in argv_overrides.items()
+        if value is not None
+    }
+    if file is not None:
+        variables[_FILE_VARIABLE] = str(file.absolute())
+    return variables
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _parse(name: str, value: object, where: str) -> object:
+    """Return `value` as the type of field `name`; `where` is what an error names."""
+    parser = _PARSERS.get(name)
+    if parser is None:
+        raise ConfigError(f"{where}: is not a setting")
+    parsed = parser(value)
+    if parsed is None:
+        raise ConfigError(f"{where}: {value!r} is not {_WANTED[parser]}")
+    return parsed
+
+
+# Parsers return None for a value that is not of their type.
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _path(value: object) -> Path | None:
+    return Path(value) if isinstance(value, str | Path) and str(value) else None
+
+
+def _port(value: object) -> int | None:
+    return whole(value)
+
+
+def _texts(value: object) -> tuple[str, ...] | None:
+    """A list of texts; in an environment, one text with commas."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    return None
+
+
+def _sites(value: object) -> tuple[str, ...] | None:
+    """As `_texts`, of entries that begin with SITE= and have commas of their own."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in _NEXT_SITE.split(value) if part.strip())
+    return _texts(value)
+
+
+def _bits(value: object) -> int | None:
+    """Texts are octal, as for chmod; TOML and Python write 0o660 themselves."""
+    if isinstance(value, str):
+        digits = value.removeprefix("0o")
+        return int(digits, 8) if digits and not set(digits) - set("01234567") else None
+    return whole(value)
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _truth(value: object) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return {"1": True, "true": True, "0": False, "false": False}.get(str(value).lower())
+
+
+_WANTED: dict[Callable[[object], object], str] = {
+    _text: "a text",
+    _path: "a path",
+    whole: "a whole number",
+    _bits: "octal permission bits",
+    _port: "a whole number",
+    _texts: "a list of texts",
+    _sites: "a list of texts",
+    _seconds: "a number of seconds",
+    _truth: "true or false",
+}
+_BY_ANNOTATION: dict[object, Callable[[object], object]] = {
+    "Path": _path,
+    "Path | None": _path,
+    "str": _text,
+    "str | None": _text,
+    "int": whole,
+    "int | None": _port,
+    "tuple[str, ...]": _texts,
+    "float": _seconds,
+    "bool": _truth,
+}
+_GIVEN_ONLY = ("network_keys",)
+_NEXT_SITE = re.compile(r",(?=[^,=]*=)")
+_FILE_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG_FILE"
+_PARSERS = {
+    SETTINGS.get(found.name, found.name): _BY_ANNOTATION[found.type]
+    for found in fields(RelayConfig)
+    if found.name not in (*_GIVEN_ONLY, "config_file")
+}
+_PARSERS["socket_mode"] = _bits  # no number of the usual kind
+_PARSERS["peer_site"] = _sites
