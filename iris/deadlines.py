@@ -25,7 +25,7 @@ def milliseconds(timeout: float) -> int:
     """Return a timeout as it travels; raises ConfigError if it is not above 0."""
     if not timeout > 0:
         raise ConfigError(f"timeout: {timeout} s is not above 0")
-    return min(max(1, round(timeout * 1000)), 0xFFFFFFFF)
+    return max(1, round(min(timeout * 1000, 0xFFFFFFFF)))
 
 
 async def within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:

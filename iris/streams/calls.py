@@ -15,7 +15,7 @@ import msgspec
 
 from iris.core.channels import is_called, own_orders
 from iris.crypto.keys import ClusterKey
-from iris.deadlines import seconds_left
+from iris.deadlines import milliseconds, seconds_left
 from iris.errors import (
     AmbiguousStream,
     ConfigError,
@@ -39,19 +39,16 @@ from iris.runtime import Runtime
 from iris.wire import frames
 from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.names import check_address, split_site
+from iris.wire.orders import DEAD, Order, decode_order, in_force
 from iris.wire.streams import (
-    DEAD,
     Call,
     Describe,
     Described,
     FindStore,
-    Order,
     Refused,
     StoreInfo,
     dead_uuid,
-    decode_order,
     encode,
-    in_force,
 )
 
 MAX_PLACES: Final = 4096
@@ -163,7 +160,7 @@ class Stores:
         until_s = time.monotonic() + timeout
         pump, session = await self.runtime.ready(shown, timeout)
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        left_ms = max(1, round(1000 * (until_s - time.monotonic())))
+        left_ms = milliseconds(seconds_left(until_s))
         called = session.store_calls.send(
             address,
             key,
