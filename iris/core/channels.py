@@ -24,21 +24,8 @@ from iris.errors import (
     RequestError,
 )
 from iris.wire.names import split_site
-from iris.wire.streams import (
-    DEAD,
-    KEEP,
-    NO_LOG,
-    Door,
-    Knock,
-    Open,
-    Opened,
-    Order,
-    Refused,
-    SignedOrder,
-    dead_uuid,
-    decode_order,
-    encode,
-)
+from iris.wire.orders import DEAD, KEEP, Order, SignedOrder, decode_order
+from iris.wire.streams import NO_LOG, Door, Knock, Open, Opened, Refused, dead_uuid, encode
 
 MAX_LINES: Final = 4096
 """Channels of one session. When there is one more, the oldest is forgotten, and opened again if it is used."""

@@ -47,17 +47,8 @@ from iris.streams.staging import (
     discard_call,
 )
 from iris.wire.names import check_address, check_cluster, split_site
-from iris.wire.streams import (
-    DEAD,
-    Committed,
-    ConsumerInfo,
-    Definition,
-    DeleteConsumer,
-    Fetch,
-    Fetched,
-    Settled,
-    check_definition,
-)
+from iris.wire.orders import DEAD, Definition, check_definition
+from iris.wire.streams import Committed, ConsumerInfo, DeleteConsumer, Fetch, Fetched, Settled
 
 MAX_PRODUCERS: Final = 1024
 MAX_OPENERS: Final = 256

@@ -17,7 +17,8 @@ from iris.streams.calls import Known, RevisionTaken, Stores
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.ordering import orders_to_change, orders_to_create, orders_to_end
 from iris.wire.names import check_cluster, split_site
-from iris.wire.streams import Change, Create, Definition, Delete, Described, Settled
+from iris.wire.orders import Definition
+from iris.wire.streams import Change, Create, Delete, Described, Settled
 
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""

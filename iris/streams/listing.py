@@ -13,8 +13,8 @@ from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
 from iris.streams.calls import Known, Stores
 from iris.wire.kinds import NO_KEY, STORES
+from iris.wire.orders import DEAD
 from iris.wire.streams import (
-    DEAD,
     ConsumerInfo,
     Consumers,
     DescribeConsumers,

@@ -29,19 +29,17 @@ from iris.errors import (
 from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Known, Stores
 from iris.streams.defining import make_stream
 from iris.wire.codec import END
+from iris.wire.orders import Definition, Origin, check_definition
 from iris.wire.streams import (
     HOLES,
     MAX_COPY_ITEMS,
     Copied,
     Copy,
-    Definition,
     Fetch,
     Fetched,
     Hole,
     Item,
-    Origin,
     Record,
-    check_definition,
 )
 
 FETCH_BYTES: Final = 1 << 20

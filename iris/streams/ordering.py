@@ -8,15 +8,8 @@ from collections.abc import Iterable
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
 from iris.streams.calls import Known
-from iris.wire.streams import (
-    END,
-    KEEP,
-    ORDER_FRESH_US,
-    Definition,
-    Order,
-    SignedOrder,
-    encode,
-)
+from iris.wire.orders import END, KEEP, ORDER_FRESH_US, Definition, Order, SignedOrder
+from iris.wire.streams import encode
 
 
 def orders_to_create(

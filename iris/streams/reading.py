@@ -12,15 +12,8 @@ from iris.errors import Closed, StreamDamaged, StreamError
 from iris.streams.calls import Known, Stores
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
 from iris.wire.codec import END
-from iris.wire.streams import (
-    DEAD,
-    DeadLetter,
-    Fetch,
-    Fetched,
-    Find,
-    Found,
-    Record,
-)
+from iris.wire.orders import DEAD
+from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
 
 Start = str | int | datetime
 FETCH_BYTES: Final = 1 << 20

@@ -16,16 +16,15 @@ from iris.streams.calls import Known
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
+from iris.wire.orders import Definition, Origin
 from iris.wire.streams import (
     DEAD_KIND,
     HOLES,
     DeadLetter,
-    Definition,
     Fetched,
     Gap,
     Hole,
     Item,
-    Origin,
     Record,
     decode_dead,
 )

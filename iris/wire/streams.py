@@ -1,4 +1,4 @@
-"""What clients and stores say to each other: the bodies of STREAM and STREAM_REPLY frames, and the orders that holders of a key sign.
+"""What clients and stores say to each other: the bodies of STREAM and STREAM_REPLY frames.
 
 A body is one MessagePack map (`Call` or `Answer`, told apart by "op"), in clear: its fields direct the store. Records in it are
 sealed as they were published. Offsets number the messages of a stream; times are µs since 1970, 0 = none.
@@ -7,168 +7,39 @@ sealed as they were published. Offsets number the messages of a stream; times ar
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
-from iris.errors import ConfigError, DecodeError, InvalidName
+from iris.errors import DecodeError
 from iris.wire.frames import Id16, Name, Text
-from iris.wire.names import check_cluster, check_filter
+from iris.wire.orders import (
+    MAX_ORDERS,
+    U32,
+    Definition,
+    End,
+    Hash,
+    Key32,
+    Offset,
+    Orders,
+    ShortText,
+    Signature,
+    SignedOrder,
+    Time,
+)
 
-KEEP: Final = "keep"
-END: Final = "end"
-ORDER_VERSION: Final = 2
-"""The highest that a store of this version takes."""
-MAX_ORDER_BYTES: Final = 8192
-MAX_ORDERS: Final = 64
 MAX_LISTED: Final = 64
 """Streams in one answer to "list"."""
-ORDER_FRESH_US: Final = 600_000_000
-"""Largest difference between the clocks of an order's signer and the store when the order first arrives."""
-DEAD: Final = ".dead"
-"""The dead letters of the stream `orders` are the stream `orders.dead`."""
 DEAD_KIND: Final = 0
 """Kind of a record that is no sealed bundle but a `DeadLetter`."""
-MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
 NO_PRODUCER: Final = bytes(16)
 NO_LOG: Final = bytes(16)
 """Stands for the store itself where a log's uuid is expected."""
 MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
 """In a Commit or Discard, which is bounded by the message limit besides."""
-MAX_ORIGINS: Final = 8
 MAX_COPY_ITEMS: Final = 4096
-_UUID: Final = re.compile("[0-9a-f]{32}")
-
-Offset = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
-Time = Offset
-U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
-Key32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
-Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
-End = Annotated[bytes, Meta(min_length=24, max_length=24)]
-Hash = Annotated[bytes, Meta(max_length=32)]
-ShortText = Annotated[str, Meta(max_length=255)]
-
-
-class Origin(Struct, frozen=True):
-    """A log whose records a copy holds: which, and what those were sent to."""
-
-    uuid: Id16
-    name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
-    topic: ShortText = ""
-    cluster: ShortText = ""
-
-
-class Definition(Struct, frozen=True):
-    """What a stream records and keeps. A limit of 0 is none; what is over any of them goes, oldest first."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
-    topic: ShortText = ""
-    """A filter: what is published to matching topics is recorded."""
-    cluster: ShortText = ""
-    """It takes its share of the pushes of this cluster, and its broadcasts."""
-    max_bytes: Offset = 0
-    max_messages: Offset = 0
-    max_age_us: Time = 0
-    compact: bool = False
-    """Of the records with one key only the last is kept."""
-    paused: bool = False
-    """Nothing is recorded or appended."""
-    mirror: Annotated[str, Meta(max_length=32)] = ""
-    """It is a copy of the log of this uuid (hex), and takes nothing else. A copy that was promoted names none."""
-    origins: Annotated[tuple[Origin, ...], Meta(max_length=MAX_ORIGINS)] = ()
-    """Of a copy, promoted or not: the logs that its records may come from, the oldest first; the last is what it copies."""
-
-    consuming_paused: bool = False
-    """Consumers are handed nothing; recording, appending and reading go on."""
-    dedup_window_us: Time = 0
-    """Ids of appended messages are remembered so long; 0: there are none."""
-
-    @property
-    def order_version(self) -> int:
-        """The version that an order has to have, so that a store which would not keep to all of this refuses it."""
-        return 2 if self.consuming_paused or self.dedup_window_us else 1
-
-    def key_uuid(self, uuid: bytes) -> bytes:
-        """Return the uuid that key hashes of the log `uuid`, which is defined so, are made with: that of the first in a line of copies."""
-        return self.origins[0].uuid if self.origins else uuid
-
-
-def check_definition(definition: Definition) -> None:
-    """Raise InvalidName if a name is outside the grammar or kept for dead letters, ConfigError if a setting is impossible."""
-    check_cluster(definition.name + DEAD)
-    if definition.name.endswith(DEAD):
-        raise InvalidName(
-            f"stream name {definition.name!r}: names that end in {DEAD!r} are of dead letters"
-        )
-    if definition.topic and definition.cluster:
-        raise ConfigError("a stream records a topic or a cluster, not both")
-    if definition.topic:
-        check_filter(definition.topic)
-    if definition.cluster:
-        check_cluster(definition.cluster)
-    for origin in definition.origins:
-        check_cluster(origin.name)
-        if origin.topic:
-            check_filter(origin.topic)
-        if origin.cluster:
-            check_cluster(origin.cluster)
-    if len(definition.origins) > MAX_ORIGINS:
-        raise ConfigError(f"origins: a copy of a copy, more than {MAX_ORIGINS} times over")
-    if definition.mirror:
-        if not _UUID.fullmatch(definition.mirror):
-            raise ConfigError(f"mirror: {definition.mirror!r} is no uuid in hex")
-        if not definition.origins or definition.origins[-1].uuid.hex() != definition.mirror:
-            raise ConfigError("mirror: the last of its origins is what a stream is a copy of")
-        if definition.topic or definition.cluster:
-            raise ConfigError("a copy records no topic and no cluster")
-    for field in ("max_bytes", "max_messages", "max_age_us", "dedup_window_us"):
-        if not 0 <= getattr(definition, field) < 1 << 63:
-            raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
-
-
-class Order(Struct, frozen=True):
-    """What a holder of a cluster key asks of one store: to keep a stream as defined, or to end it.
-
-    There is one for each key id under which the stream is known, and one of them is in force: see `in_force`.
-    """
-
-    action: Annotated[str, Meta(max_length=16)]
-    uuid: Id16
-    key_id: Id16
-    store: Key32
-    """The store's public key."""
-    issued_us: Time
-    definition: Definition
-    version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = 1
-    """2: the definition says more than stores of version 1 know of."""
-    revision: Offset = 0
-    """One more than that of the order in force, which it replaces; 0 in "create" and in orders of older clients."""
-
-
-class SignedOrder(Struct, frozen=True, array_like=True):
-    """An order as it was encoded, and the cluster key's signature over those bytes."""
-
-    order: Annotated[bytes, Meta(max_length=MAX_ORDER_BYTES)]
-    public_key: Key32
-    signature: Signature
-    by: Annotated[bytes, Meta(max_length=32)] = b""
-    """If the order's key is new to the stream: the public key of one that the stream has ..."""
-    countersignature: Annotated[bytes, Meta(max_length=64)] = b""
-    """... and its signature over the same bytes."""
-
-
-def in_force(orders: Iterable[Order]) -> Order | None:
-    """Return the order with the highest revision, which defines the stream. Among orders of revision 0 `issued_us` decides."""
-    return max(orders, key=lambda order: (order.revision, order.issued_us), default=None)
-
-
-Orders = Annotated[list[SignedOrder], Meta(min_length=1, max_length=MAX_ORDERS)]
-
-
 # -- records -----------------------------------------------------------------------------------------------------
 
 
@@ -655,7 +526,6 @@ encode: Final = msgspec.msgpack.Encoder().encode
 """Return the bytes of a call, answer or order."""
 _decode_call: Final = msgspec.msgpack.Decoder(Call).decode
 _decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
-_decode_order: Final = msgspec.msgpack.Decoder(Order).decode
 _decode_dead: Final = msgspec.msgpack.Decoder(DeadLetter).decode
 _BAD: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -679,14 +549,6 @@ def decode_answer(body: bytes | memoryview) -> Answer:
         return _decode_answer(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
         raise DecodeError(f"a store's answer: {err}") from err
-
-
-def decode_order(order: bytes) -> Order:
-    """Return an order whose signature was checked; raises DecodeError."""
-    try:
-        return _decode_order(order)
-    except _BAD as err:
-        raise DecodeError(f"an order: {err}") from err
 
 
 def decode_dead(body: bytes) -> DeadLetter:

@@ -13,7 +13,8 @@ from iris.crypto.keys import verify_order, verify_store_proof
 from iris.errors import DecodeError, OpenError
 from iris.wire import frames
 from iris.wire.kinds import NO_KEY, Kind
-from iris.wire.streams import DEAD, KEEP, dead_uuid, decode_order
+from iris.wire.orders import DEAD, KEEP, decode_order
+from iris.wire.streams import dead_uuid
 from relay.core.session import Session
 
 MAX_GRANTED: Final = 65_536

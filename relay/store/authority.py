@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 
 from iris.crypto.keys import public_id, verify_countersignature, verify_order
 from iris.errors import ConfigError, DecodeError, InvalidName, OpenError
-from iris.wire.streams import (
+from iris.wire.orders import (
     END,
     KEEP,
     ORDER_FRESH_US,

@@ -11,7 +11,8 @@ from iris.crypto.keys import public_id
 from iris.errors import DecodeError
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
-from iris.wire.streams import END, SignedOrder, dead_uuid, decode_order
+from iris.wire.orders import END, SignedOrder, decode_order
+from iris.wire.streams import dead_uuid
 from relay.logs import Quiet
 from relay.store.authority import is_promotion, one_definition
 from relay.store.catalogue import Catalogue, encode_kept

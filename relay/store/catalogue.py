@@ -20,7 +20,8 @@ from iris.errors import DecodeError, IrisError
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import Kind
-from iris.wire.streams import DEAD, Definition, dead_uuid
+from iris.wire.orders import DEAD, Definition
+from iris.wire.streams import dead_uuid
 from relay.store.authority import NO_CHARTER, Authority, Charter, Kept
 from relay.store.clock import Clock
 from relay.store.cursor import Dead

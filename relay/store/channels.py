@@ -17,16 +17,8 @@ from iris.crypto.channel import Channel, accept_offer
 from iris.crypto.keys import StoreKey, public_id
 from iris.errors import OpenError, SealError
 from iris.wire.kinds import NO_KEY
-from iris.wire.streams import (
-    NO_LOG,
-    Create,
-    Door,
-    FindStore,
-    Knock,
-    Open,
-    Opened,
-    SignedOrder,
-)
+from iris.wire.orders import SignedOrder
+from iris.wire.streams import NO_LOG, Create, Door, FindStore, Knock, Open, Opened
 from relay.store.errors import ChannelRefused
 from relay.store.session import Question
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from iris.wire.streams import ORDER_FRESH_US
+from iris.wire.orders import ORDER_FRESH_US
 from relay.store.database import write_beside
 from relay.store.errors import LogWriteFailed, Refuse
 

@@ -27,7 +27,8 @@ from msgspec import Struct
 
 from iris.errors import ConfigError, IrisError
 from iris.keyfiles import sync_directory
-from iris.wire.streams import DEAD, dead_uuid, decode_order, in_force
+from iris.wire.orders import DEAD, decode_order, in_force
+from iris.wire.streams import dead_uuid
 from relay.store import cursor
 from relay.store.authority import Kept
 from relay.store.chain import DUE, Chain, Draft

@@ -27,7 +27,8 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import MAX_CREDIT, Serving
 from iris.wire.kinds import DECLARED_KINDS, FLAG_REFUSED, Kind, Refusal
-from iris.wire.streams import Answer, Call, Refused, SignedOrder, decode_call, encode
+from iris.wire.orders import SignedOrder
+from iris.wire.streams import Answer, Call, Refused, decode_call, encode
 from relay.store.errors import ChannelRefused
 
 

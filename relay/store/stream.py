@@ -22,6 +22,7 @@ from iris.wire import streams
 from iris.wire.codec import END
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
+from iris.wire.orders import Definition, Order, SignedOrder
 from iris.wire.streams import (
     DEAD_KIND,
     Append,
@@ -29,13 +30,10 @@ from iris.wire.streams import (
     Copied,
     Copy,
     DeadLetter,
-    Definition,
     Described,
     Discard,
     Fetch,
     NewRecord,
-    Order,
-    SignedOrder,
     Stage,
 )
 from relay.store.answers import taken_item, told_items

@@ -14,7 +14,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import MessageTooLarge, OffsetConflict, StreamError
 from iris.streams.ordering import orders_to_create
 from iris.testing import LocalCluster
-from iris.wire.streams import Definition, decode_order
+from iris.wire.orders import Definition, decode_order
 from relay.store import ids as ids_module
 from relay.store import stream as stream_module
 from relay.store.ids import Ids

@@ -18,7 +18,8 @@ from support.waiting import eventually
 import iris
 from iris.crypto.channel import Offer
 from iris.wire import streams
-from iris.wire.streams import Refused, SignedOrder, encode
+from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
+from iris.wire.streams import Refused, encode
 from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,8 +56,8 @@ def client(relay: Relay, key: iris.ClusterKey) -> iris.Client:
 
 def orders(info: Any, action: str) -> list[SignedOrder]:
     """Return the signed orders that a site without a key can make."""
-    order = streams.Order(
-        action, bytes.fromhex(info.uuid), OTHER_KEY.key_id, bytes(32), 1 << 62, streams.Definition(info.name, max_messages=1)
+    order = Order(
+        action, bytes.fromhex(info.uuid), OTHER_KEY.key_id, bytes(32), 1 << 62, Definition(info.name, max_messages=1)
     )  # fmt: skip
     body = encode(order)
     return [SignedOrder(body, OTHER_KEY.public_key, OTHER_KEY.sign_order(body))]
@@ -112,8 +113,8 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
             streams.Fetch(0, 1 << 20),
             streams.Find(0),
             streams.Describe(),
-            streams.Change(orders(made, streams.KEEP)),
-            streams.Delete(orders(made, streams.END)),
+            streams.Change(orders(made, KEEP)),
+            streams.Delete(orders(made, END)),
         )
         for name in (f"eu:{made.uuid}", "eu:orders"):
             for attack in attacks:

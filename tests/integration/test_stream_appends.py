@@ -17,18 +17,8 @@ import iris
 from iris.crypto.keys import ClusterKey
 from iris.errors import NoStream, OffsetConflict, StreamDamaged, StreamError, StreamUnavailable
 from iris.testing import LocalCluster
-from iris.wire.streams import (
-    Append,
-    Create,
-    Definition,
-    NewRecord,
-    Order,
-    Refused,
-    SignedOrder,
-    dead_uuid,
-    decode_order,
-    encode,
-)
+from iris.wire.orders import Definition, Order, SignedOrder, decode_order
+from iris.wire.streams import Append, Create, NewRecord, Refused, dead_uuid, encode
 from relay.store.errors import LogWriteFailed
 from relay.store.records import Entry
 from relay.store.stream import Stream

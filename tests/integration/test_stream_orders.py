@@ -21,16 +21,8 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import NoMembers, NoStream, StreamError
 from iris.streams import ordering
 from iris.testing import LocalCluster
-from iris.wire.streams import (
-    END,
-    KEEP,
-    Change,
-    Delete,
-    Refused,
-    SignedOrder,
-    decode_order,
-    encode,
-)
+from iris.wire.orders import END, KEEP, SignedOrder, decode_order
+from iris.wire.streams import Change, Delete, Refused, encode
 
 pytestmark = pytest.mark.timeout(60)
 

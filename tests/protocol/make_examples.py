@@ -48,6 +48,7 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Control, Serving
 from iris.wire.kinds import FLAG_REFUSED, Cause, Kind, Refusal
+from iris.wire.orders import KEEP, Definition, Order, SignedOrder, decode_order
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -87,20 +88,20 @@ KNOCK_NONCE: Final = bytes(range(0x10, 0x30))
 DOOR_NONCE: Final = bytes(range(0xD0, 0xF0))
 STREAM_CHANNEL: Final = 4_294_967_303
 ORDER: Final = streams.encode(
-    streams.Order(
-        streams.KEEP, STREAM_UUID, KEY.key_id, STORE_KEY.public_key, SENT_US,
-        streams.Definition(STREAM, "orders.>", max_bytes=1 << 30, compact=True),
+    Order(
+        KEEP, STREAM_UUID, KEY.key_id, STORE_KEY.public_key, SENT_US,
+        Definition(STREAM, "orders.>", max_bytes=1 << 30, compact=True),
     )
 )  # fmt: skip
 
 NEW_KEY: Final = ClusterKey(bytes(range(1, 33)))
 NEXT_ORDER: Final = streams.encode(
-    streams.Order(
-        streams.KEEP, STREAM_UUID, NEW_KEY.key_id, STORE_KEY.public_key, SENT_US,
-        streams.Definition(STREAM, "orders.>", max_bytes=1 << 30, compact=True), revision=1,
+    Order(
+        KEEP, STREAM_UUID, NEW_KEY.key_id, STORE_KEY.public_key, SENT_US,
+        Definition(STREAM, "orders.>", max_bytes=1 << 30, compact=True), revision=1,
     )
 )  # fmt: skip
-SIGNED: Final = streams.SignedOrder(
+SIGNED: Final = SignedOrder(
     NEXT_ORDER, NEW_KEY.public_key, NEW_KEY.sign_order(NEXT_ORDER),
     KEY.public_key, KEY.countersign_order(NEXT_ORDER),
 )  # fmt: skip
@@ -366,7 +367,7 @@ class Opening:
         offer = Offer(KEY, lambda size: next(drawn))
         share, signature = offer.sign(STORE_KEY.public_key, uuid, DOOR_NONCE)
         self.knock = streams.Knock(KNOCK_NONCE)
-        signed = streams.SignedOrder(ORDER, KEY.public_key, KEY.sign_order(ORDER))
+        signed = SignedOrder(ORDER, KEY.public_key, KEY.sign_order(ORDER))
         self.door = streams.Door(STORE_KEY.public_key, uuid, DOOR_NONCE, [signed])
         self.open = streams.Open(KNOCK_NONCE, DOOR_NONCE, KEY.public_key, share, signature)
         self.store, answer, signed_back = accept_offer(
@@ -431,14 +432,14 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
     fetched = streams.Fetched([hole, gap, record], 8, 0, 8, STREAM_UUID)
     opener = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None)
     unasked: Any = None
-    opener.known = Known(streams.decode_order(ORDER), unasked)
+    opener.known = Known(decode_order(ORDER), unasked)
     opened = opener.open(record)
     assert isinstance(opened, list), opened
     grant = CONTROLS["grant"]
     assert isinstance(grant, frames.Grant)
     assert verify_order(grant.public_key, grant.signature, grant.order) == KEY.key_id
     verify_store_proof(
-        streams.decode_order(grant.order).store, grant.proof, grant.order,
+        decode_order(grant.order).store, grant.proof, grant.order,
         relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE,
     )  # fmt: skip
 

@@ -13,7 +13,8 @@ from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, decode_control, encode_control
 from iris.wire.kinds import Kind
-from iris.wire.streams import SignedOrder, decode_answer, encode
+from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
+from iris.wire.streams import decode_answer, encode
 from relay.store.keeper import Store
 from relay.store.session import StoreSession
 
@@ -181,11 +182,9 @@ class Relay:
         return waiter
 
 
-def order(key: ClusterKey = KEY, *, action: str = streams.KEEP, issued_us: int = NOW_US, uuid: bytes = UUID, name: str = NAME, **fields: Any) -> SignedOrder:  # fmt: skip
-    definition = streams.Definition(name, **fields)
-    body = encode(
-        streams.Order(action, uuid, key.key_id, STORE_KEY.public_key, issued_us, definition)
-    )
+def order(key: ClusterKey = KEY, *, action: str = KEEP, issued_us: int = NOW_US, uuid: bytes = UUID, name: str = NAME, **fields: Any) -> SignedOrder:  # fmt: skip
+    definition = Definition(name, **fields)
+    body = encode(Order(action, uuid, key.key_id, STORE_KEY.public_key, issued_us, definition))
     return SignedOrder(body, key.public_key, key.sign_order(body))
 
 
@@ -226,7 +225,7 @@ ATTACKS: dict[str, Any] = {
     "find": streams.Find(0),
     "describe": streams.Describe(),
     "change": streams.Change([order(OTHER, issued_us=1 << 62), order(issued_us=NOW_US + 1)]),
-    "delete": streams.Delete([order(action=streams.END, issued_us=NOW_US + 1)]),
+    "delete": streams.Delete([order(action=END, issued_us=NOW_US + 1)]),
 }
 
 

@@ -32,7 +32,7 @@ from iris.errors import OpenError
 from iris.wire import codec, frames, names
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
-from iris.wire.streams import ORDER_FRESH_US, SignedOrder, decode_order
+from iris.wire.orders import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, ways
 from relay.core.limits import Limits

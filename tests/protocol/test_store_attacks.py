@@ -32,7 +32,8 @@ from iris.errors import ConnectionLost, Overloaded, RequestTimeout
 from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, END_AT, HOP
 from iris.wire.kinds import Kind
-from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
+from iris.wire.orders import SignedOrder
+from iris.wire.streams import Refused, decode_answer, encode
 from relay.store.channels import Channels
 from relay.store.keeper import Store
 

@@ -33,7 +33,8 @@ from iris.errors import ConnectionLost, IrisError, OpenError, PeerProtocolError
 from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, END_AT, HOP
 from iris.wire.kinds import NO_KEY, Kind
-from iris.wire.streams import Refused, SignedOrder, decode_answer, encode
+from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
+from iris.wire.streams import Refused, decode_answer, encode
 from relay.store import channels
 
 # -- without the key ---------------------------------------------------------------------------------------------
@@ -267,18 +268,14 @@ def test_a_forged_refusal_never_means_that_a_write_was_not_done(relay: Relay) ->
 def test_a_store_without_the_key_that_the_order_names_is_not_accepted(relay: Relay) -> None:
     liar = StoreKey(bytes(range(3, 35)))
     signed = relay.store.streams[UUID].orders[KEY.key_id][1]
-    other = encode(
-        streams.Order(
-            streams.KEEP, UUID, OTHER.key_id, liar.public_key, NOW_US, streams.Definition(NAME)
-        )
-    )
+    other = encode(Order(KEEP, UUID, OTHER.key_id, liar.public_key, NOW_US, Definition(NAME)))
     cases: dict[str, tuple[bytes, list[SignedOrder], bytes]] = {
         "its own key, our order": (liar.public_key, [signed], UUID),
         "its own key, an order of its own": (
             liar.public_key, [SignedOrder(other, OTHER.public_key, OTHER.sign_order(other))], UUID
         ),
         "an order of another log": (STORE_KEY.public_key, [order(uuid=b"x" * 16)], UUID),
-        "an order that ends it": (STORE_KEY.public_key, [order(action=streams.END)], UUID),
+        "an order that ends it": (STORE_KEY.public_key, [order(action=END)], UUID),
         "another stream": (STORE_KEY.public_key, [order(name="billing")], UUID),
         "no order": (STORE_KEY.public_key, [], UUID),
         "the store itself": (STORE_KEY.public_key, [signed], streams.NO_LOG),

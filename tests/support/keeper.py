@@ -9,18 +9,8 @@ from typing import Any
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.errors import DecodeError
 from iris.wire import frames
-from iris.wire.streams import (
-    KEEP,
-    Call,
-    Change,
-    Create,
-    Definition,
-    Delete,
-    Order,
-    Refused,
-    SignedOrder,
-    encode,
-)
+from iris.wire.orders import KEEP, Definition, Order, SignedOrder
+from iris.wire.streams import Call, Change, Create, Delete, Refused, encode
 from relay.store.errors import Refuse
 from relay.store.keeper import Store
 

@@ -219,7 +219,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "in-force-revision",
-        "iris/wire/streams.py",
+        "iris/wire/orders.py",
         "in_force",
         "(order.revision, order.issued_us)",
         "order.issued_us",

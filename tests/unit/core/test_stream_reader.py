@@ -10,18 +10,8 @@ import pytest
 from iris.errors import StreamDamaged
 from iris.streams.calls import Known
 from iris.streams.reading import Reader
-from iris.wire.streams import (
-    KEEP,
-    Definition,
-    Described,
-    Fetch,
-    Fetched,
-    Find,
-    Gap,
-    Hole,
-    Item,
-    Order,
-)
+from iris.wire.orders import KEEP, Definition, Order
+from iris.wire.streams import Described, Fetch, Fetched, Find, Gap, Hole, Item
 
 LOG = bytes(16)
 STREAM = Definition("orders")

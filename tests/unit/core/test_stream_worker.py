@@ -13,16 +13,8 @@ from iris.streams.calls import KeyUser, Known
 from iris.streams.consuming import Consumer
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
-from iris.wire.streams import (
-    KEEP,
-    Consume,
-    Definition,
-    Delivered,
-    Described,
-    Handed,
-    Order,
-    Record,
-)
+from iris.wire.orders import KEEP, Definition, Order
+from iris.wire.streams import Consume, Delivered, Described, Handed, Record
 
 KEY = ClusterKey(bytes(range(32)))
 LOG, SENDER = bytes(16), b"s" * 16

@@ -10,7 +10,8 @@ from msgspec import Struct, structs
 
 from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.wire import streams
-from iris.wire.streams import Copied, Copy, Definition, Gap, Hole, Order, Origin, Record
+from iris.wire.orders import Definition, Order, Origin, check_definition, decode_order
+from iris.wire.streams import Copied, Copy, Gap, Hole, Record
 
 UUID = bytes(range(16))
 ORIGIN = Origin(UUID, "orders", topic="orders.>")
@@ -42,7 +43,7 @@ class OldOrder(Struct, frozen=True):
 
 def test_an_order_from_before_there_were_copies_is_read() -> None:
     old = OldOrder("keep", UUID, UUID, bytes(32), 5, OldDefinition("orders", "orders.>"))
-    found = streams.decode_order(msgspec.msgpack.encode(old))
+    found = decode_order(msgspec.msgpack.encode(old))
     assert found == Order("keep", UUID, UUID, bytes(32), 5, Definition("orders", "orders.>"))
     assert found.definition.key_uuid(UUID) == UUID
     assert (found.definition.mirror, found.definition.origins) == ("", ())
@@ -56,15 +57,15 @@ def test_an_older_side_reads_a_copy_as_a_stream_that_records_nothing() -> None:
 
 def test_an_order_of_a_copy_comes_back_as_it_was() -> None:
     order = Order("keep", UUID, UUID, bytes(32), 5, COPY)
-    assert streams.decode_order(streams.encode(order)) == order
+    assert decode_order(streams.encode(order)) == order
     assert hash(order.definition) == hash(COPY)
-    streams.check_definition(COPY)
+    check_definition(COPY)
 
 
 def test_key_hashes_are_made_with_the_first_log_of_a_line_of_copies() -> None:
     again = Origin(bytes(16), "orders-eu")
     of_a_copy = Definition("third", mirror=again.uuid.hex(), origins=(ORIGIN, again))
-    streams.check_definition(of_a_copy)
+    check_definition(of_a_copy)
     assert of_a_copy.key_uuid(b"z" * 16) == UUID
     assert structs.replace(of_a_copy, mirror="").key_uuid(b"z" * 16) == UUID
 
@@ -86,13 +87,13 @@ def test_key_hashes_are_made_with_the_first_log_of_a_line_of_copies() -> None:
 )
 def test_a_definition_of_a_copy_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises((ConfigError, InvalidName)):
-        streams.check_definition(structs.replace(COPY, **changes))
+        check_definition(structs.replace(COPY, **changes))
 
 
 def test_more_origins_than_are_allowed_do_not_decode() -> None:
     order = Order("keep", UUID, UUID, bytes(32), 5, structs.replace(COPY, origins=(ORIGIN,) * 9))
     with pytest.raises(DecodeError):
-        streams.decode_order(streams.encode(order))
+        decode_order(streams.encode(order))
 
 
 def test_a_copy_and_its_answer_come_back_as_they_were() -> None:

@@ -15,16 +15,8 @@ from support.keeper import Session as Accepting
 from iris.wire import frames
 from iris.wire.codec import END
 from iris.wire.kinds import Kind
-from iris.wire.streams import (
-    STORED,
-    Append,
-    Appended,
-    Definition,
-    Described,
-    NewRecord,
-    Outcome,
-    Refused,
-)
+from iris.wire.orders import Definition
+from iris.wire.streams import STORED, Append, Appended, Described, NewRecord, Outcome, Refused
 from relay.store.errors import LogDamaged
 from relay.store.log import Log
 from relay.store.records import Gap

@@ -25,19 +25,8 @@ from support.keeper import (
 )
 
 from iris.crypto.keys import ClusterKey, StoreKey
-from iris.wire.streams import (
-    END,
-    ORDER_FRESH_US,
-    Change,
-    Definition,
-    Described,
-    Origin,
-    Refused,
-    Settled,
-    SignedOrder,
-    dead_uuid,
-    decode_order,
-)
+from iris.wire.orders import END, ORDER_FRESH_US, Definition, Origin, SignedOrder, decode_order
+from iris.wire.streams import Change, Described, Refused, Settled, dead_uuid
 from relay.store.authority import Kept
 from relay.store.errors import Refuse
 from relay.store.log import Log

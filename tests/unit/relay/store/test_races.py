@@ -22,17 +22,8 @@ from support.keeper import (
 
 from iris.crypto.keys import ClusterKey
 from iris.wire import frames
-from iris.wire.streams import (
-    END,
-    Change,
-    Create,
-    Definition,
-    Delete,
-    Described,
-    Refused,
-    Settled,
-    SignedOrder,
-)
+from iris.wire.orders import END, Definition, SignedOrder
+from iris.wire.streams import Change, Create, Delete, Described, Refused, Settled
 from relay.store.errors import Refuse
 
 THIRD = ClusterKey(b"c" * 32)

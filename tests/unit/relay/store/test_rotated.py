@@ -12,7 +12,8 @@ from msgspec import structs
 from support.keeper import DEFINITION, OWNER, SECOND, SMALL, STRANGER, UUID, Keeper, order
 
 from iris.crypto.keys import ClusterKey
-from iris.wire.streams import END, Described, Refused, Settled, SignedOrder
+from iris.wire.orders import END, SignedOrder
+from iris.wire.streams import Described, Refused, Settled
 from relay.store.authority import Kept
 from relay.store.log import Log
 
