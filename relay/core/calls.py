@@ -26,7 +26,6 @@ from iris.wire.frames import Credit, Fail
 from iris.wire.kinds import (
     CLOCK_MINOR,
     FLAG_REFUSED,
-    HERE,
     NEVER_US,
     REFUSED_ALIAS,
     STALE,
@@ -35,6 +34,7 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
+from relay.core.absence import Absence, kind_name
 from relay.core.balance import pick
 from relay.core.flags import clear_flags, refusal_of, route_of
 from relay.core.interest import Interest
@@ -59,11 +59,6 @@ MAX_HANDED: Final = 262_144
 _NUMBERS: Final = (1 << 62) - 1
 
 
-def kind_name(kind: int) -> str:
-    """Return the name of a frame kind for messages to people."""
-    return Kind(kind).name.lower().removesuffix("_open")
-
-
 class Calls:
     """The router's half that expects answers."""
 
@@ -79,12 +74,14 @@ class Calls:
         self._sites = sites
         self._last_hop = 0
         self._now_us = 0
-        self.awaited = 0
-        """Members that this relay had before it was restarted, while they are waited for ..."""
-        self.awaited_until_us = 0
-        """... until then."""
+        self.absence = Absence(interest, sites, mesh)
         self.parking = Parking(
-            accounts, interest, quotas.parked, self._prospect, self._unparked, self._waited_for
+            accounts,
+            interest,
+            quotas.parked,
+            self._prospect,
+            self._unparked,
+            self.absence.waited_for,
         )
         self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
         self.surveys = Surveys(
@@ -266,7 +263,7 @@ class Calls:
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         """Nobody serves it: final, unless a relay may come back that does, or none was found yet."""
-        if not isinstance(origin, Session) or not self._might_serve(route):
+        if not isinstance(origin, Session) or not self.absence.may_end(route, self._now_us):
             self._unhanded(Handed(origin, hop, route, end - start), buf, start, end)
             return
         entry = Parked(origin, route, hop, deadline_us, bytes(buf[start:end]))
@@ -274,31 +271,11 @@ class Calls:
             self._accounts.refused += 1
             origin.control(Fail(hop, Cause.OVERLOADED, error))
 
-    def _might_serve(self, route: Route) -> bool:
-        place = (route.kind, route.name, route.key_id)
-        if self._sites.comes_home(route) and (
-            self._mesh.might_serve(*place, self._now_us) or self._returning()
-        ):
-            return True
-        return self._sites.might_serve(
-            *place, route.site, self._mesh.settling(self._now_us), self._now_us
-        )
-
-    def _returning(self) -> bool:
-        """Whether members that this relay had before a restart are still to come back."""
-        return self._interest.joined < self.awaited and self._now_us < self.awaited_until_us
-
     def _prospect(self, route: Route) -> Prospect:
         self._resolve(route)
         if route.loads or route.peers or route.sites:
             return Prospect.SERVED
-        return Prospect.HOPED if self._might_serve(route) else Prospect.NONE
-
-    def _waited_for(self, route: Route) -> str:
-        """Return what a call has waited for until its deadline."""
-        if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
-            return f"no store holds it yet, and a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
-        return "the relay that served it did not come back before the deadline"
+        return Prospect.HOPED if self.absence.may_end(route, self._now_us) else Prospect.NONE
 
     def _unparked(self, entry: Parked, *, served: bool) -> None:
         """Hand a call that waited to a member that serves it now, or end it."""
@@ -531,22 +508,7 @@ class Calls:
                 )
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
-        if route.kind == Kind.STREAM:
-            detail = f"no store holds it{self._mesh.failed_stores()}"
-            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, detail))
-            return
-        if route.site not in ("", HERE, self._sites.site) and route.site not in self._sites.ways:
-            detail = f"no way to the site {route.site}"
-            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, detail))
-            return
-        text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
-        others = self._interest.others(route.name, (route.key_id,))
-        for elsewhere in (self._mesh, self._sites):
-            for short, more in elsewhere.others(route.name, (route.key_id,)).items():
-                others[short] = others.get(short, 0) + more
-        there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
-        text = f"{text}; there are {there}" if there else text
-        handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, text))
+        handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, self.absence.why(route)))
 
     def _bounce(self, handed: Handed, buf: memoryview, start: int, end: int, reason: int) -> None:
         """Send it back over the link that it came by: the caller's relay may know somebody else."""

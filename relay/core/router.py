@@ -209,7 +209,7 @@ class Router(Parts):
 
     def wait_for_return(self, members: int, until_us: int) -> None:
         """This relay had so many members before it was restarted: calls that nobody serves wait until as many are here, or it is `until_us`."""
-        self._calls.awaited, self._calls.awaited_until_us = members, until_us
+        self._calls.absence.wait_for(members, until_us)
 
     def wait_for_links(self, count: int, now_us: int) -> None:
         """This relay had so many links and WAN connections more before it was restarted, and lets sessions in without them."""

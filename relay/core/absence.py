@@ -1,0 +1,62 @@
+"""Calls that nobody serves: whether somebody may come who does, and what the caller hears if not."""
+
+from __future__ import annotations
+
+from iris.wire.kinds import HERE, Kind
+from relay.core.interest import Interest
+from relay.core.mesh import Mesh
+from relay.core.neighbor import Route
+from relay.core.sites import Sites
+
+
+def kind_name(kind: int) -> str:
+    """Return the name of a frame kind for messages to people."""
+    return Kind(kind).name.lower().removesuffix("_open")
+
+
+class Absence:
+    """What one relay knows of those who are not there."""
+
+    def __init__(self, interest: Interest, sites: Sites, mesh: Mesh) -> None:
+        self._interest = interest
+        self._sites = sites
+        self._mesh = mesh
+        self._awaited = 0
+        self._awaited_until_us = 0
+
+    def wait_for(self, members: int, until_us: int) -> None:
+        """This relay had so many members before it was restarted: they are waited for until then."""
+        self._awaited, self._awaited_until_us = members, until_us
+
+    def may_end(self, route: Route, now_us: int) -> bool:
+        """Whether a relay may come back that serves a route's address, or none was found yet."""
+        place = (route.kind, route.name, route.key_id)
+        if self._sites.comes_home(route) and (
+            self._mesh.might_serve(*place, now_us) or self._returning(now_us)
+        ):
+            return True
+        return self._sites.might_serve(*place, route.site, self._mesh.settling(now_us), now_us)
+
+    def _returning(self, now_us: int) -> bool:
+        """Whether members that this relay had before a restart are still to come back."""
+        return self._interest.joined < self._awaited and now_us < self._awaited_until_us
+
+    def waited_for(self, route: Route) -> str:
+        """Return what a call has waited for until its deadline."""
+        if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
+            return f"no store holds it yet, and a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
+        return "the relay that served it did not come back before the deadline"
+
+    def why(self, route: Route) -> str:
+        """Return what the caller hears when nobody serves it, and nobody is waited for."""
+        if route.kind == Kind.STREAM:
+            return f"no store holds it{self._mesh.failed_stores()}"
+        if route.site not in ("", HERE, self._sites.site) and route.site not in self._sites.ways:
+            return f"no way to the site {route.site}"
+        text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
+        others = self._interest.others(route.name, (route.key_id,))
+        for elsewhere in (self._mesh, self._sites):
+            for short, more in elsewhere.others(route.name, (route.key_id,)).items():
+                others[short] = others.get(short, 0) + more
+        there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
+        return f"{text}; there are {there}" if there else text
