@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from iris.core.conversation import State
+from iris.core.conversation import ENDED, UP, State
 from iris.errors import IrisError, PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
@@ -179,7 +179,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self._in_batch = False
         if self.connected:
             self.flush()
-            if self.session.state is State.ENDED:
+            if self.session.state is ENDED:
                 self.abort("")
 
     def eof_received(self) -> bool:
@@ -234,7 +234,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         """Write what the session has to say now."""
         session = self.session
         session.flush()
-        if session.state is State.UP:
+        if session.state is UP:
             self.write()
         if session.deadline_us < self._timer_us:
             self._arm()

@@ -14,7 +14,7 @@ from iris.core.bundle import Headers, decode_bundle
 from iris.core.casts import CASTS, Casts
 from iris.core.company import Company
 from iris.core.compression import held_bytes
-from iris.core.conversation import State
+from iris.core.conversation import UP
 from iris.core.guard import Guard
 from iris.core.inbound import NotOurs
 from iris.core.medium import Medium
@@ -129,12 +129,12 @@ class Session(Medium):
         self.now_us = now_us
         self.mono_us = mono_us
         self.casts.now_us = now_us
-        if self.state is State.UP:
+        if self.state is UP:
             self.out.now_us = now_us
 
     def flush(self) -> None:
         """Seal what the turn collected and give back its credit."""
-        if self.state is not State.UP:
+        if self.state is not UP:
             return
         self.out.flush()
         self.tunnels.flush()
@@ -152,7 +152,7 @@ class Session(Medium):
             self.store_calls.expire(mono_us),
         )
         pulse = self._pulse
-        if pulse is not None and self.state is State.UP:
+        if pulse is not None and self.state is UP:
             if mono_us >= pulse.beat_us:
                 self.out.control(pulse.beat(mono_us))
             self.deadline_us = min(self.deadline_us, pulse.deadline_us)
@@ -237,14 +237,14 @@ class Session(Medium):
 
     def unwatch(self, number: int) -> None:
         """End a watch."""
-        if self._watches.pop(number, None) is not None and self.state is State.UP:
+        if self._watches.pop(number, None) is not None and self.state is UP:
             self.out.control(frames.Unwatch(number))
 
     def answer(
         self, delivery: Delivery, kind: int, payload: bytes, headers: Headers | None, packed: bool
     ) -> None:
         """Seal and send the answer of a delivery, bound to its request."""
-        if self.state is not State.UP:
+        if self.state is not UP:
             self.drop("late answers")
             return
         flow = delivery.flow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from iris.core.bundle import Headers
-from iris.core.conversation import State
+from iris.core.conversation import UP
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
 from iris.core.medium import Medium
@@ -75,9 +75,9 @@ class Tunnels:
         if frame[KIND_AT] == Kind.TUNNEL_END:
             # No message, as relays make it, too; and the last word on this hop id.
             self._forget(HOP.unpack_from(frame)[4])
-        elif self._session.state is State.UP:
+        elif self._session.state is UP:
             self._session.out.sent_messages += 1
-        if self._session.state is State.UP:
+        if self._session.state is UP:
             self._session.out.raw(frame)
 
     def opening(self, buf: memoryview, start: int, end: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Final
 
-from iris.core.conversation import State
+from iris.core.conversation import UP
 from iris.errors import IrisError
 from iris.wire import streams
 from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
@@ -174,7 +174,7 @@ class Consuming:
         # Who waited longest comes first; when there is nothing for one there is nothing for the next.
         while waiting:
             one = waiting[0]
-            if one.question.session.state is State.UP and not self._answer(
+            if one.question.session.state is UP and not self._answer(
                 consumer, one.question, one.call, now_us, last=False
             ):
                 return

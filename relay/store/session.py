@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 from typing import Any, Final, Protocol
 
 from iris.core.aliases import MAX_ALIASES, AliasTable
-from iris.core.conversation import Conversation, State
+from iris.core.conversation import UP, Conversation
 from iris.core.parties import Waiter
 from iris.crypto.channel import MARK, Channel
 from iris.crypto.keys import StoreKey
@@ -188,7 +188,7 @@ class StoreSession(Conversation):
 
     def answer(self, question: Question, body: bytes) -> None:
         """Send the answer to a question."""
-        if self.state is not State.UP:
+        if self.state is not UP:
             return
         if len(body) > self.message_limit + FRAME_OVERHEAD - _HEAD_BYTES:
             body = encode(
@@ -221,7 +221,7 @@ class StoreSession(Conversation):
 
     def refuse(self, bundle: Bundle, reason: Refusal) -> None:
         """Send a push back: another member may take it."""
-        if self.state is not State.UP:
+        if self.state is not UP:
             return
         size = DATA_LENGTH + len(bundle.body)
         flags = FLAG_REFUSED | reason << 4

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Set
 from typing import Final
 
-from iris.core.conversation import State
+from iris.core.conversation import UP
 from iris.wire import streams
 from iris.wire.codec import END
 from iris.wire.kinds import Kind
@@ -439,7 +439,7 @@ class Stream:
                 question.refuse("damaged", self.failed)
             elif call.start < end or until_us <= elapsed_us:
                 self._answer(question, call, now_us)
-            elif question.session.state is State.UP:
+            elif question.session.state is UP:
                 self._waiting.append(entry)
 
     def left(self, hops: Set[int], now_us: int) -> None:
