@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from spark.kit import FLIGHTS, JVM, QUICK, Example, Relay
 
 if TYPE_CHECKING:

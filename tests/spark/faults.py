@@ -88,6 +88,7 @@ class Fault:
 def register(spark: Any) -> None:
     """Make the format known to a session of this process, whose workers cannot import our modules. Again does no harm."""
     from pyspark import cloudpickle
+
     from spark import faulty
 
     if faulty.__name__ not in cloudpickle.list_registry_pickle_by_value():

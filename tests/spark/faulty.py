@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from pyspark.sql.types import StructType
-from spark.faults import FORMAT, OPTION, PATIENCE_S
 
 from iris.spark import IrisSource
 from iris.spark.sink import IrisStreamWriter, IrisWriter
 from iris.spark.source import IrisReader, IrisStreamReader
+from spark.faults import FORMAT, OPTION, PATIENCE_S
 
 SLICE_ROWS: Final = 50
 
@@ -211,6 +211,7 @@ def _failing(path: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
 def main(text: str) -> None:
     """Run the phases of a `Driver`."""
     from pyspark.sql import SparkSession
+
     from spark import faulty  # not as __main__, which workers do not have
 
     told = json.loads(text)

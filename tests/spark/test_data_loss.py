@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+import iris
+from iris.keyfiles import load_keyring, save_keyring
 from spark import faults
 from spark.faults import Fault
 from spark.kit import (
@@ -25,9 +28,6 @@ from spark.kit import (
     until,
     values,
 )
-
-import iris
-from iris.keyfiles import load_keyring, save_keyring
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

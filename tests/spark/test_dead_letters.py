@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from spark.kit import PATIENCE_S, finish, make_stream, source, stream_source
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from spark.kit import Relay
 
     import iris
     import iris.blocking
+    from spark.kit import Relay
 
 GOOD = [json.dumps({"id": n, "total": n / 2}).encode() for n in range(200)]
 BAD = [b"no json", b"[1]", b'{"id": "seven"}', b"\xff\xfe"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from spark import faults
 from spark.faults import Fault
 from spark.kit import (

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from spark.kit import append_rows, finish, make_stream, stream_source, until
 
 import iris
 from iris.errors import ConfigError, InvalidName
+from spark.kit import append_rows, finish, make_stream, stream_source, until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from spark.kit import Relay
 
     import iris.blocking
+    from spark.kit import Relay
 
 IMPORTED = """
 import sys, threading

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from spark.faults import Driver, Fault, secrets
 from spark.kit import Relay, append_rows, make_stream, read_stream
 

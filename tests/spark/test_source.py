@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+
+import iris
 from spark.faults import secrets
 from spark.kit import (
     PATIENCE_S,
@@ -23,8 +25,6 @@ from spark.kit import (
     until,
     values,
 )
-
-import iris
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
