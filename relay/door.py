@@ -103,8 +103,8 @@ class Door:
         if self._store is not None and self._router.stores.ours_is_up:
             self._store_due = False
         after_s = time.monotonic() - self._began_s
-        linked = sum(not link.stale for link in self._router.links.values())
-        linked += sum(not wan.stale for wan in self._router.wans.values())
+        linked = sum(link.replica.known for link in self._router.links.values())
+        linked += sum(wan.replica.known for wan in self._router.wans.values())
         due = self._store_due and not self._router.stores.ours_cannot
         store_waits = due and after_s < self._store_s
         if store_waits or (linked < self._links_due and after_s < BACK_S):

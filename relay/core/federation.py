@@ -16,13 +16,13 @@ from typing import Final
 
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import encode_control
 from iris.wire.kinds import NEVER_US, Kind
 from relay.core.casts import Casts
 from relay.core.interest import Interest
-from relay.core.mesh import Mesh, cut
+from relay.core.mesh import Mesh
 from relay.core.neighbor import Address, Topic
 from relay.core.reach import Reach, extend
+from relay.core.replica import Heard, Journal
 from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
 from relay.core.ways import (
@@ -47,7 +47,7 @@ class Federation:
     def __init__(
         self, interest: Interest, sites: Sites, reach: Reach, mesh: Mesh, casts: Casts, next_number: Callable[[], int]
     ) -> None:  # fmt: skip
-        self.version = 1
+        self.journal = Journal()
         """Of what other sites were told."""
         self.resyncs = 0
         self._interest = interest
@@ -104,9 +104,10 @@ class Federation:
         spoken += [entry.site for entry in change.site_topics]
         if any(site != wan.site for site in spoken):
             raise PeerProtocolError(f"{wan.site} speaks for another site")
+        heard = wan.replica.hear(change)
         if change.reset:
             wan.waiting = ([], [])
-        if wan.waiting is not None:
+        if heard is Heard.PART and wan.waiting is not None:
             clusters, topics = wan.waiting
             wan.way.untaken += extend(clusters, change.clusters, MAX_WANTED)
             wan.way.untaken += extend(topics, change.site_topics, MAX_WANTED)
@@ -114,21 +115,14 @@ class Federation:
                 wan.waiting = None
                 if self._reach.replace(wan.way, clusters, topics):
                     self._mesh.gather(now_us)
-                wan.version = change.version
-                wan.resyncing = False
-                if wan.stale:
-                    wan.stale = False
+                if wan.replica.whole(change.version):
                     self._tell_mesh(wan.site, now_us)
                     self._casts.site_back(wan.site, connected=True)
-            return
-        if wan.resyncing:
-            return  # the snapshot will have it
-        if wan.stale or change.base != wan.version:
+        elif heard is Heard.CHANGE:
+            if self._reach.take(wan.way, change.clusters, change.site_topics):
+                self._mesh.gather(now_us)
+        elif heard is Heard.MISSING:
             self._ask_again(wan)
-            return
-        if self._reach.take(wan.way, change.clusters, change.site_topics):
-            self._mesh.gather(now_us)
-        wan.version = change.version
 
     def on_resync(self, wan: Wan, now_us: int) -> None:
         """A change was lost on the way: all is told again, at most once a second, because it takes a while."""
@@ -147,8 +141,7 @@ class Federation:
         told = wan.told_us
         for what in list(takewhile(lambda what: told[what] <= now_us, told)):
             del told[what]
-        in_step = wan.stale or wan.resyncing or wan.waiting or version == wan.version
-        if not in_step:
+        if not wan.replica.in_step(version):
             self._ask_again(wan)
         entry = self._reach.entries.get(wan.site)
         rtt_us = self._sites.rtt_us(wan.site)
@@ -158,9 +151,7 @@ class Federation:
 
     def _ask_again(self, wan: Wan) -> None:
         self.resyncs += 1
-        wan.resyncs += 1
-        wan.resyncing = True
-        wan.control(frames.Resync(wan.version))
+        wan.control(wan.replica.ask_again())
 
     # -- our site, to others ---------------------------------------------------------------------------------
 
@@ -205,27 +196,21 @@ class Federation:
         if self._ours is None or self.leaving:
             return
         clusters, topics = self._ours.changes()
-        for part in cut(clusters=clusters, site_topics=topics):
-            frame = encode_control(frames.Interest(self.version, self.version + 1, **part))
-            self.version += 1
+        for frame in self.journal.changes(clusters=clusters, site_topics=topics):
             for wan in self._sites.wans.values():
                 wan.port.control(frame)
 
     def _snapshot(self, wan: Wan) -> None:
         assert self._ours is not None
         clusters, topics = ([], []) if self.leaving else self._ours.whole()
-        parts = list(cut(clusters=clusters, site_topics=topics)) or [{}]
-        last = len(parts) - 1
-        for index, part in enumerate(parts):
-            wan.control(
-                frames.Interest(0, self.version, **part, reset=index == 0, more=index < last)
-            )
+        for frame in self.journal.snapshot(clusters=clusters, site_topics=topics):
+            wan.port.control(frame)
 
     def leave(self) -> None:
         """This relay is about to stop: other sites send nothing new through it."""
         self._flush()
         self.leaving = True
-        self.version += 1
+        self.journal.version += 1
         for wan in self._sites.wans.values():
             self._snapshot(wan)
 

@@ -16,6 +16,7 @@ from iris.wire.frames import MemberEntry
 from iris.wire.kinds import SERVED_KINDS, HopClass
 from relay.core.neighbor import Address, Asked, Load, Neighbor
 from relay.core.ports import Port
+from relay.core.replica import Replica
 
 SUSPENDED_US: Final = 3_000_000
 """How long a copy outlives its link, and how long a snapshot is waited for."""
@@ -30,7 +31,7 @@ class Copy:
     """What another relay's members and subscribers want, as it said last."""
 
     __slots__ = (
-        "keyed", "label", "link", "members", "names", "relay", "site", "starting", "store_failed", "surplus", "until_us", "version",
+        "keyed", "label", "link", "members", "names", "relay", "site", "starting", "store_failed", "surplus", "until_us",
     )  # fmt: skip
 
     def __init__(self, relay: str, site: str, label: str) -> None:
@@ -42,7 +43,6 @@ class Copy:
         """None: suspended."""
         self.until_us = 0
         """When it is dropped, while it is suspended."""
-        self.version = 0
         self.starting = False
         """A store of that relay is on its way."""
         self.store_failed = ""
@@ -54,9 +54,9 @@ class Copy:
         self.surplus = 0
         """Members that were dropped for want of room and have not left: as many unknown ones may leave."""
 
-    def replace(self, newer: Copy, version: int) -> None:
+    def replace(self, newer: Copy) -> None:
         """Replace the contents by those of a complete snapshot."""
-        self.members, self.names, self.version = newer.members, newer.names, version
+        self.members, self.names = newer.members, newer.names
         self.keyed, self.surplus = newer.keyed, newer.surplus
 
     def join(self, entry: MemberEntry) -> bool:
@@ -108,7 +108,7 @@ class Link(Neighbor):
     """The router's side of one link."""
 
     __slots__ = (
-        "addresses", "asked", "beats", "bye", "copy", "groups", "hello", "loads", "pings", "relay_id", "resyncing", "resyncs", "settle_us", "stale", "topics",
+        "addresses", "asked", "beats", "bye", "copy", "groups", "hello", "loads", "pings", "relay_id", "replica", "settle_us", "topics",
         "waiting", "weights",
     )  # fmt: skip
     hop_class = HopClass.MESH
@@ -128,14 +128,12 @@ class Link(Neighbor):
         self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
         self.waiting: Copy | None = None
         """The snapshot that is coming in."""
-        self.stale = True
-        """The copy is from before this link: the first snapshot has not come."""
+        self.replica = Replica()
+        """How far its interest was heard."""
         self.settle_us = now_us + SUSPENDED_US
         """Until then its snapshot may come and have what nobody else serves."""
-        self.resyncing = False
         self.pings: list[int] = []
         """PINGs to be answered when its snapshot has come."""
-        self.resyncs = 0
         self.addresses: dict[Address, int] = {}
         """Address -> members there: where the interest leads to this link."""
         self.topics: dict[tuple[str, bytes, str], int] = {}

@@ -11,13 +11,12 @@ here are gathered for `GATHER_US` and encoded once for all links.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.codec import encode_control
-from iris.wire.frames import MemberEntry, SiteCluster, SiteEntry, SiteTopic, TopicEntry
+from iris.wire.frames import MemberEntry, TopicEntry
 from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, Kind
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
@@ -27,6 +26,7 @@ from relay.core.neighbor import Topic
 from relay.core.ports import Port
 from relay.core.quotas import all_but_a_quarter
 from relay.core.reach import Reach
+from relay.core.replica import Heard, Journal
 from relay.core.session import Member, is_listed
 
 GATHER_US: Final = 2_000
@@ -78,7 +78,7 @@ class Mesh:
         self.store_failed = ""
         """Why the store that this relay starts cannot serve."""
         self._told_store = (False, "")
-        self.version = 1
+        self.journal = Journal()
         """Of our interest."""
         self._joined: dict[int, Member] = {}
         self._left: list[int] = []
@@ -226,7 +226,7 @@ class Mesh:
         self._flush()
         self.leaving = True
         self._snapshot_version = 0
-        self.version += 1
+        self.journal.version += 1
         for link in self.links.values():
             for frame in self._snapshot_frames():
                 link.port.control(frame)
@@ -261,18 +261,12 @@ class Mesh:
         sites, clusters, site_topics = self._reach.changes(self._sites)
         if self.leaving:
             sites, clusters, site_topics = [], [], []
-        parts = list(
-            cut(joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics)
-        )  # fmt: skip
         store, told = self._store_told(), self._told_store
         self._told_store = starting, failed = store
-        for part in parts or [{}] * (store != told):
-            frame = encode_control(
-                frames.Interest(
-                    self.version, self.version + 1, **part, starting=starting, store_failed=failed
-                )
-            )
-            self.version += 1
+        for frame in self.journal.changes(
+            int(store != told), joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters,
+            site_topics=site_topics, starting=starting, store_failed=failed,
+        ):  # fmt: skip
             for link in self.links.values():
                 link.port.control(frame)
         self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
@@ -280,7 +274,7 @@ class Mesh:
 
     def _snapshot_frames(self) -> list[bytes]:
         """Return our interest as it is now; all that was gathered has been told."""
-        if self._snapshot_version != self.version:
+        if self._snapshot_version != self.journal.version:
             joined, topics = [], []
             sites, clusters, site_topics = self._reach.snapshot()
             if not self.leaving:
@@ -288,31 +282,12 @@ class Mesh:
                 topics = [TopicEntry(*place, count) for place, count in self._topics.items()]
             else:
                 sites, clusters, site_topics = [], [], []
-            every = cut(
-                joined=joined,
-                topics=topics,
-                sites=sites,
-                clusters=clusters,
-                site_topics=site_topics,
-            )
-            parts = list(every) or [{}]
-            last = len(parts) - 1
             starting, failed = self._store_told()
-            self._snapshot = [
-                encode_control(
-                    frames.Interest(
-                        0,
-                        self.version,
-                        **part,
-                        reset=index == 0,
-                        more=index < last,
-                        starting=starting,
-                        store_failed=failed,
-                    )
-                )
-                for index, part in enumerate(parts)
-            ]
-            self._snapshot_version = self.version
+            self._snapshot = self.journal.snapshot(
+                joined=joined, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics,
+                starting=starting, store_failed=failed,
+            )  # fmt: skip
+            self._snapshot_version = self.journal.version
         return self._snapshot
 
     def _on_resync(self, link: Link, _: object) -> None:
@@ -326,22 +301,18 @@ class Mesh:
         if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
             link.copy.starting, link.copy.store_failed = change.starting, change.store_failed
             self._interest.version += 1  # what waits for it is looked at
+        heard = link.replica.hear(change)
         if change.reset:
             copy = link.copy
             link.waiting = Copy(copy.relay, copy.site, copy.label)
             link.settle_us = link.beats.last_us + SUSPENDED_US
             self._empty(link)
-        waiting = link.waiting
-        if waiting is not None:
-            self._fill(link, waiting, change)
-            return
-        if link.resyncing:
-            return  # the snapshot will have it
-        if link.stale or change.base != link.copy.version:
+        if heard is Heard.PART and link.waiting is not None:
+            self._fill(link, link.waiting, change)
+        elif heard is Heard.CHANGE:
+            self._apply(link, change)
+        elif heard is Heard.MISSING:
             self._ask_again(link)
-            return
-        self._apply(link, change)
-        link.copy.version = change.version
 
     def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
         """Part of a snapshot; with the last, the new copy takes the place of the old."""
@@ -361,14 +332,14 @@ class Mesh:
         for serial, entry in waiting.members.items():
             if serial not in old.members:
                 self._tell(entry, joined=[old.info(entry)])
-        old.replace(waiting, change.version)
+        old.replace(waiting)
         for _, name, key_id in list(link.loads):
             if (name, key_id) not in link.addresses:
                 link.forget_loads(name, key_id)
         for address in link.addresses:
             self._interest.changed(address)  # the copy counts only now
         link.waiting = None
-        new, link.stale, link.resyncing = link.stale, False, False
+        new = link.replica.whole(change.version)
         link.settle_us = 0
         pings, link.pings = link.pings, []
         for ping in pings:
@@ -470,8 +441,7 @@ class Mesh:
 
     def pinged(self, link: Link, ping: frames.Ping) -> None:
         """The other relay asks whether we know what it sent before. While its snapshot is due, it is answered after that."""
-        behind = link.resyncing or link.waiting is not None
-        if behind and ping.id != DRAIN_PING and len(link.pings) < MAX_PINGS:
+        if link.replica.behind and ping.id != DRAIN_PING and len(link.pings) < MAX_PINGS:
             link.pings.append(ping.id)
         else:
             link.control(frames.Pong(ping.id))
@@ -479,10 +449,8 @@ class Mesh:
     def _ask_again(self, link: Link) -> None:
         """A change was lost or repeated: the snapshot makes it good."""
         self.resyncs += 1
-        link.resyncs += 1
-        link.resyncing = True
         link.settle_us = link.beats.last_us + SUSPENDED_US
-        link.control(frames.Resync(link.copy.version))
+        link.control(link.replica.ask_again())
 
     def _tell(
         self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
@@ -665,8 +633,7 @@ class Mesh:
 
     def beat(self, link: Link, version: int) -> None:
         """A beat came; its version is that of the changes sent before it."""
-        in_step = link.stale or link.resyncing or link.waiting or version == link.copy.version
-        if not in_step:
+        if not link.replica.in_step(version):
             self._ask_again(link)
 
     def _due(self, at_us: int) -> None:
@@ -689,7 +656,7 @@ class Mesh:
                     "waiting": link.pending,
                     "tunnels": len(link.tunnels),
                     "held": link.port.held_messages,
-                    "resyncs": link.resyncs,
+                    "resyncs": link.replica.resyncs,
                     "untaken": link.untaken,
                     "over_share": link.over_share,
                 }
@@ -707,38 +674,6 @@ def _entry(member: Member) -> MemberEntry:
     return MemberEntry(
         member.serial, member.name, list(member.key_ids), kinds, member.session.label, member.tag
     )
-
-
-def cut(**change: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Cut the lists of an Interest into pieces that fit a control frame each; nothing makes no piece."""
-    part: dict[str, list[Any]] = {}
-    size = 0
-    for name, items in change.items():
-        for item in items:
-            part.setdefault(name, []).append(item)
-            size += _size(item)
-            if size > _FRAME_BYTES:
-                yield part
-                part, size = {}, 0
-    if part:
-        yield part
-
-
-def _size(item: object) -> int:
-    """Return how many bytes an entry takes at most."""
-    match item:
-        case MemberEntry():
-            texts = len(item.name) + len(item.label) + len(item.tag)
-            return 96 + 4 * texts + 18 * len(item.key_ids)
-        case TopicEntry():
-            return 64 + 4 * (len(item.filter) + len(item.group))
-        case SiteTopic():
-            return 96 + 4 * (len(item.filter) + len(item.group))
-        case SiteCluster():
-            return 160 + 4 * len(item.name)
-        case SiteEntry():
-            return 64
-    return 9
 
 
 def _check_member(entry: MemberEntry) -> None:

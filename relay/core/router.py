@@ -202,7 +202,9 @@ class Router(Parts):
             if self.now_us >= pulse.beat_us - BEAT_STEP_US:
                 version = 0
                 if neighbor.hop_class:
-                    version = (self.abroad if isinstance(neighbor, Wan) else self.mesh).version
+                    version = (
+                        self.abroad if isinstance(neighbor, Wan) else self.mesh
+                    ).journal.version
                 neighbor.control(pulse.beat(self.now_us, version))
             soonest = min(soonest, pulse.deadline_us)
         self.pulse_us = soonest

@@ -125,7 +125,7 @@ class Sites:
         if site and settling:
             return True  # who reaches it may be found in a moment
         if any(
-            wan.stale and now_us < wan.settle_us and site in ("", wan.site)
+            not wan.replica.known and now_us < wan.settle_us and site in ("", wan.site)
             for wan in self.wans.values()
         ):
             return True

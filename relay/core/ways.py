@@ -23,6 +23,7 @@ from relay.core.interest import Interest
 from relay.core.link import LINK_HOP, SUSPENDED_US, check_named
 from relay.core.neighbor import Address, Load, Neighbor, Topic
 from relay.core.ports import Port
+from relay.core.replica import Replica
 
 Told = tuple[dict[int, int], int]
 """Kind -> handlers at once, and members, of an address in a site."""
@@ -75,7 +76,7 @@ class Way:
     @property
     def stale(self) -> bool:
         """Whether the other site has not said yet what it wants."""
-        return isinstance(self.neighbor, Wan) and self.neighbor.stale
+        return isinstance(self.neighbor, Wan) and not self.neighbor.replica.known
 
     @property
     def distance_us(self) -> int:
@@ -164,15 +165,12 @@ class Wan(Neighbor):
         "bye",
         "hello",
         "relay_id",
-        "resyncing",
-        "resyncs",
+        "replica",
         "settle_us",
         "site",
         "snapshot_due_us",
         "snapshot_us",
-        "stale",
         "told_us",
-        "version",
         "waiting",
         "way",
     )
@@ -190,16 +188,12 @@ class Wan(Neighbor):
         self.own_hop_mask = LINK_HOP
         self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
         self.way: Way
-        self.version = 0
-        """Of the other site's interest, as it came over this connection."""
-        self.stale = True
-        """The first snapshot has not come."""
+        self.replica = Replica()
+        """How far the other site's interest was heard, as it came over this connection."""
         self.settle_us = now_us + SUSPENDED_US
         """Until then it may come, and have what nobody else serves."""
         self.waiting: tuple[list[SiteCluster], list[SiteTopic]] | None = None
         """The snapshot that is coming in."""
-        self.resyncing = False
-        self.resyncs = 0
         self.snapshot_us = 0
         """When our interest was sent whole last."""
         self.snapshot_due_us = 0

@@ -132,7 +132,7 @@ class Hostile:
         """Return the version of its interest that a relay has. Its connection must not have ended."""
         neighbor: Any = self.neighbor(relay)
         assert neighbor is not None, "its connection ended"
-        return int((neighbor if self.own else neighbor.copy).version)
+        return int(neighbor.replica.version)
 
     def own_hop(self, relay: Relay, number: int, *, ours: bool) -> int:
         """Return a hop id of those that it, or the relay, chooses."""

@@ -24,6 +24,7 @@ from iris.errors import ConfigError, RelayError, RequestTimeout
 from iris.testing import LocalCluster
 from relay.config import RelayConfig
 from relay.core import settling
+from relay.core.replica import Stage
 from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,11 +96,11 @@ async def test_a_relay_that_does_not_answer_is_waited_for_a_second_and_no_longer
     near, far = relays
     async with client(near) as party:
         (link,) = far.router.links.values()
-        link.resyncing = True  # it would answer when the snapshot has come
+        link.replica.stage = Stage.RESYNC  # it would answer when the snapshot has come
         async with asyncio.timeout(10.0):
             async with party.subscribe("t"):
                 pass
-        link.resyncing = False
+        link.replica.stage = Stage.LIVE
 
 
 async def test_a_publisher_learns_how_many_subscribe(relays: tuple[Relay, Relay]) -> None:

@@ -284,7 +284,7 @@ class Site:
         """Whether every watched relay knows all members of all others, and is known by them."""
         return all(
             end.link is not None
-            and not end.link.stale
+            and end.link.replica.known
             and end.link.copy.members.keys() == end.other.relay.members()
             for relay in self.watched
             for mine in relay.ends
@@ -313,7 +313,7 @@ def measured_us() -> tuple[float, float]:
     site = Site(2, 1)
     site.run(START_US + FOUND_US + 1_000_000)
     end = site.relays[0].ends[0]
-    beat = encode_control(frames.Beat(end.relay.router.now_us, 1, 1, end.link.copy.version))
+    beat = encode_control(frames.Beat(end.relay.router.now_us, 1, 1, end.link.replica.version))
     snapshot: list[bytes] = []
     other = site.relays[1]
     other.router.link_up(MemoryPort(snapshot.append), site.relays[0].router.hello(0))

@@ -102,10 +102,10 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     net = Network(relays=2)
     end, _ = net.link(0, 1)
     link = end.link
-    base = link.copy.version
+    base = link.replica.version
     entries = [MemberEntry(n, "db", [KEY_ID], {Kind.REQUEST: 1}) for n in range(6)]
     assert not hear(end, frames.Interest(base, 9, entries))
-    assert (sorted(link.copy.members), link.untaken, link.copy.version) == ([0, 1, 2, 3], 2, 9)
+    assert (sorted(link.copy.members), link.untaken, link.replica.version) == ([0, 1, 2, 3], 2, 9)
     assert not hear(end, frames.Interest(9, 10, left=[5, 0, 4]))
     assert sorted(link.copy.members) == [1, 2, 3]
     assert not hear(end, frames.Interest(0, 11, entries, reset=True))
@@ -123,7 +123,7 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
     net = Network(relays=2)
     end, _ = net.link(0, 1)
     link = end.link
-    base = link.copy.version
+    base = link.replica.version
     grouped = [TopicEntry("jobs", KEY_ID, f"g{n}", 1) for n in range(3)]
     plain = [TopicEntry(f"t{n}", KEY_ID, "", 1) for n in range(3)]
     assert not hear(end, frames.Interest(base, 9, topics=[*grouped, *plain]))

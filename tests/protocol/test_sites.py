@@ -203,7 +203,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     # What Ber says it has and Ams does not import stays unknown.
     entries = [SiteCluster("ber", name, KEY_ID, {Kind.REQUEST: 1}, 1) for name in ("db", "web")]
     topics = [SiteTopic("ber", name, KEY_ID, "", 1) for name in ("news.*", "other")]
-    version = ours.link.version
+    version = ours.link.replica.version
     assert not ours.hear(
         frames.Interest(version, version + 1, clusters=entries, site_topics=topics)
     )
@@ -606,7 +606,7 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
 
 def test_a_change_that_does_not_follow_is_asked_for_again(net: Sites) -> None:
     end, other = net.connect(0, 2)
-    version = end.link.version
+    version = end.link.replica.version
     end.hear(frames.Interest(version + 1, version + 2, clusters=[cluster()]))
     assert [resync.version for resync in end.said(frames.Resync)] == [version]
     end.hear(frames.Interest(version + 2, version + 3, clusters=[cluster(name="late")]))
@@ -832,7 +832,7 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
 
     def beat(now_us: int) -> list[str]:
         told.looked = 0
-        net.router.abroad.beat(wan, wan.version, now_us)
+        net.router.abroad.beat(wan, wan.replica.version, now_us)
         return [name for _, name, *_ in told]
 
     lose(*range(50))

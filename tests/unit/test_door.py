@@ -41,9 +41,9 @@ class Place:
     def wait_for_links(self, count: int, now_us: int) -> None:
         self.awaited = count
 
-    def link(self, *, stale: bool = False) -> None:
+    def link(self, *, known: bool = True) -> None:
         self.alone = False
-        self.links[bytes([len(self.links)])] = SimpleNamespace(stale=stale)
+        self.links[bytes([len(self.links)])] = SimpleNamespace(replica=SimpleNamespace(known=known))
         self.door.links_changed()
 
     @property
@@ -80,11 +80,11 @@ async def test_links_of_the_relay_before_are_waited_for_and_those_of_now_are_kep
     second.door.start(linked=True)
     assert second.held == []
     second.link()
-    second.link(stale=True)
+    second.link(known=False)
     await asyncio.sleep(3 * door.LOOK_S)
     assert not second.opened.is_set()
     assert second.kept == {"links": 2, "relay": ""}  # if it is killed now
-    second.links[b"\x01"].stale = False
+    second.links[b"\x01"].replica.known = True
     async with asyncio.timeout(10):
         await second.opened.wait()
     assert second.held is None
