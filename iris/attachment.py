@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 from weakref import WeakSet
 
 from iris.config import ClientConfig
+from iris.core.backoff import Backoff
 from iris.core.bundle import Headers
 from iris.core.company import Company
 from iris.core.guard import Guard
@@ -244,15 +245,16 @@ class Attachment:
             if self.pump is not None:
                 await self._vacant.wait()
                 continue
-            pause_s = self._config.reconnect_min_s
+            backoff = Backoff(
+                self._config.reconnect_min_s, self._config.reconnect_max_s, random.random
+            )
             arrived = self._watch()
             while self._is_open() and self.pump is None:
                 try:
                     await self._move()
                 except (IrisError, OSError) as err:
                     log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
-                    await self._pause(pause_s * random.uniform(0.5, 1.0), arrived)
-                    pause_s = min(2 * pause_s, self._config.reconnect_max_s)
+                    await self._pause(backoff.failed(), arrived)
 
     async def _pause(self, pause_s: float, arrived: Callable[[], bool]) -> None:
         """Sleep, but no longer than until a relay has put its socket there."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from iris.core.backoff import Backoff
 from iris.deadlines import deadline, seconds_left, within
 from iris.errors import ConnectionLost, RelayError, RequestTimeout
 from iris.runtime import Runtime
@@ -82,7 +84,7 @@ async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bo
 async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout: float) -> int:
     """Return how many subscribe to a topic once they are at least `count`; raises RequestTimeout."""
     until_s = deadline(timeout)
-    pause_s = WAIT_MIN_S
+    backoff = Backoff(WAIT_MIN_S, WAIT_MAX_S, random.random)
     there = 0
     while True:
         left_s = until_s - time.monotonic()
@@ -95,5 +97,4 @@ async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout
         if left_s <= 0:
             text = f"{there} of {count} subscribers are there after {timeout:g} s"
             raise RequestTimeout(topic, text)
-        await asyncio.sleep(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, WAIT_MAX_S)
+        await asyncio.sleep(min(backoff.failed(), left_s))

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from iris.core.backoff import Backoff
 from iris.keyfiles import sync_directory
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class StoreSupervisor:
 
     async def run(self) -> None:
         """Keep the store running. Runs until cancelled or stopped; an end that nobody asked for is logged."""
-        pause_s = PAUSE_MIN_S
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while not self._stopping:
             began_s = time.monotonic()
             try:
@@ -93,12 +94,9 @@ class StoreSupervisor:
                     self._heard("", final=False)
                 fields = {"exit": self._last_exit, "data": str(self._data)}
                 log.error("store.ended", extra={"fields": fields})
-            pause_s = (
-                PAUSE_MIN_S
-                if time.monotonic() - began_s > LASTED_S
-                else min(2 * pause_s, PAUSE_MAX_S)
-            )
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            if time.monotonic() - began_s > LASTED_S:
+                backoff.succeeded()
+            await asyncio.sleep(backoff.failed())
 
     @property
     def has_streams(self) -> bool:

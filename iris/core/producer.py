@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 
 from msgspec import Struct
 
+from iris.core.backoff import Backoff
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.outbound import Outbound
 from iris.core.parties import Waiter
@@ -39,8 +40,8 @@ CALL_BYTES: Final = 256 << 10
 QUEUE_BYTES: Final = 32 << 20
 """Appends wait while more than this is on the way or waits for it."""
 RECORD_BYTES: Final = 256
-PAUSE_MIN_US: Final = 20_000
-PAUSE_MAX_US: Final = 1_000_000
+PAUSE_MIN_S: Final = 0.02
+PAUSE_MAX_S: Final = 1.0
 W = TypeVar("W", bound=Waiter)
 
 
@@ -121,7 +122,6 @@ class Producer(Generic[W]):
         self._waiter = waiter
         self._opened = opened
         self._find_key = find_key
-        self._rng = rng
         self._epoch = 0
         self._next = 0
         """Number of the next record; below 0: there cannot be one in this epoch."""
@@ -135,7 +135,7 @@ class Producer(Generic[W]):
         """Something was lost: nothing new goes out until all on the way is over."""
         self._again_us = 0
         """When it goes out again, once all is over."""
-        self._pause_us = PAUSE_MIN_US
+        self._backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, rng)
         self._ended = ""
 
     # -- taking ----------------------------------------------------------------------------------------------
@@ -341,11 +341,10 @@ class Producer(Generic[W]):
         while self._unacked and self._unacked[0].waiter.done():
             self._unacked.popleft()
         if self._again and not self._calls:
-            self._again_us = now_us + round(self._pause_us * (0.5 + 0.5 * self._rng()))
-            self._pause_us = min(2 * self._pause_us, PAUSE_MAX_US)
+            self._again_us = now_us + round(self._backoff.failed() * 1e6)
 
     def _stored(self, record: Pending[W], offset: int) -> None:
-        self._pause_us = PAUSE_MIN_US
+        self._backoff.failures = 0
         self.bytes -= record.size
         record.size = 0
         if not record.waiter.done():

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from iris.core.backoff import Backoff
 from iris.core.channels import is_called, own_orders
 from iris.crypto.keys import ClusterKey
 from iris.deadlines import milliseconds, seconds_left
@@ -210,7 +211,7 @@ class Stores:
             StreamError: what the store said; StreamUnavailable when it said nothing in time.
         """
         until_s = _until(timeout)
-        pause_s = PAUSE_MIN_S
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         trying = lost = False
         while True:
             left_s = until_s - time.monotonic()
@@ -231,6 +232,7 @@ class Stores:
                 if not trying and patience is not None:
                     until_s = min(until_s, time.monotonic() + patience)
                 trying = True
+                pause_s = backoff.failed()
                 if time.monotonic() + pause_s >= until_s:
                     if isinstance(err, StreamError):
                         if lost:
@@ -245,8 +247,7 @@ class Stores:
                 if lost:
                     ran_before(err)
                 raise
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            await asyncio.sleep(pause_s)
 
     async def describe(
         self, name: str, uuid: str, *, timeout: float, patience: float | None = None

@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self, TypeVar
 
+from iris.core.backoff import Backoff
 from iris.errors import (
     Closed,
     ConfigError,
@@ -282,7 +283,7 @@ class Mirror:
     async def _patiently(self, once: Callable[[], Awaitable[T]]) -> T:
         """Return what `once` returns; again, for as long as our patience lasts, while a relay or a store is away."""
         since_s: float | None = None
-        pause_s = PAUSE_MIN_S
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while True:
             try:
                 got = await once()
@@ -300,8 +301,7 @@ class Mirror:
                 if since_s is not None:
                     self.waiting = ""
                 return got
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            await asyncio.sleep(backoff.failed())
 
     async def _check_same(self) -> None:
         """Raise StreamError if another log has the source's name now: the one that we copy was deleted."""

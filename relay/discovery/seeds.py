@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from iris.core.backoff import backoff_s
 from iris.errors import ConfigError
 from relay.discovery import DEFAULT_PORT, Sighting
 from relay.discovery.feed import Feed
@@ -237,9 +238,8 @@ class Seed:
         self.lookups += 1
         news = self.error != error
         self.error = error
-        delay_s = min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(self.failures, 10))
+        self.due_s = now_s + backoff_s(self.failures, RETRY_MIN_S, RETRY_MAX_S, self._rng.random)
         self.failures += 1
-        self.due_s = now_s + delay_s * self._rng.uniform(0.8, 1.2)
         return news
 
     def _difference(self, fresh: tuple[str, ...]) -> list[Sighting]:

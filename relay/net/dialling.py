@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from iris.core.backoff import backoff_s
 from relay.logs import Quiet
 from relay.net.addresses import show
 
@@ -346,8 +347,7 @@ class Dialler:
             longest_s = STRANGER_BACKOFF_MAX_S
         if time.monotonic() - target.lost_s < LATELY_S:
             longest_s = LATELY_BACKOFF_MAX_S
-        wait_s = min(longest_s, BACKOFF_MIN_S * 2.0 ** min(target.failures, 12))
-        return self._rng.uniform(wait_s / 2, wait_s)
+        return backoff_s(target.failures, BACKOFF_MIN_S, longest_s, self._rng.random)
 
     def _schedule(self, target: Target, delay_s: float) -> None:
         if target.dialling or target.queued or target.gone:

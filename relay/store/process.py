@@ -23,6 +23,7 @@ from typing import Final
 
 from iris import keyfiles
 from iris.config import ClientConfig
+from iris.core.backoff import Backoff
 from iris.crypto.keys import SECRET_BYTES, StoreKey
 from iris.dialling import dial
 from iris.errors import ConfigError, IrisError, KeyringError, RelayUnavailable
@@ -131,7 +132,7 @@ class StoreProcess:
     async def run(self) -> None:
         """Serve a relay, and look for it again whenever it is lost. Runs until cancelled."""
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
-        pause_s = RETRY_MIN_S
+        backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
         first = True
         try:
             while True:
@@ -139,10 +140,9 @@ class StoreProcess:
                     pump = await self._attach()
                 except (IrisError, OSError, TimeoutError) as err:
                     log.debug("store.reconnect", extra={"fields": {"error": str(err)}})
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                    pause_s = min(2 * pause_s, RETRY_MAX_S)
+                    await asyncio.sleep(backoff.failed())
                     continue
-                pause_s = RETRY_MIN_S
+                backoff.succeeded()
                 self._tell_time(pump)
                 self.store.attached(pump.session, first=first)
                 first = False

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from typing import Final
 
 import iris
 from iris import EndOfTunnel, IrisError, MessageTooLarge, TunnelBroken
+from iris.core.backoff import Backoff
 from relay.bridges.sp.bridge import LEAVE_AFTER_S, Bridge
 from relay.bridges.sp.config import SocketConfig
 from relay.bridges.sp.sockets import Received
@@ -33,7 +35,7 @@ class PairBridge(Bridge):
 
     async def _open(self) -> None:
         peers = self.socket.peers
-        pause_s = PAUSE_MIN_S
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while True:
             await peers.wait(lambda: self.stopping or bool(peers))
             if self.stopping:
@@ -45,12 +47,11 @@ class PairBridge(Bridge):
                 )
             except IrisError as err:
                 self.tally.lose(type(err).__name__, err)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                await asyncio.sleep(backoff.failed())
                 self.socket.hang_up(peer)
                 await self._gone(peer)
                 continue
-            pause_s = PAUSE_MIN_S
+            backoff.succeeded()
             await self._carry(tunnel, peer)
 
     async def _accept(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Final
 
 import iris
 from iris import InvalidName, IrisError, MessageTooLarge, RequestError
+from iris.core.backoff import Backoff
 from relay.bridges.sp.bridge import Bridge
 
 WINDOW_MESSAGES: Final = 256
@@ -50,7 +52,7 @@ class PullBridge(Bridge):
 
     async def _push(self) -> None:
         config, socket = self.config, self.socket
-        pause_s = PAUSE_MIN_S
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while not self.stopping:
             await self._there.wait()
             failed, pushed, size = self._failed, 0, 0
@@ -76,10 +78,9 @@ class PullBridge(Bridge):
             except RequestError:
                 failed = -1  # the relay is away: who comes back is not hurried
             if self._failed == failed:
-                pause_s = PAUSE_MIN_S
+                backoff.succeeded()
             else:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                await asyncio.sleep(backoff.failed())
 
     async def _push_one(self, data: bytes) -> None:
         """Push, again and again while there is no relay: the message is ours until it is on the way."""

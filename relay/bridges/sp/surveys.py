@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from typing import Final
 
 import iris
 from iris import IrisError
+from iris.core.backoff import Backoff
 from relay.bridges.sp.bridge import Bridge
 from relay.bridges.sp.config import SocketConfig
 from relay.bridges.sp.sockets import Received, SpContext, SpError, SpTimeout
@@ -85,7 +87,8 @@ class RespondentBridge(Bridge):
 
     async def _room_at(self, peer: int) -> bool:
         """Return when nng has room for a response: no more than WINDOW are on their way to one peer. False: it reads none."""
-        began, end_s, pause_s = self.socket.written().get(peer, 0), time.monotonic() + self.config.timeout_s, PAUSE_MIN_S  # fmt: skip
+        began, end_s = self.socket.written().get(peer, 0), time.monotonic() + self.config.timeout_s
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while self.socket.connected(peer):
             written = self.socket.written().get(peer, 0)
             if self._answered.get(peer, 0) - written < WINDOW:
@@ -95,8 +98,7 @@ class RespondentBridge(Bridge):
                 if written == began:
                     self.socket.hang_up(peer)
                 return False
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            await asyncio.sleep(backoff.failed())
         return True
 
 

@@ -396,9 +396,9 @@ def test_a_failed_lookup_changes_nothing_and_is_repeated_ever_more_rarely() -> N
         name.failed("no such name", 0.0)
         assert name.due_s is not None
         delays.append(name.due_s)
-    assert 0.8 <= delays[0] <= 1.2
-    assert delays[4] > 10 * delays[0]
-    assert max(delays) <= 1.2 * RETRY_MAX_S
+    assert 0.5 <= delays[0] <= 1.0
+    assert delays[4] >= 8 * delays[0]
+    assert max(delays) <= RETRY_MAX_S
     assert name.addresses == ("10.0.0.1",)
     assert name.answered(["10.0.0.1"], 0.0) == []
     assert (name.failures, name.error) == (0, None)

@@ -1,0 +1,38 @@
+"""How long to wait before the next try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+MOST_DOUBLINGS = 30
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float, rng: Callable[[], float]) -> float:
+    """Return the seconds to wait after so many earlier failures: doubled at each, and shortened at random by up to a half.
+
+    The random share keeps those who failed together from trying together again ("equal jitter": Brooker, Exponential Backoff
+    And Jitter, 2015). `rng` draws from [0, 1).
+    """
+    return min(longest_s, first_s * 2.0 ** min(failures, MOST_DOUBLINGS)) * (0.5 + 0.5 * rng())
+
+
+class Backoff:
+    """The pauses of one loop of tries. Sans-IO: it says how long to wait, and waits for nothing."""
+
+    __slots__ = ("_first_s", "_longest_s", "_rng", "failures")
+
+    def __init__(self, first_s: float, longest_s: float, rng: Callable[[], float]) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._rng = rng
+        self.failures = 0
+        """Failures since the last success."""
+
+    def failed(self) -> float:
+        """Count a failure; return the seconds to wait before the next try."""
+        self.failures += 1
+        return backoff_s(self.failures - 1, self._first_s, self._longest_s, self._rng)
+
+    def succeeded(self) -> None:
+        """Begin with the first pause again."""
+        self.failures = 0
