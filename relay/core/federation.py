@@ -21,7 +21,7 @@ from relay.core.casts import Casts
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh
 from relay.core.neighbor import Address, Topic
-from relay.core.reach import Reach, extend
+from relay.core.reach import Reach
 from relay.core.replica import Heard, Journal
 from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
@@ -105,15 +105,11 @@ class Federation:
         if any(site != wan.site for site in spoken):
             raise PeerProtocolError(f"{wan.site} speaks for another site")
         heard = wan.replica.hear(change)
-        if change.reset:
-            wan.waiting = ([], [])
-        if heard is Heard.PART and wan.waiting is not None:
-            clusters, topics = wan.waiting
-            wan.way.untaken += extend(clusters, change.clusters, MAX_WANTED)
-            wan.way.untaken += extend(topics, change.site_topics, MAX_WANTED)
+        if heard is Heard.PART:
+            wan.way.untaken += wan.replica.gather(change, MAX_WANTED)
             if not change.more:
-                wan.waiting = None
-                if self._reach.replace(wan.way, clusters, topics):
+                coming = wan.replica.coming
+                if self._reach.replace(wan.way, coming.clusters, coming.site_topics):
                     self._mesh.gather(now_us)
                 if wan.replica.whole(change.version):
                     self._tell_mesh(wan.site, now_us)

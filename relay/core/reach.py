@@ -9,7 +9,7 @@ Which way a sender's frames take is chosen once for each address, and again only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -22,6 +22,7 @@ from relay.core.casts import Casts
 from relay.core.interest import Interest
 from relay.core.link import MAX_COPY, Link, check_named
 from relay.core.neighbor import Route
+from relay.core.replica import Stage
 from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
 from relay.core.ways import Suspended, Way, check_entry, clusters_behind
@@ -41,8 +42,6 @@ class Reach:
         self._next_number = next_number
         self._behind: dict[int, dict[str, Way]] = {}
         """Number of a link -> site -> the way over that gateway."""
-        self._coming: dict[int, frames.Interest] = {}
-        """Number of a link -> the part about other sites of the snapshot that is coming in."""
         self._theirs: dict[str, Summary] = {}
         """Interest of other sites, as announced to the relays of our site."""
         self._their_room = Room(MAX_COPY)
@@ -143,24 +142,20 @@ class Reach:
 
     def told_by(self, link: Link, change: frames.Interest, now_us: int) -> None:
         """A gateway of our site tells what it reaches; a snapshot counts once it is whole, and what stays is not touched."""
-        if change.reset:
-            self._coming[link.number] = frames.Interest(0, 0)
-        coming = self._coming.get(link.number)
-        if coming is not None:
-            link.untaken += extend(coming.sites, change.sites, MAX_SITES)
-            link.untaken += extend(coming.clusters, change.clusters, MAX_COPY)
-            link.untaken += extend(coming.site_topics, change.site_topics, MAX_COPY)
+        snapshot = link.replica.stage is Stage.SNAPSHOT
+        if snapshot:
+            link.untaken += link.replica.gather(change, MAX_COPY, MAX_SITES)
             if change.more:
                 return
-            del self._coming[link.number]
+            change = link.replica.coming
         behind = self._behind.setdefault(link.number, {})
         before = set(behind)
-        for entry in change.sites if coming is None else coming.sites:
+        for entry in change.sites:
             self._told_site(link, behind, entry, now_us)
-        if coming is None:
-            self._told_all(link, behind, change.clusters, change.site_topics)
+        if snapshot:
+            self._told_whole(link, behind, change, now_us)
         else:
-            self._told_whole(link, behind, coming, now_us)
+            self._told_all(link, behind, change.clusters, change.site_topics)
         for site in behind.keys() - before:
             self._casts.site_back(site, connected=False)
 
@@ -228,7 +223,6 @@ class Reach:
 
     def forget(self, link: Link, now_us: int) -> None:
         """A link is gone: no way leads over it."""
-        self._coming.pop(link.number, None)
         for way in self._behind.pop(link.number, {}).values():
             self.remove(way, now_us, drained=link.bye)
 
@@ -268,10 +262,3 @@ class Reach:
             if now_us >= gone.until_us:
                 del suspended[site]
         self.deadline_us = min((gone.until_us for gone in suspended.values()), default=NEVER_US)
-
-
-def extend(known: list[Any], more: Sequence[object], limit: int) -> int:
-    """Append as many entries as `limit` allows; return how many were left out."""
-    room = max(0, limit - len(known))
-    known.extend(more[:room])
-    return max(0, len(more) - room)

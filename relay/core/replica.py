@@ -76,10 +76,12 @@ class Heard(Enum):
 class Replica:
     """How far one side has heard the other's journal."""
 
-    __slots__ = ("known", "resyncs", "stage", "version")
+    __slots__ = ("coming", "known", "resyncs", "stage", "version")
 
     def __init__(self) -> None:
         self.stage = Stage.FRESH
+        self.coming = Interest(0, 0)
+        """What the parts of a snapshot that is coming in have said of sites."""
         self.known = False
         """A first snapshot has come in whole."""
         self.version = 0
@@ -88,7 +90,7 @@ class Replica:
     def hear(self, change: Interest) -> Heard:
         """Return what an Interest is. Of a snapshot `whole` is to be called with the last part."""
         if change.reset:
-            self.stage = Stage.SNAPSHOT
+            self.stage, self.coming = Stage.SNAPSHOT, Interest(0, 0)
         if self.stage is Stage.SNAPSHOT:
             return Heard.PART
         if self.stage is Stage.RESYNC:
@@ -98,10 +100,19 @@ class Replica:
         self.version = change.version
         return Heard.CHANGE
 
+    def gather(self, part: Interest, limit: int, sites: int = 0) -> int:
+        """Keep what a part of a snapshot says of sites, up to so many sites and entries. Returns how many were left out."""
+        coming = self.coming
+        return (
+            _extend(coming.sites, part.sites, sites)
+            + _extend(coming.clusters, part.clusters, limit)
+            + _extend(coming.site_topics, part.site_topics, limit)
+        )
+
     def whole(self, version: int) -> bool:
         """A snapshot has come in: return whether it is the first."""
         first, self.known = not self.known, True
-        self.stage, self.version = Stage.LIVE, version
+        self.stage, self.version, self.coming = Stage.LIVE, version, Interest(0, 0)
         return first
 
     def in_step(self, version: int) -> bool:
@@ -118,6 +129,13 @@ class Replica:
         self.stage = Stage.RESYNC
         self.resyncs += 1
         return Resync(self.version)
+
+
+def _extend(known: list[Any], more: Sequence[object], limit: int) -> int:
+    """Append as many entries as `limit` allows; return how many were left out."""
+    room = max(0, limit - len(known))
+    known.extend(more[:room])
+    return max(0, len(more) - room)
 
 
 def _apart(said: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:

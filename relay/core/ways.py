@@ -171,7 +171,6 @@ class Wan(Neighbor):
         "snapshot_due_us",
         "snapshot_us",
         "told_us",
-        "waiting",
         "way",
     )
     hop_class = HopClass.TO_WAN
@@ -192,8 +191,6 @@ class Wan(Neighbor):
         """How far the other site's interest was heard, as it came over this connection."""
         self.settle_us = now_us + SUSPENDED_US
         """Until then it may come, and have what nobody else serves."""
-        self.waiting: tuple[list[SiteCluster], list[SiteTopic]] | None = None
-        """The snapshot that is coming in."""
         self.snapshot_us = 0
         """When our interest was sent whole last."""
         self.snapshot_due_us = 0
