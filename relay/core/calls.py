@@ -71,6 +71,7 @@ class Calls:
         self._limits = limits
         self._neighbors = neighbors
         self._mesh = mesh
+        self._loads = mesh.loads
         self._sites = sites
         self._last_hop = 0
         self._now_us = 0
@@ -145,7 +146,7 @@ class Calls:
         """Count a call for its link: the other relay is to hear how busy our members are."""
         asked = route.asked = link.asking(route.kind, route.name, route.key_id)
         asked.used_us = self._now_us
-        self._mesh.asked(self._now_us)
+        self._loads.asked(self._now_us)
 
     def _dispatch(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int

@@ -187,7 +187,7 @@ class SessionControl:
         member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
         session.members[serial] = member
         self._router.interest.join(member)
-        self._router.mesh.joined(member, self._router.now_us)
+        self._router.telling.joined(member, self._router.now_us)
         session.control(frames.Ack(join.id, "", serial, self._router.fresh))
         if join.name == STORES and NO_KEY in key_ids:
             self._router.stores.joined(session, self._router.now_us)
@@ -230,7 +230,7 @@ class SessionControl:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
                 error = f"this session is already in {MAX_GROUPS} queue groups"
             else:
-                error = self._router.mesh.group_error(
+                error = self._router.telling.group_error(
                     subscribe.group, subscribe.key_ids, session.user
                 )
             if not error:
@@ -240,7 +240,7 @@ class SessionControl:
             session.places += places
             table.take(session.user, places)
             self._router.interest.subscribe(session, subscribe.filter, subscribe.group, key_ids)
-            self._router.mesh.wanted(
+            self._router.telling.wanted(
                 subscribe.filter, key_ids, subscribe.group, session.user, 1, self._router.now_us
             )
         session.control(frames.Ack(subscribe.id, error, fresh=self._router.fresh))
@@ -258,7 +258,7 @@ class SessionControl:
         session.places -= places
         self._router.quotas.subscriptions.give(session.user, places)
         self._router.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
-        self._router.mesh.wanted(
+        self._router.telling.wanted(
             unsubscribe.filter, key_ids, unsubscribe.group, session.user, -1, self._router.now_us
         )
         session.control(frames.Ack(unsubscribe.id))

@@ -19,12 +19,12 @@ from iris.wire import frames
 from iris.wire.kinds import NEVER_US, Kind
 from relay.core.casts import Casts
 from relay.core.interest import Interest
-from relay.core.mesh import Mesh
 from relay.core.neighbor import Address, Topic
 from relay.core.reach import Reach
 from relay.core.replica import Heard, Journal
 from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
+from relay.core.telling import Telling
 from relay.core.ways import (
     MAX_WANTED,
     NOBODY,
@@ -45,7 +45,7 @@ class Federation:
     """The router's half that deals with other sites."""
 
     def __init__(
-        self, interest: Interest, sites: Sites, reach: Reach, mesh: Mesh, casts: Casts, next_number: Callable[[], int]
+        self, interest: Interest, sites: Sites, reach: Reach, telling: Telling, casts: Casts, next_number: Callable[[], int]
     ) -> None:  # fmt: skip
         self.journal = Journal()
         """Of what other sites were told."""
@@ -53,7 +53,7 @@ class Federation:
         self._interest = interest
         self._sites = sites
         self._reach = reach
-        self._mesh = mesh
+        self._telling = telling
         self._casts = casts
         self._next_number = next_number
         self.leaving = False
@@ -77,7 +77,7 @@ class Federation:
             self._interest.listen(self._touched, self._touched_topic)
             for address in self._interest.addresses():
                 self._ours.touch(address)
-            for place in self._mesh.topics_here():
+            for place in self._telling.topics_here():
                 self._ours.touch_topic(place)
         self._flush()  # to the others; the new one gets it all
         wan.way = way = Way(wan.site, wan, wan.relay_id, self._next_number())
@@ -110,13 +110,13 @@ class Federation:
             if not change.more:
                 coming = wan.replica.coming
                 if self._reach.replace(wan.way, coming.clusters, coming.site_topics):
-                    self._mesh.gather(now_us)
+                    self._telling.gather(now_us)
                 if wan.replica.whole(change.version):
                     self._tell_mesh(wan.site, now_us)
                     self._casts.site_back(wan.site, connected=True)
         elif heard is Heard.CHANGE:
             if self._reach.take(wan.way, change.clusters, change.site_topics):
-                self._mesh.gather(now_us)
+                self._telling.gather(now_us)
         elif heard is Heard.MISSING:
             self._ask_again(wan)
 
@@ -167,7 +167,7 @@ class Federation:
         """Return how many of our site want a topic, as others may know: without a group, whether anybody does."""
         if not self._sites.policy.imported.may_allow(place[0]):
             return 0
-        count = self._mesh.wanting(place)
+        count = self._telling.wanting(place)
         return min(count, MAX_COUNT) if place[2] else min(count, 1)
 
     def _touched(self, address: Address) -> None:
@@ -213,7 +213,7 @@ class Federation:
     def _tell_mesh(self, site: str, now_us: int) -> None:
         """Our relays hear whether a site is reached through us, and how far it is."""
         self._reach.announce(site)
-        self._mesh.site_changed(site, now_us)
+        self._telling.site_changed(site, now_us)
 
     def barred(self, declared: frames.Declare, site: str) -> str:
         """Return why messages of a site may not enter ours, or an empty text; a refusal is counted."""

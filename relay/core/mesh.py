@@ -1,11 +1,10 @@
-"""The other relays: links, copies of their interest, beats, and how busy members are over there.
+"""The other relays: links, copies of their interest, and introductions.
 
     link up ── our snapshot ──►        ◄── theirs ── copy ──► interest (addresses, topics -> this link)
-            ── changes, loads, beats ──►
+            ── changes, loads, beats ──►                `telling` and `loads` say what and when
     link down: the copy is suspended for `SUSPENDED_US`, then dropped
 
-Nobody speaks for a third relay, so there is nothing to reconcile: in doubt, a relay asks for the snapshot again. Changes
-here are gathered for `GATHER_US` and encoded once for all links.
+Nobody speaks for a third relay, so there is nothing to reconcile: in doubt, a relay asks for the snapshot again.
 """
 
 from __future__ import annotations
@@ -22,21 +21,15 @@ from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.casts import Casts
 from relay.core.interest import MAX_OTHERS, Interest
 from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
-from relay.core.neighbor import Topic
+from relay.core.loads import LoadReports
 from relay.core.ports import Port
-from relay.core.quotas import all_but_a_quarter
 from relay.core.reach import Reach
-from relay.core.replica import Heard, Journal
+from relay.core.replica import Heard
 from relay.core.session import Member, is_listed
+from relay.core.telling import MAX_GROUPS_HERE, Telling
 
-GATHER_US: Final = 2_000
-LOADS_US: Final = 10_000
-ASKED_US: Final = 1_000_000
-"""Loads of an address are reported for so long after the last call that came over the link for it."""
 PEERS_US: Final = 30_000_000
 """How often one peer is asked for its peers: once linked, everybody finds everybody."""
-MAX_GROUPS_HERE: Final = 128
-"""Queue groups of one relay under one key: a DECLARE over a link may name them all, and is a control frame."""
 MAX_SHARED: Final = 8192
 MAX_PINGS: Final = 1024
 """PINGs of one link that wait for its snapshot; more are answered at once."""
@@ -44,8 +37,6 @@ DRAIN_PING: Final = 1
 """The id of the PING of a relay that stops."""
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
-_LOAD_ENTRIES: Final = 48
-"""Names are 255 bytes at most: this many always fit a control frame."""
 
 
 class Mesh:
@@ -58,7 +49,6 @@ class Mesh:
         self._relay_id = relay_id
         self._label = label
         self._reach = reach
-        self._members = members
         self._interest = interest
         self._casts = casts
         self.links: dict[bytes, Link] = {}
@@ -66,36 +56,15 @@ class Mesh:
         self.copies: dict[bytes, Copy] = {}
         """By relay id; those without a link are suspended."""
         self.introduced: Callable[[bytes, list[str]], None] = _unheard
-        self.flushed: Callable[[], None] = _nothing
-        """Called when all that was gathered has been sent."""
         self.addresses: list[str] = []
         self.settle_us = 0
         self.resyncs = 0
-        self.leaving = False
-        """Links are told of no interest any more: what runs here may finish."""
-        self.starting = False
-        """A store of ours is on its way."""
-        self.store_failed = ""
-        """Why the store that this relay starts cannot serve."""
-        self._told_store = (False, "")
-        self.journal = Journal()
-        """Of our interest."""
-        self._joined: dict[int, Member] = {}
-        self._left: list[int] = []
-        self._topics: dict[Topic, int] = {}
-        self._changed: dict[Topic, int] = {}
-        self._sites: dict[str, None] = {}
-        """Other sites whose distance is to be told."""
-        self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
-        """Key id -> queue group -> user -> this relay's subscriptions in it. The first user is the one who made the group."""
-        self._flush_us = NEVER_US
-        self._loads_us = NEVER_US
+        self.telling = Telling(self.links, interest, reach, members, self._due)
+        self.loads = LoadReports(self.links, interest, self._due)
         self._peers_us = 0
         self._asked_peer = 0
         self._key_ids: dict[tuple[bytes, ...], list[bytes]] = {}
         self._kinds: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
-        self._snapshot: list[bytes] = []
-        self._snapshot_version = 0
         self.deadline_us = NEVER_US
 
     # -- links -----------------------------------------------------------------------------------------------
@@ -107,11 +76,11 @@ class Mesh:
         if copy is None:
             site, label = printable(hello.site), printable(hello.label)
             copy = self.copies[relay_id] = Copy(relay_id.hex(), site, label)
-        self._flush()  # to the others; the new one gets the snapshot
+        self.telling.flush()  # to the others; the new one gets the snapshot
         link = Link(port, number, hello, copy, self._relay_id, now_us)
         copy.link = link
         self.links[relay_id] = link
-        for frame in self._snapshot_frames():
+        for frame in self.telling.snapshot():
             link.port.control(frame)
         if not self._peers_us or len(self.links) < 4:
             self._peers_us = now_us + PEERS_US
@@ -153,149 +122,17 @@ class Mesh:
         return {
             frames.Interest: self._on_interest,
             frames.Resync: self._on_resync,
-            frames.Loads: self._on_loads,
+            frames.Loads: self.loads.on_loads,
             frames.AskPeers: self._on_ask_peers,
             frames.Peers: self._on_peers,
         }
 
-    # -- our interest, to them -------------------------------------------------------------------------------
-
-    def joined(self, member: Member, now_us: int) -> None:
-        """A member of this relay is there."""
-        self._snapshot_version = 0
-        if self.links and not self.leaving:
-            self._joined[member.serial] = member
-            self.gather(now_us)
-
-    def left(self, member: Member, now_us: int) -> None:
-        """A member of this relay is gone."""
-        self._snapshot_version = 0
-        if self.links and not self.leaving:
-            if self._joined.pop(member.serial, None) is None:
-                self._left.append(member.serial)
-            self.gather(now_us)
-
-    def wanted(
-        self, topic: str, key_ids: Iterable[bytes], group: str, user: str, by: int, now_us: int
-    ) -> None:
-        """Count one session of a user more (`by` 1) or less (-1) that wants a topic."""
-        for key_id in key_ids:
-            place = (topic, key_id, group)
-            if group:
-                self._count_group(key_id, group, user, by)
-            count = self._topics.get(place, 0) + by
-            if count:
-                self._topics[place] = count
-            else:
-                del self._topics[place]
-            if self.links and not self.leaving:
-                self._changed[place] = count
-                self.gather(now_us)
-            self._interest.changed_topic(place)
-        self._snapshot_version = 0
-
-    def _count_group(self, key_id: bytes, group: str, user: str, by: int) -> None:
-        here = self._groups.setdefault(key_id, {})
-        users = here.setdefault(group, {})
-        users[user] = users.get(user, 0) + by
-        if not users[user]:
-            del users[user]
-        if not users:
-            del here[group]
-            if not here:
-                del self._groups[key_id]
-
-    def group_error(self, group: str, key_ids: Iterable[bytes], user: str) -> str:
-        """Return why one queue group more is too many here, or an empty text: an alias over a link may have to name them all."""
-        for key_id in key_ids:
-            here = self._groups.get(key_id, {})
-            if group in here:
-                continue
-            if len(here) >= MAX_GROUPS_HERE:
-                return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key"
-            made = sum(next(iter(users)) == user for users in here.values())
-            if made >= all_but_a_quarter(MAX_GROUPS_HERE):
-                return (
-                    f"the sessions of {user} are already in {made} queue groups under this key, and the rest of the relay's "
-                    f"{MAX_GROUPS_HERE} is kept for other users; use fewer groups"
-                )
-        return ""
-
-    def leave(self) -> None:
-        """This relay is about to stop: others send nothing new to its members."""
-        self._flush()
-        self.leaving = True
-        self._snapshot_version = 0
-        self.journal.version += 1
-        for link in self.links.values():
-            for frame in self._snapshot_frames():
-                link.port.control(frame)
-
-    def site_changed(self, site: str, now_us: int) -> None:
-        """Another site is reached through us, or no more, or is another distance away."""
-        self._sites[site] = None
-        self.gather(now_us)
-
-    def topics_here(self) -> list[Topic]:
-        """Return every topic that somebody of this site wants."""
-        there = (link.topics for link in self.links.values())
-        return list(dict.fromkeys(place for places in (self._topics, *there) for place in places))
-
-    def wanting(self, place: Topic) -> int:
-        """Return how many of this site want a topic."""
-        there = sum(link.topics.get(place, 0) for link in self.links.values())
-        return self._topics.get(place, 0) + there
-
-    def gather(self, now_us: int) -> None:
-        """Something is to be told to the other relays, with what else changes in a moment."""
-        self._snapshot_version = 0
-        if self._flush_us == NEVER_US:
-            self._flush_us = now_us + GATHER_US
-            self._due(self._flush_us)
-
-    def _flush(self) -> None:
-        """Tell all links of what changed."""
-        self._flush_us = NEVER_US
-        joined = [_entry(member) for member in self._joined.values()]
-        topics = [TopicEntry(*place, count) for place, count in self._changed.items()]
-        sites, clusters, site_topics = self._reach.changes(self._sites)
-        if self.leaving:
-            sites, clusters, site_topics = [], [], []
-        store, told = self._store_told(), self._told_store
-        self._told_store = starting, failed = store
-        for frame in self.journal.changes(
-            int(store != told), joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters,
-            site_topics=site_topics, starting=starting, store_failed=failed,
-        ):  # fmt: skip
-            for link in self.links.values():
-                link.port.control(frame)
-        self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
-        self.flushed()
-
-    def _snapshot_frames(self) -> list[bytes]:
-        """Return our interest as it is now; all that was gathered has been told."""
-        if self._snapshot_version != self.journal.version:
-            joined, topics = [], []
-            sites, clusters, site_topics = self._reach.snapshot()
-            if not self.leaving:
-                joined = [_entry(member) for member in self._members() if not member.left]
-                topics = [TopicEntry(*place, count) for place, count in self._topics.items()]
-            else:
-                sites, clusters, site_topics = [], [], []
-            starting, failed = self._store_told()
-            self._snapshot = self.journal.snapshot(
-                joined=joined, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics,
-                starting=starting, store_failed=failed,
-            )  # fmt: skip
-            self._snapshot_version = self.journal.version
-        return self._snapshot
+    # -- their interest, to us -------------------------------------------------------------------------------
 
     def _on_resync(self, link: Link, _: object) -> None:
-        self._flush()
-        for frame in self._snapshot_frames():
+        self.telling.flush()
+        for frame in self.telling.snapshot():
             link.port.control(frame)
-
-    # -- their interest, to us -------------------------------------------------------------------------------
 
     def _on_interest(self, link: Link, change: frames.Interest) -> None:
         if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
@@ -497,13 +334,6 @@ class Mesh:
             or any(copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values())
         )  # fmt: skip
 
-    def store_is(self, *, starting: bool, failed: str, now_us: int) -> None:
-        """A store of this relay is on its way, or is not any more; or it cannot serve, and this is why."""
-        if (starting, failed) != (self.starting, self.store_failed):
-            self.starting, self.store_failed = starting, failed
-            self._interest.version += 1  # what waits for it is looked at
-            self.gather(now_us)
-
     def starting_stores(self) -> list[str]:
         """Return the relays, by their hosts' names, a store of which is on its way, and what it waits for: this one first."""
         there = [
@@ -511,63 +341,24 @@ class Mesh:
             for copy in self.copies.values()
             if copy.starting
         ]
-        ours = [(self._label or self._relay_id.hex()[:8], self.store_failed)] * self.starting
+        ours = [
+            (self._label or self._relay_id.hex()[:8], self.telling.store_failed)
+        ] * self.telling.starting
         return [f"{who} ({why})"[:64] if why else who for who, why in (*ours, *there)]
 
     def failed_stores(self) -> str:
         """Return which stores cannot serve, and why: up to two, this relay's first; empty if there are none."""
         there = [(copy.label or copy.relay[:8], copy.store_failed) for copy in self.copies.values()]
-        every = [(self._label or self._relay_id.hex()[:8], self.store_failed), *there]
+        every = [(self._label or self._relay_id.hex()[:8], self.telling.store_failed), *there]
         return "".join(
             [f"; the store of {who} cannot serve: {why}" for who, why in every if why][:2]
         )
-
-    def _store_told(self) -> tuple[bool, str]:
-        """Return what links are told of our store."""
-        return (False, "") if self.leaving else (self.starting, self.store_failed)
 
     def settling(self, now_us: int) -> bool:
         """Whether a relay was not found yet, or its snapshot has not come."""
         return now_us < self.settle_us or any(
             now_us < link.settle_us for link in self.links.values()
         )
-
-    # -- how busy they are -----------------------------------------------------------------------------------
-
-    def asked(self, now_us: int) -> None:
-        """A call came over a link: its side is to know how busy our members are."""
-        if self._loads_us == NEVER_US:
-            self._loads_us = now_us + LOADS_US
-            self._due(self._loads_us)
-
-    def _on_loads(self, link: Link, report: frames.Loads) -> None:
-        for told in report.loads:
-            load = link.loads.get((told.kind, told.name, told.key_id))
-            if load is not None:
-                load.others = told.others
-
-    def _report_loads(self, now_us: int) -> None:
-        """Tell each link that asked lately what our members hold from others.
-
-        Where nobody asks any more, the other side is told 0 once: it will ask again, and hear the truth then.
-        """
-        self._loads_us = NEVER_US
-        for link in self.links.values():
-            told: list[frames.Load] = []
-            for place, asked in list(link.asked.items()):
-                kind, name, key_id = place
-                others = 0
-                if now_us - asked.used_us <= ASKED_US:
-                    self._loads_us = now_us + LOADS_US
-                    held = sum(load.messages for load in self._interest.loads(name, key_id, kind))
-                    others = max(0, held - asked.messages)
-                elif not asked.messages:
-                    del link.asked[place]
-                if others != asked.told:
-                    asked.told = others
-                    told.append(frames.Load(kind, name, key_id, others))
-            for at in range(0, len(told), _LOAD_ENTRIES):
-                link.control(frames.Loads(told[at : at + _LOAD_ENTRIES]))
 
     # -- introductions ---------------------------------------------------------------------------------------
 
@@ -604,11 +395,11 @@ class Mesh:
 
     def expire(self, now_us: int) -> None:
         """Do what is due."""
-        if now_us >= self._flush_us:
-            self._flush()
-        if now_us >= self._loads_us:
-            self._report_loads(now_us)
-        soonest = min(self._flush_us, self._loads_us)
+        if now_us >= self.telling.flush_us:
+            self.telling.flush()
+        if now_us >= self.loads.report_us:
+            self.loads.report(now_us)
+        soonest = min(self.telling.flush_us, self.loads.report_us)
         for relay_id, copy in list(self.copies.items()):
             if copy.link is None:
                 if now_us >= copy.until_us:
@@ -669,13 +460,6 @@ class Mesh:
         }
 
 
-def _entry(member: Member) -> MemberEntry:
-    kinds = {kind: load.concurrency for kind, load in member.loads.items()}
-    return MemberEntry(
-        member.serial, member.name, list(member.key_ids), kinds, member.session.label, member.tag
-    )
-
-
 def _check_member(entry: MemberEntry) -> None:
     check_named(check_cluster, entry.name)
     if not entry.kinds.keys() <= SERVED_KINDS:
@@ -690,7 +474,3 @@ def _check_topic(entry: TopicEntry) -> None:
 
 def _unheard(relay_id: bytes, addresses: list[str]) -> None:
     """Nobody dials here."""
-
-
-def _nothing() -> None:
-    """Nobody waits."""

@@ -77,8 +77,9 @@ class Parts:
         self._reach = Reach(self.interest, self.sites, casts, self.number)
         self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
         self.links = self.mesh.links
+        self.telling = self.mesh.telling
         self.abroad = Federation(
-            self.interest, self.sites, self._reach, self.mesh, casts, self.number
+            self.interest, self.sites, self._reach, self.telling, casts, self.number
         )
         self._calls = Calls(
             relay_id,
@@ -90,8 +91,8 @@ class Parts:
             self.quotas,
             self.neighbors,
         )
-        self.stores = StoreWatch(self.mesh)
-        self.settling = Settling(self.mesh, lambda: self.now_us)
+        self.stores = StoreWatch(self.telling)
+        self.settling = Settling(self.links, self.telling, lambda: self.now_us)
         self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
 
     def number(self) -> int:
@@ -128,7 +129,7 @@ class Parts:
                 self.leave(member)
         for (pattern, group), key_ids in session.subscriptions.items():
             self.interest.unsubscribe(session, pattern, group, key_ids)
-            self.mesh.wanted(pattern, key_ids, group, session.user, -1, self.now_us)
+            self.telling.wanted(pattern, key_ids, group, session.user, -1, self.now_us)
         if session.places:
             self.quotas.subscriptions.give(session.user, session.places)
         for watch in session.watches.values():
@@ -192,7 +193,7 @@ class Parts:
         member.session.keyed -= len(member.key_ids)
         self.quotas.members.give(member.session.user, len(member.key_ids))
         self.interest.leave(member)
-        self.mesh.left(member, self.now_us)
+        self.telling.left(member, self.now_us)
         member.forget_if_done()
         for watch in self.watchers(member):
             if not watch.session.closed:

@@ -203,7 +203,7 @@ class Router(Parts):
                 version = 0
                 if neighbor.hop_class:
                     version = (
-                        self.abroad if isinstance(neighbor, Wan) else self.mesh
+                        self.abroad if isinstance(neighbor, Wan) else self.telling
                     ).journal.version
                 neighbor.control(pulse.beat(self.now_us, version))
             soonest = min(soonest, pulse.deadline_us)
@@ -223,7 +223,7 @@ class Router(Parts):
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
         self.draining = True
         self.stores.end(self.now_us)
-        self.mesh.leave()
+        self.telling.leave()
         self.abroad.leave()
         for session in self.sessions.values():
             if session.greeted:

@@ -1,6 +1,6 @@
 """Sessions that wait until the other relays know what they asked for.
 
-    SETTLE from a session ──► our changes are told to every link (`Mesh.gather`), then PING
+    SETTLE from a session ──► our changes are told to every link (`Telling.gather`), then PING
     PONG from every link, or `SETTLE_US` is over ──► ACK
 
 Relays of an older minor version do not answer PING and are not waited for.
@@ -14,9 +14,11 @@ from typing import Final
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US
 from relay.core.draining import HEARD_MINOR
-from relay.core.mesh import DRAIN_PING, Mesh
+from relay.core.link import Link
+from relay.core.mesh import DRAIN_PING
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
+from relay.core.telling import Telling
 
 SETTLE_US: Final = 1_000_000
 """Nobody waits any longer."""
@@ -39,26 +41,28 @@ class _Round:
 class Settling:
     """The waiting sessions of one relay. All that ask within one gathering share a PING."""
 
-    def __init__(self, mesh: Mesh, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, links: dict[bytes, Link], telling: Telling, clock: Callable[[], int]
+    ) -> None:
         self.deadline_us = NEVER_US
-        self._mesh = mesh
+        self._links = links
+        self._telling = telling
         self._clock = clock
         self._asked: list[tuple[Session, int]] = []
         """They wait for our changes to be sent."""
         self._rounds: dict[int, _Round] = {}
         """By the id of the PING, the oldest first. There is at most one for each gathering."""
         self._last = DRAIN_PING
-        mesh.flushed = self._begin
+        telling.flushed = self._begin
 
     def ask(self, session: Session, settle: frames.Settle) -> None:
         """A session wants to hear when the other relays know what it asked for before."""
-        links = self._mesh.links
-        if not links or self._mesh.leaving or session.settling >= MAX_SETTLING:
+        if not self._links or self._telling.leaving or session.settling >= MAX_SETTLING:
             session.control(frames.Ack(settle.id))
             return
         session.settling += 1
         self._asked.append((session, settle.id))
-        self._mesh.gather(self._clock())
+        self._telling.gather(self._clock())
 
     def _begin(self) -> None:
         """All that was asked for has been sent to the links."""
@@ -67,7 +71,7 @@ class Settling:
         asked, self._asked = self._asked, []
         self._last = number = (self._last + 1) % (1 << 62) or DRAIN_PING + 1
         begun = self._rounds[number] = _Round(asked, self._clock() + SETTLE_US)
-        for link in self._mesh.links.values():
+        for link in self._links.values():
             if link.minor >= HEARD_MINOR:
                 begun.open.add(link.number)
                 link.control(frames.Ping(number))

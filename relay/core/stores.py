@@ -15,9 +15,9 @@ from iris.wire import frames
 from iris.wire.frames import MAX_FAILED
 from iris.wire.kinds import NEVER_US
 from relay.core.draining import HEARD_MINOR
-from relay.core.mesh import Mesh
 from relay.core.quotas import RELAYS_STORE
 from relay.core.session import Session
+from relay.core.telling import Telling
 
 BACK_US: Final = 5_000_000
 """A store that this relay does not start itself is waited for so long, once it was lost."""
@@ -28,9 +28,9 @@ STORE_PING: Final = 2
 class StoreWatch:
     """The stores of one relay."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, telling: Telling) -> None:
         self.deadline_us = NEVER_US
-        self._mesh = mesh
+        self._telling = telling
         self._starts_one = False
         self._failed = ""
         """Why the store that this relay starts cannot serve."""
@@ -99,4 +99,4 @@ class StoreWatch:
         ours = self._starts_one and not self._final and not self.ours_is_up
         back = now_us < self.deadline_us < NEVER_US
         starting = (ours or back) and not self._ended
-        self._mesh.store_is(starting=starting, failed=self._failed, now_us=now_us)
+        self._telling.store_is(starting=starting, failed=self._failed, now_us=now_us)

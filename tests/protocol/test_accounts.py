@@ -364,8 +364,8 @@ def nothing_is_left(world: World) -> None:
             assert (table.total, table.held) == (0, {})
         assert not router.sessions
         assert not router.interest._watches
-        assert not router.mesh._groups
-        assert not router.mesh._topics
+        assert not router.telling._groups
+        assert not router.telling._topics
         for neighbor in router.neighbors.values():
             assert not neighbor.handed
             assert not neighbor.tunnels

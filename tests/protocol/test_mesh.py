@@ -8,9 +8,8 @@ from protocol.kit import KEY, OTHER_KEY, Network, Port, Result, kind_of
 from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.kinds import Kind, Refusal
-from relay.core import control
-from relay.core import mesh as mesh_module
+from iris.wire.kinds import NEVER_US, Kind, Refusal
+from relay.core import control, telling
 from relay.core.limits import Limits
 from relay.core.link import Copy, Link
 
@@ -595,7 +594,7 @@ def test_a_snapshot_of_many_members_takes_several_frames() -> None:
     for number in range(300):
         bob.subscribe(f"{'x' * 200}.{number}")
     _, there = net.link(0, 1)
-    assert len(there.router.mesh._snapshot) > 1
+    assert len(there.router.telling._snapshot) > 1
     assert len(net.router.links[net.routers[1].relay_id].topics) == 300
 
 
@@ -621,7 +620,7 @@ def test_loads_are_reported_no_longer_than_somebody_asks() -> None:
     alice.request("db", b"held for long", timeout_ms=60_000)
     net.run()
     net.pass_time(2)
-    assert net.routers[1].mesh._loads_us > net.routers[1].now_us + 60_000_000
+    assert net.routers[1].mesh.loads.report_us > net.routers[1].now_us + 60_000_000
 
 
 def test_a_call_for_an_address_that_nobody_serves_leaves_nothing_to_report() -> None:
@@ -636,13 +635,13 @@ def test_a_call_for_an_address_that_nobody_serves_leaves_nothing_to_report() -> 
     (link,) = net.routers[1].links.values()
     assert isinstance(answer.error, Overloaded)
     assert not link.asked
-    assert net.routers[1].mesh._loads_us == mesh_module.NEVER_US
+    assert net.routers[1].mesh.loads.report_us == NEVER_US
 
 
 def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mesh_module, "MAX_GROUPS_HERE", 3)
+    monkeypatch.setattr(telling, "MAX_GROUPS_HERE", 3)
     net = linked()
     first, second = net.host("first", user="uid 1"), net.host("second", user="uid 2")
     for number in range(3):
@@ -650,16 +649,16 @@ def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
     second.subscribe("jobs.*", group="g0")
     with pytest.raises(AssertionError, match="already in 3 queue groups"):
         second.subscribe("jobs.*", group="another")
-    assert set(net.router.mesh._groups[KEY.key_id]) == {"g0", "g1", "g2"}
+    assert set(net.router.telling._groups[KEY.key_id]) == {"g0", "g1", "g2"}
     first.lose()
     second.lose()
-    assert not net.router.mesh._groups
+    assert not net.router.telling._groups
 
 
 def test_as_many_groups_as_a_relay_takes_fit_an_alias_over_a_link() -> None:
     net = linked()
     alice = net.host("alice")
-    names = [f"{'x' * 240}.{number}" for number in range(mesh_module.MAX_GROUPS_HERE)]
+    names = [f"{'x' * 240}.{number}" for number in range(telling.MAX_GROUPS_HERE)]
     inboxes = []
     for at in range(0, len(names), 64):
         bob = net.host("bob", relay=1, user=f"uid {at}")

@@ -22,6 +22,7 @@ from relay.core import federation as federation_module
 from relay.core import link as link_module
 from relay.core import mesh as mesh_module
 from relay.core import parts as parts_module
+from relay.core import telling
 from relay.core import ways as sites_module
 from relay.core.limits import Limits
 from relay.core.quotas import RELAYS_STORE
@@ -194,7 +195,7 @@ def test_one_user_does_not_take_all_queue_groups_of_a_key() -> None:
     parties = [Party(router), Party(router), Party(router, "uid 2")]
     errors = [
         parties[number // 64].subscribe("jobs", f"g{number}")
-        for number in range(mesh_module.MAX_GROUPS_HERE)
+        for number in range(telling.MAX_GROUPS_HERE)
     ]
     assert [not error for error in errors] == [True] * 96 + [False] * 32
     assert "uid 1 are already in 96 queue groups" in errors[-1]
@@ -635,4 +636,4 @@ def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
     net.run()
     assert [end.why for end in ends] == ["", ""]
     assert not there.topics
-    assert not parties[0].router.mesh._topics
+    assert not parties[0].router.telling._topics

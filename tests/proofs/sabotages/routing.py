@@ -255,8 +255,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "groups-limit",
-        "relay/core/mesh.py",
-        "Mesh.group_error",
+        "relay/core/telling.py",
+        "Telling.group_error",
         "len(here) >= MAX_GROUPS_HERE",
         "False",
         MESH,
