@@ -16,11 +16,12 @@ from typing import Final
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US
 from relay.core.link import Link
-from relay.core.mesh import DRAIN_PING
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
 from relay.core.ways import Wan
 
+DRAIN_PING: Final = 1
+"""The id of the PING of a relay that stops."""
 HEARD_MINOR: Final = 2
 """Of relays that answer PING, and of sessions that begin nothing new after DRAIN."""
 HEARD_US: Final = 2_000_000

@@ -1,7 +1,7 @@
 """The other relays: links, copies of their interest, and introductions.
 
     link up ── our snapshot ──►        ◄── theirs ── copy ──► interest (addresses, topics -> this link)
-            ── changes, loads, beats ──►                `telling` and `loads` say what and when
+            ── changes, loads, beats ──►                `telling`, `hearing` and `loads` have a module each
     link down: the copy is suspended for `SUSPENDED_US`, then dropped
 
 Nobody speaks for a third relay, so there is nothing to reconcile: in doubt, a relay asks for the snapshot again.
@@ -9,32 +9,24 @@ Nobody speaks for a third relay, so there is nothing to reconcile: in doubt, a r
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.frames import MemberEntry, TopicEntry
-from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, SERVED_KINDS, Kind
-from iris.wire.names import check_cluster, check_filter, check_group, printable
+from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind
+from iris.wire.names import printable
 from relay.core.casts import Casts
+from relay.core.hearing import Hearing
 from relay.core.interest import MAX_OTHERS, Interest
-from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
+from relay.core.link import SUSPENDED_US, Copy, Link
 from relay.core.loads import LoadReports
 from relay.core.ports import Port
 from relay.core.reach import Reach
-from relay.core.replica import Heard
 from relay.core.session import Member, is_listed
-from relay.core.telling import MAX_GROUPS_HERE, Telling
+from relay.core.telling import Telling
 
 PEERS_US: Final = 30_000_000
 """How often one peer is asked for its peers: once linked, everybody finds everybody."""
-MAX_SHARED: Final = 8192
-MAX_PINGS: Final = 1024
-"""PINGs of one link that wait for its snapshot; more are answered at once."""
-DRAIN_PING: Final = 1
-"""The id of the PING of a relay that stops."""
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 
@@ -58,13 +50,11 @@ class Mesh:
         self.introduced: Callable[[bytes, list[str]], None] = _unheard
         self.addresses: list[str] = []
         self.settle_us = 0
-        self.resyncs = 0
         self.telling = Telling(self.links, interest, reach, members, self._due)
+        self.hearing = Hearing(interest, casts, reach)
         self.loads = LoadReports(self.links, interest, self._due)
         self._peers_us = 0
         self._asked_peer = 0
-        self._key_ids: dict[tuple[bytes, ...], list[bytes]] = {}
-        self._kinds: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
         self.deadline_us = NEVER_US
 
     # -- links -----------------------------------------------------------------------------------------------
@@ -92,7 +82,7 @@ class Mesh:
         """The link is gone: its interest leads nowhere, its copy is kept for a while unless the relay said goodbye."""
         if not link.bye:
             self._casts.link_lost(link)
-        self._empty(link)
+        self.hearing.empty(link)
         self._reach.forget(link, now_us)
         copy = link.copy
         if copy.link is link:
@@ -104,199 +94,17 @@ class Mesh:
             self._due(copy.until_us)
         self._interest.version += 1
 
-    def _empty(self, link: Link) -> None:
-        """What the other relay wants leads to this link no more."""
-        for address in link.addresses:
-            self._interest.unserve(link, address)
-            self._interest.changed(address)
-        topics, link.topics = link.topics, {}
-        for topic, key_id, group in topics:
-            self._interest.unsubscribe(link, topic, group, (key_id,))
-            self._interest.changed_topic((topic, key_id, group))
-        link.addresses = {}
-        link.weights = {}
-        link.groups = {}
-
     def controls(self) -> dict[type, Callable[[Link, Any], None]]:
         """Return what takes which control frame of a link."""
         return {
-            frames.Interest: self._on_interest,
-            frames.Resync: self._on_resync,
+            frames.Interest: self.hearing.on_interest,
+            frames.Resync: self.telling.on_resync,
             frames.Loads: self.loads.on_loads,
             frames.AskPeers: self._on_ask_peers,
             frames.Peers: self._on_peers,
         }
 
-    # -- their interest, to us -------------------------------------------------------------------------------
-
-    def _on_resync(self, link: Link, _: object) -> None:
-        self.telling.flush()
-        for frame in self.telling.snapshot():
-            link.port.control(frame)
-
-    def _on_interest(self, link: Link, change: frames.Interest) -> None:
-        if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
-            link.copy.starting, link.copy.store_failed = change.starting, change.store_failed
-            self._interest.version += 1  # what waits for it is looked at
-        heard = link.replica.hear(change)
-        if change.reset:
-            copy = link.copy
-            link.waiting = Copy(copy.relay, copy.site, copy.label)
-            link.settle_us = link.beats.last_us + SUSPENDED_US
-            self._empty(link)
-        if heard is Heard.PART and link.waiting is not None:
-            self._fill(link, link.waiting, change)
-        elif heard is Heard.CHANGE:
-            self._apply(link, change)
-        elif heard is Heard.MISSING:
-            self._ask_again(link)
-
-    def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
-        """Part of a snapshot; with the last, the new copy takes the place of the old."""
-        for entry in map(self._shared, change.joined):
-            if waiting.join(entry):
-                self._lead(link, entry)
-            else:
-                link.untaken += 1
-        self._topics_there(link, change.topics)
-        self._reach.told_by(link, change, link.beats.last_us)
-        if change.more:
-            return
-        old = link.copy
-        for serial, entry in old.members.items():
-            if serial not in waiting.members:
-                self._tell(entry, left=[old.member_id(serial)])
-        for serial, entry in waiting.members.items():
-            if serial not in old.members:
-                self._tell(entry, joined=[old.info(entry)])
-        old.replace(waiting)
-        for _, name, key_id in list(link.loads):
-            if (name, key_id) not in link.addresses:
-                link.forget_loads(name, key_id)
-        for address in link.addresses:
-            self._interest.changed(address)  # the copy counts only now
-        link.waiting = None
-        new = link.replica.whole(change.version)
-        link.settle_us = 0
-        pings, link.pings = link.pings, []
-        for ping in pings:
-            link.control(frames.Pong(ping))
-        self._interest.version += 1
-        if new:
-            self._casts.link_back(link)
-
-    def _apply(self, link: Link, change: frames.Interest) -> None:
-        copy = link.copy
-        for entry in map(self._shared, change.joined):
-            if not copy.join(entry):
-                link.untaken += 1
-                continue
-            self._lead(link, entry)
-            self._tell(entry, joined=[copy.info(entry)])
-        for serial in change.left:
-            gone = copy.leave(serial)
-            if gone is None:
-                continue
-            for key_id in gone.key_ids:
-                address = (gone.name, key_id)
-                link.addresses[address] -= 1
-                if not link.addresses[address]:
-                    del link.addresses[address]
-                    self._interest.unserve(link, address)
-                    link.forget_loads(*address)
-                self._interest.changed(address)
-            self._tell(gone, left=[copy.member_id(serial)])
-        weighed = self._topics_there(link, change.topics)
-        self._reach.told_by(link, change, link.beats.last_us)
-        if (
-            weighed
-            or not change.topics
-            or change.joined
-            or change.left
-            or change.sites
-            or change.clusters
-        ):
-            # Where only topics changed, those that came or went have said so themselves, and how many want one changes no route.
-            self._interest.version += 1
-
-    def _shared(self, entry: MemberEntry) -> MemberEntry:
-        """Return the entry, checked, made of values that others have, too: at a hundred thousand members that is half the memory."""
-        _check_member(entry)
-        if len(self._key_ids) + len(self._kinds) > MAX_SHARED:
-            self._key_ids.clear()
-            self._kinds.clear()
-        key_ids = self._key_ids.setdefault(tuple(entry.key_ids), entry.key_ids)
-        kinds = self._kinds.setdefault(tuple(sorted(entry.kinds.items())), entry.kinds)
-        name, label = sys.intern(entry.name), sys.intern(printable(entry.label))
-        return MemberEntry(entry.serial, name, key_ids, kinds, label, printable(entry.tag))
-
-    def _lead(self, link: Link, entry: MemberEntry) -> None:
-        """Calls for the addresses of a member may go over the link."""
-        for key_id in entry.key_ids:
-            address = (entry.name, key_id)
-            count = link.addresses.get(address, 0)
-            link.addresses[address] = count + 1
-            if not count:
-                self._interest.serve(link, address)
-            self._interest.changed(address)
-
-    def _topics_there(self, link: Link, topics: Sequence[TopicEntry]) -> bool:
-        """Take what the relay behind a link wants. Returns True if the weight of a queue group changed."""
-        weighed = False
-        for entry in topics:
-            place = (entry.filter, entry.key_id, entry.group)
-            self._interest.changed_topic(place)
-            known = place in link.topics
-            group = (entry.key_id, entry.group)
-            weighed = weighed or bool(entry.group)
-            if entry.count:
-                if not known:
-                    _check_topic(entry)
-                    another = entry.group and group not in link.weights
-                    if len(link.topics) >= MAX_COPY or (
-                        another and link.groups.get(entry.key_id, 0) >= MAX_GROUPS_HERE
-                    ):
-                        link.untaken += 1  # its end will name an unknown topic, which is ignored
-                        continue
-                    if another:
-                        link.groups[entry.key_id] = link.groups.get(entry.key_id, 0) + 1
-                    self._interest.subscribe(link, entry.filter, entry.group, (entry.key_id,))
-                link.topics[place] = entry.count
-                if entry.group:
-                    link.weights.setdefault(group, {})[entry.filter] = entry.count
-            elif known:
-                del link.topics[place]
-                self._interest.unsubscribe(link, entry.filter, entry.group, (entry.key_id,))
-                if entry.group:
-                    del link.weights[group][entry.filter]
-                    if not link.weights[group]:
-                        del link.weights[group]
-                        link.groups[entry.key_id] -= 1
-                        if not link.groups[entry.key_id]:
-                            del link.groups[entry.key_id]
-        return weighed
-
-    def pinged(self, link: Link, ping: frames.Ping) -> None:
-        """The other relay asks whether we know what it sent before. While its snapshot is due, it is answered after that."""
-        if link.replica.behind and ping.id != DRAIN_PING and len(link.pings) < MAX_PINGS:
-            link.pings.append(ping.id)
-        else:
-            link.control(frames.Pong(ping.id))
-
-    def _ask_again(self, link: Link) -> None:
-        """A change was lost or repeated: the snapshot makes it good."""
-        self.resyncs += 1
-        link.settle_us = link.beats.last_us + SUSPENDED_US
-        link.control(link.replica.ask_again())
-
-    def _tell(
-        self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
-    ) -> None:
-        if not is_listed(entry.kinds):
-            return
-        for watch in self._interest.watchers(entry.name, entry.key_ids):
-            if not watch.session.closed:
-                watch.session.control(frames.Membership(watch.number, list(joined), list(left)))
+    # -- who is there ----------------------------------------------------------------------------------------
 
     def infos(
         self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
@@ -420,12 +228,7 @@ class Mesh:
         """A relay is gone for good, or for so long that nobody waits."""
         del self.copies[relay_id]
         for serial, entry in copy.members.items():
-            self._tell(entry, left=[copy.member_id(serial)])
-
-    def beat(self, link: Link, version: int) -> None:
-        """A beat came; its version is that of the changes sent before it."""
-        if not link.replica.in_step(version):
-            self._ask_again(link)
+            self.hearing.tell(entry, left=[copy.member_id(serial)])
 
     def _due(self, at_us: int) -> None:
         if at_us < self.deadline_us:
@@ -454,22 +257,10 @@ class Mesh:
                 for link in self.links.values()
             ],
             "suspended": [copy.relay for copy in self.copies.values() if copy.link is None],
-            "resyncs": self.resyncs,
+            "resyncs": self.hearing.resyncs,
             "away": len(self._casts.away),
             "casts_untold": self._casts.away.untold,
         }
-
-
-def _check_member(entry: MemberEntry) -> None:
-    check_named(check_cluster, entry.name)
-    if not entry.kinds.keys() <= SERVED_KINDS:
-        raise PeerProtocolError("a member of an unknown kind")
-
-
-def _check_topic(entry: TopicEntry) -> None:
-    check_named(check_filter, entry.filter)
-    if entry.group:
-        check_named(check_group, entry.group)
 
 
 def _unheard(relay_id: bytes, addresses: list[str]) -> None:

@@ -78,6 +78,7 @@ class Parts:
         self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
         self.links = self.mesh.links
         self.telling = self.mesh.telling
+        self.hearing = self.mesh.hearing
         self.abroad = Federation(
             self.interest, self.sites, self._reach, self.telling, casts, self.number
         )

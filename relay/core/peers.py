@@ -40,7 +40,7 @@ class LinkControl:
             frames.CallerLeft: self._on_left,
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
-            frames.Ping: router.mesh.pinged,
+            frames.Ping: router.hearing.pinged,
             frames.Pong: self._on_pong,
             frames.Topic: self._on_topic,
             frames.Audience: router.audiences.answered,
@@ -76,7 +76,7 @@ class LinkControl:
 
     def _on_beat(self, link: Link, beat: frames.Beat) -> None:
         link.beat_came(beat, self._router.now_us)
-        self._router.mesh.beat(link, beat.version)
+        self._router.hearing.beat(link, beat.version)
 
     def _on_gap(self, link: Link, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):

@@ -13,9 +13,8 @@ from typing import Final
 
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US
-from relay.core.draining import HEARD_MINOR
+from relay.core.draining import DRAIN_PING, HEARD_MINOR
 from relay.core.link import Link
-from relay.core.mesh import DRAIN_PING
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
 from relay.core.telling import Telling

@@ -1,6 +1,9 @@
 """What the other relays are told of this one: its members, what is wanted here, the sites that it reaches, and its store.
 
-a change ── gathered for `GATHER_US` ──► one INTEREST, encoded once for all links          a new link ──► a snapshot
+    a change ── gathered for `GATHER_US` ──► INTEREST to every link
+    a new link, or RESYNC ── what was gathered is told ──► a snapshot
+
+Both are encoded once for all links.
 """
 
 from __future__ import annotations
@@ -176,6 +179,12 @@ class Telling:
                 link.port.control(frame)
         self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
         self.flushed()
+
+    def on_resync(self, link: Link, _: object) -> None:
+        """A change was lost on the way to it: all is told again."""
+        self.flush()
+        for frame in self.snapshot():
+            link.port.control(frame)
 
     def snapshot(self) -> list[bytes]:
         """Return our interest as it is now; all that was gathered has been told."""

@@ -433,7 +433,7 @@ def test_a_lost_change_of_interest_is_noticed_and_made_good() -> None:
     answers = [alice.request(name, b"?") for name in ("lost", "db")]
     net.run()
     assert [answer.value for answer in answers] == [b"lost", b"db"]
-    assert net.router.mesh.resyncs == 1
+    assert net.router.hearing.resyncs == 1
 
 
 def test_a_repeated_change_of_interest_is_noticed_and_made_good() -> None:
@@ -447,7 +447,7 @@ def test_a_repeated_change_of_interest_is_noticed_and_made_good() -> None:
     answer = alice.request("db", b"?")
     net.run()
     assert answer.value == b"db"
-    assert net.router.mesh.resyncs >= 1
+    assert net.router.hearing.resyncs >= 1
     copy = net.router.mesh.copies[net.routers[1].relay_id]
     assert [entry.name for entry in copy.members.values()] == ["db"]
 
@@ -765,4 +765,4 @@ def test_a_change_gathered_when_a_link_comes_up_is_told_once() -> None:
     bob.session.ask(lambda number: frames.Subscribe(number, "a", [KEY.key_id], ""), Result())
     bob.speak()
     net.link(0, 2)
-    assert [router.mesh.resyncs for router in net.routers] == [0, 0, 0]
+    assert [router.hearing.resyncs for router in net.routers] == [0, 0, 0]

@@ -19,8 +19,8 @@ from iris.wire.kinds import Cause, Kind
 from relay.core import calls as calls_module
 from relay.core import control as control_module
 from relay.core import federation as federation_module
+from relay.core import hearing as hearing_module
 from relay.core import link as link_module
-from relay.core import mesh as mesh_module
 from relay.core import parts as parts_module
 from relay.core import telling
 from relay.core import ways as sites_module
@@ -119,8 +119,8 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
 
 
 def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "MAX_COPY", 4)
-    monkeypatch.setattr(mesh_module, "MAX_GROUPS_HERE", 2)
+    monkeypatch.setattr(hearing_module, "MAX_COPY", 4)
+    monkeypatch.setattr(hearing_module, "MAX_GROUPS_HERE", 2)
     net = Network(relays=2)
     end, _ = net.link(0, 1)
     link = end.link
@@ -139,7 +139,7 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
 
 
 def test_sessions_with_many_filters_do_not_break_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (link_module, mesh_module):
+    for module in (link_module, hearing_module):
         monkeypatch.setattr(module, "MAX_COPY", 64)
     net = Network(relays=2)
     ends = net.link(0, 1)
@@ -621,7 +621,7 @@ def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
 ) -> None:
     """As above with what is told beyond the bound at the receiver alone: 17 sessions, the last of them one too many."""
     monkeypatch.setattr(link_module, "MAX_COPY", 16 * 64)
-    monkeypatch.setattr(mesh_module, "MAX_COPY", 16 * 64)
+    monkeypatch.setattr(hearing_module, "MAX_COPY", 16 * 64)
     net = Network(relays=2)
     ends = net.link(0, 1)
     parties = [Party(net.router) for _ in range(17)]

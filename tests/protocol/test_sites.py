@@ -637,7 +637,7 @@ def test_a_snapshot_of_a_gateway_leaves_the_ways_over_it_alone(net: Sites) -> No
     net.settle()
     (way,) = net.router.sites.ways["ber"].values()
     assert not way.own
-    net.routers[1].mesh._on_resync(net.routers[1].links[net.router.relay_id], None)
+    net.routers[1].telling.on_resync(net.routers[1].links[net.router.relay_id], None)
     net.settle()
     assert list(net.router.sites.ways["ber"].values()) == [way]
     assert [name for name, _ in way.clusters] == ["db"]

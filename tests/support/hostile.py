@@ -40,7 +40,6 @@ from iris.wire.kinds import (
 )
 from relay.core import casts as casts_module
 from relay.core import link as link_module
-from relay.core import mesh as mesh_module
 from relay.core import ways as sites_module
 from relay.core.limits import Limits
 from relay.core.link import LINK_HOP, Link
@@ -713,7 +712,7 @@ class Scene:
         }
         if isinstance(neighbor, Link):
             bounds["members"] = (neighbor.copy.keyed, link_module.MAX_COPY)
-            bounds["topics"] = (len(neighbor.topics), mesh_module.MAX_COPY)
+            bounds["topics"] = (len(neighbor.topics), link_module.MAX_COPY)
         elif isinstance(neighbor, Wan):
             bounds["clusters"] = (len(neighbor.way.clusters), sites_module.MAX_WANTED)
             bounds["topics"] = (len(neighbor.way.topics), sites_module.MAX_WANTED)

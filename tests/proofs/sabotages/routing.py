@@ -246,7 +246,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "interest-kinds",
-        "relay/core/mesh.py",
+        "relay/core/hearing.py",
         "_check_member",
         "not entry.kinds.keys() <= SERVED_KINDS",
         "False",

@@ -307,7 +307,7 @@ class Chaos:
     def resyncs(self) -> int:
         """How often relays that live had to ask for a snapshot again."""
         routers = [relay.router for relay in self.net.relays]
-        return sum(router.mesh.resyncs + router.abroad.resyncs for router in routers)
+        return sum(router.hearing.resyncs + router.abroad.resyncs for router in routers)
 
     # -- a life ------------------------------------------------------------------------------------------------
 

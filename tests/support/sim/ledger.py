@@ -458,7 +458,7 @@ CACHES: Final = frozenset(
         "targets",
         "vias",
     )
-) | {"Mesh._key_ids", "Mesh._kinds"}
+) | {"Hearing._key_ids", "Hearing._kinds"}
 """What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared: pruned when it has doubled), and values that copies share (bounded)."""
 
 
