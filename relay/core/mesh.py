@@ -144,23 +144,22 @@ class Mesh:
 
     def starting_stores(self) -> list[str]:
         """Return the relays, by their hosts' names, a store of which is on its way, and what it waits for: this one first."""
-        there = [
-            (copy.label or copy.relay[:8], copy.store_failed)
-            for copy in self.copies.values()
-            if copy.starting
-        ]
-        ours = [
-            (self._label or self._relay_id.hex()[:8], self.telling.store_failed)
-        ] * self.telling.starting
-        return [f"{who} ({why})"[:64] if why else who for who, why in (*ours, *there)]
+        stores = self._stores()
+        return [f"{who} ({why})"[:64] if why else who for who, starting, why in stores if starting]
 
     def failed_stores(self) -> str:
         """Return which stores cannot serve, and why: up to two, this relay's first; empty if there are none."""
-        there = [(copy.label or copy.relay[:8], copy.store_failed) for copy in self.copies.values()]
-        every = [(self._label or self._relay_id.hex()[:8], self.telling.store_failed), *there]
-        return "".join(
-            [f"; the store of {who} cannot serve: {why}" for who, why in every if why][:2]
-        )
+        failed = [(who, why) for who, _, why in self._stores() if why][:2]
+        return "".join(f"; the store of {who} cannot serve: {why}" for who, why in failed)
+
+    def _stores(self) -> list[tuple[str, bool, str]]:
+        """Return for each relay its host, whether a store of it is on its way, and why that cannot serve: this one first."""
+        ours, copies = self.telling, self.copies.values()
+        there = [
+            (copy.label or copy.relay[:8], copy.starting, copy.store_failed) for copy in copies
+        ]
+        label = self._label or self._relay_id.hex()[:8]
+        return [(label, ours.starting, ours.store_failed), *there]
 
     def settling(self, now_us: int) -> bool:
         """Whether a relay was not found yet, or its snapshot has not come."""
