@@ -1,19 +1,17 @@
-"""Requests, pushes, surveys, tunnel openings and calls of stores: handed to members or other relays, answered, refused, lost.
+"""Requests, pushes, surveys, tunnel openings and calls of stores: handed to members or other relays, refused, lost.
 
 A call that a neighbor was handed is in that neighbor's `handed` table, under a hop id that this relay chose. So only that
-neighbor can answer it. A refusal returns the frame itself, over links too, to the relay of the caller: no relay keeps bodies.
-The exception is a call that waits because a relay that served it a moment ago may come back (parking.py).
+neighbor can answer it (answers.py). A refusal returns the frame itself, over links too, to the relay of the caller: no relay
+keeps bodies. The exception is a call that waits because a relay that served it a moment ago may come back (parking.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
     ALIAS_AT,
-    ANSWER,
     BODY_AT,
     DEADLINE,
     DEADLINE_AT,
@@ -22,7 +20,7 @@ from iris.wire.codec import (
     KIND_AT,
     REWRITE,
 )
-from iris.wire.frames import Credit, Fail
+from iris.wire.frames import Fail
 from iris.wire.kinds import (
     CLOCK_MINOR,
     FLAG_REFUSED,
@@ -34,9 +32,10 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
-from relay.core.absence import Absence, kind_name
+from relay.core.absence import Absence
+from relay.core.answers import Answers
 from relay.core.balance import pick
-from relay.core.flags import clear_flags, refusal_of, route_of
+from relay.core.flags import clear_flags, refusal_of
 from relay.core.interest import Interest
 from relay.core.leaving import Leaving
 from relay.core.limits import Limits
@@ -87,6 +86,9 @@ class Calls:
         self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
         self.surveys = Surveys(
             relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
+        )
+        self.answers = Answers(
+            accounts, interest, neighbors, self.tunnels, self.surveys, self._ended, self._release
         )
         self._overdue = Overdue(neighbors, self.surveys, self._release)
         self.leaving = Leaving(neighbors, limits.pending)
@@ -304,138 +306,7 @@ class Calls:
         if now_us >= self.leaving.due_us:
             self.leaving.expire(now_us)
 
-    # -- back from members -----------------------------------------------------------------------------------
-
-    def answered(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """A reply, fault or answer came from a member's session or over a link; it is the credit, too."""
-        if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
-        kind, alias, hop = ANSWER.unpack_from(buf, start)
-        try:
-            route = neighbor.routes[alias]
-        except IndexError:
-            route = None
-        if route is None or route.kind != kind:
-            route = route_of(neighbor, route, alias, buf, start)
-        accounts = self._accounts
-        handed = neighbor.handed.get(hop)
-        if handed is None:
-            accounts.in_ += 1
-            accounts.drop("late answer", 1)
-            return
-        asked = handed.route
-        if (
-            route.name != asked.name
-            or route.key_id != asked.key_id
-            or asked.kind not in _ANSWERS[route.kind]
-        ):
-            self._misanswered(neighbor, route, handed, hop)
-            return
-        accounts.in_ += 1
-        survey = handed.survey
-        if survey is None:
-            del neighbor.handed[hop]
-            self._ended(handed)
-        origin = handed.origin
-        if origin.closed:
-            accounts.drop("late answer", 1)
-        else:
-            taken = origin.port.has_room(end - start)
-            if taken:
-                number = route.target(origin, 0).number(self._interest.next_tick())
-                REWRITE.pack_into(buf, start + ALIAS_AT, number, handed.hop)
-                taken = origin.port.forward(buf, start, end, 1)
-            if taken:
-                accounts.out += 1
-            else:
-                accounts.drop("slow receiver", 1)
-                if survey is not None:
-                    survey.lose(self.surveys.owing(handed))
-                else:
-                    detail = "the reply was dropped: we read too slowly"
-                    origin.control(Fail(handed.hop, Cause.LOST, detail, True))
-        if survey is not None and handed.load.member is not None:
-            del neighbor.handed[hop]  # over a link, more may come until its DONE
-            self.surveys.less(handed, ())
-
-    def _misanswered(self, neighbor: Neighbor, route: Route, handed: Handed, hop: int) -> None:
-        """Handle an answer that does not have its question's kind, name or key, so that the caller gets no alias for it.
-
-        A session that answers so breaks a rule. A relay may only have forwarded the answer, so its connection stays.
-        """
-        asked = handed.route
-        if not neighbor.hop_class:
-            raise PeerProtocolError(
-                f"{Kind(route.kind).name} of {route.name} under key {route.key_id[:4].hex()}… answers a "
-                f"{kind_name(asked.kind)} of {asked.name} under key {asked.key_id[:4].hex()}…"
-            )
-        self._accounts.in_ += 1
-        self._accounts.drop("misdirected answer", 1)
-        if asked.kind not in (Kind.REQUEST, Kind.STREAM):
-            return  # a survey ends with DONE, a push with its credit, a tunnel with its end
-        del neighbor.handed[hop]
-        self._ended(handed)
-        if not handed.origin.closed:
-            detail = "the answer had another name, key or kind than the question, and was dropped"
-            handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
-
-    def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
-        """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
-        distinct = set(credit.hops)
-        if len(distinct) < len(credit.hops) or not load.handed.keys() >= distinct:
-            raise PeerProtocolError(f"credit for a {kind_name(load.kind)} that was not handed over")
-        hops = self._ran(session, credit, now_us) if credit.unstarted else credit.hops
-        self._credit(session, load.kind, hops)
-
-    def _ran(self, session: Session, credit: Credit, now_us: int) -> list[int]:
-        """Tell the senders of pushes that a member gives back unstarted; return the others."""
-        unstarted = set(credit.unstarted)
-        ran = [hop for hop in credit.hops if hop not in unstarted]
-        if len(ran) + len(credit.unstarted) != len(credit.hops):
-            raise PeerProtocolError("a push is unstarted that the member is not done with")
-        for hop in credit.unstarted:
-            handed = session.handed.pop(hop)
-            told = handed.given_up
-            self._release(handed, hop)
-            if not handed.origin.closed and not told:
-                if handed.deadline_us and handed.deadline_us <= now_us:
-                    fail = Fail(handed.hop, Cause.EXPIRED, "the deadline had passed at the member")
-                else:
-                    fail = Fail(handed.hop, Cause.REFUSED, "the member did not run it")
-                handed.origin.control(fail)
-        return ran
-
-    def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
-        """Remove pushes that members behind a link, or in another site, have finished. Unknown ones are ignored."""
-        hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.handed]
-        if any(link.handed[hop].load.kind != Kind.PUSH for hop in hops):
-            raise PeerProtocolError("credit for a message that is not a push")
-        self._credit(link, Kind.PUSH, hops)
-
-    def _credit(self, neighbor: Neighbor, kind: int, hops: Sequence[int]) -> None:
-        told: dict[int, list[int]] = {}
-        for hop in dict.fromkeys(hops):
-            handed = neighbor.handed.pop(hop)
-            self._release(handed, hop)
-            if handed.origin.hop_class and not handed.origin.closed:
-                told.setdefault(handed.origin.number, []).append(handed.hop)
-        for number, theirs in told.items():
-            self._neighbors[number].control(Credit(0, kind, theirs))
-
-    def failed_by_link(self, link: Neighbor, fail: Fail) -> None:
-        """The relay behind a link, or a gateway of another site, answers itself."""
-        handed = link.handed.pop(fail.hop, None)
-        if handed is None:
-            return
-        if handed.survey is not None:
-            nobody = fail.cause == Cause.NO_MEMBERS
-            self.surveys.less(handed, () if nobody else self.surveys.owing(handed))
-            return
-        self._release(handed, fail.hop)
-        if handed.load.kind == Kind.TUNNEL_OPEN:
-            self.tunnels.refused(handed, link, fail.hop)
-        if not handed.origin.closed:
-            handed.origin.control(Fail(handed.hop, fail.cause, fail.detail, fail.may_have_run))
+    # -- refused, and ended ----------------------------------------------------------------------------------
 
     def _refused(
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, reason: int, hop: int
@@ -586,13 +457,6 @@ _LOST: Final[dict[int, str]] = {
     HopClass.MESH: "the link to the member's relay",
     HopClass.TO_WAN: "the connection to the member's site",
 }
-_ANSWERS: Final[dict[int, tuple[int, ...]]] = {
-    Kind.REPLY: (Kind.REQUEST,),
-    Kind.FAULT: (Kind.REQUEST, Kind.SURVEY),
-    Kind.ANSWER: (Kind.SURVEY,),
-    Kind.STREAM_REPLY: (Kind.STREAM,),
-}
-"""Answer kind -> kind of the question."""
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: STALE,
     Refusal.REPLAYED: "the member has seen this message before",

@@ -52,7 +52,7 @@ class SessionControl:
 
     def __init__(self, router: Parts, calls: Calls) -> None:
         self._router = router
-        self._calls = calls
+        self._answers = calls.answers
         self._next_serial = 1
         self._documents: dict[bool, str] = {}
         """The reports to sessions of our own user, and to others, as of `_documents_us`."""
@@ -268,7 +268,7 @@ class SessionControl:
         member = session.members.get(credit.member)
         load = member.loads.get(credit.kind) if member is not None else None
         if load is not None:
-            self._calls.credited(session, load, credit, self._router.now_us)
+            self._answers.credited(session, load, credit, self._router.now_us)
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
         if self._unproven(session, [k for k in ask.key_ids if not ask.streams or k != NO_KEY]):

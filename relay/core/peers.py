@@ -35,8 +35,8 @@ class LinkControl:
             frames.Declare: self._on_declare,
             frames.Beat: self._on_beat,
             frames.Gap: self._on_gap,
-            frames.Fail: calls.failed_by_link,
-            frames.Credit: calls.credited_by_link,
+            frames.Fail: calls.answers.failed_by_link,
+            frames.Credit: calls.answers.credited_by_link,
             frames.CallerLeft: self._on_left,
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
@@ -114,7 +114,7 @@ class WanControl:
             frames.Beat: self._on_beat,
             frames.Gap: self._on_gap,
             frames.Fail: self._on_fail,
-            frames.Credit: calls.credited_by_link,
+            frames.Credit: calls.answers.credited_by_link,
             frames.CallerLeft: self._on_left,
             frames.Roster: self._on_roster,
             frames.Done: self._on_done,
@@ -164,7 +164,7 @@ class WanControl:
 
     def _on_fail(self, wan: Wan, fail: frames.Fail) -> None:
         # What another site says is shown to people here.
-        self._calls.failed_by_link(
+        self._calls.answers.failed_by_link(
             wan, msgspec.structs.replace(fail, detail=printable(fail.detail))
         )
 

@@ -263,8 +263,8 @@ def _table(
     table[Kind.PUBLISH] = table[Kind.BROADCAST] = casts.cast
     table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = table[Kind.TUNNEL_OPEN] = call
     table[Kind.STREAM] = call
-    table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = calls.answered
-    table[Kind.STREAM_REPLY] = calls.answered
+    table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = calls.answers.answered
+    table[Kind.STREAM_REPLY] = calls.answers.answered
     tunnel = calls.tunnels.frame
     table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = tunnel
     return table

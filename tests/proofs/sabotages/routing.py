@@ -165,8 +165,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "call-late-answer",
-        "relay/core/calls.py",
-        "Calls.answered",
+        "relay/core/answers.py",
+        "Answers.answered",
         'accounts.drop("late answer", 1)\n            return',
         "return",
         GUARDING,
@@ -192,8 +192,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "credit-twice",
-        "relay/core/calls.py",
-        "Calls.credited",
+        "relay/core/answers.py",
+        "Answers.credited",
         "len(distinct) < len(credit.hops) or not load.handed.keys() >= distinct",
         "False",
         SCENARIOS,
@@ -363,8 +363,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "answer-name",
-        "relay/core/calls.py",
-        "Calls.answered",
+        "relay/core/answers.py",
+        "Answers.answered",
         "route.name != asked.name",
         "False",
         ANSWERS,
@@ -372,8 +372,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "answer-key",
-        "relay/core/calls.py",
-        "Calls.answered",
+        "relay/core/answers.py",
+        "Answers.answered",
         "route.key_id != asked.key_id",
         "False",
         (
@@ -383,8 +383,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "answer-kind",
-        "relay/core/calls.py",
-        "Calls.answered",
+        "relay/core/answers.py",
+        "Answers.answered",
         "asked.kind not in _ANSWERS[route.kind]",
         "False",
         ANSWERS,
@@ -392,8 +392,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "answer-offence",
-        "relay/core/calls.py",
-        "Calls._misanswered",
+        "relay/core/answers.py",
+        "Answers._misanswered",
         "not neighbor.hop_class",
         "False",
         ANSWERS,
