@@ -1,4 +1,4 @@
-"""Accepting connections: so many per turn of the event loop, and patience while no descriptor is free."""
+"""Accepting connections: so many per turn of the event loop, patience while no descriptor is free, and their way to a protocol."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 RETRY_S: Final = 0.2
@@ -29,6 +30,8 @@ class Acceptor:
         self._per_turn = per_turn
         self._pause_s = pause_s
         self._loop: asyncio.AbstractEventLoop
+        self.attaching: set[asyncio.Task[None]] = set()
+        """For each connection that is on its way to its protocol."""
         self._listeners: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
 
@@ -48,6 +51,43 @@ class Acceptor:
             else:
                 pause.cancel()
         self._listeners.clear()
+
+    def attach(
+        self, connection: socket.socket, protocol: Callable[[], asyncio.BaseProtocol], failed: Callable[[OSError], None], **tls: Any
+    ) -> asyncio.Task[None]:  # fmt: skip
+        """Begin to give an accepted connection to what `protocol` returns; the task ends when that is done.
+
+        If it fails, `failed` is told why. The connection is closed then, and if the task is cancelled.
+        """
+        attaching = self._attach(connection, protocol, failed, tls)
+        task = self._loop.create_task(attaching, name="iris-accept")
+        self.attaching.add(task)
+        task.add_done_callback(partial(self._attached, connection))
+        return task
+
+    def cancel(self) -> None:
+        """Close every connection that has no protocol yet. Idempotent."""
+        for task in self.attaching:
+            task.cancel()
+
+    async def closed(self) -> None:
+        """Return when none is on its way any more."""
+        await asyncio.gather(*self.attaching, return_exceptions=True)
+
+    async def _attach(
+        self, connection: socket.socket, protocol: Callable[[], asyncio.BaseProtocol], failed: Callable[[OSError], None],
+        tls: dict[str, Any],
+    ) -> None:  # fmt: skip
+        try:
+            await self._loop.connect_accepted_socket(protocol, connection, **tls)
+        except OSError as err:  # of TLS, too
+            connection.close()
+            failed(err)
+
+    def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self.attaching.discard(task)
+        if task.cancelled():
+            connection.close()
 
     def _accept(self, listener: socket.socket) -> None:
         pause_s = self._pause_s

@@ -15,7 +15,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Final
 
 from iris.wire import frames
@@ -66,7 +65,6 @@ class Hub:
         self._half_open: dict[LinkPort, float] = {}
         """Accepted and not yet up, the oldest first -> when its time is up."""
         self._listeners: list[socket.socket] = []
-        self._accepting: set[asyncio.Task[None]] = set()
         self._acceptor = Acceptor(
             self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
         )
@@ -123,30 +121,27 @@ class Hub:
         self._listeners.clear()
 
     def _accepted(self, connection: socket.socket, address: Any) -> None:
-        if len(self._half_open) + len(self._accepting) >= MAX_HALF_OPEN and self._half_open:
+        if (
+            len(self._half_open) + len(self._acceptor.attaching) >= MAX_HALF_OPEN
+            and self._half_open
+        ):
             self._too_many().refuse(Refused("too many half-open"))
-        task = self._loop.create_task(self._attach(connection, address), name="iris-accept")
-        self._accepting.add(task)
-        task.add_done_callback(partial(self._attached, connection))
+        try:
+            prepare(connection, far=self.far)
+        except OSError as err:
+            connection.close()
+            self._not_attached(err)
+            return
+        port = self._accepting_port(show(*address[:2]))
+        self._acceptor.attach(connection, lambda: port, self._not_attached)
 
     def _starved(self, err: OSError) -> None:
         event = f"{self.kind}s.no_descriptors"
         self.quiet.warning(log, event, "", time.monotonic(), {"error": str(err)})
 
-    async def _attach(self, connection: socket.socket, address: Any) -> None:
-        port = self._accepting_port(show(*address[:2]))
-        try:
-            prepare(connection, far=self.far)
-            await self._loop.connect_accepted_socket(lambda: port, connection)
-        except OSError as err:
-            connection.close()
-            event = f"{self.kind}.not_attached"
-            self.quiet.warning(log, event, "", time.monotonic(), {"error": str(err)})
-
-    def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        self._accepting.discard(task)
-        if task.cancelled():
-            connection.close()
+    def _not_attached(self, err: OSError) -> None:
+        event = f"{self.kind}.not_attached"
+        self.quiet.warning(log, event, "", time.monotonic(), {"error": str(err)})
 
     # -- strangers -------------------------------------------------------------------------------------------
 
@@ -289,13 +284,12 @@ class Hub:
                 self._timer.cancel()
                 self._timer = None
             self.end()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await self._acceptor.closed()
         await asyncio.sleep(0)
 
     def end(self) -> None:
         """End every connection now, those that are being accepted included. Idempotent."""
-        for task in self._accepting:
-            task.cancel()
+        self._acceptor.cancel()
         for port in list(self.ports):
             port.abort("the relay stopped")
 

@@ -98,35 +98,25 @@ class RemoteListener:
             oldest = next(iter(self._half_open))
             self._refused(self._half_open.pop(oldest), "too many half-open")
             oldest.cancel()
-        task = self._loop.create_task(self._attach(connection, address[0]), name="iris-accept")
-        self._half_open[task] = address[0]
-        task.add_done_callback(partial(self._attached, connection))
+        host = address[0]
+        task = self._acceptor.attach(
+            connection,
+            partial(self._hub.remote_port, self._channel_of),
+            lambda err: self._refused(host, refusal(err)),
+            ssl=self._context,
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )
+        self._half_open[task] = host
+        task.add_done_callback(lambda task: self._half_open.pop(task, None))
 
     def _starved(self, err: OSError) -> None:
         self._refused("", f"not accepted: {err.strerror}")
-
-    async def _attach(self, connection: socket.socket, host: str) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
-                partial(self._hub.remote_port, self._channel_of),
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=HANDSHAKE_S,
-            )
-        except (OSError, ssl.SSLError) as err:
-            connection.close()
-            self._refused(host, refusal(err))
 
     def _channel_of(self, context: ssl.SSLContext) -> bytes:
         for credentials in self._credentials:
             if credentials.admitting is context:
                 return credentials.channel
         raise PeerProtocolError("the network key was removed")
-
-    def _attached(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        self._half_open.pop(task, None)
-        if task.cancelled():
-            connection.close()
 
     def _refused(self, host: str, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1

@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from functools import partial
 
 from iris.errors import PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
@@ -67,7 +66,6 @@ class SessionHub:
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
         self.router.slow.told = self._slow
         self._loop: asyncio.AbstractEventLoop
-        self._accepting: set[asyncio.Task[None]] = set()
 
     def listen(self, listener: socket.socket) -> None:
         """Accept sessions from `listener`, which stays the caller's to close after `stop_listening`."""
@@ -100,9 +98,8 @@ class SessionHub:
             self._begin(connection, port)
 
     def _begin(self, connection: socket.socket, port: SessionPort) -> None:
-        task = self._loop.create_task(self._attach(connection, port), name="iris-accept")
-        self._accepting.add(task)
-        task.add_done_callback(partial(self._attached, connection, port))
+        task = self._acceptor.attach(connection, lambda: port, self._not_attached)
+        task.add_done_callback(lambda task: self._never(port))
 
     def _starved(self, err: OSError) -> None:
         self.quiet.warning(
@@ -136,28 +133,15 @@ class SessionHub:
         self.quiet.warning(log, "sessions.full", user, time.monotonic(), fields)
         return False
 
-    async def _attach(self, connection: socket.socket, port: SessionPort) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: port, connection)
-        except OSError as err:
-            connection.close()
-            self.quiet.warning(
-                log, "session.not_attached", "", time.monotonic(), {"error": str(err)}
-            )
-
-    def _attached(
-        self, connection: socket.socket, port: SessionPort, task: asyncio.Task[None]
-    ) -> None:
-        self._accepting.discard(task)
-        if port.attaching:  # the connection was never made
-            self._never(port)
-        if task.cancelled():
-            connection.close()
+    def _not_attached(self, err: OSError) -> None:
+        self.quiet.warning(log, "session.not_attached", "", time.monotonic(), {"error": str(err)})
 
     def _never(self, port: SessionPort) -> None:
-        self.attaching -= 1
-        port.attaching = False
-        self.users.give(port.user)
+        """If it is not, a connection will never be made: its place is free."""
+        if port.attaching:
+            self.attaching -= 1
+            port.attaching = False
+            self.users.give(port.user)
 
     def port(self) -> SessionPort:
         """Return the protocol object of a new connection within this process."""
@@ -195,15 +179,14 @@ class SessionHub:
         for connection, port in held:
             connection.close()
             self._never(port)
-        for task in self._accepting:
-            task.cancel()
+        self._acceptor.cancel()
         for port in list(self.ports):
             port.abort("the relay stopped")
 
     async def close(self) -> None:
         """End every session, and wait until the connections are closed. Idempotent."""
         self.end()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await self._acceptor.closed()
         await asyncio.sleep(0)
 
 

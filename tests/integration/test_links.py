@@ -284,12 +284,12 @@ async def test_connections_that_are_accepted_while_a_relay_stops_are_closed(
     # Called, not awaited: both are in the middle of it.
     for h in hubs:
         h._acceptor._accept(h._acceptor._listeners[0])
-    assert all(h._accepting for h in hubs)
+    assert all(h._acceptor.attaching for h in hubs)
     await site.stop(one)
     for stranger in strangers:
         with stranger:
             assert stranger.recv(1) == b""
-    assert not any(h._accepting for h in hubs)
+    assert not any(h._acceptor.attaching for h in hubs)
     assert one.hub.attaching == 0
 
 
