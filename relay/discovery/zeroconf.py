@@ -35,7 +35,6 @@ import contextlib
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
@@ -44,20 +43,18 @@ from zeroconf import Error as ZeroconfError
 from zeroconf._dns import DNSPointer
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from iris.core.backoff import Backoff
 from relay.discovery import Sighting
 from relay.discovery.adverts import (
-    MAX_ADDRESSES,
     SERVICE_TYPE,
     Advert,
-    BadAdvert,
     announced,
-    best_first,
-    decode_txt,
     encode_txt,
     instance_name,
-    relay_id_in,
 )
 from relay.discovery.feed import Feed
+from relay.discovery.heard import Heard
+from relay.discovery.hush import hush
 from relay.discovery.interfaces import Address, Damper, scan
 from relay.logs import Quiet
 
@@ -69,8 +66,6 @@ POLL_S: Final = 2.0
 CONFIRM_S: Final = 0.5
 """Until the look that has to confirm a change."""
 
-MAX_ADVERTS: Final = 4096
-MAX_FOLLOW_UPS: Final = 256
 MAX_STRANGERS: Final = 1024
 """Names that zeroconf may hold beside those of our relays when we ask: each is part of the question."""
 
@@ -83,11 +78,6 @@ _ADVERTS_PER_ASK: Final = 16
 _ASKING_S: Final = 0.3  # one question, sent after 20 to 120 ms
 _MAX_NAMES: Final = 50_000
 _REJOIN_MAX_S: Final = 60.0
-_RESOLVE_MS: Final = 3000
-_RESOLVE_DELAY_S: Final = 0.2  # the rest of an advert in two packets is right behind
-_RESOLVE_BATCH: Final = 16
-# Records that an update replaced count for one more second (RFC 6762 section 10.2).
-_RECHECK_S: Final = 1.5
 
 
 class MulticastDiscovery:
@@ -116,7 +106,6 @@ class MulticastDiscovery:
         rng: random.Random | None = None,
     ) -> None:
         self._relay_id = relay_id
-        self._networks = networks
         self._port = port
         self._site = site
         encode_txt(Advert(relay_id, networks, site))
@@ -127,10 +116,10 @@ class MulticastDiscovery:
         self._ask_s = ask_s
         self._rng = random.Random() if rng is None else rng
         self._feed = Feed()
+        self._heard = Heard(relay_id, port, networks, self._feed)
         self._damper = Damper()
-        self._ours: frozenset[Address] = frozenset()
-
         self._zeroconf: AsyncZeroconf | None = None
+        self._opened = asyncio.Event()
         self._browser: AsyncServiceBrowser | None = None
         self._registered: AsyncServiceInfo | None = None
         self._broadcasts: set[asyncio.Future[None]] = set()
@@ -141,22 +130,12 @@ class MulticastDiscovery:
 
         self._wake = asyncio.Event()
         self._stale = False
-        self._rejoin_s = 0.0
+        self._rejoin = Backoff(poll_s, _REJOIN_MAX_S, self._rng.random)
         self._rejoin_at_s = 0.0
         self._ask_at_s = 0.0
         self._ask_now = asyncio.Event()
         self._asks = 0
         self._names = 0
-        # name -> (when, whether to ask the network if the cache does not know)
-        self._follow_ups: dict[str, tuple[float, bool]] = {}
-        self._follow = asyncio.Event()
-        self._known: dict[bytes, Sighting] = {}
-        # of what is in `_known`: two relays cannot have all of these in common
-        self._places: dict[frozenset[tuple[str, int]], bytes] = {}
-        self._place_of: dict[bytes, frozenset[tuple[str, int]]] = {}
-        # old id -> the id that took its addresses and port over
-        self._replaced: dict[bytes, bytes] = {}
-        self._dropped: Counter[str] = Counter()
         self._errors: dict[str, str] = {}
         self._quiet = Quiet(limit=16)
         self._asked = 0
@@ -165,7 +144,7 @@ class MulticastDiscovery:
         """Yield relays as `Discovery` says. A relay's sightings replace each other by its id."""
         if not self._tasks and not self._closing:
             self._hushing = True
-            _hush.begin()
+            hush.begin()
             for work in (self._watch, self._ask, self._follow_up):
                 task = asyncio.create_task(work(), name=f"discovery.{work.__name__.strip('_')}")
                 task.add_done_callback(self._ended)
@@ -179,7 +158,7 @@ class MulticastDiscovery:
             ValueError: none, or more than 32; nothing changed.
         """
         encode_txt(Advert(self._relay_id, networks, self._site))
-        self._networks = networks
+        self._heard.networks = networks
         self._stale = True
         self._wake.set()
 
@@ -211,7 +190,7 @@ class MulticastDiscovery:
                     await self._zeroconf.async_close()
             finally:
                 if self._hushing:
-                    _hush.end()
+                    hush.end()
                 self._closed.set()
 
     def status(self) -> dict[str, object]:
@@ -223,7 +202,7 @@ class MulticastDiscovery:
             "tried": [
                 str(address)
                 for address in sorted(settled)
-                if address in self._ours or not address.up
+                if address in self._heard.ours or not address.up
             ],
             "interfaces": [
                 {
@@ -231,16 +210,16 @@ class MulticastDiscovery:
                     "address": address.ip,
                     "up": address.up,
                     "multicast": address.multicast,
-                    "used": address in self._ours,
+                    "used": address in self._heard.ours,
                 }
                 for address in sorted(settled)
             ],
             "announced": [] if self._registered is None else self._registered.parsed_addresses(),
             "port": self._port,
-            "sighted": len(self._known),
+            "sighted": len(self._heard.known),
             "waiting": len(self._feed),
             "asked": self._asked,
-            "dropped": dict(sorted(self._dropped.items())),
+            "dropped": dict(sorted(self._heard.dropped.items())),
             "errors": dict(sorted(self._errors.items())),
         }
 
@@ -251,7 +230,7 @@ class MulticastDiscovery:
             self._wake.clear()
             changed = await self._look_around()
             now_s = time.monotonic()
-            if changed or self._stale or (self._rejoin_s and now_s >= self._rejoin_at_s):
+            if changed or self._stale or (self._rejoin.failures and now_s >= self._rejoin_at_s):
                 await self._apply(changed or self._stale)
             if self._names >= _MAX_NAMES:
                 self._purge()
@@ -278,10 +257,12 @@ class MulticastDiscovery:
         self._stale = False
         settled = self._damper.settled or frozenset()
         addresses = announced(settled)
-        before = self._ours
-        self._ours = frozenset(a for a in settled if a.up and a.ip in addresses)
-        choice = _sockets_for(self._ours)
-        moved = {a.ip for a in before - self._ours} & {a.ip for a in self._ours - before}
+        before = self._heard.ours
+        self._heard.ours = frozenset(a for a in settled if a.up and a.ip in addresses)
+        choice = _sockets_for(self._heard.ours)
+        moved = {a.ip for a in before - self._heard.ours} & {
+            a.ip for a in self._heard.ours - before
+        }
         try:
             zeroconf = await self._open()
             if changed:
@@ -295,7 +276,7 @@ class MulticastDiscovery:
             if moved:
                 # The same address on another interface, or on one that was made anew: zeroconf compares
                 # addresses only, and would keep a socket that hears nothing.
-                await zeroconf.async_update_interfaces(_sockets_for(before & self._ours))
+                await zeroconf.async_update_interfaces(_sockets_for(before & self._heard.ours))
             await zeroconf.async_update_interfaces(choice)
             senders = {sender.interface_key for sender in zeroconf.zeroconf.engine.senders}
             if self._registered is None and addresses:
@@ -312,7 +293,7 @@ class MulticastDiscovery:
             self._try_again()
         else:
             self._errors.pop("sockets", None)
-            self._rejoin_s = 0.0
+            self._rejoin.succeeded()
 
     def _failed(self, what: str, error: str) -> None:
         """Show what does not work until it does, and log it when it is news."""
@@ -322,8 +303,7 @@ class MulticastDiscovery:
             self._quiet.warning(log, "discovery.failed", what, time.monotonic(), fields)
 
     def _try_again(self) -> None:
-        self._rejoin_s = min(_REJOIN_MAX_S, 2 * self._rejoin_s or self._poll_s)
-        self._rejoin_at_s = time.monotonic() + self._rejoin_s
+        self._rejoin_at_s = time.monotonic() + self._rejoin.failed()
 
     async def _open(self) -> AsyncZeroconf:
         if self._zeroconf is None:
@@ -332,6 +312,7 @@ class MulticastDiscovery:
                 self._zeroconf = AsyncZeroconf(interfaces=[], ip_version=IPVersion.All)
             except OSError:  # this host has no IPv6
                 self._zeroconf = AsyncZeroconf(interfaces=[], ip_version=IPVersion.V4Only)
+            self._opened.set()
         return self._zeroconf
 
     async def _announce(self, zeroconf: AsyncZeroconf, addresses: tuple[str, ...]) -> None:
@@ -339,7 +320,7 @@ class MulticastDiscovery:
             SERVICE_TYPE,
             instance_name(self._relay_id),
             port=self._port,
-            properties=encode_txt(Advert(self._relay_id, self._networks, self._site)),
+            properties=encode_txt(Advert(self._relay_id, self._heard.networks, self._site)),
             server=f"{self._relay_id.hex()}.local.",
             other_ttl=_PTR_TTL_S,
             parsed_addresses=list(addresses),
@@ -388,7 +369,7 @@ class MulticastDiscovery:
         """Ask who is there: often at first, then ever so rarely. The answers come to the browser."""
         while True:
             wait_s = self._ask_at_s - time.monotonic()
-            if wait_s > 0 or self._zeroconf is None or not self._ours:
+            if wait_s > 0 or self._zeroconf is None or not self._heard.ours:
                 self._ask_now.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s if wait_s > 0 else None):
@@ -416,11 +397,11 @@ class MulticastDiscovery:
             return _ASK_STEPS_S[self._asks]
         return (
             self._ask_s
-            * max(1.0, len(self._heard()) / _ADVERTS_PER_ASK)
+            * max(1.0, len(self._names_heard()) / _ADVERTS_PER_ASK)
             * self._rng.uniform(0.8, 1.2)
         )
 
-    def _heard(self) -> list[DNSPointer]:
+    def _names_heard(self) -> list[DNSPointer]:
         """Return the names in zeroconf's cache."""
         if self._zeroconf is None:
             return []
@@ -429,156 +410,30 @@ class MulticastDiscovery:
 
     def _purge(self) -> None:
         """Make the cache forget the names that are no relays of ours, if there are very many."""
-        heard = self._heard()
-        if len(heard) - len(self._known) <= MAX_STRANGERS or self._zeroconf is None:
+        heard = self._names_heard()
+        if len(heard) - len(self._heard.known) <= MAX_STRANGERS or self._zeroconf is None:
             return
-        ours = {instance_name(relay_id) for relay_id in (self._relay_id, *self._known)}
+        ours = {instance_name(relay_id) for relay_id in (self._relay_id, *self._heard.known)}
         strangers = [record for record in heard if record.alias not in ours]
         self._zeroconf.zeroconf.cache.async_remove_records(strangers)
-        self._dropped["purged"] += len(strangers)
+        self._heard.dropped["purged"] += len(strangers)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             # Nothing but a fault of ours ends the work: whoever reads is told.
             self._feed.end(task.exception() or RuntimeError(f"{task.get_name()} ended"))
 
-    # The others: their adverts
-
     def _on_change(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
         if state_change is ServiceStateChange.Added:
             self._names += 1
-        try:
-            relay_id = relay_id_in(name)
-        except BadAdvert as error:
-            self._drop(error.reason)
-            return
-        if relay_id == self._relay_id:
-            return
-        if state_change is ServiceStateChange.Removed:
-            self._replaced.pop(relay_id, None)
-            self._forget(relay_id)
-        elif not self._consider(zeroconf, name):
-            self._follow_later(name, _RESOLVE_DELAY_S, resolve=True)
-
-    def _consider(self, zeroconf: Zeroconf, name: str) -> bool:
-        """Judge the advert of this name as the cache has it; False if it is not there as a whole."""
-        if not zeroconf.cache.entries_with_name(name):
-            return False  # a bare name, as in floods: cheaply
-        info = AsyncServiceInfo(SERVICE_TYPE, name)
-        if not info.load_from_cache(zeroconf) or info.port is None:
-            return False
-        self._judge(info)
-        return True
-
-    def _judge(self, info: AsyncServiceInfo) -> None:
-        """Tell the reader of an advert if it is well formed, of a network of ours, and news."""
-        try:
-            relay_id = relay_id_in(info.name)
-            advert = decode_txt(info.text)
-            if advert.relay_id != relay_id:
-                raise BadAdvert("other_id")
-            if relay_id in self._replaced:
-                raise BadAdvert("replaced")
-            if not info.port:
-                raise BadAdvert("bad_port")
-            if not set(advert.networks) & set(self._networks):
-                self._forget(relay_id)
-                raise BadAdvert("other_network")
-            addresses = best_first(info.parsed_scoped_addresses(), info.port, self._ours)
-            addresses = tuple(a for a in addresses if not self._is_our_own(*a))
-            if not addresses:
-                raise BadAdvert("no_address")
-            if relay_id not in self._known and len(self._known) >= MAX_ADVERTS:
-                raise BadAdvert("table_full")
-        except BadAdvert as error:
-            self._drop(error.reason)
-            return
-        sighting = Sighting(addresses, relay_id, advert.networks, "mdns")
-        known = self._known.get(relay_id)
-        if known == sighting:
-            return
-        if known is not None:
-            self._follow_later(info.name, _RECHECK_S, resolve=False)
-            self._forget(relay_id, silently=True)
-        # As announced: a link-local address has a scope only when it was heard over IPv6.
-        # As many as an honest one announces: an advert may have a thousand.
-        listed = sorted(info.parsed_addresses())[:MAX_ADDRESSES]
-        place = frozenset((ip, info.port) for ip in listed)
-        replaced = self._places.get(place)
-        if replaced is not None:
-            # Two cannot listen there: it crashed and is back under a new id. Were the new one a lie,
-            # then the same addresses would still be dialled.
-            self._forget(replaced)
-            self._replaced[replaced] = relay_id
-            if len(self._replaced) > MAX_ADVERTS:
-                del self._replaced[next(iter(self._replaced))]
-        self._known[relay_id] = sighting
-        self._places[place] = relay_id
-        self._place_of[relay_id] = place
-        self._tell(sighting)
-
-    def _is_our_own(self, ip: str, port: int) -> bool:
-        return port == self._port and any(
-            ip.partition("%")[0] == address.ip for address in self._ours
-        )
-
-    def _forget(self, relay_id: bytes, *, silently: bool = False) -> None:
-        known = self._known.pop(relay_id, None)
-        if known is None:
-            return
-        self._places.pop(self._place_of.pop(relay_id), None)
-        if not silently:
-            # Whoever was said to be replaced may be heard again, from its next answer on.
-            for old in [old for old, new in self._replaced.items() if new == relay_id]:
-                del self._replaced[old]
-            self._tell(Sighting(known.addresses, relay_id, known.networks, known.source, gone=True))
-
-    def _tell(self, sighting: Sighting) -> None:
-        if not self._feed.put(sighting.relay_id, sighting):
-            self._drop("reader_lags")
-
-    def _drop(self, reason: str) -> None:
-        self._dropped[reason] += 1
-
-    def _follow_later(self, name: str, after_s: float, *, resolve: bool) -> None:
-        planned = self._follow_ups.get(name)
-        if planned is not None:
-            self._follow_ups[name] = (planned[0], planned[1] or resolve)
-            return
-        if len(self._follow_ups) >= MAX_FOLLOW_UPS:
-            self._drop("incomplete")
-            return
-        self._follow_ups[name] = (time.monotonic() + after_s, resolve)
-        self._follow.set()
+        self._heard.changed(zeroconf, name, removed=state_change is ServiceStateChange.Removed)
 
     async def _follow_up(self) -> None:
-        """Look again at adverts that were not there as a whole, or whose old records linger."""
-        while True:
-            if not self._follow_ups:
-                self._follow.clear()
-                await self._follow.wait()
-            now_s = time.monotonic()
-            due_s = min(at_s for at_s, _ in self._follow_ups.values())
-            if due_s > now_s:
-                await asyncio.sleep(due_s - now_s)
-                continue
-            due = [name for name, (at_s, _) in self._follow_ups.items() if at_s <= now_s]
-            asked = []
-            for name in due[:_RESOLVE_BATCH]:
-                resolve = self._follow_ups.pop(name)[1]
-                assert self._zeroconf is not None
-                if not self._consider(self._zeroconf.zeroconf, name) and resolve:
-                    asked.append(self._resolve(self._zeroconf.zeroconf, name))
-            await asyncio.gather(*asked)
-
-    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
-        info = AsyncServiceInfo(SERVICE_TYPE, name)
-        if await info.async_request(zeroconf, _RESOLVE_MS) and info.port is not None:
-            self._judge(info)
-        else:
-            self._drop("incomplete")
+        await self._opened.wait()
+        assert self._zeroconf is not None
+        await self._heard.follow_up(self._zeroconf.zeroconf)
 
 
 def _sockets_for(ours: frozenset[Address]) -> list[str | int]:
@@ -601,31 +456,3 @@ def _answers_go_to_the_browser(
     zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
 ) -> None:
     """Do nothing: the answers to a question also reach the browser that watches."""
-
-
-class _Hush(logging.Filter):
-    """While any discovery runs: what zeroconf warns of becomes an event of ours, and a rare one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._quiet = Quiet(limit=64)
-        self._users = 0
-
-    def begin(self) -> None:
-        self._users += 1
-        logging.getLogger("zeroconf").addFilter(self)  # again is harmless
-
-    def end(self) -> None:
-        self._users -= 1
-        if not self._users:
-            logging.getLogger("zeroconf").removeFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
-            return True
-        fields = {"text": record.getMessage()[:300]}
-        self._quiet.warning(log, "discovery.zeroconf", record.msg, time.monotonic(), fields)
-        return False
-
-
-_hush = _Hush()

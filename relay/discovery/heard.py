@@ -1,0 +1,187 @@
+"""The other relays of a LAN, by their adverts: which of them are told to whoever dials, and which are looked at again.
+
+Every advert has to have our form and its id for a name, or is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Final
+
+from zeroconf import Zeroconf
+from zeroconf.asyncio import AsyncServiceInfo
+
+from relay.discovery import Sighting
+from relay.discovery.adverts import (
+    MAX_ADDRESSES,
+    SERVICE_TYPE,
+    BadAdvert,
+    best_first,
+    decode_txt,
+    relay_id_in,
+)
+from relay.discovery.feed import Feed
+from relay.discovery.interfaces import Address
+
+MAX_ADVERTS: Final = 4096
+MAX_FOLLOW_UPS: Final = 256
+_RESOLVE_MS: Final = 3000
+_RESOLVE_DELAY_S: Final = 0.2  # the rest of an advert in two packets is right behind
+_RESOLVE_BATCH: Final = 16
+# Records that an update replaced count for one more second (RFC 6762 section 10.2).
+_RECHECK_S: Final = 1.5
+
+
+class Heard:
+    """What is known of the other relays. `ours` are the addresses that we announce, `networks` those that we hold the keys of."""
+
+    def __init__(self, relay_id: bytes, port: int, networks: tuple[bytes, ...], feed: Feed) -> None:
+        self.networks = networks
+        self.ours: frozenset[Address] = frozenset()
+        self.known: dict[bytes, Sighting] = {}
+        self.dropped: Counter[str] = Counter()
+        self._relay_id = relay_id
+        self._port = port
+        self._feed = feed
+        # of what is in `known`: two relays cannot have all of these in common
+        self._places: dict[frozenset[tuple[str, int]], bytes] = {}
+        self._place_of: dict[bytes, frozenset[tuple[str, int]]] = {}
+        # old id -> the id that took its addresses and port over
+        self._replaced: dict[bytes, bytes] = {}
+        # name -> (when, whether to ask the network if the cache does not know)
+        self._follow_ups: dict[str, tuple[float, bool]] = {}
+        self._follow = asyncio.Event()
+
+    def changed(self, zeroconf: Zeroconf, name: str, *, removed: bool) -> None:
+        """The browser says that the name of a service came, changed or went."""
+        try:
+            relay_id = relay_id_in(name)
+        except BadAdvert as error:
+            self._drop(error.reason)
+            return
+        if relay_id == self._relay_id:
+            return
+        if removed:
+            self._replaced.pop(relay_id, None)
+            self._forget(relay_id)
+        elif not self._consider(zeroconf, name):
+            self._follow_later(name, _RESOLVE_DELAY_S, resolve=True)
+
+    def _consider(self, zeroconf: Zeroconf, name: str) -> bool:
+        """Judge the advert of this name as the cache has it; False if it is not there as a whole."""
+        if not zeroconf.cache.entries_with_name(name):
+            return False  # a bare name, as in floods: cheaply
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        if not info.load_from_cache(zeroconf) or info.port is None:
+            return False
+        self._judge(info)
+        return True
+
+    def _judge(self, info: AsyncServiceInfo) -> None:
+        """Tell the reader of an advert if it is well formed, of a network of ours, and news."""
+        try:
+            relay_id = relay_id_in(info.name)
+            advert = decode_txt(info.text)
+            if advert.relay_id != relay_id:
+                raise BadAdvert("other_id")
+            if relay_id in self._replaced:
+                raise BadAdvert("replaced")
+            if not info.port:
+                raise BadAdvert("bad_port")
+            if not set(advert.networks) & set(self.networks):
+                self._forget(relay_id)
+                raise BadAdvert("other_network")
+            addresses = best_first(info.parsed_scoped_addresses(), info.port, self.ours)
+            addresses = tuple(a for a in addresses if not self._is_our_own(*a))
+            if not addresses:
+                raise BadAdvert("no_address")
+            if relay_id not in self.known and len(self.known) >= MAX_ADVERTS:
+                raise BadAdvert("table_full")
+        except BadAdvert as error:
+            self._drop(error.reason)
+            return
+        sighting = Sighting(addresses, relay_id, advert.networks, "mdns")
+        known = self.known.get(relay_id)
+        if known == sighting:
+            return
+        if known is not None:
+            self._follow_later(info.name, _RECHECK_S, resolve=False)
+            self._forget(relay_id, silently=True)
+        # As announced: a link-local address has a scope only when it was heard over IPv6.
+        # As many as an honest one announces: an advert may have a thousand.
+        listed = sorted(info.parsed_addresses())[:MAX_ADDRESSES]
+        place = frozenset((ip, info.port) for ip in listed)
+        replaced = self._places.get(place)
+        if replaced is not None:
+            # Two cannot listen there: it crashed and is back under a new id. Were the new one a lie,
+            # then the same addresses would still be dialled.
+            self._forget(replaced)
+            self._replaced[replaced] = relay_id
+            if len(self._replaced) > MAX_ADVERTS:
+                del self._replaced[next(iter(self._replaced))]
+        self.known[relay_id] = sighting
+        self._places[place] = relay_id
+        self._place_of[relay_id] = place
+        self._tell(sighting)
+
+    def _is_our_own(self, ip: str, port: int) -> bool:
+        return port == self._port and any(
+            ip.partition("%")[0] == address.ip for address in self.ours
+        )
+
+    def _forget(self, relay_id: bytes, *, silently: bool = False) -> None:
+        known = self.known.pop(relay_id, None)
+        if known is None:
+            return
+        self._places.pop(self._place_of.pop(relay_id), None)
+        if not silently:
+            # Whoever was said to be replaced may be heard again, from its next answer on.
+            for old in [old for old, new in self._replaced.items() if new == relay_id]:
+                del self._replaced[old]
+            self._tell(Sighting(known.addresses, relay_id, known.networks, known.source, gone=True))
+
+    def _tell(self, sighting: Sighting) -> None:
+        if not self._feed.put(sighting.relay_id, sighting):
+            self._drop("reader_lags")
+
+    def _drop(self, reason: str) -> None:
+        self.dropped[reason] += 1
+
+    def _follow_later(self, name: str, after_s: float, *, resolve: bool) -> None:
+        planned = self._follow_ups.get(name)
+        if planned is not None:
+            self._follow_ups[name] = (planned[0], planned[1] or resolve)
+            return
+        if len(self._follow_ups) >= MAX_FOLLOW_UPS:
+            self._drop("incomplete")
+            return
+        self._follow_ups[name] = (time.monotonic() + after_s, resolve)
+        self._follow.set()
+
+    async def follow_up(self, zeroconf: Zeroconf) -> None:
+        """Look again at adverts that were not there as a whole, or whose old records linger. Runs until cancelled."""
+        while True:
+            if not self._follow_ups:
+                self._follow.clear()
+                await self._follow.wait()
+            now_s = time.monotonic()
+            due_s = min(at_s for at_s, _ in self._follow_ups.values())
+            if due_s > now_s:
+                await asyncio.sleep(due_s - now_s)
+                continue
+            due = [name for name, (at_s, _) in self._follow_ups.items() if at_s <= now_s]
+            asked = []
+            for name in due[:_RESOLVE_BATCH]:
+                resolve = self._follow_ups.pop(name)[1]
+                if not self._consider(zeroconf, name) and resolve:
+                    asked.append(self._resolve(zeroconf, name))
+            await asyncio.gather(*asked)
+
+    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
+        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        if await info.async_request(zeroconf, _RESOLVE_MS) and info.port is not None:
+            self._judge(info)
+        else:
+            self._drop("incomplete")

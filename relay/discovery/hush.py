@@ -1,0 +1,38 @@
+"""What zeroconf warns of becomes an event of ours, and a rare one, while any discovery runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from relay.logs import Quiet
+
+log = logging.getLogger("relay.discovery.zeroconf")  # operators know it by this name
+
+
+class Hush(logging.Filter):
+    """The filter of zeroconf's log. `begin` and `end` go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._quiet = Quiet(limit=64)
+        self._users = 0
+
+    def begin(self) -> None:
+        self._users += 1
+        logging.getLogger("zeroconf").addFilter(self)  # again is harmless
+
+    def end(self) -> None:
+        self._users -= 1
+        if not self._users:
+            logging.getLogger("zeroconf").removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        fields = {"text": record.getMessage()[:300]}
+        self._quiet.warning(log, "discovery.zeroconf", record.msg, time.monotonic(), fields)
+        return False
+
+
+hush = Hush()
