@@ -334,7 +334,7 @@ async def test_an_honest_pair_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for bound in ("link.MAX_COPY", "mesh.MAX_COPY", "ways.MAX_WANTED", "federation.MAX_WANTED"):
+    for bound in ("link.MAX_COPY", "hearing.MAX_COPY", "ways.MAX_WANTED", "federation.MAX_WANTED"):
         monkeypatch.setattr(f"relay.core.{bound}", BOUND)
     async with adversary(tmp_path) as hostile:
         one, two = hostile.relays
