@@ -52,6 +52,7 @@ from iris.errors import (
     TunnelBroken,
 )
 from iris.handlers import Deferred, Reply, Request
+from iris.many import Outcome
 from iris.membership import Members
 from iris.service import Service
 from iris.streams import (
@@ -93,6 +94,7 @@ __all__ = [
     "NoMembers",
     "NoStream",
     "OffsetConflict",
+    "Outcome",
     "Overloaded",
     "RelayError",
     "RelayUnavailable",

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import msgspec
 
@@ -39,6 +39,7 @@ from iris.errors import (
     ran_before,
 )
 from iris.keyfiles import has_keys, load_keys
+from iris.many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
 from iris.membership import Members
 from iris.memory import keep_freed_memory
 from iris.registry import Registry
@@ -58,8 +59,6 @@ if TYPE_CHECKING:
 
 Scope = Literal["site", "federation"]
 """Whom a survey or broadcast is for: the members of this site, or of all."""
-SESSIONS_TRIED: Final = 3
-"""Sessions that an idempotent request is sent on, as one after the other is lost."""
 
 
 def connect(
@@ -273,6 +272,25 @@ class Client:
         if type is Message:
             return message
         return decode_payload(message.payload, message.packed, type)
+
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None, in_flight: int = IN_FLIGHT,
+    ) -> AsyncIterator[Outcome]:  # fmt: skip
+        """Send a request for each payload; yield an `Outcome` for each as it ends: `async for outcome in client.request_many(...)`.
+
+        Each is a request as `request` sends it, with its own `timeout` from when it is sent, and what it would raise is the outcome's
+        `error`. What is sent together travels together: this costs less than as many calls of `request`. At most `in_flight` of
+        them are on the way or not yet taken; payloads are taken as there is room.
+
+        Raises:
+            InvalidName: the cluster's name; before anything is sent.
+        """
+        many = Many(
+            self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
+            in_flight=max(1, in_flight),
+        )  # fmt: skip
+        return many.outcomes()
 
     async def push(
         self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None

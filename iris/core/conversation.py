@@ -61,8 +61,6 @@ class Conversation:
         self.on_welcome: Waiter | None = None
         self._label = label[:64]
         self._pid = pid
-        self._hops = 0
-        """The last hop id of ours."""
         self._next_id = 1
         self._acks: dict[int, tuple[type[Any], Waiter, int]] = {}
         """id -> what answers it, who waits, and the last hop id sent before it."""
@@ -99,6 +97,11 @@ class Conversation:
         """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before the greeting."""
         raise PeerProtocolError("this session attaches to the relay of its own host")
 
+    @property
+    def last_hop(self) -> int:
+        """The last hop id of ours."""
+        return 0
+
     def heard(self) -> None:
         """Something came from the relay."""
 
@@ -128,7 +131,7 @@ class Conversation:
         number = self._next_id
         self._next_id += 1
         body = build(number)
-        self._acks[number] = self.answers.get(type(body), frames.Ack), waiter, self._hops
+        self._acks[number] = self.answers.get(type(body), frames.Ack), waiter, self.last_hop
         self.control(body)
 
     def end(self, reason: str, *, routed: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -153,3 +153,13 @@ class Inbound:
                 return self.flow(alias, kind)
             raise PeerProtocolError(f"alias {alias} was not declared for {Kind(kind).name}")
         return flow
+
+    def flow_of(self, alias: int, kinds: Collection[int]) -> InFlow:
+        """Return the flow of an alias that was declared for one of `kinds`; raises as `flow`."""
+        declared: InFlow | Declare | None = None
+        if alias < len(self._flows):
+            declared = self._flows[alias]
+        declared = declared or self._strange.get(alias)
+        if declared is None or declared.kind not in kinds:
+            raise PeerProtocolError(f"alias {alias} was not declared for calls")
+        return self.flow(alias, declared.kind)

@@ -42,19 +42,25 @@ class Medium(Conversation):
     def control(self, body: frames.Control) -> None:
         self.out.control(body)
 
+    @property
+    def last_hop(self) -> int:
+        return self.out.hops
+
     def next_hop(self) -> int:
         """Return a hop id of ours that was not used."""
-        self._hops += 1
-        return self._hops
+        self.out.hops += 1
+        return self.out.hops
 
     def drop(self, cause: str, count: int = 1) -> None:
         """Count messages that go nowhere."""
         self.dropped[cause] = self.dropped.get(cause, 0) + count
 
-    def refuse(self, buf: memoryview, start: int, end: int, reason: Refusal) -> None:
-        """Send the frame itself back, so that the relay can try another member without keeping bodies."""
+    def refuse(
+        self, buf: memoryview, start: int, end: int, reason: Refusal, count: int = 1
+    ) -> None:
+        """Send the frame itself, of `count` messages, back, so that the relay can try another member without keeping bodies."""
         frame = bytearray(buf[start:end])
         frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
-        self.drop(f"refused: {reason.name.lower()}")
-        self.out.sent_messages += 1
+        self.drop(f"refused: {reason.name.lower()}", count)
+        self.out.sent_messages += count
         self.out.raw(bytes(frame))

@@ -19,11 +19,16 @@ from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control, meta
 from iris.wire.frames import Control, Declare, Prove
 from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.names import split_site
+from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
 
 SMALL_BYTES: Final = 8192
 """A body below this is cheaper to copy behind its header than to write as a piece of its own."""
 EAGER_CHUNKS: Final = 16
-"""So many requests or answers are written before the turn ends: others work on them meanwhile."""
+"""So many requests or answers are written before the turn ends: others work on them meanwhile. To a relay that takes no runs, ..."""
+EAGER_CALLS: Final = 32
+"""... and to one that does: a run is no longer, so that there are several on the way."""
+RUN_OVERHEAD: Final = 64
+"""What a call in a run may take besides its plain text: hop id, length, seal."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session; past it all sender ids change and the flows are made anew."""
 Place = tuple[int, str, bytes, bytes, str]
@@ -35,14 +40,22 @@ class OutFlow(BundleBuilder):
 
     __slots__ = (
         "alias",
+        "bodies",
+        "body_bytes",
+        "deadline_us",
+        "end",
         "first",
+        "hop",
+        "hops",
         "key",
         "kind",
         "name",
+        "parts",
         "prefix",
         "sealer",
         "sender_id",
         "site",
+        "timeout_ms",
     )
 
     def __init__(self, kind: int, name: str, key: ClusterKey, site: str) -> None:
@@ -53,6 +66,19 @@ class OutFlow(BundleBuilder):
         """Where it is to go, as in DECLARE."""
         self.key = key
         self.alias: Alias | None = None
+        self.parts = 1
+        """Bundles that a turn's messages are cut into, so that queue groups share them."""
+        self.bodies: list[bytes] = []
+        """The run that was begun: calls or answers of this turn, sealed and not yet framed."""
+        self.body_bytes = 0
+        self.end = b""
+        """End fields that each of them was sealed with."""
+        self.hop = 0
+        """Of calls: the hop id of the first; each next one has the next."""
+        self.hops: list[int] = []
+        """Of answers: the hop ids."""
+        self.deadline_us = 0
+        self.timeout_ms = 0
 
     @property
     def address(self) -> str:
@@ -83,12 +109,15 @@ class Outbound:
         channel: bytes = b"",
         entropy: Callable[[int], bytes],
         on_full: Callable[[], None],
+        runs: bool = False,
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
         compress: bool = False,
         company: Company | None = None,
     ) -> None:
         self.now_us = 0
+        self.hops = 0
+        """The last hop id of ours."""
         self.chunks: list[bytes] = []
         self.chunk_bytes = 0
         self.sent_messages = 0
@@ -98,6 +127,7 @@ class Outbound:
         self._channel = channel
         self._entropy = entropy
         self._on_full = on_full
+        self._longest_run = EAGER_CALLS if runs else 1
         self._full_bytes = full_bytes
         self._compressor = Compressor() if compress else None
         self._company = company
@@ -108,13 +138,17 @@ class Outbound:
         self.topics: dict[str, OutFlow] = {}
         """What is published to, by topic: the look-up of the hot path."""
         self._dirty: list[OutFlow] = []
+        self._running: list[OutFlow] = []
+        """Those that have begun a run."""
         self._proven: set[bytes] = set()
         self._caller = b""
         """Tells our calls of stores from those of other sessions."""
         self._tick = 0
 
     def control(self, body: Control) -> None:
-        """Queue a control frame behind what is queued."""
+        """Queue a control frame behind what was sent before."""
+        if self._running:
+            self._end_runs()
         data = encode_control(body)
         self.chunks.append(data)
         self.chunk_bytes += len(data)
@@ -159,18 +193,134 @@ class Outbound:
     def cut(self, flow: OutFlow) -> None:
         """Seal and frame what the flow holds, which is at least one message."""
         payloads, headers = flow.cut()
+        if flow.parts > 1:
+            size = -(-len(payloads) // flow.parts)
+            for at in range(0, len(payloads), size):
+                some = headers[at : at + size] if headers is not None else None
+                self._bundle(flow, payloads[at : at + size], some)
+        else:
+            self._bundle(flow, payloads, headers)
+
+    def _bundle(
+        self, flow: OutFlow, payloads: list[bytes], headers: list[Headers | None] | None
+    ) -> None:
         first = flow.first
         count = len(payloads)
         flow.first = first + count
         plain = encode_bundle(payloads, headers, flow.packed)
         self._seal(flow, plain, 0, 0, 0, count, first, b"")
 
+    def share(self, name: str, key_id: bytes, parts: int) -> None:
+        """Cut what is published to a topic in a turn into so many bundles from now on."""
+        flow = self._flows.get((Kind.PUBLISH, name, key_id))
+        if flow is not None:
+            flow.parts = parts
+
     def flush(self) -> None:
-        """Cut every bundle begun since the last flush."""
+        """Cut every bundle, and end every run, begun since the last flush."""
+        running, self._running = self._running, []
+        for flow in running:
+            if flow.bodies:
+                self._end_run(flow)
         dirty, self._dirty = self._dirty, []
         for flow in dirty:
             if flow.payloads:
                 self.cut(flow)
+
+    def call(
+        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int
+    ) -> tuple[int, int]:  # fmt: skip
+        """Seal a request or push, which goes out with the others of this turn for its address; return its hop id and counter."""
+        plain = encode_bundle((payload,), (headers,) if headers else None, packed)
+        if self._compressor is not None:
+            plain = self._compressor.compressed(plain)
+        if flow.bodies and (
+            flow.timeout_ms != timeout_ms
+            or flow.body_bytes + len(plain) > MAX_RUN_BYTES - RUN_OVERHEAD
+        ):
+            self._end_run(flow)
+        bodies = flow.bodies
+        counter = flow.sealer.counter
+        if not bodies:
+            if counter + MAX_RUN >= SEALS_PER_SENDER:
+                self._renew(flow)
+                counter = 0
+            self._running.append(flow)
+            flow.end = END.pack(self.now_us, timeout_ms, 1, 0)
+            flow.hop = self.hops + 1
+            self.hops += MAX_RUN
+            flow.deadline_us = deadline_us
+            flow.timeout_ms = timeout_ms
+        hop = flow.hop + len(bodies)
+        sealed, text = flow.sealer.seal_apart(plain, flow.prefix + flow.end)
+        bodies.append(sealed + text)
+        flow.body_bytes += len(plain) + RUN_OVERHEAD
+        if len(bodies) >= self._longest_run:
+            self._write_run(flow)
+        return hop, counter
+
+    def answer(
+        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, suffix: bytes
+    ) -> None:  # fmt: skip
+        """Seal a reply, which goes out with the others of this turn under its flow. `suffix` binds it to its request."""
+        plain = encode_bundle((payload,), (headers,) if headers else None, packed)
+        if self._compressor is not None:
+            plain = self._compressor.compressed(plain)
+        if flow.bodies and flow.body_bytes + len(plain) > MAX_RUN_BYTES - RUN_OVERHEAD:
+            self._end_run(flow)
+        bodies = flow.bodies
+        if not bodies:
+            if flow.sealer.counter + MAX_RUN >= SEALS_PER_SENDER:
+                self._renew(flow)
+            self._running.append(flow)
+            flow.end = END.pack(self.now_us, 0, 1, 0)
+        flow.hops.append(hop)
+        sealed, text = flow.sealer.seal_apart(plain, flow.prefix + flow.end + suffix)
+        bodies.append(sealed + text)
+        flow.body_bytes += len(plain) + RUN_OVERHEAD
+        if len(bodies) >= self._longest_run:
+            self._write_run(flow)
+
+    def _write_run(self, flow: OutFlow) -> None:
+        """Frame a run that is long enough; the others work on it while we make the next."""
+        self._end_run(flow)
+        if self._longest_run > 1 or len(self.chunks) >= EAGER_CHUNKS:
+            self._on_full()
+
+    def _end_runs(self) -> None:
+        running, self._running = self._running, []
+        for flow in running:
+            if flow.bodies:
+                self._end_run(flow)
+
+    def _end_run(self, flow: OutFlow) -> None:
+        """Frame the run that a flow has begun; it stays listed as running."""
+        bodies, flow.bodies, flow.body_bytes = flow.bodies, [], 0
+        hops = flow.hops
+        alias = flow.alias
+        if alias is None or alias.number < 0:
+            alias = flow.alias = self._declare(
+                flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
+            )
+        alias.used = self._tick = self._tick + 1
+        count = len(bodies)
+        if count == 1:
+            body = bodies[0]
+            hop = hops[0] if hops else flow.hop
+            size = DATA_LENGTH + len(body)
+            head = HOP.pack(size, flow.kind, 0, alias.number, hop, flow.deadline_us)
+            frame = head + flow.end + body
+        elif hops:
+            frame = answer_run(alias.number, flow.end, hops, bodies)
+        else:
+            frame = call_run(alias.number, 0, flow.hop, flow.deadline_us, flow.end, bodies)
+        if hops:
+            flow.hops = []
+        self.sent_messages += count
+        self.chunks.append(frame)
+        self.chunk_bytes += len(frame)
+        if self.chunk_bytes > self._full_bytes:
+            self._on_full()
 
     def single(
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, deadline_us: int,
@@ -197,7 +347,7 @@ class Outbound:
             + body
         )
 
-    def call(
+    def store_call(
         self, name: str, key: ClusterKey | None, end: bytes, head: bytes, body: bytes, hop: int, deadline_us: int
     ) -> None:  # fmt: skip
         """Frame a call of a store with its end fields. `key` is the stream's; None for a call of the store itself.
@@ -289,6 +439,7 @@ class Outbound:
 
     def _renew(self, of: OutFlow) -> None:
         """Draw a new sender id for a flow and all that share its own: a counter is never used twice."""
+        self._end_runs()
         key, site = of.key, of.site
         _, ended = self._sealers.pop((key.key_id, site))
         if self._company is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from iris.core.bundle import Headers, decode_bundle
+from iris.core.inbound import InFlow
 from iris.core.medium import Medium
 from iris.core.message import Message
 from iris.core.parties import Lost, SurveySink, Waiter
@@ -25,9 +26,10 @@ from iris.errors import (
     ran_before,
 )  # fmt: skip
 from iris.wire import frames
-from iris.wire.codec import BODY_AT, END_AT, HOP, answer_suffix
+from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
 from iris.wire.kinds import NEVER_US, STALE, Cause, Kind
 from iris.wire.names import split_site
+from iris.wire.runs import read_answers, single_end
 
 MAX_PENDING: Final = 65_536
 ATTEMPTS: Final = 3
@@ -100,20 +102,20 @@ class Requests:
         return pending
 
     def _send(self, pending: Pending) -> None:
-        pending.hop = hop = self._session.next_hop()
-
-        out = self._session.out
-        flow = out.flow(pending.kind, pending.name, pending.key)
-        pending.counter = out.single(
-            flow,
-            pending.payload,
-            pending.headers,
-            pending.packed,
-            hop,
-            pending.deadline_us,
-            pending.timeout_ms,
-        )
-        pending.sender_id = flow.sender_id
+        session = self._session
+        out = session.out
+        kind = pending.kind
+        flow = out.flow(kind, pending.name, pending.key)
+        if kind == Kind.REQUEST:
+            hop, counter = out.call(
+                flow, pending.payload, pending.headers, pending.packed, pending.deadline_us, pending.timeout_ms
+            )  # fmt: skip
+        else:
+            hop = session.next_hop()
+            counter = out.single(
+                flow, pending.payload, pending.headers, pending.packed, hop, pending.deadline_us, pending.timeout_ms
+            )  # fmt: skip
+        pending.hop, pending.counter, pending.sender_id = hop, counter, flow.sender_id
         self._pending[hop] = pending
 
     def push(
@@ -126,13 +128,11 @@ class Requests:
         timeout_ms: int,
     ) -> None:
         """Send a push: nothing comes back but a failure, which the owner hears as lost."""
-        hop = self._session.next_hop()
-
-        out = self._session.out
-        deadline_us = self._session.mono_us + 1000 * timeout_ms
-        out.single(
-            out.flow(Kind.PUSH, name, key), payload, headers, packed, hop, deadline_us, timeout_ms
-        )
+        session = self._session
+        out = session.out
+        deadline_us = session.mono_us + 1000 * timeout_ms
+        flow = out.flow(Kind.PUSH, name, key)
+        hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms)
         self._pushes[hop] = (name, deadline_us)
         if len(self._pushes) > MAX_PENDING:
             del self._pushes[next(iter(self._pushes))]
@@ -148,6 +148,22 @@ class Requests:
         _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
         self._session.received_alone += 1
         flow = self._session.flow(alias, kind)
+        self._answered(flow, hop, buf[start + BODY_AT : end], buf[start + END_AT : start + BODY_AT])
+
+    def answered_run(self, buf: memoryview, start: int, end: int) -> None:
+        """Replies to several of our requests."""
+        at, hops, sizes = read_answers(buf, start, end)
+        (alias,) = ALIAS.unpack_from(buf, start + ALIAS_AT)
+        self._session.received_alone += len(hops)
+        flow = self._session.flow(alias, Kind.REPLY)
+        end_fields = single_end(buf, start)
+        for hop, size in zip(hops, sizes, strict=True):
+            self._answered(flow, hop, buf[at : at + size], end_fields)
+            at += size
+
+    def _answered(
+        self, flow: InFlow, hop: int, body: memoryview, end_fields: bytes | memoryview
+    ) -> None:
         pending = self._pending.get(hop)
         if pending is None:
             self._session.drop("late answers")
@@ -157,10 +173,7 @@ class Requests:
             if flow.name != split_site(pending.name)[1] or flow.key.key_id != pending.key.key_id:
                 raise OpenError("an answer from another address")
             _, plain = flow.opener.open(
-                buf[start + BODY_AT : end],
-                flow.prefix
-                + buf[start + END_AT : start + BODY_AT]
-                + answer_suffix(pending.sender_id, pending.counter),
+                body, flow.prefix + end_fields + answer_suffix(pending.sender_id, pending.counter)
             )
             payloads, headers, packed = decode_bundle(plain)
             if len(payloads) != 1:
@@ -178,14 +191,14 @@ class Requests:
             payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
         )
         if pending.survey is not None:
-            if kind == Kind.FAULT:
+            if flow.kind == Kind.FAULT:
                 pending.survey.fault(
                     (message.headers or {}).get("member", ""),
                     message.payload.decode(errors="replace"),
                 )
             else:
                 pending.survey.answer(message)
-        elif kind == Kind.FAULT:
+        elif flow.kind == Kind.FAULT:
             ran = (message.headers or {}).get("may-have-run") != "0"
             detail = message.payload.decode(errors="replace")
             self._resolve(hop, pending, error=RemoteError(pending.name, detail, may_have_run=ran))

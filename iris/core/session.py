@@ -5,7 +5,7 @@ What comes in goes to the owner's bindings and sinks by plain calls. `iris.core.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,8 +15,8 @@ from iris.core.casts import CASTS, Casts
 from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.conversation import UP
-from iris.core.guard import Guard
-from iris.core.inbound import NotOurs
+from iris.core.guard import Guard, Sender
+from iris.core.inbound import InFlow, NotOurs
 from iris.core.medium import Medium
 from iris.core.message import Message
 from iris.core.outbound import Outbound
@@ -43,7 +43,16 @@ from iris.wire.codec import (
     answer_suffix,
 )  # fmt: skip
 from iris.wire.frames import MAX_CREDIT
-from iris.wire.kinds import BOUND_PROOF_MINOR, CLOCK_MINOR, FLAG_REFUSED, Kind, Refusal
+from iris.wire.kinds import (
+    BOUND_PROOF_MINOR,
+    CLOCK_MINOR,
+    FLAG_REFUSED,
+    RUN_KINDS,
+    RUN_MINOR,
+    Kind,
+    Refusal,
+)
+from iris.wire.runs import part_of_calls, read_answers, read_calls, single_end
 
 MAX_HELD_BYTES: Final = 16 << 20
 NOT_OURS: Final = "under a key that is not ours"
@@ -91,6 +100,8 @@ class Session(Medium):
         table[Kind.PUBLISH] = casts.publish
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
         table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = requests.answered
+        table[Kind.CALLS] = self._incoming_run
+        table[Kind.ANSWERS] = requests.answered_run
         table[Kind.BROADCAST] = casts.broadcast
         table[Kind.STREAM_REPLY] = self.store_calls.answered
         table[Kind.TUNNEL_OPEN] = tunnels.opening
@@ -101,6 +112,7 @@ class Session(Medium):
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
             frames.CallerLeft: self._on_left,
+            frames.Share: lambda share: self.out.share(share.name, share.key_id, share.parts),
             frames.Roster: requests.roster,
             frames.Done: requests.done,
             frames.Membership: self._on_membership,
@@ -248,10 +260,13 @@ class Session(Medium):
             self.drop("late answers")
             return
         flow = delivery.flow
-        self.out.single(
-            self.out.flow(kind, flow.name, flow.key), payload, headers, packed, delivery.hop, 0, 0,
-            answer_suffix(flow.sender_id, delivery.counter),
-        )  # fmt: skip
+        out = self.out
+        suffix = answer_suffix(flow.sender_id, delivery.counter)
+        ours = out.flow(kind, flow.name, flow.key)
+        if kind == Kind.REPLY:
+            out.answer(ours, payload, headers, packed, delivery.hop, suffix)
+        else:
+            out.single(ours, payload, headers, packed, delivery.hop, 0, 0, suffix)
 
     def credit(self, member: int, kind: int, hop: int, *, started: bool) -> None:
         """Give back the credit of a push with the end of the turn; of one that was not `started`, its sender hears."""
@@ -281,67 +296,116 @@ class Session(Medium):
         if flags & FLAG_REFUSED:
             raise PeerProtocolError("a refused message came to a session")
         self.received_alone += 1
-        if deadline_us and self.clock_us:
-            deadline_us += self.clock_us
         flow = self.flow(alias, kind)
-        size = end - start
-        binding = self.owner.binding(flow)
-        refusal = Refusal.LEAVING if binding is None else binding.admit(kind, size)
-        if refusal is None and deadline_us and deadline_us < self.mono_us:
-            refusal = Refusal.EXPIRED
-        if refusal is not None or binding is None:
-            self.refuse(buf, start, end, refusal or Refusal.LEAVING)
-            return
-        assert flow.opener is not None
-        try:
-            counter, plain = flow.opener.open(
-                buf[start + BODY_AT : end], flow.prefix + buf[start + END_AT : start + BODY_AT]
-            )
-            held = held_bytes(plain, size)
-            if held > size and binding.admit(kind, held) is not None:
-                self.refuse(buf, start, end, Refusal.FULL)
-                return
-            size = held
-            payloads, headers, packed = decode_bundle(plain)
-            if len(payloads) != 1 or count != 1:
-                raise DecodeError("one message at a time")
-        except (OpenError, DecodeError):
+        if count != 1:
             self.drop("unreadable")
             self.refuse(buf, start, end, Refusal.UNREADABLE)
             return
-        message = Message(
-            payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
-        )
-        delivery = Delivery(self, flow, hop, deadline_us, counter, message, size)
-        if abs(self.now_us - sent_us) >= self.guard.freshness_us:
-            self.drop("too old")
-            if kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
-                clock = self.minor >= CLOCK_MINOR
-                self.refuse(buf, start, end, Refusal.CLOCK if clock else Refusal.UNREADABLE)
-            else:
-                age_s = (self.now_us - sent_us) / 1e6
-                delivery.fault(
-                    f"refused: sent {age_s:+.1f} s from the member's clock; set the clocks",
-                    may_have_run=False,
-                    member=f"{self.relay_id.hex()}.{flow.member}",
+        at, sizes = start + BODY_AT, (end - start - BODY_AT,)
+        end_fields = buf[start + END_AT : start + BODY_AT]
+        for _, _, reason in self._take(flow, hop, deadline_us, sent_us, buf, at, sizes, end_fields):
+            self.refuse(buf, start, end, reason)
+
+    def _incoming_run(self, buf: memoryview, start: int, end: int) -> None:
+        """Requests or pushes for one of our members. What is refused for one reason goes back as a run, too."""
+        at, sizes = read_calls(buf, start, end)
+        _, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
+        if flags & FLAG_REFUSED:
+            raise PeerProtocolError("a refused message came to a session")
+        self.received_alone += count
+        flow = self._inbound.flow_of(alias, RUN_KINDS)
+        end_fields = single_end(buf, start)
+        back = self._take(flow, hop, deadline_us, sent_us, buf, at, sizes, end_fields)
+        for first, length, reason in back:
+            part = memoryview(part_of_calls(buf, start, end, first, length))
+            self.refuse(part, 0, len(part), reason, length)
+
+    def _take(
+        self, flow: InFlow, hop: int, deadline_us: int, sent_us: int, buf: memoryview, at: int, sizes: Sequence[int],
+        end_fields: bytes | memoryview,
+    ) -> Sequence[tuple[int, int, Refusal]]:  # fmt: skip
+        """Run what one frame carries: bodies of these lengths, from `at` on, and from our hop id `hop` on.
+
+        Return what is refused: (number of the first, how many follow one another, reason).
+        """
+        binding = self.owner.binding(flow)
+        if binding is None:
+            return ((0, len(sizes), Refusal.LEAVING),)
+        if deadline_us and self.clock_us:
+            deadline_us += self.clock_us
+        late = deadline_us and deadline_us < self.mono_us
+        stale = abs(self.now_us - sent_us) >= self.guard.freshness_us
+        kind = flow.kind
+        open_body = flow.opener.open if flow.opener is not None else None
+        assert open_body is not None
+        metadata = flow.prefix + end_fields
+        sender: Sender | None = None
+        back: list[tuple[int, int, Refusal]] = []
+        for number, length in enumerate(sizes):
+            body = buf[at : at + length]
+            at += length
+            size = BODY_AT + length
+            refusal = binding.admit(kind, size)
+            if refusal is None and late:
+                refusal = Refusal.EXPIRED
+            if refusal is None:
+                try:
+                    counter, plain = open_body(body, metadata)
+                    held = held_bytes(plain, size)
+                    if held > size and binding.admit(kind, held) is not None:
+                        refusal = Refusal.FULL
+                    else:
+                        payloads, headers, packed = decode_bundle(plain)
+                        if len(payloads) != 1:
+                            raise DecodeError("one message at a time")
+                except (OpenError, DecodeError):
+                    self.drop("unreadable")
+                    refusal = Refusal.UNREADABLE
+            if refusal is None:
+                message = Message(
+                    payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
                 )
-            return
-        receiver = binding.number if kind == Kind.SURVEY else 0
-        sender = self.guard.sender(flow.key.key_id, flow.sender_id, self.now_us, receiver)
-        if sender is None:
-            self.refuse(buf, start, end, Refusal.FULL)
-            return
-        try:
-            sender.window.check(counter)
-        except (Replayed, Stale) as err:
-            self.drop("replayed" if isinstance(err, Replayed) else "stale")
-            self.refuse(
-                buf, start, end, Refusal.REPLAYED if isinstance(err, Replayed) else Refusal.STALE
-            )
-            return
-        sender.window.mark(counter)
-        sender.used_us = self.now_us
-        binding.take(delivery)
+                delivery = Delivery(self, flow, hop + number, deadline_us, counter, message, held)
+                if stale:
+                    refusal = self._too_old(delivery, sent_us)
+                    if refusal is None:
+                        continue
+            if refusal is None:
+                if sender is None:
+                    receiver = binding.number if kind == Kind.SURVEY else 0
+                    sender = self.guard.sender(
+                        flow.key.key_id, flow.sender_id, self.now_us, receiver
+                    )
+                try:
+                    if sender is None:
+                        refusal = Refusal.FULL
+                    else:
+                        sender.window.check(counter)
+                        sender.window.mark(counter)
+                        sender.used_us = self.now_us
+                except (Replayed, Stale) as err:
+                    self.drop("replayed" if isinstance(err, Replayed) else "stale")
+                    refusal = Refusal.REPLAYED if isinstance(err, Replayed) else Refusal.STALE
+            if refusal is None:
+                binding.take(delivery)
+            elif back and back[-1][2] is refusal and sum(back[-1][:2]) == number:
+                back[-1] = (back[-1][0], back[-1][1] + 1, refusal)
+            else:
+                back.append((number, 1, refusal))
+        return back
+
+    def _too_old(self, delivery: Delivery, sent_us: int) -> Refusal | None:
+        """Answer a message whose clock is too far from ours, or return why a push is refused."""
+        self.drop("too old")
+        if delivery.flow.kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
+            return Refusal.CLOCK if self.minor >= CLOCK_MINOR else Refusal.UNREADABLE
+        age_s = (self.now_us - sent_us) / 1e6
+        delivery.fault(
+            f"refused: sent {age_s:+.1f} s from the member's clock; set the clocks",
+            may_have_run=False,
+            member=f"{self.relay_id.hex()}.{delivery.flow.member}",
+        )
+        return None
 
     def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
         """Drop a frame under a key that we do not have. Nobody here can open it, and nothing else is affected."""
@@ -350,6 +414,17 @@ class Session(Medium):
             count = BUNDLE.unpack_from(buf, start)[3]
             self.casts.received += count
             self.drop(NOT_OURS, count)
+            return
+        if kind == Kind.ANSWERS:
+            _, hops, _ = read_answers(buf, start, end)
+            self.drop(NOT_OURS, len(hops))
+            for number in hops:
+                self.requests.not_ours(number)
+            return
+        if kind == Kind.CALLS:
+            _, sizes = read_calls(buf, start, end)
+            self.drop(NOT_OURS, len(sizes))
+            self.refuse(buf, start, end, Refusal.UNREADABLE, len(sizes))
             return
         self.drop(NOT_OURS)
         if kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER):
@@ -395,7 +470,7 @@ class Session(Medium):
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
-            compress=self._compress, company=self._company,
+            compress=self._compress, company=self._company, runs=welcome.minor >= RUN_MINOR,
         )  # fmt: skip
         self.out.now_us = self.now_us
         super()._welcomed(welcome)

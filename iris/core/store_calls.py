@@ -128,7 +128,7 @@ class StoreCalls:
         if called.writes or called.again:
             called.body = b""
         head = channel.seal(called.counter, end, body)
-        self._session.out.call(
+        self._session.out.store_call(
             line.address, line.key, end, head, body, called.hop, called.deadline_us
         )
 
@@ -137,7 +137,7 @@ class StoreCalls:
     ) -> None:
         out = self._session.out
         end = END.pack(out.now_us, called.timeout_ms, 1, 0)
-        out.call(name, key, end, head, body, called.hop, called.deadline_us)
+        out.store_call(name, key, end, head, body, called.hop, called.deadline_us)
 
     # -- channels --------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ REWRITE: Final = struct.Struct("<IQ")
 LENGTH: Final = struct.Struct("<I")
 ALIAS: Final = struct.Struct("<I")
 DEADLINE: Final = struct.Struct("<q")
+COUNT: Final = struct.Struct("<I")
 FIRST: Final = struct.Struct("<Q")
 
 KIND_AT: Final = 4
@@ -54,6 +55,7 @@ FLAGS_AT: Final = 5
 ALIAS_AT: Final = 6
 DEADLINE_AT: Final = 18
 END_AT: Final = 26
+COUNT_AT: Final = 38
 FIRST_AT: Final = 42
 BODY_AT: Final = 50
 TUNNEL_BODY_AT: Final = 26

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final
 
 from msgspec import Meta, Struct
 
-from iris.wire.kinds import Kind
+from iris.wire.kinds import MAX_PARTS, Kind
 
 MAX_CREDIT: Final = 4096
 """Hop ids in one CREDIT."""
@@ -207,6 +207,18 @@ class CallerLeft(Control, frozen=True):
 
     FRAME = Kind.CALLER_LEFT
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
+
+
+class Share(Control, frozen=True):
+    """What the session publishes to this topic goes to queue groups: a turn's messages are to be cut into so many bundles.
+
+    A bundle is the unit of choice, so a burst is spread over the members of a group. 1: nobody needs that any more.
+    """
+
+    FRAME = Kind.SHARE
+    name: Name
+    key_id: Id16
+    parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
 
 
 class Gap(Control, frozen=True):

@@ -7,7 +7,7 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 """Major version: both sides must agree on it. It is the first byte of all sealed metadata."""
-PROTOCOL_MINOR: Final = 2
+PROTOCOL_MINOR: Final = 3
 """Minor version: unknown map keys are ignored, so different minors work together."""
 BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""
@@ -17,6 +17,10 @@ AUDIENCE_MINOR: Final = 2
 """From this minor version on, relays answer SETTLE and TOPIC."""
 CLOCK_MINOR: Final = 2
 """From this minor version on, relays take the reason CLOCK."""
+RUN_MINOR: Final = 3
+"""From this minor version on, members and relays take CALLS and ANSWERS, and sessions SHARE."""
+MAX_PARTS: Final = 16
+"""Parts that SHARE can ask for."""
 
 
 class Kind(IntEnum):
@@ -51,6 +55,7 @@ class Kind(IntEnum):
     TOPIC = 0x1B
     AUDIENCE = 0x1C
     CALLER_LEFT = 0x1D
+    SHARE = 0x1E
     LINK_HELLO = 0x20
     BEAT = 0x21
     INTEREST = 0x22
@@ -73,6 +78,8 @@ class Kind(IntEnum):
     TUNNEL_END = 0x4B
     STREAM = 0x4C
     STREAM_REPLY = 0x4D
+    CALLS = 0x4E
+    ANSWERS = 0x4F
 
 
 FIRST_DATA_KIND: Final = 0x40
@@ -94,6 +101,8 @@ DECLARED_KINDS: Final = frozenset(
     }
 )
 """Kinds that an alias can stand for."""
+RUN_KINDS: Final = frozenset({Kind.REQUEST, Kind.PUSH})
+"""Kinds that CALLS can be of."""
 SERVED_KINDS: Final = frozenset(
     {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN, Kind.STREAM}
 )

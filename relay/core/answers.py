@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
-from iris.wire.codec import ALIAS_AT, ANSWER, BODY_AT, REWRITE
+from iris.wire.codec import ALIAS, ALIAS_AT, ANSWER, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
-from iris.wire.kinds import Cause, Kind
+from iris.wire.kinds import RUN_MINOR, Cause, Kind
+from iris.wire.runs import hop_ids, part_of_answers, read_answers, single_answers
 from relay.core.absence import kind_name
-from relay.core.flags import route_of
+from relay.core.flags import clear_flags, route_of
 from relay.core.interest import Interest
-from relay.core.neighbor import Handed, Load, Neighbor, Route
+from relay.core.neighbor import Handed, HandedRun, Load, Neighbor, Route
 from relay.core.ports import Accounts
 from relay.core.session import Session
 from relay.core.surveys import Surveys
@@ -29,7 +30,7 @@ class Answers:
 
     def __init__(
         self, accounts: Accounts, interest: Interest, neighbors: dict[int, Neighbor], tunnels: Tunnels, surveys: Surveys,
-        ended: Callable[[Handed], None], release: Callable[[Handed, int], None],
+        ended: Callable[[Handed, int], None], release: Callable[[Handed, int], None],
     ) -> None:  # fmt: skip
         self._accounts = accounts
         self._interest = interest
@@ -68,7 +69,7 @@ class Answers:
         survey = handed.survey
         if survey is None:
             del neighbor.handed[hop]
-            self._ended(handed)
+            self._ended(handed, 1)
         origin = handed.origin
         if origin.closed:
             accounts.drop("late answer", 1)
@@ -76,7 +77,8 @@ class Answers:
             taken = origin.port.has_room(end - start)
             if taken:
                 number = route.target(origin, 0).number(self._interest.next_tick())
-                REWRITE.pack_into(buf, start + ALIAS_AT, number, handed.hop)
+                theirs = handed.hop if handed.count == 1 else handed.theirs(hop)
+                REWRITE.pack_into(buf, start + ALIAS_AT, number, theirs)
                 taken = origin.port.forward(buf, start, end, 1)
             if taken:
                 accounts.out += 1
@@ -86,10 +88,110 @@ class Answers:
                     survey.lose(self._surveys.owing(handed))
                 else:
                     detail = "the reply was dropped: we read too slowly"
-                    origin.control(Fail(handed.hop, Cause.LOST, detail, True))
+                    origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
         if survey is not None and handed.load.member is not None:
             del neighbor.handed[hop]  # over a link, more may come until its DONE
             self._surveys.less(handed, ())
+
+    def answered_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        """Replies came from a member's session or over a link; they are the credit, too."""
+        _, hops, _ = read_answers(buf, start, end)
+        _, _, flags, alias, _, _ = HOP.unpack_from(buf, start)
+        if flags:
+            clear_flags(neighbor, buf, start)
+        try:
+            route = neighbor.routes[alias]
+        except IndexError:
+            route = None
+        if route is None or route.kind != Kind.REPLY:
+            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+        run = self._run_of(neighbor, route, hops)
+        if run is not None:
+            count = len(hops)
+            self._accounts.in_ += count
+            for hop in hops:
+                del neighbor.handed[hop]
+            self._ended(run, count)
+            first = run.hop - run.given
+            theirs = [first + hop for hop in hops]
+            hop_ids(count).pack_into(buf, start + BODY_AT, *theirs)
+            self._give_back(run.origin, route, theirs, buf, start, end)
+            return
+        groups = self._by_origin(neighbor, route, hops)
+        if groups is None:
+            for frame in single_answers(buf, start, end, Kind.REPLY):
+                self.answered(neighbor, memoryview(frame), 0, len(frame))
+            return
+        self._accounts.in_ += len(hops)
+        for numbers, theirs in groups.values():
+            origin = numbers[0][1].origin
+            for hop, handed in numbers:
+                del neighbor.handed[hop]
+                self._ended(handed, 1)
+            if len(groups) == 1:
+                hop_ids(len(hops)).pack_into(buf, start + BODY_AT, *theirs)
+                self._give_back(origin, route, theirs, buf, start, end)
+            else:
+                wanted = {hop for hop, _ in numbers}
+                indexes = [index for index, hop in enumerate(hops) if hop in wanted]
+                part = memoryview(part_of_answers(buf, start, end, indexes, theirs))
+                self._give_back(origin, route, theirs, part, 0, len(part))
+
+    def _run_of(self, neighbor: Neighbor, route: Route, hops: Sequence[int]) -> HandedRun | None:
+        """Return the run that all these calls are of, if it is one and its caller takes the answers as one."""
+        table = neighbor.handed
+        handed = table.get(hops[0])
+        if (
+            isinstance(handed, HandedRun)
+            and len(set(hops)) == len(hops)
+            and set(map(table.get, hops)) == {handed}
+            and _answers(route, handed.route)
+            and not handed.origin.closed
+            and handed.origin.minor >= RUN_MINOR
+        ):
+            return handed
+        return None
+
+    def _by_origin(
+        self, neighbor: Neighbor, route: Route, hops: Sequence[int]
+    ) -> dict[int, tuple[list[tuple[int, Handed]], list[int]]] | None:
+        """Return by number of the origin: (our hop id, call) of each, and their hop ids. None: one is to be looked at alone."""
+        table = neighbor.handed
+        groups: dict[int, tuple[list[tuple[int, Handed]], list[int]]] = {}
+        asked: Route | None = None
+        for hop in hops:
+            handed = table.get(hop)
+            if handed is None or handed.survey is not None:
+                return None
+            if handed.route is not asked:
+                asked = handed.route
+                if not _answers(route, asked):
+                    return None
+            origin = handed.origin
+            group = groups.get(origin.number)
+            if group is None:
+                if origin.closed or origin.minor < RUN_MINOR:
+                    return None
+                group = groups[origin.number] = ([], [])
+            group[0].append((hop, handed))
+            group[1].append(handed.theirs(hop))
+        if len(set(hops)) != len(hops):
+            return None
+        return groups
+
+    def _give_back(
+        self, origin: Neighbor, route: Route, hops: Sequence[int], buf: memoryview, start: int, end: int
+    ) -> None:  # fmt: skip
+        if origin.port.has_room(end - start):
+            number = route.target(origin, 0).number(self._interest.next_tick())
+            ALIAS.pack_into(buf, start + ALIAS_AT, number)
+            if origin.port.forward(buf, start, end, len(hops)):
+                self._accounts.out += len(hops)
+                return
+        self._accounts.drop("slow receiver", len(hops))
+        for hop in hops:
+            detail = "the reply was dropped: we read too slowly"
+            origin.control(Fail(hop, Cause.LOST, detail, True))
 
     def _misanswered(self, neighbor: Neighbor, route: Route, handed: Handed, hop: int) -> None:
         """Handle an answer that does not have its question's kind, name or key, so that the caller gets no alias for it.
@@ -107,10 +209,10 @@ class Answers:
         if asked.kind not in (Kind.REQUEST, Kind.STREAM):
             return  # a survey ends with DONE, a push with its credit, a tunnel with its end
         del neighbor.handed[hop]
-        self._ended(handed)
+        self._ended(handed, 1)
         if not handed.origin.closed:
             detail = "the answer had another name, key or kind than the question, and was dropped"
-            handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
+            handed.origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
         """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
@@ -131,10 +233,11 @@ class Answers:
             told = handed.given_up
             self._release(handed, hop)
             if not handed.origin.closed and not told:
+                theirs = handed.theirs(hop)
                 if handed.deadline_us and handed.deadline_us <= now_us:
-                    fail = Fail(handed.hop, Cause.EXPIRED, "the deadline had passed at the member")
+                    fail = Fail(theirs, Cause.EXPIRED, "the deadline had passed at the member")
                 else:
-                    fail = Fail(handed.hop, Cause.REFUSED, "the member did not run it")
+                    fail = Fail(theirs, Cause.REFUSED, "the member did not run it")
                 handed.origin.control(fail)
         return ran
 
@@ -151,7 +254,7 @@ class Answers:
             handed = neighbor.handed.pop(hop)
             self._release(handed, hop)
             if handed.origin.hop_class and not handed.origin.closed:
-                told.setdefault(handed.origin.number, []).append(handed.hop)
+                told.setdefault(handed.origin.number, []).append(handed.theirs(hop))
         for number, theirs in told.items():
             self._neighbors[number].control(Credit(0, kind, theirs))
 
@@ -168,7 +271,8 @@ class Answers:
         if handed.load.kind == Kind.TUNNEL_OPEN:
             self._tunnels.refused(handed, link, fail.hop)
         if not handed.origin.closed:
-            handed.origin.control(Fail(handed.hop, fail.cause, fail.detail, fail.may_have_run))
+            theirs = handed.theirs(fail.hop)
+            handed.origin.control(Fail(theirs, fail.cause, fail.detail, fail.may_have_run))
 
 
 _ANSWERS: Final[dict[int, tuple[int, ...]]] = {
@@ -178,3 +282,8 @@ _ANSWERS: Final[dict[int, tuple[int, ...]]] = {
     Kind.STREAM_REPLY: (Kind.STREAM,),
 }
 """Answer kind -> kind of the question."""
+
+
+def _answers(route: Route, asked: Route) -> bool:
+    """Whether a reply by this route may answer a call by that one."""
+    return asked.kind == Kind.REQUEST and asked.name == route.name and asked.key_id == route.key_id

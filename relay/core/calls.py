@@ -41,7 +41,7 @@ from relay.core.leaving import Leaving
 from relay.core.limits import Limits
 from relay.core.link import Link
 from relay.core.mesh import Mesh
-from relay.core.neighbor import Handed, Load, Neighbor, Route, Target
+from relay.core.neighbor import Handed, HandedRun, Load, Neighbor, Route, Target
 from relay.core.overdue import LIFE_US, Overdue
 from relay.core.parking import Parked, Parking, Prospect
 from relay.core.ports import Accounts
@@ -65,9 +65,11 @@ class Calls:
         self, relay_id: bytes, accounts: Accounts, interest: Interest, sites: Sites, mesh: Mesh, limits: Limits, quotas: Quotas,
         neighbors: dict[int, Neighbor],
     ) -> None:  # fmt: skip
-        self._accounts = accounts
+        self.accounts = accounts
         self._interest = interest
         self._limits = limits
+        self.limit = limits.pending
+        """Calls that a session or link may wait for."""
         self._neighbors = neighbors
         self._mesh = mesh
         self._loads = mesh.loads
@@ -83,14 +85,14 @@ class Calls:
             self._unparked,
             self.absence.waited_for,
         )
-        self.tunnels = Tunnels(accounts, self._ended, self.parking.give_up)
+        self.tunnels = Tunnels(accounts, self.ended, self.parking.give_up)
         self.surveys = Surveys(
-            relay_id, accounts, interest, self._next_hop, self._ended, self._may_hold_more
+            relay_id, accounts, interest, self._next_hop, self.ended, self._may_hold_more
         )
         self.answers = Answers(
-            accounts, interest, neighbors, self.tunnels, self.surveys, self._ended, self._release
+            accounts, interest, neighbors, self.tunnels, self.surveys, self.ended, self.release
         )
-        self._overdue = Overdue(neighbors, self.surveys, self._release)
+        self._overdue = Overdue(neighbors, self.surveys, self.release)
         self.leaving = Leaving(neighbors, limits.pending)
 
     # -- out to members --------------------------------------------------------------------------------------
@@ -121,30 +123,30 @@ class Calls:
             hop in neighbor.tunnels or self.parking.holds_opening(neighbor, hop)
         ):
             raise PeerProtocolError(f"tunnel {hop} is open already")
-        self._accounts.in_ += 1
+        self.accounts.in_ += 1
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
             DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
-        limit = self._limits.pending
+        limit = self.limit
         if neighbor.pending >= limit and not self._overdue.make_room_for(neighbor, limit, now_us):
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             detail = f"{limit} messages of this session or link are waiting"
             neighbor.control(Fail(hop, Cause.OVERLOADED, detail))
             return
         if deadline_us and deadline_us <= now_us:
-            self._accounts.expired += 1
+            self.accounts.expired += 1
             neighbor.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
             return
         self._resolve(route)
         if route.loads:
-            if route.hop_class in _COUNTED and isinstance(neighbor, Link):
-                self._asked(neighbor, route)
+            if route.hop_class in COUNTED and isinstance(neighbor, Link):
+                self.asked(neighbor, route)
         elif not route.peers and not route.sites:
             self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
             return
         self._dispatch(neighbor, route, hop, deadline_us, buf, start, end)
 
-    def _asked(self, link: Link, route: Route) -> None:
+    def asked(self, link: Link, route: Route) -> None:
         """Count a call for its link: the other relay is to hear how busy our members are."""
         asked = route.asked = link.asking(route.kind, route.name, route.key_id)
         asked.used_us = self._now_us
@@ -167,6 +169,19 @@ class Calls:
             origin.pending += 1
         else:
             self._unhanded(handed, buf, start, end)
+
+    def hand_one(self, handed: Handed, buf: memoryview, start: int, end: int) -> None:
+        """Hand a call to whoever is left, or end it."""
+        if self._hand(handed, buf, start, end):
+            handed.origin.pending += 1
+        else:
+            self._unhanded(handed, buf, start, end)
+
+    def served_here(self, route: Route, now_us: int) -> bool:
+        """Whether members of this site serve a route's address."""
+        self._now_us = now_us
+        self._resolve(route)
+        return bool(route.loads or route.peers)
 
     def _resolve(self, route: Route) -> None:
         """Find who serves this route's address while the interest stays as it is."""
@@ -202,37 +217,45 @@ class Calls:
                 load = next((far for far in route.sites if far not in handed.tried), None)
             if load is None:
                 return False
-            if self._give(handed, load, buf, start, end):
-                self._accounts.out += 1
+            if self.give(handed, load, buf, start, end):
+                self.accounts.out += 1
                 return True
             handed.tried.append(load)  # its port is full
 
-    def _give(self, handed: Handed, load: Load, buf: memoryview, start: int, end: int) -> bool:
+    def give(self, handed: Handed, load: Load, buf: memoryview, start: int, end: int) -> bool:
         neighbor = load.neighbor
-        if not neighbor.port.has_room(handed.size):
+        if not neighbor.port.has_room(end - start):
             return False
         route = handed.route
         target = route.target(load.way or neighbor, load.serial)
         if load.member is not None:
-            if len(neighbor.handed) >= MAX_HANDED:
+            if len(neighbor.handed) + handed.count > MAX_HANDED:
                 return False
         elif not self._may_hold_more(target, handed):
             return False
-        self._last_hop = last = (self._last_hop + 1) & _NUMBERS
-        hop = last | neighbor.own_hop
+        hop = (self._last_hop + 1) & _NUMBERS | neighbor.own_hop
+        self._last_hop += handed.count
         number = target.number(self._interest.next_tick())
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
-        if not neighbor.port.forward(buf, start, end, 1):
+        if not neighbor.port.forward(buf, start, end, handed.count):
             if handed.share is not None:
-                handed.share.less()
+                handed.share.less(handed.count)
                 handed.share = None
             return False
         handed.load = load
-        load.taken(handed.size, self._now_us)
+        count = handed.count
+        load.taken(handed.size, self._now_us, count)
         if route.asked is not None:
-            route.asked.messages += 1
-        neighbor.handed[hop] = handed
+            route.asked.messages += count
         kind = load.kind
+        if isinstance(handed, HandedRun):
+            handed.given = hop
+            hops = range(hop, hop + count)
+            neighbor.handed.update(dict.fromkeys(hops, handed))
+            if kind == Kind.PUSH:
+                load.handed.update(zip(hops, hops, strict=True))
+            return True
+        neighbor.handed[hop] = handed
         if kind == Kind.PUSH:
             load.handed[hop] = hop
         elif kind == Kind.TUNNEL_OPEN:
@@ -245,20 +268,21 @@ class Calls:
         A side that finishes nothing must not fill our tables, and one session must not take all places at the other side.
         """
         neighbor, limit, share = target.neighbor, self._limits.pending, target.share
-        if len(neighbor.handed) < limit:
+        count = handed.count
+        if len(neighbor.handed) + count <= limit:
             # Does what `hold` does while there is room for everybody, without its calls.
-            if share is not None and share.held < limit >> 1:
+            if share is not None and share.held + count <= limit >> 1:
                 whole = share.whole
-                if whole.held < limit - (limit >> 2):
-                    share.held += 1
-                    whole.held += 1
+                if whole.held + count <= limit - (limit >> 2):
+                    share.held += count
+                    whole.held += count
                     handed.share = share
                     return True
             if hold(target, handed, limit):
                 return True
         if not self._overdue.make_room_at(neighbor, self._now_us):
             return False
-        return len(neighbor.handed) < limit and hold(target, handed, limit)
+        return len(neighbor.handed) + count <= limit and hold(target, handed, limit)
 
     # -- nobody serves it for now ---------------------------------------------------------------------------
 
@@ -271,7 +295,7 @@ class Calls:
             return
         entry = Parked(origin, route, hop, deadline_us, bytes(buf[start:end]))
         if error := self.parking.add(entry, self._now_us):
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             origin.control(Fail(hop, Cause.OVERLOADED, error))
 
     def _prospect(self, route: Route) -> Prospect:
@@ -316,24 +340,25 @@ class Calls:
         if handed is None:
             if not neighbor.greeted:
                 raise PeerProtocolError("a data frame before HELLO")
-            self._accounts.in_ += 1
-            self._accounts.drop("late answer", 1)
+            self.accounts.in_ += 1
+            self.accounts.drop("late answer", 1)
             return
-        if handed.load.kind != buf[start + KIND_AT] or handed.size != end - start:
+        if handed.load.kind != buf[start + KIND_AT] or handed.length(hop) != end - start:
             raise PeerProtocolError("a refused message came back changed")
-        self._accounts.in_ += 1
+        self.accounts.in_ += 1
         del neighbor.handed[hop]
         if handed.survey is not None:
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             self.surveys.less(handed, self.surveys.owing(handed))
             return
         told = handed.given_up
-        self._release(handed, hop)
+        self.release(handed, hop)
         if handed.load.kind == Kind.TUNNEL_OPEN:
             self.tunnels.refused(handed, neighbor, hop)
         if handed.origin.closed or told:
-            self._accounts.drop("late answer", 1)
+            self.accounts.drop("late answer", 1)
             return
+        handed = handed.alone(hop)
         handed.tried.append(handed.load)
         buf[start + FLAGS_AT] = 0
         # Over a link it came back with the deadline by the other clock.
@@ -351,11 +376,11 @@ class Calls:
         elif handed.origin.hop_class:
             self._bounce(handed, buf, start, end, reason)
         elif reason == Refusal.EXPIRED:
-            self._accounts.expired += 1
+            self.accounts.expired += 1
             detail = "the deadline had passed at the member"
             handed.origin.control(Fail(handed.hop, Cause.EXPIRED, detail))
         else:
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             ran = reason in (Refusal.REPLAYED, Refusal.STALE)
             detail = _DETAILS.get(reason, "the member cannot open it")
             handed.origin.control(Fail(handed.hop, Cause.REFUSED, detail, ran))
@@ -370,7 +395,7 @@ class Calls:
         if handed.origin.hop_class:
             self._bounce(handed, buf, start, end, reason if served else Refusal.LEAVING)
             return
-        self._accounts.refused += 1
+        self.accounts.refused += 1
         if served:
             detail = f"all are full or refused it: {', '.join(served)}"
             far = (load.neighbor for load in (*route.peers, *route.sites))
@@ -386,11 +411,11 @@ class Calls:
         """Send it back over the link that it came by: the caller's relay may know somebody else."""
         port = handed.origin.port
         if handed.route.barred:
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             handed.origin.control(Fail(handed.hop, Cause.REFUSED, handed.route.barred))
             return
         if handed.route.kind == Kind.SURVEY:
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS))
             return
         if reason == Refusal.CLOCK and handed.origin.minor < CLOCK_MINOR:
@@ -398,35 +423,37 @@ class Calls:
         buf[start + FLAGS_AT] = FLAG_REFUSED | reason << 4
         REWRITE.pack_into(buf, start + ALIAS_AT, REFUSED_ALIAS, handed.hop)
         if port.has_room(end - start) and port.forward(buf, start, end, 1):
-            self._accounts.out += 1
+            self.accounts.out += 1
         else:
-            self._accounts.refused += 1
+            self.accounts.refused += 1
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, "the link is full"))
 
-    def _release(self, handed: Handed, hop: int) -> None:
+    def release(self, handed: Handed, hop: int) -> None:
         """A member, or the relay behind a link, has this no more."""
         handed.load.handed.pop(hop, None)
-        self._ended(handed)
+        self.ended(handed)
 
-    def _ended(self, handed: Handed) -> None:
+    def ended(self, handed: Handed, count: int = 1) -> None:
+        """A member, or the relay behind a link, is done with so many calls of `handed`."""
         load = handed.load
-        load.ended(handed.size, self._now_us)
+        load.ended(handed.size, self._now_us, count)
         asked = handed.route.asked
         if asked is not None and handed.survey is None:
-            asked.messages -= 1
+            asked.messages -= count
         member = load.member
         if member is not None and member.left:
             member.forget_if_done()
         share = handed.share
         if share is not None:
-            handed.share = None
-            share.held -= 1
+            if handed.left == count:
+                handed.share = None
+            share.held -= count
             whole = share.whole
-            whole.held -= 1
+            whole.held -= count
             if not whole.sessions:
                 whole.forget_if_done()
         if handed.survey is None:
-            handed.ended()
+            handed.ended(count)
 
     # -- losses ----------------------------------------------------------------------------------------------
 
@@ -444,13 +471,15 @@ class Calls:
                 self.surveys.less(handed, self.surveys.owing(handed))
                 continue
             told = handed.given_up
-            self._release(handed, hop)
+            self.release(handed, hop)
             if not handed.origin.closed and not told:
-                handed.origin.control(Fail(handed.hop, Cause.LOST, f"{what} was lost", True))
+                handed.origin.control(
+                    Fail(handed.theirs(hop), Cause.LOST, f"{what} was lost", True)
+                )
         self.leaving.gone(neighbor, now_us)
 
 
-_COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)
+COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)
 """Calls over links to members of this relay: the other side hears how busy these are."""
 _LOST: Final[dict[int, str]] = {
     HopClass.LOCAL: "the member's session",

@@ -14,8 +14,8 @@ import msgspec
 from iris.core.aliases import Alias
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
-from iris.wire.frames import Gap
-from iris.wire.kinds import UNKNOWN_COUNT, HopClass, Kind
+from iris.wire.frames import Gap, Share
+from iris.wire.kinds import MAX_PARTS, RUN_MINOR, UNKNOWN_COUNT, HopClass, Kind
 from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest
@@ -29,6 +29,8 @@ from relay.core.ways import Wan, Way
 
 TOLD_US: Final = 1_000_000
 MAX_TOLD: Final = 4096
+PARTS_EACH: Final = 2
+"""Bundles of a turn for each member of a queue group: one that is passed over because it is slow still gets a part."""
 BEGAN: Final = "sent while a link on the way was down"
 
 
@@ -136,6 +138,16 @@ class Casts:
                 route.many = [route.target(taker, 0) for taker in plain]
         route.single = route.many[0] if len(route.many) == 1 else None
         route.version = self._interest.version
+        self._tell_parts(route)
+
+    def _tell_parts(self, route: Route) -> None:
+        """A publisher hears into how many bundles it is to cut a turn's messages, so that the groups that want them share a burst."""
+        publisher = route.neighbor
+        most = max((len(candidates) for name, candidates in route.groups if name), default=0)
+        parts = min(MAX_PARTS, PARTS_EACH * most) if most > 1 else 1
+        if parts != route.parts and not publisher.hop_class and publisher.minor >= RUN_MINOR:
+            route.parts = parts
+            publisher.control(Share(route.name, route.key_id, parts))
 
     def _members(self, route: Route) -> list[Target]:
         interest = self._interest

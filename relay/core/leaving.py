@@ -61,7 +61,7 @@ class Leaving:
             hops = []
             for hop, handed in neighbor.handed.items():
                 origin = handed.origin
-                left = origin in gone if origin.closed else handed.hop in origin.left
+                left = origin in gone if origin.closed else handed.theirs(hop) in origin.left
                 if left and handed.load.kind in _TOLD:
                     hops.append(hop)
             if hops and neighbor.minor >= LEFT_MINOR and not neighbor.closed:

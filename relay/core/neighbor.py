@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from iris.core.aliases import Alias, AliasTable
 from iris.core.pulse import Pulse
 from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.codec import MAX_REPORT_BYTES, RELAY_HOP, encode_control
+from iris.wire.codec import BODY_AT, MAX_REPORT_BYTES, RELAY_HOP, encode_control
 from iris.wire.frames import Beat, Control, Declare, Gap
 from iris.wire.kinds import HopClass
 from relay.core.ports import Held, Port
@@ -135,6 +135,7 @@ class Route:
         "neighbor",
         "only",
         "onward",
+        "parts",
         "peers",
         "plain",
         "sender_id",
@@ -175,6 +176,8 @@ class Route:
         self.asked: Asked | None = None
         """Over a link: where its calls are counted."""
         self.version = UNUSED
+        self.parts = 1
+        """Bundles that a publisher was told to cut a turn's messages into."""
         self.turn = 0
         """Rises with every choice, so that equals take turns."""
         self.single: Target | None = None
@@ -251,7 +254,7 @@ class Survey:
             self._room_bytes -= size
             self.lost.append(member)
 
-    def ended(self) -> None:
+    def give_up(self) -> None:
         """The origin waits no more."""
         if self.waits:
             self.waits = False
@@ -264,6 +267,10 @@ class Handed:
     __slots__ = (
         "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "share", "size", "survey", "tried", "until_us", "waits",
     )  # fmt: skip
+    count = 1
+    """Calls in it."""
+    left = 1
+    """Calls of it that did not end."""
 
     def __init__(self, origin: Neighbor, hop: int, route: Route, size: int) -> None:
         self.origin = origin
@@ -292,11 +299,70 @@ class Handed:
         """Whether the origin was told that it is lost: it had no deadline, and nobody ended it. It hears no more of it."""
         return not (self.waits or self.deadline_us)
 
-    def ended(self) -> None:
-        """The origin waits no more."""
+    def theirs(self, hop: int) -> int:
+        """Return the origin's hop id of the call that we gave this one."""
+        return self.hop
+
+    def length(self, hop: int) -> int:
+        """Return the length of that call as a frame of its own."""
+        return self.size
+
+    def alone(self, hop: int) -> Handed:
+        """Return that call by itself, after it came back."""
+        return self
+
+    def ended(self, count: int) -> None:
+        """The origin waits no more for so many calls of it."""
         if self.waits:
             self.waits = False
             self.origin.pending -= 1
+
+    def give_up(self) -> None:
+        """The origin waits no more for any call of it."""
+        self.ended(1)
+
+
+class HandedRun(Handed):
+    """Calls of one frame that a member or another relay was handed: under hop ids that follow one another, and so were the origin's."""
+
+    __slots__ = ("count", "given", "left", "sizes")
+
+    def __init__(self, origin: Neighbor, hop: int, route: Route, sizes: Sequence[int]) -> None:
+        """`hop` is the origin's hop id of the first call; `sizes` are the lengths of their bodies."""
+        count = len(sizes)
+        super().__init__(origin, hop, route, BODY_AT + sum(sizes) // count)
+        self.count = self.left = count
+        self.sizes = sizes
+        self.given = 0
+        """The hop id that we gave to the first call."""
+
+    def theirs(self, hop: int) -> int:
+        return self.hop + hop - self.given
+
+    def length(self, hop: int) -> int:
+        return BODY_AT + self.sizes[hop - self.given]
+
+    def alone(self, hop: int) -> Handed:
+        one = Handed(self.origin, self.theirs(hop), self.route, self.length(hop))
+        one.load, one.attempts, one.tried = self.load, self.attempts, [*self.tried]
+        one.deadline_us = self.deadline_us
+        return one
+
+    def same(self, hop: int, sizes: Sequence[int]) -> bool:
+        """Whether bodies of these lengths, from our hop id `hop` on, are what was handed over."""
+        first = hop - self.given
+        return tuple(self.sizes[first : first + len(sizes)]) == tuple(sizes)
+
+    def ended(self, count: int) -> None:
+        self.left -= count
+        if self.waits:
+            self.origin.pending -= count
+            self.waits = self.left > 0
+
+    def give_up(self) -> None:
+        if self.waits:
+            self.waits = False
+            self.origin.pending -= self.left
 
 
 class Tunnel:
@@ -506,24 +572,27 @@ class Load:
         """The member that is meant; 0 behind a link."""
         return 0 if self.member is None else self.member.serial
 
-    def taken(self, size: int, now_us: int) -> None:
-        """A message of `size` bytes was handed over."""
-        self.bytes += size
-        self.messages += 1
-        if self.messages + self.others == self.concurrency:
+    def taken(self, size: int, now_us: int, count: int = 1) -> None:
+        """Messages of `size` bytes each were handed over."""
+        self.bytes += size * count
+        self.messages += count
+        beyond = self.messages + self.others - self.concurrency
+        if 0 <= beyond < count:
             # What its handlers waited for us does not make it slow.
             self._since_us = now_us
 
-    def ended(self, size: int, now_us: int) -> None:
-        """A message of `size` bytes ended."""
-        self.bytes -= size
+    def ended(self, size: int, now_us: int, count: int = 1) -> None:
+        """Messages of `size` bytes each ended."""
+        self.bytes -= size * count
         if self.messages + self.others >= self.concurrency:
             if self._since_us:
-                self.pace_us += (now_us - self._since_us - self.pace_us) * PACE_WEIGHT
+                each_us = (now_us - self._since_us) / count
+                weight = PACE_WEIGHT if count == 1 else 1 - (1 - PACE_WEIGHT) ** count
+                self.pace_us += (each_us - self.pace_us) * weight
             self._since_us = now_us
         else:
             self._since_us = 0
-        self.messages -= 1
+        self.messages -= count
 
     def wait_us(self) -> float:
         """Return how long a message more would take, as far as the pace tells.

@@ -51,7 +51,7 @@ class Overdue:
             for handed in other.handed.values():
                 late = handed.deadline_us and handed.deadline_us < now_us
                 if late and handed.load.kind != Kind.TUNNEL_OPEN:
-                    (handed.survey or handed).ended()
+                    (handed.survey or handed).give_up()
         return origin.pending < limit
 
     def make_room_at(self, neighbor: Neighbor, now_us: int) -> bool:
@@ -86,10 +86,10 @@ class Overdue:
                     continue
                 if neighbor.hop_class:
                     self._forget(neighbor, hop, handed)
-                handed.ended()
+                handed.give_up()
                 if not handed.origin.closed:
                     detail = f"it had no deadline, and no answer came for {LIFE_US // 60_000_000} minutes"
-                    handed.origin.control(Fail(handed.hop, Cause.LOST, detail, True))
+                    handed.origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
         self.due_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
     def _forget(self, neighbor: Neighbor, hop: int, handed: Handed) -> None:

@@ -119,9 +119,11 @@ def is_over(neighbor: Neighbor, origin: Neighbor, limit: int) -> bool:
     return share is not None and _is_over(share, origin, limit)
 
 
-def _is_over(share: Share, origin: Neighbor, limit: int) -> bool:
-    return share.whole.held >= all_but_a_quarter(limit) or (
-        share.held >= max(1, limit // 2) and not origin.hop_class
+def _is_over(share: Share, origin: Neighbor, limit: int, count: int = 1) -> bool:
+    """Whether `count` more would be too many."""
+    more = count - 1
+    return share.whole.held + more >= all_but_a_quarter(limit) or (
+        share.held + more >= max(1, limit // 2) and not origin.hop_class
     )
 
 
@@ -130,9 +132,9 @@ def hold(target: Target, handed: Handed, limit: int) -> bool:
     share = target.share
     if share is None:
         share = target.share = share_at(target.neighbor, target.route.neighbor)
-    if _is_over(share, target.route.neighbor, limit):
+    if _is_over(share, target.route.neighbor, limit, handed.count):
         target.neighbor.over_share += 1
         return False
-    share.more()
+    share.more(handed.count)
     handed.share = share
     return True

@@ -18,12 +18,10 @@ from typing import Final
 
 from iris.wire import frames
 from iris.wire.codec import KIND_AT
-from iris.wire.kinds import NEVER_US, Kind
+from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, Kind
 from iris.wire.names import (
     printable,
 )
-from relay.core.calls import Calls
-from relay.core.casts import Casts
 from relay.core.control import SessionControl
 from relay.core.draining import HEARD_MINOR
 from relay.core.limits import Limits
@@ -33,6 +31,7 @@ from relay.core.parts import Parts
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
 from relay.core.ports import Port
+from relay.core.runs import Runs
 from relay.core.session import Session
 from relay.core.ways import Wan
 
@@ -62,9 +61,10 @@ class Router(Parts):
         self._entropy = entropy
         casts, calls = self._casts, self._calls
         self._from_sessions = SessionControl(self, calls)
-        self._session_table = _table(casts, calls, self._call, self._from_sessions.frame)
-        self._link_table = _table(casts, calls, self._call, LinkControl(self, calls, casts).frame)
-        self._wan_table = _table(casts, calls, self._call, WanControl(self, calls, casts).frame)
+        self._runs = Runs(calls)
+        self._session_table = self._table(self._from_sessions.frame)
+        self._link_table = self._table(LinkControl(self, calls, casts).frame)
+        self._wan_table = self._table(WanControl(self, calls, casts).frame)
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -244,6 +244,25 @@ class Router(Parts):
     def _call(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         self._calls.called(neighbor, buf, start, end, self.now_us)
 
+    def _call_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
+        self._runs.called(neighbor, buf, start, end, self.now_us)
+
+    def _table(self, control: Callable[..., None]) -> list[Callable[..., None]]:
+        """Return what takes a frame, by its kind."""
+        calls, answers = self._calls, self._calls.answers
+        table = [control] * 256
+        for kind in (Kind.PUBLISH, Kind.BROADCAST):
+            table[kind] = self._casts.cast
+        for kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.STREAM):
+            table[kind] = self._call
+        for kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY):
+            table[kind] = answers.answered
+        for kind in TUNNEL_KINDS:
+            table[kind] = calls.tunnels.frame
+        table[Kind.CALLS] = self._call_run
+        table[Kind.ANSWERS] = answers.answered_run
+        return table
+
 
 def _weighed(take: Callable[..., None], heard: Callable[[int], None]) -> Callable[..., None]:
     """Return what takes a frame, and says then how long it was."""
@@ -253,18 +272,3 @@ def _weighed(take: Callable[..., None], heard: Callable[[int], None]) -> Callabl
         heard(end - start)
 
     return weighed
-
-
-def _table(
-    casts: Casts, calls: Calls, call: Callable[..., None], control: Callable[..., None]
-) -> list[Callable[..., None]]:
-    """Return what takes a frame, by its kind."""
-    table = [control] * 256
-    table[Kind.PUBLISH] = table[Kind.BROADCAST] = casts.cast
-    table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = table[Kind.TUNNEL_OPEN] = call
-    table[Kind.STREAM] = call
-    table[Kind.REPLY] = table[Kind.FAULT] = table[Kind.ANSWER] = calls.answers.answered
-    table[Kind.STREAM_REPLY] = calls.answers.answered
-    tunnel = calls.tunnels.frame
-    table[Kind.TUNNEL_ACCEPT] = table[Kind.TUNNEL_DATA] = table[Kind.TUNNEL_END] = tunnel
-    return table

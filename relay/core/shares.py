@@ -32,16 +32,16 @@ class Share:
         self.whole = whole
         whole.sessions += 1
 
-    def more(self) -> None:
-        """Count a call that was handed over."""
-        self.held += 1
-        self.whole.held += 1
+    def more(self, count: int) -> None:
+        """Count calls that were handed over."""
+        self.held += count
+        self.whole.held += count
 
-    def less(self) -> None:
-        """Count a call that ended."""
-        self.held -= 1
+    def less(self, count: int = 1) -> None:
+        """Count calls that ended."""
+        self.held -= count
         whole = self.whole
-        whole.held -= 1
+        whole.held -= count
         if not whole.sessions:
             whole.forget_if_done()
 

@@ -26,7 +26,7 @@ class Surveys:
 
     def __init__(
         self, relay_id: bytes, accounts: Accounts, interest: Interest, next_hop: Callable[[Neighbor], int],
-        ended: Callable[[Handed], None], may_hold_more: Callable[[Target, Handed], bool],
+        ended: Callable[[Handed, int], None], may_hold_more: Callable[[Target, Handed], bool],
     ) -> None:  # fmt: skip
         self._relay = relay_id.hex()
         self._accounts = accounts
@@ -123,11 +123,11 @@ class Surveys:
         """One that was handed a survey owes nothing more; `lost` never answered."""
         survey = handed.survey
         assert survey is not None
-        self._ended(handed)
+        self._ended(handed, 1)
         survey.lose(lost)
         survey.open -= 1
         if survey.open == 0:
-            survey.ended()
+            survey.give_up()
             if not survey.origin.closed:
                 # Members that never answered may not all fit. The surveyor knows their names from the roster.
                 survey.origin.control(Done(survey.hop, next(_parts(survey.lost))))

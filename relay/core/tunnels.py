@@ -29,7 +29,7 @@ class Tunnels:
     def __init__(
         self,
         accounts: Accounts,
-        ended: Callable[[Handed], None],
+        ended: Callable[[Handed, int], None],
         given_up: Callable[[Neighbor, int], bool],
     ) -> None:
         self._accounts = accounts
@@ -136,4 +136,4 @@ class Tunnels:
         tunnel.member.tunnels.pop(tunnel.member_hop, None)
         handed = tunnel.member.handed.pop(tunnel.member_hop, None)
         if handed is not None:
-            self._ended(handed)
+            self._ended(handed, 1)

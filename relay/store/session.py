@@ -28,6 +28,7 @@ from iris.wire.codec import (
 from iris.wire.frames import MAX_CREDIT, Serving
 from iris.wire.kinds import DECLARED_KINDS, FLAG_REFUSED, Kind, Refusal
 from iris.wire.orders import SignedOrder
+from iris.wire.runs import single_calls
 from iris.wire.streams import Answer, Call, Refused, decode_call, encode
 from relay.store.errors import ChannelRefused
 
@@ -142,6 +143,7 @@ class StoreSession(Conversation):
         table = self._table
         table[Kind.PUBLISH] = table[Kind.BROADCAST] = self._cast
         table[Kind.PUSH] = self._push
+        table[Kind.CALLS] = self._pushes
         table[Kind.STREAM] = self._call
         self._controls |= {
             frames.Drain: lambda drain: self.owner.draining(),
@@ -258,6 +260,10 @@ class StoreSession(Conversation):
         if buf[start + FLAGS_AT] & FLAG_REFUSED:
             raise PeerProtocolError("a refused message came to a session")
         self.owner.pushed(self._bundle(buf, start, end))
+
+    def _pushes(self, buf: memoryview, start: int, end: int) -> None:
+        for frame in single_calls(buf, start, end, Kind.PUSH):
+            self._push(memoryview(frame), 0, len(frame))
 
     def _call(self, buf: memoryview, start: int, end: int) -> None:
         if end - start < BODY_AT:

@@ -70,10 +70,10 @@ async def an_unknown_control_kind(wire: Wire) -> None:
     await wire.send(control_frame(0x3F, b"\x80"))
 
 
-@offence("^unknown frame kind 0x4e$")
+@offence("^unknown frame kind 0x50$")
 async def an_unknown_data_kind(wire: Wire) -> None:
     await wire.greet()
-    await wire.send(data_frame(0x4E))
+    await wire.send(data_frame(0x50))
 
 
 @offence("^unknown frame kind 0x00$")

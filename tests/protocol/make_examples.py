@@ -137,6 +137,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "leave": frames.Leave(3, 7),
     "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
     "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
+    "share": frames.Share(TOPIC, KEY.key_id, 4),
     "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),
     "members": frames.Members(6, CLUSTER, [KEY.key_id], True),
@@ -268,7 +269,38 @@ def sealed() -> dict[str, tuple[bytes, dict[str, Any]]]:
     _, kind, _, alias, _, deadline = HOP.unpack_from(request)
     sent_back = HOP.pack(len(request) - 4, kind, flags, alias, hop, deadline) + request[26:]
     found["refused"] = sent_back, {**said, "flags": flags, "hop": hop}
+    calls = [caller.frame(Kind.REQUEST, CLUSTER, [text], timeout=1000) for text in (b"a", b"bc")]
+    counters = [told["counter"] for _, told in calls]
+    found["calls"] = run(Kind.CALLS, calls, alias=0, hop=7, deadline=DEADLINE_US)
+    answers = [
+        member.frame(Kind.REPLY, CLUSTER, [text], answers=(CALLER, counter))
+        for text, counter in zip((b"A", b"BC"), counters, strict=True)
+    ]
+    found["answers"] = run(Kind.ANSWERS, answers, hops=[RELAY_HOP + 9, RELAY_HOP + 8])
     return found
+
+
+def run(
+    kind: Kind, singles: list[tuple[bytes, dict[str, Any]]], *, alias: int = 0, hop: int = 0, deadline: int = 0,
+    hops: list[int] | None = None,
+) -> tuple[bytes, dict[str, Any]]:  # fmt: skip
+    """Return a run of frames that were sealed alone, and what its JSON says."""
+    said = singles[0][1]
+    bodies = [frame[50:] for frame, _ in singles]
+    body = b"".join(number.to_bytes(8, "little") for number in hops or [])
+    body += b"".join(len(one).to_bytes(4, "little") for one in bodies) + b"".join(bodies)
+    end = END.pack(SENT_US, said["timeout"], len(bodies), 0)
+    head = HOP.pack(22 + len(end) + len(body), kind, 0, alias, hop, deadline)
+    fields = ("sent", "timeout", "first", "declared")
+    each = ("counter", "metadata", "payloads", "answers")
+    shown: dict[str, Any] = {
+        "frame": kind.name, "flags": 0, "alias": alias, "hop": hop, "deadline": deadline, "count": len(bodies),
+        **{field: said[field] for field in fields},
+    }  # fmt: skip
+    if hops is not None:
+        shown["hops"] = hops
+    shown["each"] = [{name: one[name] for name in each if name in one} for _, one in singles]
+    return head + end + body, shown
 
 
 def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:

@@ -341,7 +341,7 @@ def test_a_reply_swapped_with_another_is_refused(net: Network) -> None:
     net.tamper = swap
     for delivery in service.deliveries:
         delivery.reply(b"reply to " + delivery.message.payload, None, False)
-    net.run()
+        net.run()
     for answer in answers:
         assert isinstance(answer.error, ConnectionLost)
         assert answer.error.may_have_run

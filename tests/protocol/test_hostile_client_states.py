@@ -75,6 +75,7 @@ def bodies() -> dict[type, list[Control]]:
         frames.Subscribe: [frames.Subscribe(1, "t", [KEY.key_id])],
         frames.Unsubscribe: [frames.Unsubscribe(1, "t")],
         frames.Credit: [frames.Credit(1, Kind.PUSH, [1])],
+        frames.Share: [frames.Share("t", KEY.key_id, 16), frames.Share("nobody", bytes(16), 1)],
         frames.CallerLeft: [frames.CallerLeft([]), frames.CallerLeft(list(HOPS))],
         frames.Gap: gaps,
         frames.Fail: [frames.Fail(hop, cause, "stale") for hop in HOPS for cause in (*Cause, 250)],

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+import struct
 from typing import Any, Final
 
 import msgspec
@@ -306,6 +307,28 @@ def test_a_sealed_body_opens_under_no_other_metadata(name: str) -> None:
     for change in ({"first": said["first"] + 1}, {"sent": said["sent"] + 1}, {"timeout": 7}):
         with pytest.raises(OpenError):
             opener.open(data[50:], _metadata({**said, **change}))
+
+
+@pytest.mark.parametrize("name", ["calls", "answers"])
+def test_each_body_of_a_run_is_sealed_as_if_it_were_sent_alone(name: str) -> None:
+    data, said = HEX[name], JSON[name]
+    each = said["each"]
+    at = 50
+    if "hops" in said:
+        assert data[at : at + 8 * len(each)] == struct.pack(f"<{len(each)}Q", *said["hops"])
+        at += 8 * len(each)
+    sizes = struct.unpack_from(f"<{len(each)}I", data, at)
+    at += 4 * len(each)
+    opener = Opener(KEY, bytes.fromhex(said["declared"]["sender_id"]))
+    for size, one in zip(sizes, each, strict=True):
+        kind = "REPLY" if "answers" in one else "REQUEST"
+        metadata = _metadata({**said, **one, "frame": kind, "count": 1})
+        assert metadata.hex() == one["metadata"]
+        counter, plain = opener.open(data[at : at + size], metadata)
+        assert counter == one["counter"]
+        assert [payload.decode() for payload in decode_bundle(plain)[0]] == one["payloads"]
+        at += size
+    assert at == len(data)
 
 
 def test_an_answer_is_bound_to_the_example_of_its_question() -> None:

@@ -391,7 +391,7 @@ def test_giving_up_before_it_is_open_tells_the_member(net: Network) -> None:
 
 def test_the_relay_bounds_what_one_session_may_declare_as_one_tunnel_twice(net: Network) -> None:
     opener, _, left, _ = opened(net)
-    opener.session._hops = left.hop - 1
+    opener.session.out.hops = left.hop - 1
     opener.open_tunnel("db")
     net.run()
     assert f"tunnel {left.hop} is open already" in opener.ended_because

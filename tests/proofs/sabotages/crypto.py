@@ -290,7 +290,7 @@ SABOTAGES = (
     Sabotage(
         "fresh-request",
         "iris/core/session.py",
-        "Session._incoming",
+        "Session._take",
         "abs(self.now_us - sent_us) >= self.guard.freshness_us",
         "False",
         GUARDING,
@@ -330,7 +330,7 @@ SABOTAGES = (
     Sabotage(
         "replayed-request",
         "iris/core/session.py",
-        "Session._incoming",
+        "Session._take",
         "sender.window.check(counter)",
         "pass",
         GUARDING,
@@ -339,7 +339,7 @@ SABOTAGES = (
     Sabotage(
         "marked-request",
         "iris/core/session.py",
-        "Session._incoming",
+        "Session._take",
         "sender.window.mark(counter)",
         "pass",
         GUARDING,
@@ -348,7 +348,7 @@ SABOTAGES = (
     Sabotage(
         "expired-request",
         "iris/core/session.py",
-        "Session._incoming",
+        "Session._take",
         "deadline_us < self.mono_us",
         "False",
         GUARDING,
@@ -357,7 +357,7 @@ SABOTAGES = (
     Sabotage(
         "answer-question",
         "iris/core/requests.py",
-        "Requests.answered",
+        "Requests._answered",
         "+ answer_suffix(pending.sender_id, pending.counter)",
         "+ answer_suffix(pending.sender_id, pending.counter)[:16]",
         LYING,
@@ -366,7 +366,7 @@ SABOTAGES = (
     Sabotage(
         "answer-address",
         "iris/core/requests.py",
-        "Requests.answered",
+        "Requests._answered",
         "flow.name != split_site(pending.name)[1] or flow.key.key_id != pending.key.key_id",
         "False",
         LYING,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from iris.wire.codec import KIND_AT, decode_control
 from iris.wire.frames import Interest
-from iris.wire.kinds import HERE, Cause, Kind, Refusal
+from iris.wire.kinds import HERE, RUN_MINOR, Cause, Kind, Refusal
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
 
@@ -74,7 +74,7 @@ class Chaos:
         self.garbled = 0
         everyday: list[tuple[int, Callable[[], None]]] = [
             (9, self.attach), (7, self.serve), (7, self.subscribe), (3, self.leave), (3, self.unsubscribe), (2, self.watch),
-            (30, self.request), (14, self.push), (8, self.survey), (22, self.publish), (12, self.broadcast),
+            (30, self.request), (25, self.run_of_calls), (14, self.push), (8, self.survey), (22, self.publish), (12, self.broadcast),
             (5, self.open_tunnel), (10, self.use_tunnel), (2, self.close_tunnel), (5, self.change_mood), (2, self.flood),
         ]  # fmt: skip
         faults: list[tuple[int, Callable[[], None]]] = [
@@ -115,7 +115,8 @@ class Chaos:
             self._attach(relay)
 
     def _attach(self, relay: SimRelay) -> None:
-        session = relay.session(f"s{self.net.ledger.new_tag()}")
+        minor = self.rng.choice((0, RUN_MINOR, RUN_MINOR))
+        session = relay.session(f"s{self.net.ledger.new_tag()}", minor=minor)
         for _ in range(self.rng.randint(0, 2)):
             self._serve(session)
         for _ in range(self.rng.randint(0, 2)):
@@ -179,6 +180,16 @@ class Chaos:
                     self.rng.choice(CLUSTERS), key=self.some_key(), timeout_ms=timeout_ms, size=size,
                     site=self.some_scope(),
                 )  # fmt: skip
+
+    def run_of_calls(self) -> None:
+        session = self.some_session()
+        if session is not None and session.minor >= RUN_MINOR:
+            kind = self.rng.choice((Kind.REQUEST, Kind.REQUEST, Kind.PUSH))
+            timeout_ms = self.rng.choice((20, 500, 2_000, 6_000))
+            session.run(
+                kind, self.rng.choice(CLUSTERS), self.rng.randint(1, 24), key=self.some_key(), timeout_ms=timeout_ms,
+                site=self.some_scope(),
+            )  # fmt: skip
 
     def push(self) -> None:
         if (session := self.some_session()) is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, FLAGS_AT, HOP, KIND_AT, TUNNEL_BODY_AT
 from iris.wire.kinds import FLAG_REFUSED, HERE, TUNNEL_KINDS, UNKNOWN_COUNT, Cause, HopClass, Kind
+from iris.wire.runs import single_answers, single_calls
 
 if TYPE_CHECKING:
     from support.sim.members import SimCall, SimMember, SimSession, Work
@@ -49,6 +50,16 @@ MAGIC: Final = b"#sim"
 
 def _alias(frame: bytes) -> int:
     return int(HOP.unpack_from(frame)[3])
+
+
+def singles(frame: bytes, kind: int) -> list[bytes]:
+    """Return what a run carries as frames of their own, its calls of `kind`; of any other frame, itself."""
+    buf = memoryview(frame)
+    if frame[KIND_AT] == Kind.CALLS:
+        return [bytes(one) for one in single_calls(buf, 0, len(frame), kind)]
+    if frame[KIND_AT] == Kind.ANSWERS:
+        return [bytes(one) for one in single_answers(buf, 0, len(frame), Kind.REPLY)]
+    return [frame]
 
 
 def tag_of(frame: bytes) -> int:
@@ -102,6 +113,8 @@ class Ledger:
     def __init__(self, net: SimNetwork) -> None:
         self.net = net
         self.calls: dict[int, SimCall] = {}
+        self.run_calls = 0
+        """Calls that crossed a link as part of a run."""
         self.open: dict[int, SimCall] = {}
         """Not ended."""
         self.runs: Counter[int] = Counter()
@@ -359,9 +372,16 @@ class Ledger:
 
         So nothing crosses more than one link, one WAN connection and one link.
         """
+        for one in singles(frame, Kind.REQUEST):
+            self._over_link(end, one, run=frame[KIND_AT] == Kind.CALLS)
+
+    def _over_link(self, end: LinkEnd, frame: bytes, *, run: bool) -> None:
         kind, tag, relay = frame[KIND_AT], tag_of(frame), end.relay
         if not tag:
             return
+        if run:
+            self.run_calls += 1
+            kind = self.calls[tag].kind if tag in self.calls else kind
         self.loops_checked += 1
         self.over_wan += end.wan
         refused = frame[FLAGS_AT] & FLAG_REFUSED
@@ -418,10 +438,12 @@ class Ledger:
 
     def from_link(self, end: LinkEnd, frame: bytes) -> None:
         """A data frame came out of a link or WAN connection."""
-        if not frame[FLAGS_AT] & FLAG_REFUSED and (tag := tag_of(frame)):
-            hop_class = end.heard.get(_alias(frame), (0, ""))[0]
-            place = (end.relay.relay_id, frame[KIND_AT], tag)
-            self._crossed[place] = (end.place, end.wan, hop_class)
+        run = frame[KIND_AT] == Kind.CALLS
+        for one in singles(frame, Kind.REQUEST):
+            if not one[FLAGS_AT] & FLAG_REFUSED and (tag := tag_of(one)):
+                hop_class = end.heard.get(_alias(one), (0, ""))[0]
+                kind = self.calls[tag].kind if run and tag in self.calls else one[KIND_AT]
+                self._crossed[(end.relay.relay_id, kind, tag)] = (end.place, end.wan, hop_class)
 
     # -- at rest ---------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from iris.wire.codec import (
     BODY_AT,
     BUNDLE,
     END,
+    END_AT,
     FLAGS_AT,
     HOP,
     KIND_AT,
@@ -29,13 +30,15 @@ from iris.wire.kinds import (
     FIRST_DATA_KIND,
     FLAG_REFUSED,
     PROTOCOL_VERSION,
+    RUN_MINOR,
     SERVED_KINDS,
     TUNNEL_KINDS,
     Cause,
     Kind,
     Refusal,
 )
-from support.sim.ledger import MAGIC, TAG, Cast, tag_of
+from iris.wire.runs import answer_run, call_run
+from support.sim.ledger import MAGIC, TAG, Cast, singles, tag_of
 
 if TYPE_CHECKING:
     from support.sim.network import SimNetwork, SimRelay
@@ -251,8 +254,12 @@ class SimWatch:
 class SimSession:
     """One process, attached to its relay."""
 
-    def __init__(self, relay: SimRelay, label: str, keys: Sequence[bytes], to_relay: Pipe) -> None:
+    def __init__(
+        self, relay: SimRelay, label: str, keys: Sequence[bytes], to_relay: Pipe, minor: int = 0
+    ) -> None:
         self.relay = relay
+        self.minor = minor
+        """From `RUN_MINOR` on it sends and answers runs of calls."""
         self.net = relay.net
         self.uid = self.net.ledger.new_tag()
         self.label = label
@@ -282,7 +289,11 @@ class SimSession:
         self._aliases: dict[tuple[int, str, bytes, bytes, str], int] = {}
         self._routes: dict[int, frames.Declare] = {}
         self._sequences: dict[tuple[int, str, bytes, str], int] = {}
-        self.say(encode_control(frames.Hello(PROTOCOL_VERSION, 0, label, self.uid)))
+        self._back: list[tuple[Work, Refusal]] | None = None
+        """What it refuses of the run that it looks at."""
+        self._replies: list[tuple[int, int, bytes]] = []
+        """(alias, hop id, body) of this instant."""
+        self.say(encode_control(frames.Hello(PROTOCOL_VERSION, minor, label, self.uid)))
 
     def __repr__(self) -> str:
         return f"{self.label}@{self.relay.place}"
@@ -423,6 +434,26 @@ class SimSession:
         self.net.clock.at(call.deadline_us, self._timeout, call)
         return call
 
+    def run(
+        self, kind: int, name: str, count: int, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = ""
+    ) -> list[SimCall]:  # fmt: skip
+        """Send so many requests or pushes as one frame."""
+        alias = self.alias(kind, name, key, site)
+        deadline_us = self.net.now_us + 1000 * timeout_ms
+        calls = []
+        for _ in range(count):
+            self._hop += 1
+            call = SimCall(self, kind, name, self.net.ledger.new_tag(), self._hop, site)
+            call.deadline_us = deadline_us
+            self.calls[call.hop] = call
+            self.net.ledger.sent(call)
+            self.net.clock.at(deadline_us, self._timeout, call)
+            calls.append(call)
+        bodies = [TAG.pack(MAGIC, call.tag).ljust(PAYLOAD_BYTES, b".") for call in calls]
+        end = END.pack(self.net.now_us, timeout_ms, 1, 0)
+        self.say(call_run(alias, 0, calls[0].hop, deadline_us + self.offset_us, end, bodies))
+        return calls
+
     def request(
         self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES, site: str = ""
     ) -> SimCall:  # fmt: skip
@@ -444,11 +475,31 @@ class SimSession:
         return tunnel
 
     def refuse(self, work: Work, reason: Refusal) -> None:
-        """Send a message back as it came."""
+        """Send a message back as it came; of a run, with those beside it that are refused for the same reason."""
+        self.net.note(f"{self} refuses {work.tag}: {reason.name}")
+        if self._back is not None:
+            self._back.append((work, reason))
+            return
         frame = bytearray(work.frame)
         frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
-        self.net.note(f"{self} refuses {work.tag}: {reason.name}")
         self.say(bytes(frame))
+
+    def _refuse_run(self, back: list[tuple[Work, Refusal]], deadline_us: int) -> None:
+        while back:
+            first, reason = back[0]
+            together = 1
+            while (
+                together < len(back)
+                and back[together][1] is reason
+                and back[together][0].hop == first.hop + together
+            ):
+                together += 1
+            works = [work for work, _ in back[:together]]
+            flags = FLAG_REFUSED | reason << 4
+            end = first.frame[END_AT:BODY_AT]
+            bodies = [work.frame[BODY_AT:] for work in works]
+            self.say(call_run(0, flags, first.hop, deadline_us, end, bodies))
+            del back[:together]
 
     def answer(self, work: Work, member: SimMember, kind: int) -> None:
         """What a member says when its handler returns."""
@@ -459,11 +510,31 @@ class SimSession:
             kind = ANSWERED_BY.get(work.kind, kind)
         body = TAG.pack(MAGIC, work.tag) + member.member_id.encode()
         alias = self.alias(kind, work.route.name, work.route.key_id)
+        if kind == Kind.REPLY and self.minor >= RUN_MINOR:
+            if not self._replies:
+                self.net.clock.after(0, self.flush)
+            self._replies.append((alias, work.hop, body))
+            return
+        self._say_answer(kind, alias, work.hop, body)
+
+    def _say_answer(self, kind: int, alias: int, hop: int, body: bytes) -> None:
         self.say(
-            HOP.pack(46 + len(body), kind, 0, alias, work.hop, 0)
+            HOP.pack(46 + len(body), kind, 0, alias, hop, 0)
             + END.pack(self.net.now_us, 0, 1, 0)
             + body
         )
+
+    def flush(self) -> None:
+        """Say the replies of this instant, those under one alias together."""
+        replies, self._replies = self._replies, []
+        for alias in dict.fromkeys(alias for alias, _, _ in replies):
+            ours = [(hop, body) for other, hop, body in replies if other == alias]
+            if len(ours) == 1:
+                self._say_answer(Kind.REPLY, alias, *ours[0])
+            else:
+                end = END.pack(self.net.now_us, 0, 1, 0)
+                hops, bodies = [hop for hop, _ in ours], [body for _, body in ours]
+                self.say(answer_run(alias, end, hops, bodies))
 
     # -- what it should get ----------------------------------------------------------------------------------
 
@@ -513,6 +584,7 @@ class SimSession:
     def bye(self) -> None:
         """End politely: all that was said counts."""
         self.wake()
+        self.flush()
         self.say(encode_control(frames.Bye()))
         self.leaving = True
 
@@ -562,6 +634,11 @@ class SimSession:
             self._answered(kind, data)
         elif kind in TUNNEL_KINDS:
             self._tunnel(kind, data)
+        elif kind == Kind.CALLS:
+            self._handed_run(data)
+        elif kind == Kind.ANSWERS:
+            for single in singles(data, kind):
+                self._answered(Kind.REPLY, single)
         else:
             self._handed(data)
 
@@ -605,6 +682,16 @@ class SimSession:
             self.tunnels[hop] = SimTunnel(self, hop, work.tag, opener=False)
             body = TAG.pack(MAGIC, self.net.ledger.new_tag()) + struct.pack("<Q", work.tag)
             self.say(tunnel_frame(Kind.TUNNEL_ACCEPT, hop, body))
+
+    def _handed_run(self, data: bytes) -> None:
+        _, _, _, alias, _, deadline_us = HOP.unpack_from(data)
+        if self.minor < RUN_MINOR:
+            self.net.violate(f"{self} got a run, which it does not know")
+        self._back = back = []
+        for single in singles(data, self._routes[alias].kind):
+            self._handed(single)
+        self._back = None
+        self._refuse_run(back, deadline_us)
 
     def _answered(self, kind: int, data: bytes) -> None:
         _, _, _, alias, hop, _ = HOP.unpack_from(data)
@@ -668,6 +755,9 @@ class SimSession:
         elif isinstance(body, frames.Gap):
             self.gaps.append(body)
             self.net.ledger.gap_told(self, body)
+        elif isinstance(body, frames.Ping):
+            self.flush()
+            self.say(encode_control(frames.Pong(body.id)))
         elif isinstance(body, frames.Report):
             self.document = body.document
         elif isinstance(body, frames.Error):

@@ -298,12 +298,14 @@ class SimRelay:
     def mono_us(self) -> int:
         return self.net.now_us + self.offset_us
 
-    def session(self, label: str = "", *, keys: Sequence[bytes] = (KEY, OTHER_KEY)) -> SimSession:
+    def session(
+        self, label: str = "", *, keys: Sequence[bytes] = (KEY, OTHER_KEY), minor: int = 0
+    ) -> SimSession:
         """Attach a process; what it says is taken in order, HELLO first."""
         net = self.net
         to_relay, from_relay = net.pipe(SESSION_DELAY_US), net.pipe(SESSION_DELAY_US)
         SessionEnd(self, to_relay, SimPort(from_relay, net.port_bytes), keys)
-        session = SimSession(self, label or f"s{len(self.sessions)}", keys, to_relay)
+        session = SimSession(self, label or f"s{len(self.sessions)}", keys, to_relay, minor)
         session.from_relay = from_relay
         from_relay.deliver = session.frame
         from_relay.ended = session.connection_lost

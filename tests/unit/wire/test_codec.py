@@ -64,6 +64,7 @@ EXAMPLES: list[Control] = [
     frames.Ping(9),
     frames.Pong(9),
     frames.CallerLeft([1, 2]),
+    frames.Share("t", bytes(16), 2),
     frames.Settle(10),
     frames.Topic(11, "a.b", KEY_ID, True),
     frames.Audience(11, 3, 40, [frames.SlowEntry("label", 40, 9, 8, "host", 1, "10.0.0.1:7", True)]),
@@ -109,7 +110,7 @@ def test_map_keys_of_a_newer_minor_version_are_ignored() -> None:
     assert decode(frame) == frames.Ping(7)
 
 
-@pytest.mark.parametrize("kind", [0x00, 0x1E, 0x3F, 0x4E, 0xFF])
+@pytest.mark.parametrize("kind", [0x00, 0x1F, 0x3F, 0x50, 0xFF])
 def test_an_unknown_kind_names_itself_in_the_error(kind: int) -> None:
     with pytest.raises(PeerProtocolError, match=f"0x{kind:02x}"):
         decode(PREFIX.pack(3, kind, 0) + b"\x80")

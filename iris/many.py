@@ -1,0 +1,180 @@
+"""Many requests to one cluster: what `Client.request_many` does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Final
+
+from iris.core.bundle import Headers
+from iris.core.message import Message, decode_payload
+from iris.core.requests import Pending, Requests
+from iris.deadlines import milliseconds, seconds_left
+from iris.errors import ConnectionLost, DecodeError, IrisError, RequestError, ran_before
+from iris.runtime import Runtime
+from iris.wire.kinds import Kind
+
+IN_FLIGHT: Final = 256
+SESSIONS_TRIED: Final = 3
+"""How many sessions an idempotent request may be sent over, one after the other."""
+
+
+class Outcome:
+    """What became of one request of `request_many`."""
+
+    __slots__ = ("error", "number", "reply")
+
+    def __init__(self, number: int, reply: Any, error: IrisError | None) -> None:
+        self.number = number
+        """Of its payload, from 0 on."""
+        self.reply = reply
+        self.error = error
+        """What `request` would have raised, or None."""
+
+    def __repr__(self) -> str:
+        return f"Outcome({self.number}: {self.error or 'replied'})"
+
+    def result(self) -> Any:
+        """Return the reply, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.reply
+
+
+class _One:
+    """Who waits for one reply. It takes the place of a future, and wakes the iterator once for all that came in a turn."""
+
+    __slots__ = (
+        "_many",
+        "ended",
+        "number",
+        "payload",
+        "pending",
+        "ran",
+        "sessions_left",
+        "until_s",
+    )
+
+    def __init__(
+        self, many: Many, number: int, payload: object, until_s: float, sessions: int
+    ) -> None:
+        self._many = many
+        self.number = number
+        self.payload = payload
+        self.until_s = until_s
+        self.sessions_left = sessions
+        self.ran = False
+        """An attempt that was lost with its session may have run."""
+        self.ended = False
+        self.pending: tuple[Requests, Pending]
+
+    def done(self) -> bool:
+        return self.ended
+
+    def set_result(self, result: Any, /) -> None:
+        self._end(result, None)
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        self._end(None, exception)
+
+    def _end(self, message: Message | None, error: BaseException | None) -> None:
+        self.ended = True
+        self._many.ended(self, message, error)
+
+
+class Many:
+    """The requests of one call of `Client.request_many`."""
+
+    def __init__(
+        self, runtime: Runtime, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None,
+        idempotent: bool, wanted: Any, in_flight: int,
+    ) -> None:  # fmt: skip
+        self._runtime = runtime
+        self._cluster = cluster
+        self._payloads: Iterator[tuple[int, object]] = enumerate(payloads)
+        self._timeout = timeout
+        self._headers = headers
+        self._idempotent = idempotent
+        self._wanted = wanted
+        self._in_flight = in_flight
+        self._sessions = SESSIONS_TRIED if idempotent else 1
+        self._waiting: set[_One] = set()
+        self._again: deque[_One] = deque()
+        self._ended: deque[Outcome] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+
+    async def outcomes(self) -> AsyncIterator[Outcome]:
+        """Yield what becomes of each, in the order in which they end."""
+        runtime = self._runtime
+        runtime.registry.cluster_keys(
+            self._cluster
+        )  # raises now what would be wrong with all of them
+        more = True
+        try:
+            while more or self._again or self._waiting or self._ended:
+                while self._again:
+                    await self._send(self._again.popleft())
+                while more and len(self._waiting) + len(self._ended) < self._in_flight:
+                    number, payload = next(self._payloads, (-1, None))
+                    more = number >= 0
+                    if more:
+                        until_s = time.monotonic() + self._timeout
+                        await self._send(_One(self, number, payload, until_s, self._sessions))
+                if self._waiting and not self._ended and not self._again:
+                    self._arrival = asyncio.get_running_loop().create_future()
+                    await self._arrival
+                while self._ended:
+                    yield self._ended.popleft()
+        finally:
+            for one in self._waiting:
+                requests, pending = one.pending
+                requests.forget(pending)
+
+    async def _send(self, one: _One) -> None:
+        runtime = self._runtime
+        one.ended = False
+        one.sessions_left -= 1
+        try:
+            pump, session = await runtime.ready(self._cluster, seconds_left(one.until_s))
+            pump.turn()
+            data, packed = runtime.encode(one.payload, self._headers)
+            key = runtime.registry.cluster_keys(self._cluster)[0]
+            pending = session.requests.send(
+                Kind.REQUEST, self._cluster, key, data, self._headers, packed,
+                timeout_ms=milliseconds(seconds_left(one.until_s)), waiter=one, idempotent=self._idempotent,
+            )  # fmt: skip
+        except IrisError as err:
+            self._over(one, None, err)
+            return
+        one.pending = session.requests, pending
+        self._waiting.add(one)
+        pump.touch()
+
+    def ended(self, one: _One, message: Message | None, error: BaseException | None) -> None:
+        """One of them ended."""
+        self._waiting.discard(one)
+        if (
+            isinstance(error, ConnectionLost)
+            and one.sessions_left
+            and time.monotonic() < one.until_s
+        ):
+            one.ran = one.ran or error.may_have_run
+            self._again.append(one)
+        else:
+            self._over(one, message, error)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _over(self, one: _One, message: Message | None, error: BaseException | None) -> None:
+        reply: Any = message
+        if message is not None and self._wanted is not Message:
+            try:
+                reply = decode_payload(message.payload, message.packed, self._wanted)
+            except DecodeError as err:
+                reply, error = None, err
+        assert error is None or isinstance(error, IrisError)
+        if one.ran and isinstance(error, RequestError):
+            ran_before(error)
+        self._ended.append(Outcome(one.number, reply, error))
