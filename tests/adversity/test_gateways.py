@@ -171,7 +171,7 @@ async def test_a_flood_of_connections_that_come_and_go_leaves_nothing(
 
     for start in range(0, 600, 50):
         await asyncio.gather(*(knock(number) for number in range(start, start + 50)))
-    await eventually(lambda: hub(eu).ports == {ours} and not hub(eu)._accepting)
+    await eventually(lambda: hub(eu).ports == {ours} and not hub(eu)._acceptor.attaching)
     assert gateways(eu)["half_open"] == 0
     assert joined((eu, us))
 
