@@ -18,8 +18,10 @@ from relay.core.quotas import all_but_a_quarter
 
 AWAY_US: Final = 3_600_000_000
 """Who stays away for longer does not count as coming back."""
+SILENT_US: Final = 3_000_000
+"""A connection is given up after so much silence: ..."""
 UNSURE_US: Final = 5_000_000
-"""A connection is given up after 3 s of silence: what it was given in its last 5 s may not have arrived."""
+"""... what it was given in its last 5 s may not have arrived."""
 CLAIMED_US: Final = 300_000_000
 """A relay that was lost may still come back, for so long, after one that was not known took its place."""
 MAX_AWAY: Final = 1024
@@ -50,8 +52,10 @@ class _Left:
 class Away:
     """Who is away from one relay, and the casts that they may have missed."""
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self, clock: Callable[[], int], heard_us: Callable[[], int]) -> None:
+        """`heard_us`: when the connection that has been silent for longest was heard last."""
         self._clock = clock
+        self._heard_us = heard_us
         self._left: dict[Who, _Left] = {}
         """Who left first comes first."""
         self._begun: dict[Route, tuple[int, int]] = {}
@@ -92,7 +96,7 @@ class Away:
 
     def unsure(self) -> list[Route]:
         """Return the casts that a connection which is lost now may not have carried."""
-        since_us = self._clock() - UNSURE_US
+        since_us = self._sure_us()
         return [route for route, (_, began_us) in self._begun.items() if began_us > since_us]
 
     def back(self, who: Who, *, connected: bool = True) -> list[Route]:
@@ -128,10 +132,14 @@ class Away:
         self._left = {who: entry for who, entry in self._left.items() if now_us < entry.until_us}
         self._tidy()
 
+    def _sure_us(self) -> int:
+        """Return until when what was sent has arrived, or its connection is gone. While this process stands still, nothing is heard."""
+        return min(self._clock(), self._heard_us() + SILENT_US) - UNSURE_US
+
     def _tidy(self) -> None:
         """Forget what nobody who is away, or leaves in this moment, has to hear."""
         first = min((entry.since for entry in self._left.values()), default=self._order)
-        unsure_us = self._clock() - UNSURE_US
+        unsure_us = self._sure_us() if self._begun else 0
         while self._begun:
             route = next(iter(self._begun))
             at, began_us = self._begun[route]

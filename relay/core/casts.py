@@ -39,16 +39,16 @@ class Casts:
 
     def __init__(
         self, accounts: Accounts, interest: Interest, sites: Sites, slow: SlowReceivers, clock: Callable[[], int],
-        has_heard: Callable[[Neighbor], bool],
+        has_heard: Callable[[Neighbor], bool], heard_us: Callable[[], int],
     ) -> None:  # fmt: skip
-        """`has_heard`: whether this relay stops, and that neighbor has heard of it."""
+        """`has_heard`: whether this relay stops, and that neighbor has heard of it; `heard_us` as in `Away`."""
         self._accounts = accounts
         self._interest = interest
         self._sites = sites
         self._slow = slow
         self.begun = False
         """Something was published or broadcast."""
-        self.away = Away(clock)
+        self.away = Away(clock, heard_us)
         self._has_heard = has_heard
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:

@@ -72,7 +72,8 @@ class Parts:
         self.wans = self.sites.wans
         self.drains = Draining(self.leave_asked, self.goodbye)
         self._casts = casts = Casts(
-            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard
+            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard,
+            self._heard_us,
         )  # fmt: skip
         self._reach = Reach(self.interest, self.sites, casts, self.number)
         self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
@@ -140,6 +141,11 @@ class Parts:
         self.drains.forget(session, self.now_us)
         self.stores.gone(session, self.now_us)
         session.empty()
+
+    def _heard_us(self) -> int:
+        """Return when the link or WAN connection that has been silent for longest was heard last."""
+        far = (n.pulse.last_us for n in self._pulsing.values() if n.hop_class and n.pulse)
+        return min(far, default=self.now_us)
 
     def link_down(self, link: Link) -> None:
         """The link is gone, however it ended. Idempotent."""

@@ -144,6 +144,27 @@ def test_what_both_ends_of_a_link_tell_of_one_loss_is_told_once() -> None:
     net.check()
 
 
+def test_what_a_relay_sent_before_it_stood_still_is_told_when_it_is_back() -> None:
+    """A stopped process hears nothing and sends nothing: however long that is, its last words may not have arrived."""
+    net = Network(relays=2)
+    ends = net.link(0, 1)
+    sender, listener = net.host(), net.host(relay=1)
+    inbox = listener.subscribe("a")
+    net.run()
+    net.pass_time(10)
+    ends[0].tamper = lambda frame: ()
+    sender.publish("a", b"lost")
+    net.run()
+    for router in net.routers:
+        router.now_us += 60_000_000
+    net.host().publish("b", b"something else")  # before it notices that the link is gone
+    net.cut(ends)
+    net.link(0, 1)
+    assert [gap.count for gap in inbox.gaps] == [None]
+    assert inbox.payloads == []
+    net.check()
+
+
 def test_settle_is_answered_once_the_linked_relays_know() -> None:
     net = Network(relays=2)
     net.link(0, 1)
