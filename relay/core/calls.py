@@ -177,11 +177,11 @@ class Calls:
         else:
             self._unhanded(handed, buf, start, end)
 
-    def served_here(self, route: Route, now_us: int) -> bool:
-        """Whether members of this site serve a route's address."""
+    def is_served(self, route: Route, now_us: int) -> bool:
+        """Whether anybody serves a route's address, here or in another site."""
         self._now_us = now_us
         self._resolve(route)
-        return bool(route.loads or route.peers)
+        return bool(route.loads or route.peers or route.sites)
 
     def _resolve(self, route: Route) -> None:
         """Find who serves this route's address while the interest stays as it is."""

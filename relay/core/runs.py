@@ -59,7 +59,7 @@ class Runs:
         plain = (
             deadline_us > now_us
             and neighbor.pending + count <= calls.limit
-            and calls.served_here(route, now_us)
+            and calls.is_served(route, now_us)
         )
         if not plain:
             for frame in single_calls(buf, start, end, route.kind):
@@ -82,6 +82,8 @@ class Runs:
         while left:
             route.turn += 1
             load = pick(route.loads, route.peers, _bytes(sizes[first:]), tried, route.turn)
+            if load is None:
+                load = next((far for far in route.sites if far not in tried), None)
             count = left if load is None else _part(route, load, tried, had, sizes[first:])
             if (
                 load is None
@@ -153,7 +155,7 @@ class Runs:
             and handed.deadline_us > now_us
             and not handed.origin.closed
             and handed.attempts < MAX_ATTEMPTS
-            and calls.served_here(handed.route, now_us)
+            and calls.is_served(handed.route, now_us)
         )
         if handed is None or not again:
             for frame in single_calls(buf, start, end, kind):

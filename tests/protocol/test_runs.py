@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from protocol.kit import Host, Network, Result, Service
+from protocol.test_sites import Sites
 
 from iris.core.parties import Delivery
 from iris.errors import ConnectionLost, Overloaded, RelayError, RequestTimeout
@@ -451,3 +452,30 @@ def test_a_run_s_calls_as_single_frames_are_what_would_have_been_sent_alone(net:
     assert hops == [hops[0], hops[0] + 1, hops[0] + 2]
     assert {single[KIND_AT] for single in singles} == {Kind.REQUEST}
     assert {COUNT.unpack_from(single, COUNT_AT)[0] for single in singles} == {1}
+
+
+def test_a_run_crosses_to_another_site_and_its_answers_come_back_whole() -> None:
+    net = Sites("ams", "ams", "ber", "ber")
+    net.connect(1, 2)
+    caller, member = net.host("caller"), net.host("member", relay=3)
+    member.serve("db", echo, concurrency=64)
+    net.settle()
+    wire = Wire(net)
+    results = ask(caller, 6)
+    net.run()
+    assert answered(results)
+    assert wire.to == {"member": [(Kind.CALLS, 6)], "caller": [(Kind.ANSWERS, 6)]}
+    net.check()
+
+
+def test_what_another_site_refuses_of_a_run_ends_call_by_call() -> None:
+    net = Sites("ams", "ams", "ber", "ber")
+    net.connect(1, 2)
+    caller, member = net.host("caller"), net.host("member", relay=3)
+    service = member.serve("db", echo, concurrency=64)
+    service.refusal = Refusal.FULL
+    net.settle()
+    results = ask(caller, 4)
+    net.run()
+    assert [type(r.error) for r in results] == [Overloaded] * 4
+    net.check()

@@ -185,7 +185,7 @@ class Chaos:
         session = self.some_session()
         if session is not None and session.minor >= RUN_MINOR:
             kind = self.rng.choice((Kind.REQUEST, Kind.REQUEST, Kind.PUSH))
-            timeout_ms = self.rng.choice((20, 500, 2_000, 6_000))
+            timeout_ms = self.rng.choice((500, 2_000, 6_000))
             session.run(
                 kind, self.rng.choice(CLUSTERS), self.rng.randint(1, 24), key=self.some_key(), timeout_ms=timeout_ms,
                 site=self.some_scope(),

@@ -295,12 +295,14 @@ class Ledger:
     def cast_sent(self, cast: Cast) -> None:
         """A bundle sets out: note who has wanted it for so long that everybody knows."""
         kind, name, key = cast.address
-        before_us = self.net.now_us - KNOWN_US
-        if cast.sender.relay.frozen:
+        usually_us = self.net.now_us - KNOWN_US
+        relay = cast.sender.relay
+        if relay.frozen:
             return
         for session in self.net.sessions:
             if session.leaving or session.relay.frozen:
                 continue
+            before_us = self.net.known_by_us(relay, session.relay, usually_us, KNOWN_US)
             if kind == Kind.PUBLISH:
                 if session.wants(name, key, before_us):
                     cast.receivers.append((session, 0))

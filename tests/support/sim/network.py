@@ -443,6 +443,8 @@ class Wire:
         self.slowest_us = 0
         self.changed_us = 0
         """When a link over it came, went, or was held up last."""
+        self.stopped_us = self.healed_us = -(1 << 60)
+        """When nothing passed any more, and when everything did again."""
 
 
 def slowest_us(wire: Wire) -> int:
@@ -589,6 +591,13 @@ class SimNetwork:
     def wire(self, a: int, b: int) -> Wire:
         return self.wires[(min(a, b), max(a, b))]
 
+    def known_by_us(self, a: SimRelay, b: SimRelay, before_us: int, known_us: int) -> int:
+        """Return until when what was said at one relay is known at the other, if it is by `before_us` while all passes."""
+        wire = self.wires.get((min(a.place, b.place), max(a.place, b.place)))
+        if wire is None or not (wire.stopped or wire.healed_us > self.now_us - known_us):
+            return before_us
+        return min(before_us, wire.stopped_us - known_us)
+
     def slowest_us(self, a: SimRelay, b: SimRelay) -> int:
         """Return the longest that anything took between two relays so far."""
         return max(sum(map(slowest_us, path)) for path in self.paths(a.place, b.place))
@@ -642,7 +651,7 @@ class SimNetwork:
         wire = self.wire(a, b)
         if not wire.stopped:
             wire.stopped = True
-            wire.changed_us = self.now_us
+            wire.changed_us = wire.stopped_us = self.now_us
             self.ledger.fault_begins()
             self.note(f"nothing passes between {a} and {b}")
             for pipe in wire.pipes:
@@ -653,7 +662,7 @@ class SimNetwork:
         wire = self.wire(a, b)
         if wire.stopped:
             wire.stopped = False
-            wire.changed_us = self.now_us
+            wire.changed_us = wire.healed_us = self.now_us
             self.ledger.fault_ends()
             self.ledger.fault_for(DEAD_US)
             self.note(f"everything passes between {a} and {b} again")
