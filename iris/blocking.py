@@ -12,7 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,6 +24,7 @@ from iris.core.message import Message
 from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.errors import Closed
+from iris.many import IN_FLIGHT, Outcome
 from iris.membership import Members
 from iris.service import Service
 from iris.tunnel import EndOfTunnel
@@ -136,6 +137,20 @@ class Client:
     def flush(self, *, timeout: float = 5.0) -> None:
         """See `iris.Client.flush`."""
         self._run(self._client.flush(timeout=timeout))
+
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None, in_flight: int = IN_FLIGHT,
+    ) -> list[Outcome]:  # fmt: skip
+        """Return what became of each, in the order of the payloads; see `iris.Client.request_many`."""
+
+        async def collect() -> list[Outcome]:
+            asking = self._client.request_many(
+                cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, type=type, in_flight=in_flight
+            )  # fmt: skip
+            return sorted([outcome async for outcome in asking], key=lambda one: one.number)
+
+        return self._run(collect())
 
     def survey(
         self,

@@ -82,6 +82,16 @@ def test_losses_are_watched_in_a_block(served: blocking.Client) -> None:
     assert len(losses) == 1
 
 
+def test_request_many_returns_outcomes_in_the_order_of_the_payloads(
+    served: blocking.Client,
+) -> None:
+    outcomes = served.request_many("db", [b"a", b"b", b"c"], timeout=5)
+    assert [outcome.number for outcome in outcomes] == [0, 1, 2]
+    assert [outcome.result() for outcome in outcomes] == [
+        served.request("db", payload, timeout=5) for payload in (b"a", b"b", b"c")
+    ]
+
+
 def test_survey_collects_the_answers(served: blocking.Client) -> None:
     assert served.survey("db", b"", timeout=5, type=str) == ["here"]
 
