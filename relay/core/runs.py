@@ -182,6 +182,8 @@ def _part(
     `had` are those that got their part of this run before.
     """
     left = len(sizes)
+    if len(route.loads) + len(route.peers) > left:
+        return 1  # one for each, without looking at all of them
     others = [one for one in (*route.loads, *route.peers) if one is not load and one not in tried]
     free = load.concurrency - load.messages - load.others
     if not others:

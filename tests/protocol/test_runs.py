@@ -95,6 +95,15 @@ def test_a_run_is_cut_between_members_by_their_free_handlers(net: Network) -> No
     assert [len(service.deliveries) for service in services] == [12, 4]
 
 
+def test_more_members_than_calls_get_one_each_at_most(net: Network) -> None:
+    caller = net.host("caller")
+    services = [net.host(f"m{n}").serve("db", echo) for n in range(20)]
+    results = ask(caller, 16)
+    net.run()
+    assert answered(results)
+    assert Counter(len(service.deliveries) for service in services) == {1: 16, 0: 4}
+
+
 def test_a_run_over_a_link_stays_whole(two: Network) -> None:
     caller, member = two.host("caller"), two.host("member", relay=1)
     member.serve("db", echo, concurrency=64)
