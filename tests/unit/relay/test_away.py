@@ -24,7 +24,9 @@ def route(user: str = "ann") -> Any:
 class Scene(Away):
     def __init__(self) -> None:
         self.now_us = 10 * AWAY_US
-        super().__init__(lambda: self.now_us)
+        self.silent_us = 0
+        """Time for which the most silent connection has said nothing."""
+        super().__init__(lambda: self.now_us, lambda: self.now_us - self.silent_us)
 
     def one_began(self, user: str = "ann") -> Any:
         began = route(user)
@@ -55,6 +57,16 @@ def test_who_is_lost_may_have_missed_what_began_a_moment_before() -> None:
     there.left(TWO, final=True)
     assert there.back(TWO) == []
     assert there.back(ONE) == [unsure]
+
+
+def test_a_process_that_stood_still_counts_from_when_it_last_heard_anybody() -> None:
+    there = Scene()
+    unsure = there.one_began()
+    there.silent_us = 60_000_000
+    there.now_us += there.silent_us
+    after = there.one_began()  # before anybody notices that the connections are gone
+    there.left(ONE, final=False)
+    assert there.back(ONE) == [unsure, after]
 
 
 def test_a_relay_that_was_not_known_may_be_any_of_those_that_left() -> None:
