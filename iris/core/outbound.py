@@ -149,6 +149,9 @@ class Outbound:
         """Queue a control frame behind what was sent before."""
         if self._running:
             self._end_runs()
+        self._say(body)
+
+    def _say(self, body: Control) -> None:
         data = encode_control(body)
         self.chunks.append(data)
         self.chunk_bytes += len(data)
@@ -239,12 +242,12 @@ class Outbound:
             or flow.body_bytes + len(plain) > MAX_RUN_BYTES - RUN_OVERHEAD
         ):
             self._end_run(flow)
-        bodies = flow.bodies
         counter = flow.sealer.counter
+        if counter >= SEALS_PER_SENDER:
+            self._renew(flow)
+            counter = 0
+        bodies = flow.bodies
         if not bodies:
-            if counter + MAX_RUN >= SEALS_PER_SENDER:
-                self._renew(flow)
-                counter = 0
             self._running.append(flow)
             flow.end = END.pack(self.now_us, timeout_ms, 1, 0)
             flow.hop = self.hops + 1
@@ -268,15 +271,15 @@ class Outbound:
             plain = self._compressor.compressed(plain)
         if flow.bodies and flow.body_bytes + len(plain) > MAX_RUN_BYTES - RUN_OVERHEAD:
             self._end_run(flow)
+        if flow.sealer.counter >= SEALS_PER_SENDER:
+            self._renew(flow)
         bodies = flow.bodies
         if not bodies:
-            if flow.sealer.counter + MAX_RUN >= SEALS_PER_SENDER:
-                self._renew(flow)
             self._running.append(flow)
             flow.end = END.pack(self.now_us, 0, 1, 0)
-        flow.hops.append(hop)
         sealed, text = flow.sealer.seal_apart(plain, flow.prefix + flow.end + suffix)
         bodies.append(sealed + text)
+        flow.hops.append(hop)
         flow.body_bytes += len(plain) + RUN_OVERHEAD
         if len(bodies) >= self._longest_run:
             self._write_run(flow)
@@ -453,7 +456,8 @@ class Outbound:
         self._tick += 1
         alias = self._aliases.add((kind, name, key_id, sender_id, site), self._tick)
         address = (kind, name, key_id, sender_id)
-        self.control(Declare(alias.number, *address, site=site))
+        # Not behind the runs that have begun: each finds its alias when it ends, and could take this one.
+        self._say(Declare(alias.number, *address, site=site))
         return alias
 
     def _seal(
