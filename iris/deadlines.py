@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, Final
 
 from iris.errors import ConfigError, RequestTimeout
+
+LONGEST_MS: Final = 0xFFFFFFFF
+LONGEST_S: Final = LONGEST_MS / 1000
 
 
 def deadline(timeout: float) -> float:
@@ -25,7 +28,7 @@ def milliseconds(timeout: float) -> int:
     """Return a timeout as it travels; raises ConfigError if it is not above 0."""
     if not timeout > 0:
         raise ConfigError(f"timeout: {timeout} s is not above 0")
-    return max(1, round(min(timeout * 1000, 0xFFFFFFFF)))
+    return round(timeout * 1000) or 1 if timeout < LONGEST_S else LONGEST_MS
 
 
 async def within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:

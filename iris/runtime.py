@@ -208,7 +208,7 @@ class Runtime:
             MessageTooLarge: it is over the limit, which is never less than a bundle's; `advice` ends the text.
             LocalProtocolError: `headers` are not str to str, or too large.
         """
-        data, packed = encode_payload(payload)
+        data, packed = (payload, False) if type(payload) is bytes else encode_payload(payload)
         if len(data) > CUT_BYTES:
             self.check_size(data, advice)
         if headers:

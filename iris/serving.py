@@ -356,7 +356,9 @@ class ServiceBinding:
     def _ended(self, delivery: Delivery) -> None:
         delivery.session.running -= 1
         self._attachment.touch()
-        self.done()
+        self.running -= 1
+        if self.running == 0:
+            self._quiet.set()
 
     def _expired(self, delivery: Delivery) -> None:
         """What waited here for longer than its sender allowed is not run."""

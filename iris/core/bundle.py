@@ -114,8 +114,7 @@ def encode_bundle(
     flags = (HEADERS if headers is not None else 0) | (PACKED if packed else 0)
     count = len(payloads)
     if count == 1 and headers is None and keys is None:
-        payload = payloads[0]
-        return _ONE.pack(1, flags, 0, len(payload)) + payload
+        return encode_single(payloads[0], None, packed)
     columns: list[Sequence[bytes]] = [payloads]
     if keys is not None:
         flags |= KEYS
@@ -123,6 +122,13 @@ def encode_bundle(
     if headers is not None:
         columns.append([_encode_headers(h) if h else b"" for h in headers])
     return join_columns(count, flags, [(_offsets(column), column) for column in columns])
+
+
+def encode_single(payload: bytes, headers: Headers | None, packed: bool) -> bytes:
+    """Return the plain text of a bundle of one message."""
+    if headers:
+        return encode_bundle((payload,), (headers,), packed)
+    return _ONE.pack(1, PACKED if packed else 0, 0, len(payload)) + payload
 
 
 def join_columns(
@@ -168,6 +174,19 @@ def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | Non
         return [plain[16:]], None, flags & PACKED != 0
     payloads, _, headers, packed = decode_keyed(plain)
     return payloads, headers, packed
+
+
+def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool]:
+    """Return (payload, headers, packed) of a bundle of one message; raises DecodeError as `decode_bundle`, and of more messages."""
+    size = len(plain)
+    if size >= 16:
+        count, flags, zero, first = _ONE.unpack_from(plain)
+        if count == 1 and not flags & ~PACKED and not zero and first == size - 16:
+            return plain[16:], None, flags != 0
+    payloads, headers, packed = decode_bundle(plain)
+    if len(payloads) != 1:
+        raise DecodeError(f"{len(payloads)} messages where one is allowed")
+    return payloads[0], headers[0] if headers else None, packed
 
 
 def decode_keyed(

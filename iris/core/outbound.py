@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
-from iris.core.bundle import BundleBuilder, Headers, encode_bundle, message_bytes
+from iris.core.bundle import BundleBuilder, Headers, encode_bundle, encode_single, message_bytes
 from iris.core.company import Company
 from iris.core.compression import Compressor
 from iris.crypto.keys import ClusterKey
@@ -49,6 +49,7 @@ class OutFlow(BundleBuilder):
         "hops",
         "key",
         "kind",
+        "metadata",
         "name",
         "parts",
         "prefix",
@@ -72,7 +73,9 @@ class OutFlow(BundleBuilder):
         """The run that was begun: calls or answers of this turn, sealed and not yet framed."""
         self.body_bytes = 0
         self.end = b""
-        """End fields that each of them was sealed with."""
+        """End fields that each of them was sealed with, ..."""
+        self.metadata = b""
+        """... and before them what is constant for the flow."""
         self.hop = 0
         """Of calls: the hop id of the first; each next one has the next."""
         self.hops: list[int] = []
@@ -234,7 +237,7 @@ class Outbound:
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int
     ) -> tuple[int, int]:  # fmt: skip
         """Seal a request or push, which goes out with the others of this turn for its address; return its hop id and counter."""
-        plain = encode_bundle((payload,), (headers,) if headers else None, packed)
+        plain = encode_single(payload, headers, packed)
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
         if flow.bodies and (
@@ -250,13 +253,14 @@ class Outbound:
         if not bodies:
             self._running.append(flow)
             flow.end = END.pack(self.now_us, timeout_ms, 1, 0)
+            flow.metadata = flow.prefix + flow.end
             flow.hop = self.hops + 1
             self.hops += MAX_RUN
             flow.deadline_us = deadline_us
             flow.timeout_ms = timeout_ms
         hop = flow.hop + len(bodies)
-        sealed, text = flow.sealer.seal_apart(plain, flow.prefix + flow.end)
-        bodies.append(sealed + text)
+        header, text = flow.sealer.seal_apart(plain, flow.metadata)
+        bodies.append(header + text)
         flow.body_bytes += len(plain) + RUN_OVERHEAD
         if len(bodies) >= self._longest_run:
             self._write_run(flow)
@@ -266,7 +270,7 @@ class Outbound:
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, suffix: bytes
     ) -> None:  # fmt: skip
         """Seal a reply, which goes out with the others of this turn under its flow. `suffix` binds it to its request."""
-        plain = encode_bundle((payload,), (headers,) if headers else None, packed)
+        plain = encode_single(payload, headers, packed)
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
         if flow.bodies and flow.body_bytes + len(plain) > MAX_RUN_BYTES - RUN_OVERHEAD:
@@ -277,8 +281,9 @@ class Outbound:
         if not bodies:
             self._running.append(flow)
             flow.end = END.pack(self.now_us, 0, 1, 0)
-        sealed, text = flow.sealer.seal_apart(plain, flow.prefix + flow.end + suffix)
-        bodies.append(sealed + text)
+            flow.metadata = flow.prefix + flow.end
+        header, text = flow.sealer.seal_apart(plain, flow.metadata + suffix)
+        bodies.append(header + text)
         flow.hops.append(hop)
         flow.body_bytes += len(plain) + RUN_OVERHEAD
         if len(bodies) >= self._longest_run:
@@ -330,7 +335,7 @@ class Outbound:
         timeout_ms: int, suffix: bytes = b"",
     ) -> int:  # fmt: skip
         """Seal and frame one message at once; return the counter that it was sealed under."""
-        plain = encode_bundle((payload,), (headers,) if headers else None, packed)
+        plain = encode_single(payload, headers, packed)
         first = flow.first
         flow.first = first + 1
         counter = self._seal(flow, plain, hop, deadline_us, timeout_ms, 1, first, suffix)

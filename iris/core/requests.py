@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from iris.core.bundle import Headers, decode_bundle
+from iris.core.bundle import Headers, decode_single
 from iris.core.inbound import InFlow
 from iris.core.medium import Medium
 from iris.core.message import Message
@@ -148,7 +148,8 @@ class Requests:
         _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
         self._session.received_alone += 1
         flow = self._session.flow(alias, kind)
-        self._answered(flow, hop, buf[start + BODY_AT : end], buf[start + END_AT : start + BODY_AT])
+        metadata = flow.prefix + buf[start + END_AT : start + BODY_AT]
+        self._answered(flow, hop, buf[start + BODY_AT : end], metadata)
 
     def answered_run(self, buf: memoryview, start: int, end: int) -> None:
         """Replies to several of our requests."""
@@ -156,28 +157,27 @@ class Requests:
         (alias,) = ALIAS.unpack_from(buf, start + ALIAS_AT)
         self._session.received_alone += len(hops)
         flow = self._session.flow(alias, Kind.REPLY)
-        end_fields = single_end(buf, start)
+        metadata = flow.prefix + single_end(buf, start)
         for hop, size in zip(hops, sizes, strict=True):
-            self._answered(flow, hop, buf[at : at + size], end_fields)
+            self._answered(flow, hop, buf[at : at + size], metadata)
             at += size
 
-    def _answered(
-        self, flow: InFlow, hop: int, body: memoryview, end_fields: bytes | memoryview
-    ) -> None:
+    def _answered(self, flow: InFlow, hop: int, body: memoryview, metadata: bytes) -> None:
         pending = self._pending.get(hop)
         if pending is None:
             self._session.drop("late answers")
             return
         assert flow.opener is not None
         try:
-            if flow.name != split_site(pending.name)[1] or flow.key.key_id != pending.key.key_id:
+            key = pending.key
+            if flow.name != pending.name and flow.name != split_site(pending.name)[1]:
                 raise OpenError("an answer from another address")
+            if flow.key is not key and flow.key.key_id != key.key_id:
+                raise OpenError("an answer under another key")
             _, plain = flow.opener.open(
-                body, flow.prefix + end_fields + answer_suffix(pending.sender_id, pending.counter)
+                body, metadata + answer_suffix(pending.sender_id, pending.counter)
             )
-            payloads, headers, packed = decode_bundle(plain)
-            if len(payloads) != 1:
-                raise DecodeError("one answer at a time")
+            payload, headers, packed = decode_single(plain)
         except (OpenError, DecodeError) as err:
             self._session.drop("unreadable")
             if pending.survey is None:
@@ -187,9 +187,7 @@ class Requests:
                     error=ConnectionLost(pending.name, f"the reply is unreadable: {err}"),
                 )
             return
-        message = Message(
-            payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
-        )
+        message = Message(payload, flow.name, headers, packed, flow.sender_id)
         if pending.survey is not None:
             if flow.kind == Kind.FAULT:
                 pending.survey.fault(

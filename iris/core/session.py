@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from iris.core.bundle import Headers, decode_bundle
+from iris.core.bundle import Headers, decode_single
 from iris.core.casts import CASTS, Casts
 from iris.core.company import Company
 from iris.core.compression import held_bytes
@@ -341,6 +341,7 @@ class Session(Medium):
         metadata = flow.prefix + end_fields
         sender: Sender | None = None
         back: list[tuple[int, int, Refusal]] = []
+        name, sender_id = flow.name, flow.sender_id
         for number, length in enumerate(sizes):
             body = buf[at : at + length]
             at += length
@@ -355,16 +356,12 @@ class Session(Medium):
                     if held > size and binding.admit(kind, held) is not None:
                         refusal = Refusal.FULL
                     else:
-                        payloads, headers, packed = decode_bundle(plain)
-                        if len(payloads) != 1:
-                            raise DecodeError("one message at a time")
+                        payload, headers, packed = decode_single(plain)
                 except (OpenError, DecodeError):
                     self.drop("unreadable")
                     refusal = Refusal.UNREADABLE
             if refusal is None:
-                message = Message(
-                    payloads[0], flow.name, headers[0] if headers else None, packed, flow.sender_id
-                )
+                message = Message(payload, name, headers, packed, sender_id)
                 delivery = Delivery(self, flow, hop + number, deadline_us, counter, message, held)
                 if stale:
                     refusal = self._too_old(delivery, sent_us)
@@ -380,8 +377,7 @@ class Session(Medium):
                     if sender is None:
                         refusal = Refusal.FULL
                     else:
-                        sender.window.check(counter)
-                        sender.window.mark(counter)
+                        sender.window.accept(counter)
                         sender.used_us = self.now_us
                 except (Replayed, Stale) as err:
                     self.drop("replayed" if isinstance(err, Replayed) else "stale")

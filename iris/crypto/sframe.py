@@ -229,6 +229,12 @@ class ReplayWindow:
         if self._blocks.get(counter // _BLOCK_BITS, 0) >> counter % _BLOCK_BITS & 1:
             raise Replayed("accepted before")
 
+    def accept(self, counter: int) -> None:
+        """Note that `counter` was accepted, if it was not before; raises as `check`."""
+        if counter <= self._highest:
+            self.check(counter)
+        self.mark(counter)
+
     def mark(self, counter: int) -> None:
         """Note that `counter` was accepted. One below the window needs no note: it stays stale."""
         if counter > self._highest:

@@ -67,6 +67,18 @@ def test_an_accepted_counter_is_a_replay_and_its_neighbours_are_not() -> None:
     window.check(42)
 
 
+def test_a_counter_is_accepted_once_whatever_came_between() -> None:
+    window = ReplayWindow(64)
+    for counter in (5, 3, 4, 9):
+        window.accept(counter)
+        with pytest.raises(Replayed):
+            window.accept(counter)
+    window.accept(100)
+    with pytest.raises(Stale):
+        window.accept(36)
+    window.accept(37)
+
+
 def test_a_refused_counter_may_come_again() -> None:
     window = ReplayWindow()
     for _ in range(3):
