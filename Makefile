@@ -5,9 +5,12 @@
 #   make bench-federation [QUICK=1] | proof AREA=… N=… | lock
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
-# The newest that works, of those that the tests pass on.
-PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3; do \
-	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+# One that was built with profile-guided optimisation, or else the newest; of those that work and that the tests pass on.
+PYTHON ?= $(shell works() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; first=; \
+	for name in python3.13 python3.12 python3.11 python3 /usr/bin/python3; do \
+		works $$name || continue; first=$${first:-$$name}; \
+		$$name bench/optimised.py && echo $$name && exit; \
+	done; echo $$first)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

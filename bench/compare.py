@@ -242,6 +242,7 @@ def main() -> None:
     plan = plan_of(args)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     facts = harness.facts()
+    print(f"Python {facts['python']}, {facts['python_built']}", file=sys.stderr)
     begin_s = time.monotonic()
     options = {
         "rounds": plan.rounds,

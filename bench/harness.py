@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from optimised import built_optimised
+
 BENCH = Path(__file__).resolve().parent
 PACKAGES = ("cryptography", "msgspec", "uvloop", "hdrhistogram")
 START_S = 10.0
@@ -409,6 +411,9 @@ def facts() -> Result:
         "cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "python_built": "profile-guided"
+        if built_optimised()
+        else "without profile-guided optimisation",
         "libc": " ".join(platform.libc_ver()),
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "send_buffer_bytes": system_send_buffer(),

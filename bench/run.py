@@ -255,7 +255,7 @@ def main() -> None:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     print(
         f"\n{facts['utc']}, commit {facts['commit']}{changed}; {facts['cpu']}, {facts['cpus']} cores, "
-        f"Linux {facts['kernel']}, Python {facts['python']}, {packages}; "
+        f"Linux {facts['kernel']}, Python {facts['python']} ({facts['python_built']}), {packages}; "
         f"{args.rounds} rounds of {args.seconds:g} s. Ratios: of rates, more is better; of µs, less."
     )
     if failures:

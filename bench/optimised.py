@@ -1,0 +1,21 @@
+"""Whether this interpreter was built with profile-guided optimisation, which makes Python code a fifth to a quarter faster.
+
+    python3 bench/optimised.py && echo it was
+
+Runs on any Python 3 and imports nothing else: the Makefile asks each Python that it finds.
+"""
+
+import os
+import sys
+import sysconfig
+
+
+def built_optimised() -> bool:
+    """Return whether the build says so, or is one of Debian's or Ubuntu's own, whose packages train without saying it."""
+    if "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""):
+        return True
+    return sys.base_prefix == "/usr" and os.path.exists("/etc/debian_version")
+
+
+if __name__ == "__main__":
+    sys.exit(not built_optimised())
