@@ -263,7 +263,7 @@ class Session(Medium):
         out = self.out
         suffix = answer_suffix(flow.sender_id, delivery.counter)
         ours = out.flow(kind, flow.name, flow.key)
-        if kind == Kind.REPLY:
+        if kind != Kind.FAULT:
             out.answer(ours, payload, headers, packed, delivery.hop, suffix)
         else:
             out.single(ours, payload, headers, packed, delivery.hop, 0, 0, suffix)

@@ -103,6 +103,8 @@ DECLARED_KINDS: Final = frozenset(
 """Kinds that an alias can stand for."""
 RUN_KINDS: Final = frozenset({Kind.REQUEST, Kind.PUSH})
 """Kinds that CALLS can be of."""
+ANSWER_RUN_KINDS: Final = frozenset({Kind.REPLY, Kind.ANSWER})
+"""Kinds that ANSWERS can be of."""
 SERVED_KINDS: Final = frozenset(
     {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN, Kind.STREAM}
 )

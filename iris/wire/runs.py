@@ -6,7 +6,7 @@ run, or make single frames of it. A run is a data frame (`iris.wire.codec`) whos
     CALLS     hop id: of the first call, each next one has the next    body = count x u32 length | bodies
     ANSWERS   hop id: 0                       body = count x u64 hop id | count x u32 length | bodies
 
-The alias of CALLS was declared for REQUEST or PUSH, that of ANSWERS for REPLY.
+The alias of CALLS was declared for REQUEST or PUSH, that of ANSWERS for REPLY or, from a member, for ANSWER (to several surveys).
 """
 
 from __future__ import annotations

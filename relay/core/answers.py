@@ -13,7 +13,7 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, ANSWER, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
-from iris.wire.kinds import RUN_MINOR, Cause, Kind
+from iris.wire.kinds import ANSWER_RUN_KINDS, RUN_MINOR, Cause, Kind
 from iris.wire.runs import hop_ids, part_of_answers, read_answers, single_answers
 from relay.core.absence import kind_name
 from relay.core.flags import clear_flags, route_of
@@ -94,7 +94,7 @@ class Answers:
             self._surveys.less(handed, ())
 
     def answered_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """Replies came from a member's session or over a link; they are the credit, too."""
+        """Replies came from a member's session or over a link, or answers to surveys from a member; they are the credit, too."""
         _, hops, _ = read_answers(buf, start, end)
         _, _, flags, alias, _, _ = HOP.unpack_from(buf, start)
         if flags:
@@ -103,7 +103,7 @@ class Answers:
             route = neighbor.routes[alias]
         except IndexError:
             route = None
-        if route is None or route.kind != Kind.REPLY:
+        if route is None or route.kind not in ANSWER_RUN_KINDS:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
         run = self._run_of(neighbor, route, hops)
         if run is not None:
@@ -119,7 +119,7 @@ class Answers:
             return
         groups = self._by_origin(neighbor, route, hops)
         if groups is None:
-            for frame in single_answers(buf, start, end, Kind.REPLY):
+            for frame in single_answers(buf, start, end, route.kind):
                 self.answered(neighbor, memoryview(frame), 0, len(frame))
             return
         self._accounts.in_ += len(hops)

@@ -148,6 +148,34 @@ def test_answers_of_one_turn_go_to_each_caller_as_a_run(net: Network) -> None:
     assert wire.to == {"one": [(Kind.ANSWERS, 3)], "two": [(Kind.ANSWERS, 3)]}
 
 
+def test_answers_of_one_turn_to_several_surveys_leave_the_member_as_a_run(two: Network) -> None:
+    callers = [two.host("near"), two.host("far", relay=1)]
+    member = two.host("member")
+    service = member.serve("db")
+    two.run()
+    surveys = [caller.survey("db") for caller in (*callers, callers[0])]
+    two.run()
+    sent: list[tuple[Kind, int]] = []
+    out = member.session.out
+    before = out.sent_messages
+    for delivery in service.deliveries:
+        echo(delivery)
+    out.flush()
+    for frame in out.chunks:
+        if frame[KIND_AT] in (Kind.ANSWER, Kind.ANSWERS):
+            sent.append((Kind(frame[KIND_AT]), *COUNT.unpack_from(frame, COUNT_AT)))
+    assert sent == [(Kind.ANSWERS, 3)]
+    assert out.sent_messages - before == 3
+    wire = Wire(two)
+    two.run()
+    assert [survey.payloads for survey in surveys] == [[b"re "]] * 3
+    assert all(survey.end == ([], None) for survey in surveys)
+    assert sorted(wire.to.items()) == [
+        ("far", [(Kind.ANSWER, 1)]),
+        ("near", [(Kind.ANSWER, 1)] * 2),
+    ]
+
+
 def test_calls_of_a_run_are_answered_in_any_order_one_by_one(net: Network) -> None:
     caller, member = net.host("caller"), net.host("member")
     service = member.serve("db")

@@ -27,6 +27,7 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Serving
 from iris.wire.kinds import (
+    ANSWER_RUN_KINDS,
     FIRST_DATA_KIND,
     FLAG_REFUSED,
     PROTOCOL_VERSION,
@@ -291,7 +292,7 @@ class SimSession:
         self._sequences: dict[tuple[int, str, bytes, str], int] = {}
         self._back: list[tuple[Work, Refusal]] | None = None
         """What it refuses of the run that it looks at."""
-        self._replies: list[tuple[int, int, bytes]] = []
+        self._answers: list[tuple[int, int, int, bytes]] = []
         """(alias, hop id, body) of this instant."""
         self.say(encode_control(frames.Hello(PROTOCOL_VERSION, minor, label, self.uid)))
 
@@ -510,10 +511,10 @@ class SimSession:
             kind = ANSWERED_BY.get(work.kind, kind)
         body = TAG.pack(MAGIC, work.tag) + member.member_id.encode()
         alias = self.alias(kind, work.route.name, work.route.key_id)
-        if kind == Kind.REPLY and self.minor >= RUN_MINOR:
-            if not self._replies:
+        if kind in ANSWER_RUN_KINDS and self.minor >= RUN_MINOR:
+            if not self._answers:
                 self.net.clock.after(0, self.flush)
-            self._replies.append((alias, work.hop, body))
+            self._answers.append((kind, alias, work.hop, body))
             return
         self._say_answer(kind, alias, work.hop, body)
 
@@ -525,12 +526,12 @@ class SimSession:
         )
 
     def flush(self) -> None:
-        """Say the replies of this instant, those under one alias together."""
-        replies, self._replies = self._replies, []
-        for alias in dict.fromkeys(alias for alias, _, _ in replies):
-            ours = [(hop, body) for other, hop, body in replies if other == alias]
+        """Say the answers of this instant, those under one alias together."""
+        answers, self._answers = self._answers, []
+        for kind, alias in dict.fromkeys((kind, alias) for kind, alias, _, _ in answers):
+            ours = [(hop, body) for _, other, hop, body in answers if other == alias]
             if len(ours) == 1:
-                self._say_answer(Kind.REPLY, alias, *ours[0])
+                self._say_answer(kind, alias, *ours[0])
             else:
                 end = END.pack(self.net.now_us, 0, 1, 0)
                 hops, bodies = [hop for hop, _ in ours], [body for _, body in ours]
