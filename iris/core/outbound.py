@@ -42,6 +42,7 @@ class OutFlow(BundleBuilder):
         "alias",
         "bodies",
         "body_bytes",
+        "cuts",
         "deadline_us",
         "end",
         "first",
@@ -69,6 +70,8 @@ class OutFlow(BundleBuilder):
         self.alias: Alias | None = None
         self.parts = 1
         """Bundles that a turn's messages are cut into, so that queue groups share them."""
+        self.cuts = 0
+        """Bundles of this turn that were full, while there are parts."""
         self.bodies: list[bytes] = []
         """The run that was begun: calls or answers of this turn, sealed and not yet framed."""
         self.body_bytes = 0
@@ -193,14 +196,19 @@ class Outbound:
         if not flow.payloads:
             self._dirty.append(flow)
         elif not flow.fits(size, packed):
-            self.cut(flow)  # it stays listed as dirty
+            self.cut(flow, full=True)  # it stays listed as dirty
         flow.append(payload, headers, packed, size)
 
-    def cut(self, flow: OutFlow) -> None:
-        """Seal and frame what the flow holds, which is at least one message."""
+    def cut(self, flow: OutFlow, *, full: bool = False) -> None:
+        """Seal and frame what the flow holds, which is at least one message. `full`: more of this turn follows."""
         payloads, headers = flow.cut()
-        if flow.parts > 1:
-            size = -(-len(payloads) // flow.parts)
+        parts = flow.parts
+        if full and parts > 1:
+            # Of a long burst each member gets several bundles: parts make that even, and each costs a seal.
+            flow.cuts += 1
+            parts = (parts + 1) // 2 if flow.cuts <= parts else 1
+        if parts > 1:
+            size = -(-len(payloads) // parts)
             for at in range(0, len(payloads), size):
                 some = headers[at : at + size] if headers is not None else None
                 self._bundle(flow, payloads[at : at + size], some)
@@ -232,6 +240,7 @@ class Outbound:
         for flow in dirty:
             if flow.payloads:
                 self.cut(flow)
+            flow.cuts = 0
 
     def call(
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from protocol.kit import Host, Inbox, Network
 
-from iris.wire.kinds import MAX_PARTS
+from iris.wire.codec import KIND_AT
+from iris.wire.kinds import MAX_PARTS, Kind
 
 
-def burst(publisher: Host, count: int) -> None:
-    """Publish so much in one turn."""
+def burst(publisher: Host, count: int, size: int = 0) -> None:
+    """Publish so much in one turn, in payloads of at least `size` bytes."""
     out = publisher.session.out
     flow = out.flow(0x47, "t", publisher.key)
     for number in range(count):
-        out.add(flow, b"%d" % number, None, False)
+        out.add(flow, b"%d" % number + b" " * size, None, False)
 
 
 def group(net: Network, members: int, *, relays: int = 1) -> list[Inbox]:
@@ -56,6 +57,30 @@ def test_four_members_have_about_a_quarter_each(net: Network) -> None:
     burst(publisher, 200)
     net.run()
     check(inboxes, 30, 70)
+
+
+def test_a_burst_of_several_full_bundles_is_shared_in_fewer_parts(net: Network) -> None:
+    inboxes = group(net, 4)
+    publisher = begin(net, inboxes)
+    bundles = 0
+
+    def see(host: Host, frame: bytes) -> list[bytes]:
+        nonlocal bundles
+        bundles += frame[KIND_AT] == Kind.PUBLISH
+        return [frame]
+
+    net.tamper = see
+    burst(publisher, 200, 1024)
+    net.run()
+    check(inboxes, 30, 70)
+    assert bundles <= 3 * 4 + 8, "three that were full, one part for each member; and the rest"
+    bundles = 0
+    for inbox in inboxes:
+        inbox.messages.clear()
+    burst(publisher, 2000, 1024)
+    net.run()
+    assert bundles <= 8 * 4 + 26 + 8, "a long burst is spread by whole bundles"
+    assert all(400 <= len(inbox.messages) <= 600 for inbox in inboxes)
 
 
 def test_members_behind_another_relay_have_their_part() -> None:
