@@ -1,6 +1,6 @@
 """Bare twin of request: client -> blind relay -> server and back; Iris's buffers and cipher, nothing else.
-The relay maps hop ids through a pending table; request and reply are sealed singly and what one turn of a loop
-sends is written together. `bench/roundtrip.py` runs `request.py ROLE OPTIONS-AS-JSON`."""
+Requests and replies are sealed singly; what one turn of a loop sends, at most 32, is one frame, and the relay's pending
+table has one entry for it. `bench/roundtrip.py` runs `request.py ROLE OPTIONS-AS-JSON`."""
 
 import asyncio
 import ctypes
@@ -14,15 +14,23 @@ from itertools import count
 import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-# length of what follows, kind, flags, alias, hop id, deadline; then authenticated: counter, send time, timeout
-HEAD = struct.Struct("<IBBIQqQqI")
+# length of what follows, kind, flags, alias, hop id, deadline, first counter, count; then authenticated: send time, timeout
+HEAD = struct.Struct("<IBBIQqQIqI")
 NONCE, U32, U64 = struct.Struct("<4xQ"), struct.Struct("<I"), struct.Struct("<Q")
-KIND_AT, ALIAS_AT, HOP_AT, END_AT, REQUEST, REPLY, MIB = 4, 6, 10, 26, 1, 2, 1 << 20
+KIND_AT, ALIAS_AT, HOP_AT, END_AT, REQUEST, REPLY, RUN, MIB = 4, 6, 10, 38, 1, 2, 32, 1 << 20
 CIPHER, AAD = AESGCM(bytes(32)), b"constant: kind, name, key id, sender id"
-BACK_CIPHER, BACK_AAD, COUNTER = AESGCM(b"1" * 32), AAD + b"request's sender id", count()
+BACK_CIPHER, BACK_AAD, COUNTER = AESGCM(b"1" * 32), AAD + b"request's sender id", [0]
 NUMBER = count()
 VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the one receive buffer of the process
 LOOP, OPTIONS = uvloop.new_event_loop(), json.loads(sys.argv[2])
+
+
+# A run's frame: head, u32 length of each body, bodies.
+def frame(kind, alias, hop, deadline, counter, end, bodies):
+    table = struct.pack(f"<{len(bodies)}I", *map(len, bodies))
+    data = b"".join((table, *bodies))
+    size = HEAD.size + len(data)
+    return HEAD.pack(size - 4, kind, 0, alias, hop, deadline, counter, len(bodies), *end) + data
 
 
 # Finds whole frames in BUFFER and gives their offsets to `on_frames`; a partial one waits in `tail`.
@@ -83,16 +91,20 @@ async def server(path, **_):
         return payload
 
     def serve(port, starts, end):
-        replies = []
-        for at, after in zip(starts, [*starts[1:], end], strict=False):
-            _, _, _, alias, hop, deadline, counter, _, timeout = HEAD.unpack_from(BUFFER, at)
-            body, aad = VIEW[at + HEAD.size : after], AAD + VIEW[at + END_AT : at + HEAD.size]
-            payload = echo(CIPHER.decrypt(NONCE.pack(counter), body, aad))
-            own, now_ns, size = next(COUNTER), time.monotonic_ns(), len(payload) + HEAD.size + 12
-            head = HEAD.pack(size, REPLY, 0, alias, hop, deadline, own, now_ns, timeout)
-            aad = BACK_AAD + NONCE.pack(counter) + head[END_AT:]  # binds the reply to its request
-            replies += head, BACK_CIPHER.encrypt(NONCE.pack(own), payload, aad)
-        port.transport.writelines(replies)
+        for at in starts:
+            _, _, _, alias, hop, deadline, counter, n, _, timeout = HEAD.unpack_from(BUFFER, at)
+            aad, first, own, bodies = AAD + VIEW[at + END_AT : at + HEAD.size], counter, COUNTER[0], []
+            back, at = struct.pack("<qI", time.monotonic_ns(), timeout), at + HEAD.size
+            lengths = struct.unpack_from(f"<{n}I", BUFFER, at)
+            at += 4 * n
+            for size in lengths:
+                payload = echo(CIPHER.decrypt(NONCE.pack(counter), VIEW[at : at + size], aad))
+                bound = BACK_AAD + NONCE.pack(counter) + back  # the reply to its request
+                bodies.append(BACK_CIPHER.encrypt(NONCE.pack(own + len(bodies)), payload, bound))
+                at, counter = at + size, counter + 1
+            COUNTER[0] += n
+            end_fields = struct.unpack("<qI", back)
+            port.transport.write(frame(REPLY, alias, hop, deadline, own, end_fields, bodies))
 
     stop = LOOP.create_future()
     LOOP.add_signal_handler(signal.SIGTERM, stop.set_result, {})
@@ -103,25 +115,38 @@ async def server(path, **_):
 
 async def client(path, size, seconds, inflight, **_):
     waiting, turn, filler, samples_ns, wrong = {}, [], bytes(size - 8), [], 0
+    run, aad = (0, 0, (0, 0)), b""
 
     def replies(port, starts, end):
-        for at, after in zip(starts, [*starts[1:], end], strict=False):
-            _, _, _, _, hop, _, counter, _, _ = HEAD.unpack_from(BUFFER, at)
-            body, end_fields = VIEW[at + HEAD.size : after], VIEW[at + END_AT : at + HEAD.size]
-            aad = BACK_AAD + NONCE.pack(hop) + end_fields  # a client's hop id is its counter here
-            waiting.pop(hop).set_result(BACK_CIPHER.decrypt(NONCE.pack(counter), body, aad))
+        for at in starts:
+            _, _, _, _, hop, _, counter, n, _, _ = HEAD.unpack_from(BUFFER, at)
+            end_fields, at = VIEW[at + END_AT : at + HEAD.size], at + HEAD.size
+            lengths = struct.unpack_from(f"<{n}I", BUFFER, at)
+            at += 4 * n
+            for i, size in enumerate(lengths):  # a run's hop id is its first counter here
+                aad = BACK_AAD + NONCE.pack(hop + i) + end_fields
+                payload = BACK_CIPHER.decrypt(NONCE.pack(counter + i), VIEW[at : at + size], aad)
+                waiting.pop(hop + i).set_result(payload)
+                at += size
 
     def flush():
-        port.transport.writelines(turn)
-        turn.clear()
+        if turn:
+            first, deadline_ns, end = run
+            port.transport.write(frame(REQUEST, 0, first, deadline_ns, first, end, turn))
+            turn.clear()
 
     def request(payload, timeout_ms):
-        own, now_ns, size = next(COUNTER), time.monotonic_ns(), len(payload) + HEAD.size + 12
-        deadline_ns = now_ns + timeout_ms * 1_000_000
-        head = HEAD.pack(size, REQUEST, 0, 0, own, deadline_ns, own, now_ns, timeout_ms)
+        nonlocal run, aad
+        own = COUNTER[0]
         if not turn:
+            now_ns = time.monotonic_ns()
+            run = own, now_ns + timeout_ms * 1_000_000, (now_ns, timeout_ms)
+            aad = AAD + struct.pack("<qI", now_ns, timeout_ms)
             LOOP.call_soon(flush)
-        turn.extend((head, CIPHER.encrypt(NONCE.pack(own), payload, AAD + head[END_AT:])))
+        COUNTER[0] = own + 1
+        turn.append(CIPHER.encrypt(NONCE.pack(own), payload, aad))
+        if len(turn) == RUN:
+            flush()
         waiting[own] = future = LOOP.create_future()
         return future
 

@@ -42,6 +42,7 @@ class OutFlow(BundleBuilder):
         "alias",
         "bodies",
         "body_bytes",
+        "callers",
         "cuts",
         "deadline_us",
         "end",
@@ -82,7 +83,9 @@ class OutFlow(BundleBuilder):
         self.hop = 0
         """Of calls: the hop id of the first; each next one has the next."""
         self.hops: list[int] = []
-        """Of answers: the hop ids."""
+        """Of answers: the hop ids, ..."""
+        self.callers: list[bytes] = []
+        """... and who asked."""
         self.deadline_us = 0
         self.timeout_ms = 0
 
@@ -276,9 +279,9 @@ class Outbound:
         return hop, counter
 
     def answer(
-        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, suffix: bytes
+        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, caller: bytes, suffix: bytes
     ) -> None:  # fmt: skip
-        """Seal a reply, which goes out with the others of this turn under its flow. `suffix` binds it to its request."""
+        """Seal an answer to `caller`, a sender id, which goes out with the others of this turn. `suffix` binds it to its request."""
         plain = encode_single(payload, headers, packed)
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
@@ -294,6 +297,7 @@ class Outbound:
         header, text = flow.sealer.seal_apart(plain, flow.metadata + suffix)
         bodies.append(header + text)
         flow.hops.append(hop)
+        flow.callers.append(caller)
         flow.body_bytes += len(plain) + RUN_OVERHEAD
         if len(bodies) >= self._longest_run:
             self._write_run(flow)
@@ -311,9 +315,25 @@ class Outbound:
                 self._end_run(flow)
 
     def _end_run(self, flow: OutFlow) -> None:
-        """Frame the run that a flow has begun; it stays listed as running."""
+        """Frame the run that a flow has begun, of answers one for each caller; it stays listed as running."""
         bodies, flow.bodies, flow.body_bytes = flow.bodies, [], 0
-        hops = flow.hops
+        if not flow.hops:
+            self._frame_run(flow, bodies, ())
+            return
+        hops, flow.hops = flow.hops, []
+        callers, flow.callers = flow.callers, []
+        if len(set(callers)) == 1:
+            self._frame_run(flow, bodies, hops)
+            return
+        by_caller: dict[bytes, tuple[list[bytes], list[int]]] = {}
+        for caller, body, hop in zip(callers, bodies, hops, strict=True):
+            theirs = by_caller.setdefault(caller, ([], []))
+            theirs[0].append(body)
+            theirs[1].append(hop)
+        for theirs in by_caller.values():
+            self._frame_run(flow, *theirs)
+
+    def _frame_run(self, flow: OutFlow, bodies: Sequence[bytes], hops: Sequence[int]) -> None:
         alias = flow.alias
         if alias is None or alias.number < 0:
             alias = flow.alias = self._declare(
@@ -331,8 +351,6 @@ class Outbound:
             frame = answer_run(alias.number, flow.end, hops, bodies)
         else:
             frame = call_run(alias.number, 0, flow.hop, flow.deadline_us, flow.end, bodies)
-        if hops:
-            flow.hops = []
         self.sent_messages += count
         self.chunks.append(frame)
         self.chunk_bytes += len(frame)

@@ -264,7 +264,7 @@ class Session(Medium):
         suffix = answer_suffix(flow.sender_id, delivery.counter)
         ours = out.flow(kind, flow.name, flow.key)
         if kind != Kind.FAULT:
-            out.answer(ours, payload, headers, packed, delivery.hop, suffix)
+            out.answer(ours, payload, headers, packed, delivery.hop, flow.sender_id, suffix)
         else:
             out.single(ours, payload, headers, packed, delivery.hop, 0, 0, suffix)
 

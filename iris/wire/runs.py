@@ -1,4 +1,4 @@
-"""Runs: what one sender asks of one address in one turn, or answers in one turn, as one frame.
+"""Runs: what one sender asks of one address in one turn, or answers to one caller in one turn, as one frame.
 
 Each body is sealed as if it were sent alone, with a count of 1 and the run's other end fields. So whoever has no key can cut a
 run, or make single frames of it. A run is a data frame (`iris.wire.codec`) whose count is that of its calls:
@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Final
 
 from iris.errors import PeerProtocolError
@@ -149,14 +148,3 @@ def part_of_calls(buf: memoryview, start: int, end: int, first: int, count: int)
             )
         )
     )
-
-
-def part_of_answers(
-    buf: memoryview, start: int, end: int, indexes: Sequence[int], hops: Sequence[int]
-) -> bytearray:
-    """Return an ANSWERS frame of some answers of another one, in order, with these hop ids."""
-    at, _, sizes = read_answers(buf, start, end)
-    begins = [0, *accumulate(sizes)]
-    bodies = [buf[at + begins[index] : at + begins[index + 1]] for index in indexes]
-    _, _, _, alias, _, _ = HOP.unpack_from(buf, start)
-    return bytearray(answer_run(alias, single_end(buf, start), hops, bodies))

@@ -14,7 +14,7 @@ from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, ANSWER, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
 from iris.wire.kinds import ANSWER_RUN_KINDS, RUN_MINOR, Cause, Kind
-from iris.wire.runs import hop_ids, part_of_answers, read_answers, single_answers
+from iris.wire.runs import hop_ids, read_answers, single_answers
 from relay.core.absence import kind_name
 from relay.core.flags import clear_flags, route_of
 from relay.core.interest import Interest
@@ -117,25 +117,19 @@ class Answers:
             hop_ids(count).pack_into(buf, start + BODY_AT, *theirs)
             self._give_back(run.origin, route, theirs, buf, start, end)
             return
-        groups = self._by_origin(neighbor, route, hops)
-        if groups is None:
+        calls = self._of_one_origin(neighbor, route, hops)
+        if calls is None:
             for frame in single_answers(buf, start, end, route.kind):
                 self.answered(neighbor, memoryview(frame), 0, len(frame))
             return
         self._accounts.in_ += len(hops)
-        for numbers, theirs in groups.values():
-            origin = numbers[0][1].origin
-            for hop, handed in numbers:
-                del neighbor.handed[hop]
-                self._ended(handed, 1)
-            if len(groups) == 1:
-                hop_ids(len(hops)).pack_into(buf, start + BODY_AT, *theirs)
-                self._give_back(origin, route, theirs, buf, start, end)
-            else:
-                wanted = {hop for hop, _ in numbers}
-                indexes = [index for index, hop in enumerate(hops) if hop in wanted]
-                part = memoryview(part_of_answers(buf, start, end, indexes, theirs))
-                self._give_back(origin, route, theirs, part, 0, len(part))
+        theirs = []
+        for hop, handed in zip(hops, calls, strict=True):
+            theirs.append(handed.theirs(hop))
+            del neighbor.handed[hop]
+            self._ended(handed, 1)
+        hop_ids(len(hops)).pack_into(buf, start + BODY_AT, *theirs)
+        self._give_back(calls[0].origin, route, theirs, buf, start, end)
 
     def _run_of(self, neighbor: Neighbor, route: Route, hops: Sequence[int]) -> HandedRun | None:
         """Return the run that all these calls are of, if it is one and its caller takes the answers as one."""
@@ -152,32 +146,24 @@ class Answers:
             return handed
         return None
 
-    def _by_origin(
+    def _of_one_origin(
         self, neighbor: Neighbor, route: Route, hops: Sequence[int]
-    ) -> dict[int, tuple[list[tuple[int, Handed]], list[int]]] | None:
-        """Return by number of the origin: (our hop id, call) of each, and their hop ids. None: one is to be looked at alone."""
-        table = neighbor.handed
-        groups: dict[int, tuple[list[tuple[int, Handed]], list[int]]] = {}
+    ) -> list[Handed] | None:
+        """Return these calls if one session or link asked all of them, and takes the answers as one."""
+        calls: list[Handed] = []
         asked: Route | None = None
-        for hop in hops:
-            handed = table.get(hop)
+        for handed in map(neighbor.handed.get, hops):
             if handed is None or handed.survey is not None:
                 return None
             if handed.route is not asked:
                 asked = handed.route
                 if not _answers(route, asked):
                     return None
-            origin = handed.origin
-            group = groups.get(origin.number)
-            if group is None:
-                if origin.closed or origin.minor < RUN_MINOR:
-                    return None
-                group = groups[origin.number] = ([], [])
-            group[0].append((hop, handed))
-            group[1].append(handed.theirs(hop))
-        if len(set(hops)) != len(hops):
+            calls.append(handed)
+        origin = calls[0].origin
+        if origin.closed or origin.minor < RUN_MINOR or len(set(hops)) != len(hops):
             return None
-        return groups
+        return calls if all(handed.origin is origin for handed in calls) else None
 
     def _give_back(
         self, origin: Neighbor, route: Route, hops: Sequence[int], buf: memoryview, start: int, end: int

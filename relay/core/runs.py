@@ -7,21 +7,21 @@ one call after the other: a run is nothing but single frames that share a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final
 
 from iris.errors import PeerProtocolError
-from iris.wire.codec import BODY_AT, DEADLINE, DEADLINE_AT, FLAGS_AT, HOP
+from iris.wire.codec import BODY_AT, DATA_LENGTH, DEADLINE, DEADLINE_AT, END_AT, FLAGS_AT, HOP
 from iris.wire.kinds import FLAG_REFUSED, NEVER_US, RUN_KINDS, RUN_MINOR, Kind, Refusal
-from iris.wire.runs import (
-    LENGTH_BYTES,
-    part_of_calls,
-    read_calls,
-    single_calls,
-)
+from iris.wire.runs import counted, lengths, read_calls, single_calls
 from relay.core.balance import pick
 from relay.core.calls import COUNTED, MAX_ATTEMPTS, Calls
 from relay.core.flags import clear_flags, refusal_of
 from relay.core.link import Link
 from relay.core.neighbor import Handed, HandedRun, Load, Neighbor, Route
+
+LOOKED_AT: Final = 32
+"""Members that are all looked at to cut a run between them; of more only if there are as many calls."""
 
 
 class Runs:
@@ -36,7 +36,7 @@ class Runs:
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, now_us: int
     ) -> None:
         """Requests or pushes came; or such as were refused where they were handed to."""
-        _, sizes = read_calls(buf, start, end)
+        at, sizes = read_calls(buf, start, end)
         _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         if flags:
             if flags & FLAG_REFUSED:
@@ -69,72 +69,66 @@ class Runs:
         DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
         if route.loads and route.hop_class in COUNTED and isinstance(neighbor, Link):
             calls.asked(neighbor, route)
-        self._hand(neighbor, route, hop, deadline_us, (), 0, sizes, buf, start, end)
+        self._hand(_Run(neighbor, route, hop, deadline_us, (), 0, at, sizes, buf, start, end))
 
-    def _hand(
-        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, tried: Sequence[Load], attempts: int,
-        sizes: Sequence[int], buf: memoryview, start: int, end: int,
-    ) -> None:  # fmt: skip
-        """Hand the calls of one frame to members by their free handlers; `tried` refused them before."""
-        calls = self._calls
+    def _hand(self, run: _Run) -> None:
+        """Hand the calls of one frame to members by their free handlers; those that it was `tried` on refused them before."""
+        route, sizes, tried = run.route, run.sizes, run.tried
         first, left = 0, len(sizes)
-        had: list[Load] = []
+        left_bytes = BODY_AT * left + sum(sizes)
+        shares = _Shares(route, tried)
         while left:
             route.turn += 1
-            load = pick(route.loads, route.peers, _bytes(sizes[first:]), tried, route.turn)
+            load = pick(route.loads, route.peers, left_bytes, tried, route.turn)
             if load is None:
                 load = next((far for far in route.sites if far not in tried), None)
-            count = left if load is None else _part(route, load, tried, had, sizes[first:])
+            count = left if load is None else shares.part(load, left, left_bytes)
+            size = sum(sizes[first : first + count])
             if (
                 load is None
                 or count == 1
                 or load.neighbor.minor < RUN_MINOR
-                or not self._give(
-                    origin,
-                    route,
-                    hop,
-                    deadline_us,
-                    tried,
-                    attempts,
-                    load,
-                    first,
-                    sizes[first : first + count],
-                    buf,
-                    start,
-                    end,
-                )
+                or not self._give(run, load, first, count, size)
             ):  # one by one: others may take some of them
-                part = memoryview(part_of_calls(buf, start, end, first, count))
-                for number, frame in enumerate(single_calls(part, 0, len(part), route.kind)):
-                    handed = Handed(origin, hop + first + number, route, len(frame))
-                    handed.deadline_us = deadline_us
-                    handed.attempts = attempts
-                    handed.tried = [*tried]
-                    calls.hand_one(handed, memoryview(frame), 0, len(frame))
-            if load is not None:
-                had.append(load)
+                self._give_singly(run, load, first, count)
             first += count
             left -= count
+            left_bytes -= BODY_AT * count + size
 
-    def _give(
-        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, tried: Sequence[Load], attempts: int, load: Load,
-        first: int, sizes: Sequence[int], buf: memoryview, start: int, end: int,
-    ) -> bool:  # fmt: skip
-        """Give the calls from number `first` on, with these lengths, to one member or relay; False: it has no room for all."""
-        count = len(sizes)
-        handed = HandedRun(origin, hop + first, route, sizes)
-        handed.deadline_us = deadline_us
-        handed.attempts = attempts + 1
-        handed.tried = [*tried]
-        if first or BODY_AT + LENGTH_BYTES * count + sum(sizes) != end - start:
-            buf = memoryview(part_of_calls(buf, start, end, first, count))
-            start, end = 0, len(buf)
+    def _give(self, run: _Run, load: Load, first: int, count: int, size: int) -> bool:
+        """Give the calls from number `first` on, of `size` bytes, to one member or relay; False: it has no room for all."""
+        handed = HandedRun(run.origin, run.hop + first, run.route, run.sizes[first : first + count])
+        handed.deadline_us = run.deadline_us
+        handed.attempts = run.attempts + 1
+        handed.tried = [*run.tried]
+        if count == len(run.sizes):
+            frame, start, end = run.buf, run.start, run.end
+        else:
+            frame, start = run.part(first, count), 0
+            end = len(frame)
         calls = self._calls
-        if not calls.give(handed, load, buf, start, end):
+        if not calls.give(handed, load, frame, start, end):
             return False
         calls.accounts.out += count
-        origin.pending += count
+        run.origin.pending += count
         return True
+
+    def _give_singly(self, run: _Run, load: Load | None, first: int, count: int) -> None:
+        """Give calls as frames of their own, to `load` while it has room, and then to whoever has."""
+        calls = self._calls
+        for number in range(first, first + count):
+            frame = run.part(number, 1)
+            handed = Handed(run.origin, run.hop + number, run.route, len(frame))
+            handed.deadline_us = run.deadline_us
+            handed.tried = [*run.tried]
+            handed.attempts = run.attempts + 1
+            if load is not None and calls.give(handed, load, frame, 0, len(frame)):
+                calls.accounts.out += 1
+                run.origin.pending += 1
+            else:
+                load = None
+                handed.attempts = run.attempts
+                calls.hand_one(handed, frame, 0, len(frame))
 
     # -- back from members -----------------------------------------------------------------------------------
 
@@ -143,7 +137,7 @@ class Runs:
     ) -> None:
         """Calls came back unopened: others may take them, within the deadline."""
         calls = self._calls
-        _, sizes = read_calls(buf, start, end)
+        at, sizes = read_calls(buf, start, end)
         hop = HOP.unpack_from(buf, start)[4]
         handed = neighbor.handed.get(hop)
         kind = Kind.REQUEST if handed is None else handed.load.kind
@@ -170,34 +164,115 @@ class Runs:
         tried = [*handed.tried, handed.load]
         theirs = handed.theirs(hop)
         self._hand(
-            handed.origin, handed.route, theirs, handed.deadline_us, tried, handed.attempts, sizes, buf, start, end
+            _Run(handed.origin, handed.route, theirs, handed.deadline_us, tried, handed.attempts, at, sizes, buf, start, end)
         )  # fmt: skip
 
 
-def _part(
-    route: Route, load: Load, tried: Sequence[Load], had: Sequence[Load], sizes: Sequence[int]
-) -> int:
-    """Return how many of these calls `load` gets at once: its part of the free handlers, or all if nobody else is left.
+class _Run:
+    """The calls of one frame on their way to members: whose they are, and where each lies."""
 
-    `had` are those that got their part of this run before.
-    """
-    left = len(sizes)
-    if len(route.loads) + len(route.peers) > left:
-        return 1  # one for each, without looking at all of them
-    others = [one for one in (*route.loads, *route.peers) if one is not load and one not in tried]
-    free = load.concurrency - load.messages - load.others
-    if not others:
-        fits = load.member is None or left <= free or load.bytes + _bytes(sizes) <= load.limit_bytes
-        return left if fits else max(1, free)
-    if free <= 0:
-        return -(-left // (len(others) + 1))
-    # Those of this relay come first: what other relays have free counts only among themselves.
-    total = free
-    for one in others:
-        if (one.member is None) == (load.member is None) and one not in had:
-            total += max(0, one.concurrency - one.messages - one.others)
-    return max(1, min(free, -(-left * free // total)))
+    __slots__ = (
+        "_begins",
+        "_end_fields",
+        "attempts",
+        "buf",
+        "deadline_us",
+        "end",
+        "hop",
+        "origin",
+        "route",
+        "sizes",
+        "start",
+        "tried",
+    )
+
+    def __init__(
+        self, origin: Neighbor, route: Route, hop: int, deadline_us: int, tried: Sequence[Load], attempts: int,
+        at: int, sizes: Sequence[int], buf: memoryview, start: int, end: int,
+    ) -> None:  # fmt: skip
+        """`hop` is the origin's of the first call; the bodies, of these `sizes`, begin at `at`. `tried` refused them before."""
+        self.origin = origin
+        self.route = route
+        self.hop = hop
+        self.deadline_us = deadline_us
+        self.tried = tried
+        self.attempts = attempts
+        self.sizes = sizes
+        self.buf = buf
+        self.start = start
+        self.end = end
+        self._begins = [*accumulate(sizes, initial=at)]
+        self._end_fields = bytes(buf[start + END_AT : start + BODY_AT])
+
+    def part(self, first: int, count: int) -> memoryview:
+        """Return some of the calls as a frame of their own, one as a single call. Its alias and hop ids are still to be put in."""
+        bodies = self.buf[self._begins[first] : self._begins[first + count]]
+        end_fields = counted(self._end_fields, count)
+        if count == 1:
+            head = HOP.pack(DATA_LENGTH + len(bodies), self.route.kind, 0, 0, 0, self.deadline_us)
+            return memoryview(bytearray(b"".join((head, end_fields, bodies))))
+        table = lengths(count).pack(*self.sizes[first : first + count])
+        size = DATA_LENGTH + len(table) + len(bodies)
+        head = HOP.pack(size, Kind.CALLS, 0, 0, 0, self.deadline_us)
+        return memoryview(bytearray(b"".join((head, end_fields, table, bodies))))
 
 
-def _bytes(sizes: Sequence[int]) -> int:
-    return BODY_AT * len(sizes) + sum(sizes)
+class _Shares:
+    """What the members of an address have free, while a run is cut between them."""
+
+    __slots__ = ("_busy", "_free", "_given", "_others", "_places", "_route", "_tried")
+
+    def __init__(self, route: Route, tried: Sequence[Load]) -> None:
+        self._route = route
+        self._tried = tried
+        self._others = len(route.loads) + len(route.peers)
+        """Members and relays that are not `tried`."""
+        if tried:
+            self._others -= sum(one in tried for one in (*route.loads, *route.peers))
+        self._given: list[Load] = []
+        self._places = 0
+        """Of those of this relay, or of the others: how many they are; ..."""
+        self._free = 0
+        """... handlers that those have free that got nothing yet; ..."""
+        self._busy = 0
+        """... and what they have in hand."""
+
+    def part(self, load: Load, left: int, left_bytes: int) -> int:
+        """Return how many of `left` calls `load` gets at once: its part of the free handlers, or all if nobody else is left.
+
+        As if they were handed out one by one: who has less to do than others gets what makes them even. But where everybody is
+        busy it gets at least half of what it has already, because a queue is no fairer for being dealt out one by one.
+        """
+        if load.way is not None:
+            return left
+        others = self._others
+        free = load.concurrency - load.messages - load.others
+        if others <= 1:
+            fits = (
+                load.member is None or left <= free or load.bytes + left_bytes <= load.limit_bytes
+            )
+            return left if fits else max(1, free)
+        if free <= 0:
+            return -(-left // others)
+        least = min(free, left, max(1, load.messages // 2))
+        if others > max(left, LOOKED_AT):
+            return least
+        if not self._given or (self._given[0].member is None) != (load.member is None):
+            self._look(load)
+        if load in self._given:
+            return least
+        self._given.append(load)
+        even = (self._busy + left) // self._places - load.messages
+        most = max(even, -(-left * free // max(free, self._free)))
+        self._free -= free
+        return max(least, min(free, left, most))
+
+    def _look(self, load: Load) -> None:
+        """Count: members of this relay come first, what other relays have free counts only among themselves."""
+        self._given.clear()
+        self._places = self._free = self._busy = 0
+        for one in self._route.peers if load.member is None else self._route.loads:
+            if one not in self._tried:
+                self._places += 1
+                self._free += max(0, one.concurrency - one.messages - one.others)
+                self._busy += one.messages

@@ -51,6 +51,13 @@ def ask(caller: Host, count: int, name: str = "db", timeout_ms: int = 1000) -> l
     return [caller.request(name, b"%d" % n, timeout_ms=timeout_ms) for n in range(count)]
 
 
+def answer_all(net: Network, *services: Service) -> None:
+    for service in services:
+        for delivery in service.deliveries:
+            echo(delivery)
+    net.run()
+
+
 def answered(results: list[Result]) -> bool:
     return [r.value for r in results] == [b"re %d" % n for n in range(len(results))]
 
@@ -93,6 +100,32 @@ def test_a_run_is_cut_between_members_by_their_free_handlers(net: Network) -> No
     net.run()
     assert answered(results)
     assert [len(service.deliveries) for service in services] == [12, 4]
+
+
+def test_who_has_less_to_do_gets_what_makes_members_even(net: Network) -> None:
+    caller = net.host("caller")
+    busy = net.host("m0").serve("db", concurrency=64)
+    ask(caller, 6)
+    net.run()
+    idle = net.host("m1").serve("db", concurrency=64)
+    net.run()
+    ask(caller, 8)
+    net.run()
+    assert (len(busy.deliveries), len(idle.deliveries)) == (7, 7)
+    answer_all(net, busy, idle)
+
+
+def test_a_run_is_not_cut_to_single_calls_between_busy_members(net: Network) -> None:
+    caller = net.host("caller")
+    services = [net.host(f"m{n}").serve("db", concurrency=64) for n in range(4)]
+    ask(caller, 32)
+    net.run()
+    assert [len(service.deliveries) for service in services] == [8] * 4
+    wire = Wire(net)
+    ask(caller, 8)
+    net.run()
+    assert [frames for _, frames in sorted(wire.to.items())] == [[(Kind.CALLS, 4)]] * 2
+    answer_all(net, *services)
 
 
 def test_more_members_than_calls_get_one_each_at_most(net: Network) -> None:
@@ -148,7 +181,9 @@ def test_answers_of_one_turn_go_to_each_caller_as_a_run(net: Network) -> None:
     assert wire.to == {"one": [(Kind.ANSWERS, 3)], "two": [(Kind.ANSWERS, 3)]}
 
 
-def test_answers_of_one_turn_to_several_surveys_leave_the_member_as_a_run(two: Network) -> None:
+def test_answers_of_one_turn_to_surveys_of_one_caller_leave_the_member_as_a_run(
+    two: Network,
+) -> None:
     callers = [two.host("near"), two.host("far", relay=1)]
     member = two.host("member")
     service = member.serve("db")
@@ -164,7 +199,7 @@ def test_answers_of_one_turn_to_several_surveys_leave_the_member_as_a_run(two: N
     for frame in out.chunks:
         if frame[KIND_AT] in (Kind.ANSWER, Kind.ANSWERS):
             sent.append((Kind(frame[KIND_AT]), *COUNT.unpack_from(frame, COUNT_AT)))
-    assert sent == [(Kind.ANSWERS, 3)]
+    assert sent == [(Kind.ANSWERS, 2), (Kind.ANSWER, 1)]
     assert out.sent_messages - before == 3
     wire = Wire(two)
     two.run()
