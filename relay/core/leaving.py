@@ -39,6 +39,7 @@ class Leaving:
 
     def gone(self, neighbor: Neighbor, now_us: int) -> None:
         """A session or connection is down; if it waits for something, that is told."""
+        neighbor.left = set()  # all of its callers left
         if neighbor.pending > 0:
             self._gone.add(neighbor)
             self._look(now_us)
