@@ -280,7 +280,7 @@ class Client:
         """Send a request for each payload; yield an `Outcome` for each as it ends: `async for outcome in client.request_many(...)`.
 
         Each is a request as `request` sends it, with its own `timeout` from when it is sent, and what it would raise is the outcome's
-        `error`. What is sent together travels together: this costs less than as many calls of `request`. At most `in_flight` of
+        `error`. It needs no task for each, and what is sent together travels together. At most `in_flight` of
         them are on the way or not yet taken; payloads are taken as there is room.
 
         Raises:

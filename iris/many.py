@@ -74,14 +74,13 @@ class _One:
         return self.ended
 
     def set_result(self, result: Any, /) -> None:
-        self._end(result, None)
+        self.ended = True
+        self._many.replied(self, result)
 
     def set_exception(self, exception: BaseException, /) -> None:
-        self._end(None, exception)
-
-    def _end(self, message: Message | None, error: BaseException | None) -> None:
         self.ended = True
-        self._many.ended(self, message, error)
+        assert isinstance(exception, IrisError)
+        self._many.failed(self, exception)
 
 
 class Many:
@@ -107,24 +106,18 @@ class Many:
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
         """Yield what becomes of each, in the order in which they end."""
-        runtime = self._runtime
-        runtime.registry.cluster_keys(
-            self._cluster
-        )  # raises now what would be wrong with all of them
-        more = True
+        # Raises now what would be wrong with all of them.
+        self._runtime.registry.cluster_keys(self._cluster)
         try:
-            while more or self._again or self._waiting or self._ended:
-                while self._again:
-                    await self._send(self._again.popleft())
-                while more and len(self._waiting) + len(self._ended) < self._in_flight:
-                    number, payload = next(self._payloads, (-1, None))
-                    more = number >= 0
-                    if more:
-                        until_s = time.monotonic() + self._timeout
-                        await self._send(_One(self, number, payload, until_s, self._sessions))
-                if self._waiting and not self._ended and not self._again:
-                    self._arrival = asyncio.get_running_loop().create_future()
-                    await self._arrival
+            while True:
+                one = self._next()
+                if one is not None:
+                    await self._send_from(one)
+                if not self._ended:
+                    if not self._waiting:
+                        return
+                    self._arrival = arrival = asyncio.get_running_loop().create_future()
+                    await arrival
                 while self._ended:
                     yield self._ended.popleft()
         finally:
@@ -132,49 +125,78 @@ class Many:
                 requests, pending = one.pending
                 requests.forget(pending)
 
-    async def _send(self, one: _One) -> None:
+    def _next(self) -> _One | None:
+        """Return what is to be sent next; None: there is nothing, or no room."""
+        if self._again:
+            return self._again.popleft()
+        if len(self._waiting) + len(self._ended) < self._in_flight:
+            for number, payload in self._payloads:
+                return _One(self, number, payload, time.monotonic() + self._timeout, self._sessions)
+        return None
+
+    async def _send_from(self, first: _One) -> None:
+        """Send this one, and with it what else there is room for."""
         runtime = self._runtime
-        one.ended = False
-        one.sessions_left -= 1
         try:
-            pump, session = await runtime.ready(self._cluster, seconds_left(one.until_s))
-            pump.turn()
-            data, packed = runtime.encode(one.payload, self._headers)
-            key = runtime.registry.cluster_keys(self._cluster)[0]
-            pending = session.requests.send(
-                Kind.REQUEST, self._cluster, key, data, self._headers, packed,
-                timeout_ms=milliseconds(seconds_left(one.until_s)), waiter=one, idempotent=self._idempotent,
-            )  # fmt: skip
+            pump, session = await runtime.ready(self._cluster, seconds_left(first.until_s))
         except IrisError as err:
-            self._over(one, None, err)
+            self._over(first, err)
             return
-        one.pending = session.requests, pending
-        self._waiting.add(one)
-        pump.touch()
+        pump.turn()
+        key = runtime.registry.cluster_keys(self._cluster)[0]
+        requests = session.requests
+        one: _One | None = first
+        try:
+            while one is not None:
+                one.ended = False
+                one.sessions_left -= 1
+                try:
+                    data, packed = runtime.encode(one.payload, self._headers)
+                    pending = requests.send(
+                        Kind.REQUEST, self._cluster, key, data, self._headers, packed,
+                        timeout_ms=milliseconds(seconds_left(one.until_s)), waiter=one, idempotent=self._idempotent,
+                    )  # fmt: skip
+                except IrisError as err:
+                    self._over(one, err)
+                else:
+                    one.pending = requests, pending
+                    self._waiting.add(one)
+                one = self._next()
+        finally:
+            pump.touch()  # whatever the payloads raise
 
-    def ended(self, one: _One, message: Message | None, error: BaseException | None) -> None:
-        """One of them ended."""
+    def replied(self, one: _One, message: Message) -> None:
+        """One of them has its reply."""
         self._waiting.discard(one)
-        if (
-            isinstance(error, ConnectionLost)
-            and one.sessions_left
-            and time.monotonic() < one.until_s
-        ):
-            one.ran = one.ran or error.may_have_run
-            self._again.append(one)
-        else:
-            self._over(one, message, error)
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    def _over(self, one: _One, message: Message | None, error: BaseException | None) -> None:
         reply: Any = message
-        if message is not None and self._wanted is not Message:
+        if self._wanted is not Message:
             try:
                 reply = decode_payload(message.payload, message.packed, self._wanted)
             except DecodeError as err:
-                reply, error = None, err
-        assert error is None or isinstance(error, IrisError)
+                self._over(one, err)
+                return
+        self._ended.append(Outcome(one.number, reply, None))
+        if self._arrival is not None:
+            self._arrived()
+
+    def failed(self, one: _One, error: IrisError) -> None:
+        """One of them ended without."""
+        self._waiting.discard(one)
+        again = one.sessions_left and time.monotonic() < one.until_s
+        if again and isinstance(error, ConnectionLost):
+            one.ran = one.ran or error.may_have_run
+            self._again.append(one)
+            self._arrived()
+        else:
+            self._over(one, error)
+
+    def _over(self, one: _One, error: IrisError) -> None:
         if one.ran and isinstance(error, RequestError):
             ran_before(error)
-        self._ended.append(Outcome(one.number, reply, error))
+        self._ended.append(Outcome(one.number, None, error))
+        self._arrived()
+
+    def _arrived(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)

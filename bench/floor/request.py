@@ -9,13 +9,13 @@ import signal
 import struct
 import sys
 import time
-from itertools import count
+from itertools import accumulate, count, pairwise
 
 import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 # length of what follows, kind, flags, alias, hop id, deadline, first counter, count; then authenticated: send time, timeout
-HEAD = struct.Struct("<IBBIQqQIqI")
+HEAD, END = struct.Struct("<IBBIQqQIqI"), struct.Struct("<qI")
 NONCE, U32, U64 = struct.Struct("<4xQ"), struct.Struct("<I"), struct.Struct("<Q")
 KIND_AT, ALIAS_AT, HOP_AT, END_AT, REQUEST, REPLY, RUN, MIB = 4, 6, 10, 38, 1, 2, 32, 1 << 20
 CIPHER, AAD = AESGCM(bytes(32)), b"constant: kind, name, key id, sender id"
@@ -26,11 +26,23 @@ LOOP, OPTIONS = uvloop.new_event_loop(), json.loads(sys.argv[2])
 
 
 # A run's frame: head, u32 length of each body, bodies.
-def frame(kind, alias, hop, deadline, counter, end, bodies):
-    table = struct.pack(f"<{len(bodies)}I", *map(len, bodies))
-    data = b"".join((table, *bodies))
-    size = HEAD.size + len(data)
-    return HEAD.pack(size - 4, kind, 0, alias, hop, deadline, counter, len(bodies), *end) + data
+def written(kind, alias, hop, deadline, counter, end, bodies):
+    data = b"".join((struct.pack(f"<{len(bodies)}I", *map(len, bodies)), *bodies))
+    size, n = HEAD.size - 4 + len(data), len(bodies)
+    return HEAD.pack(size, kind, 0, alias, hop, deadline, counter, n, *end) + data
+
+
+def read(at):
+    head, end = HEAD.unpack_from(BUFFER, at), VIEW[at + END_AT : at + HEAD.size]
+    lengths = struct.unpack_from(f"<{head[7]}I", BUFFER, at + HEAD.size)
+    begins = [*accumulate(lengths, initial=at + HEAD.size + 4 * len(lengths))]
+    return head, end, [VIEW[a:b] for a, b in pairwise(begins)]
+
+
+async def stop():
+    LOOP.add_signal_handler(signal.SIGTERM, (stopped := LOOP.create_future()).set_result, {})
+    print("ready", flush=True)
+    return await stopped
 
 
 # Finds whole frames in BUFFER and gives their offsets to `on_frames`; a partial one waits in `tail`.
@@ -57,82 +69,56 @@ class Port(asyncio.BufferedProtocol):
 
 
 async def relay(path, **_):
-    libc, stop, members, pending, hops = ctypes.CDLL(None), LOOP.create_future(), [], {}, count(1)
+    libc, members, pending, hops = ctypes.CDLL(None), [], {}, count(1)
     _ = libc.mallopt(-3, 64 * MIB), libc.mallopt(-1, 512 * MIB)  # mmap and trim thresholds
 
     def forward(port, starts, end):
-        begin, run, read, write = 0, None, U64.unpack_from, U64.pack_into
-        for at in starts:
-            (hop,) = read(BUFFER, at + HOP_AT)
+        for at, after in pairwise((*starts, end)):
+            (hop,) = U64.unpack_from(BUFFER, at + HOP_AT)
             if BUFFER[at + KIND_AT] == REQUEST:
                 receiver, out = members[U32.unpack_from(BUFFER, at + ALIAS_AT)[0]], next(hops)
                 pending[out] = port, hop
             else:
                 receiver, out = pending.pop(hop)
-            if (
-                receiver is not run
-            ):  # a run, forwarded as one slice, ends where the receiver changes
-                if run:
-                    run.transport.write(VIEW[begin:at].tobytes())
-                begin, run = at, receiver
-            write(BUFFER, at + HOP_AT, out)
-        if run:
-            run.transport.write(VIEW[begin:end].tobytes())
+            U64.pack_into(BUFFER, at + HOP_AT, out)
+            receiver.transport.write(VIEW[at:after].tobytes())
 
-    LOOP.add_signal_handler(signal.SIGTERM, stop.set_result, {})
     await LOOP.create_unix_server(lambda: Port(forward, members.append), path + ".member")
     await LOOP.create_unix_server(lambda: Port(forward), path + ".client")
-    print("ready", flush=True)
-    return await stop
+    return await stop()
 
 
 async def server(path, **_):
-    def echo(payload):
-        return payload
-
     def serve(port, starts, end):
         for at in starts:
-            _, _, _, alias, hop, deadline, counter, n, _, timeout = HEAD.unpack_from(BUFFER, at)
-            aad, first, own, bodies = AAD + VIEW[at + END_AT : at + HEAD.size], counter, COUNTER[0], []
-            back, at = struct.pack("<qI", time.monotonic_ns(), timeout), at + HEAD.size
-            lengths = struct.unpack_from(f"<{n}I", BUFFER, at)
-            at += 4 * n
-            for size in lengths:
-                payload = echo(CIPHER.decrypt(NONCE.pack(counter), VIEW[at : at + size], aad))
-                bound = BACK_AAD + NONCE.pack(counter) + back  # the reply to its request
-                bodies.append(BACK_CIPHER.encrypt(NONCE.pack(own + len(bodies)), payload, bound))
-                at, counter = at + size, counter + 1
+            (_, _, _, alias, hop, deadline, first, n, _, timeout), end, bodies = read(at)
+            aad, own, sent = AAD + end, COUNTER[0], (time.monotonic_ns(), timeout)
+            back, replies = BACK_AAD + END.pack(*sent), []
+            for i, body in enumerate(bodies):
+                payload = CIPHER.decrypt(NONCE.pack(first + i), body, aad)
+                bound = back + NONCE.pack(first + i)  # the reply to its request
+                replies.append(BACK_CIPHER.encrypt(NONCE.pack(own + i), payload, bound))
             COUNTER[0] += n
-            end_fields = struct.unpack("<qI", back)
-            port.transport.write(frame(REPLY, alias, hop, deadline, own, end_fields, bodies))
+            port.transport.write(written(REPLY, alias, hop, deadline, own, sent, replies))
 
-    stop = LOOP.create_future()
-    LOOP.add_signal_handler(signal.SIGTERM, stop.set_result, {})
     await LOOP.create_unix_connection(lambda: Port(serve), path + ".member")
-    print("ready", flush=True)
-    return await stop
+    return await stop()
 
 
 async def client(path, size, seconds, inflight, **_):
     waiting, turn, filler, samples_ns, wrong = {}, [], bytes(size - 8), [], 0
-    run, aad = (0, 0, (0, 0)), b""
+    run, aad = (), b""
 
     def replies(port, starts, end):
         for at in starts:
-            _, _, _, _, hop, _, counter, n, _, _ = HEAD.unpack_from(BUFFER, at)
-            end_fields, at = VIEW[at + END_AT : at + HEAD.size], at + HEAD.size
-            lengths = struct.unpack_from(f"<{n}I", BUFFER, at)
-            at += 4 * n
-            for i, size in enumerate(lengths):  # a run's hop id is its first counter here
-                aad = BACK_AAD + NONCE.pack(hop + i) + end_fields
-                payload = BACK_CIPHER.decrypt(NONCE.pack(counter + i), VIEW[at : at + size], aad)
-                waiting.pop(hop + i).set_result(payload)
-                at += size
+            (_, _, _, _, hop, _, counter, *_), end, bodies = read(at)
+            for i, body in enumerate(bodies):  # a run's hop id is its first counter here
+                bound, nonce = BACK_AAD + end + NONCE.pack(hop + i), NONCE.pack(counter + i)
+                waiting.pop(hop + i).set_result(BACK_CIPHER.decrypt(nonce, body, bound))
 
     def flush():
         if turn:
-            first, deadline_ns, end = run
-            port.transport.write(frame(REQUEST, 0, first, deadline_ns, first, end, turn))
+            port.transport.write(written(REQUEST, 0, *run, turn))
             turn.clear()
 
     def request(payload, timeout_ms):
@@ -140,8 +126,8 @@ async def client(path, size, seconds, inflight, **_):
         own = COUNTER[0]
         if not turn:
             now_ns = time.monotonic_ns()
-            run = own, now_ns + timeout_ms * 1_000_000, (now_ns, timeout_ms)
-            aad = AAD + struct.pack("<qI", now_ns, timeout_ms)
+            run = own, now_ns + timeout_ms * 1_000_000, own, (now_ns, timeout_ms)
+            aad = AAD + END.pack(*run[-1])
             LOOP.call_soon(flush)
         COUNTER[0] = own + 1
         turn.append(CIPHER.encrypt(NONCE.pack(own), payload, aad))
