@@ -1,6 +1,7 @@
 """The results of a comparison as tables, plots and a page.
 
     python bench/report.py results/latest.json [DIRECTORY]
+    python bench/report.py results/latest.json --summary        # one table, on stdout
 
 Writes report.md, report.html and a PNG per load at a fixed rate, beside the results if no directory is named. The page is
 one file that refers to nothing outside. Plots need matplotlib; without it, the rest is written.
@@ -23,6 +24,7 @@ from reports import plots as drawing
 from reports.latency import merge, percentile_rows
 from reports.page import page
 from reports.results import ReportError, Results
+from reports.summary import summary
 from reports.tables import Entry, Section, Table, sections
 
 __all__ = ["ReportError", "html", "main", "markdown", "merge", "percentile_rows", "plots", "write"]
@@ -105,8 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tables, plots and a page of a comparison.")
     parser.add_argument("results", type=Path, help="JSON that the comparison wrote")
     parser.add_argument("directory", type=Path, nargs="?", help="where to (default: beside it)")
+    parser.add_argument("--summary", action="store_true", help="print one table, write nothing")
     options = parser.parse_args(arguments)
     try:
+        if options.summary:
+            print("\n".join(_table(summary(Results.read(options.results)))).rstrip())
+            return 0
         written = write(Results.read(options.results), options.directory or options.results.parent)
     except (ReportError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)

@@ -459,6 +459,27 @@ def test_without_matplotlib_tables_and_page_are_written(
     assert {made.name for made in (tmp_path / "out").iterdir()} == {"report.md", "report.html"}
 
 
+def test_a_summary_has_one_figure_of_each_load_and_system(
+    report: ModuleType, document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "latest.json"
+    path.write_text(json.dumps(document))
+    assert report.main([str(path), "--summary"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(head.split("|")) == len(PEERS) + 3
+    units = [row.split("|")[1].strip() for row in rows]
+    assert units[0] == "publish 1 KiB, one to one: messages/s without loss"
+    assert [unit for unit in units if "3000" in unit or "16 connections" in unit] == [
+        "request 1 KiB, 16 connections: p50, ms",
+        "request 1 KiB, 16 connections: p99, ms",
+        "request 64 KiB, 16 connections: p50, ms",
+        "request 64 KiB, 16 connections: p99, ms",
+    ]
+    column = [title.strip() for title in head.split("|")].index("RabbitMQ")
+    assert rows[0].split("|")[column].strip() == "-", "it failed"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.timeout(120)
 def test_plots_are_png_files_and_within_the_page(
     report: ModuleType, document: dict[str, Any], tmp_path: Path
