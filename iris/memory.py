@@ -41,10 +41,10 @@ def keep_freed_memory() -> bool:
     return mapped and trimmed
 
 
-IDLE_S: Final = 10.0
+IDLE_S: Final = 0.5
 IDLE_SHARE: Final = 0.02
 """Of a processor: a process that used less for `IDLE_S` is idle."""
-WORTH_BYTES: Final = 64 * _MIB
+WORTH_BYTES: Final = 32 * _MIB
 """Memory is given back when so much more is resident than after the last time."""
 
 

@@ -73,6 +73,10 @@ class RelayConfig:
     """Most that waits to be written to one session or link, at least `message_limit_bytes`. Above it
     each frame meets the answer of its own pattern: refused, or dropped and counted."""
 
+    queue_bytes: int = 128 * _MIB
+    """Most that waits to be written to all sessions and links together, at least `message_limit_bytes`. Above it the longest queue
+    gives way: its newest publications are dropped, and told."""
+
     tunnel_share_bytes: int = 256 * _MIB
     """Most tunnel records that wait at one port. Above it the tunnel that holds most of them is broken:
     relays do not throttle tunnels, their ends do."""
@@ -186,6 +190,7 @@ class RelayConfig:
             raise ConfigError("relay_user: is empty")
         self._check_range("message_limit_bytes", _MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES)
         self._check_range("port_queue_bytes", self.message_limit_bytes, math.inf)
+        self._check_range("queue_bytes", self.message_limit_bytes, math.inf)
         self._check_range("max_aliases", 1, _MAX_ALIASES)
         for name in (
             "tunnel_share_bytes",

@@ -95,7 +95,7 @@ class Relay:
     def __init__(self, config: RelayConfig) -> None:
         self.config = config
         self.router = make_router(config)
-        self.driver = Driver(self.router)
+        self.driver = Driver(self.router, config.queue_bytes)
         self.hub = SessionHub(self.driver, config)
         self.links: LinkHub | None = None
         if config.network_keys and not config.dev:
@@ -381,6 +381,7 @@ class Relay:
             "protocol_errors": self.hub.protocol_errors,
             "turned_away": self.hub.turned_away,
             "users": self.hub.users.status(),
+            "queues": self.driver.budget.report(),
         }
         if self._store is not None:
             status["store"] = self._store.status()

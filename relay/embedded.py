@@ -135,7 +135,7 @@ class EmbeddedRelay:
     ) -> None:
         self.config = config or RelayConfig(socket_path=Path("/embedded"))
         self.router = make_router(self.config, entropy)
-        self.driver = Driver(self.router)
+        self.driver = Driver(self.router, self.config.queue_bytes)
         self.hub = SessionHub(self.driver, self.config)
         self._sweeper: asyncio.Task[None] | None = None
         self._closed = False

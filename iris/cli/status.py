@@ -106,7 +106,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if nowhere:
         said = f"\nsites not linked: {', '.join(nowhere)}; `iris federation list` says why"
         console.print(said, markup=False)
-    for said in (*_slow(report), *_over(report)):
+    for said in (*_slow(report), *_over(report), *_queues(report)):
         console.print(f"\n{printable(said)}", markup=False)
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
@@ -122,6 +122,16 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )
+
+
+def _queues(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a line about what waits for all receivers together, if something does, or if there was too much of it."""
+    queues = report.get("queues")
+    if queues and (queues["bytes"] or queues["full"] or queues["shed"]):
+        yield (
+            f"queued in all: {queues['bytes'] / 1e6:.1f} of {queues['limit_bytes'] / 1e6:.1f} MB; "
+            f"it was full for {queues['full']} frames, and {queues['shed']} messages made room for others"
+        )
 
 
 def _slow(report: dict[str, Any]) -> Iterator[str]:

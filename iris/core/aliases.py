@@ -26,10 +26,11 @@ class Alias:
 class AliasTable(Generic[K]):
     """The declarer's table: what is declared, and which numbers are free."""
 
-    __slots__ = ("_by_key", "_free", "_limit", "_next")
+    __slots__ = ("_by_key", "_by_number", "_free", "_limit", "_next")
 
     def __init__(self, limit: int = MAX_ALIASES) -> None:
         self._by_key: dict[K, Alias] = {}
+        self._by_number: dict[int, K] = {}
         self._free: list[int] = []
         self._next = 0
         self._limit = limit
@@ -41,6 +42,10 @@ class AliasTable(Generic[K]):
         """Return the alias that stands for `key`, if one does."""
         return self._by_key.get(key)
 
+    def key_of(self, number: int) -> K | None:
+        """Return what `number` was declared for last, also if that is not used any more."""
+        return self._by_number.get(number)
+
     def add(self, key: K, tick: int) -> Alias:
         """Return a fresh alias for `key`, which the caller declares before use; `tick` is any rising number."""
         if not self._free:
@@ -50,6 +55,7 @@ class AliasTable(Generic[K]):
             else:
                 self._evict()
         alias = self._by_key[key] = Alias(self._free.pop(), tick)
+        self._by_number[alias.number] = key
         return alias
 
     def free(self, key: K) -> None:

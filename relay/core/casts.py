@@ -20,7 +20,7 @@ from relay.core.away import Away
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.link import Link
-from relay.core.neighbor import UNUSED, Neighbor, Route, Taker, Target
+from relay.core.neighbor import UNUSED, Delivery, Neighbor, Route, Taker, Target
 from relay.core.ports import Accounts
 from relay.core.session import Session
 from relay.core.sites import Sites
@@ -119,6 +119,12 @@ class Casts:
         first = FIRST.unpack_from(buf, start + FIRST_AT)[0]
         target.neighbor.dropped(target.delivery, first, count)
         self._slow.dropped(target.neighbor, target.delivery, count)
+
+    def shed(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
+        """Messages that a port had taken made room for others; it has said so in their place."""
+        self._accounts.out -= count
+        self._accounts.drop("slow receiver", count)
+        self._slow.dropped(neighbor, delivery, count)
 
     def _resolve(self, route: Route) -> None:
         """Find who gets this route's casts while the interest stays as it is."""

@@ -508,24 +508,17 @@ class Neighbor:
 
     def tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
         """Tell it of a loss on the way to it."""
-        kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
-        # `first` is the sender's word, and `count` a sum: they may not fit the fields.
-        first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
-        self.control(
-            Gap(
-                kind,
-                name,
-                key_id,
-                sender_id,
-                first,
-                count,
-                cause,
-                plain,
-                list(groups),
-                member,
-                site,
-            )
-        )
+        self.control(gap_of(delivery, first, count, cause))
+
+
+def gap_of(delivery: Delivery, first: int, count: int, cause: str) -> Gap:
+    """Return what tells of a loss of a delivery."""
+    kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
+    # `first` is the sender's word, and `count` a sum: they may not fit the fields.
+    first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
+    return Gap(
+        kind, name, key_id, sender_id, first, count, cause, plain, list(groups), member, site
+    )
 
 
 class Load:

@@ -26,7 +26,7 @@ from relay.core.control import SessionControl
 from relay.core.draining import HEARD_MINOR
 from relay.core.limits import Limits
 from relay.core.link import Link
-from relay.core.neighbor import Neighbor
+from relay.core.neighbor import Delivery, Neighbor
 from relay.core.parts import Parts
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
@@ -142,6 +142,10 @@ class Router(Parts):
             table[buf[start + KIND_AT]](neighbor, buf, start, end)
 
         return frame_in
+
+    def shed(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
+        """Messages that the neighbor's port had taken made room for others, and it is told in their place."""
+        self._casts.shed(neighbor, delivery, count)
 
     def writable(self, neighbor: Neighbor) -> None:
         """The port has room again: what was dropped meanwhile is told."""

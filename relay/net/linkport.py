@@ -476,6 +476,9 @@ class LinkPort(LongFramePort):
             "in_bytes": self.in_bytes,
         }
 
+    def _neighbor(self) -> Neighbor | None:
+        return self.link
+
     def _has_room_again(self) -> None:
         super()._has_room_again()
         if self.link is not None:

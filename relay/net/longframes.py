@@ -24,6 +24,8 @@ class LongFramePort(ConnectionPort):
         self._longest_bytes = self._whole_bytes = WHOLE_BYTES
         """Longest frame that the other relay takes, and that it gets in one piece."""
         self._lanes = Lanes()
+        self._lane_bytes = 0
+        """Of the lanes, as counted in the relay's budget."""
         self._pumped = False
         self._refusing = False
 
@@ -32,18 +34,43 @@ class LongFramePort(ConnectionPort):
         self._write_queue()
         if self._lanes and not self._closed:
             self._pump()
-        if not self._closed and self._waiting_bytes() <= self._limit_bytes // 2:
+        if not self._closed and self._waiting_bytes() <= self._room_bytes:
             self._has_room_again()
             self._driver.settle()
 
     def _has_room_again(self) -> None:
+        self._room_bytes = self._limit_bytes // 2
         self._refusing = False
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._queued_bytes + self._lane_bytes
+
+    def _count_lanes(self) -> None:
+        """What came to the lanes, or left them, is counted in the relay's budget."""
+        change = self._lanes.bytes - self._lane_bytes
+        self._lane_bytes += change
+        if change > 0:
+            self._budget.bytes += change
+            self._budget.waiting[self] = None
+        elif change:
+            self._budget.released(-change)
+            self._emptied()
+
+    def _lost(self, cause: str) -> None:
+        self._count_lanes()
+        super()._lost(cause)
 
     def has_room(self, size: int) -> bool:
         if size > self._longest_bytes:
             return False
         waiting = self._waiting_bytes()
-        return not waiting or waiting + size <= self._limit_bytes
+        if not waiting:
+            return True
+        if waiting + size > self._limit_bytes:
+            return False
+        budget = self._budget
+        return budget.bytes + size <= budget.limit_bytes or self._finds_room(size)
 
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
         self.out_frames += 1
@@ -73,7 +100,9 @@ class LongFramePort(ConnectionPort):
         self.out_frames += 1
         if not self._lanes.control(frame):
             super().control(frame)
-        elif self._lanes.bytes > self._limit_bytes + CONTROL_LIMIT_BYTES:
+            return
+        self._count_lanes()
+        if self._lanes.bytes > self._limit_bytes + CONTROL_LIMIT_BYTES:
             self.abort("it does not read what it is told")
 
     @property
@@ -100,6 +129,7 @@ class LongFramePort(ConnectionPort):
             self._refusing = True
             return False
         self._lanes.put(alias, frame, count)
+        self._count_lanes()
         if not self._dirty:
             self._dirty = True
             self._driver.dirty.append(self)
@@ -118,13 +148,15 @@ class LongFramePort(ConnectionPort):
         self._write_chunks()
         if self._paused:
             return
-        self._write(self._lanes.take(BULK_TURN_BYTES))
+        chunks = self._lanes.take(BULK_TURN_BYTES)
+        self._count_lanes()
+        self._write(chunks)
         if self._lanes:
             self._pumped = True
             asyncio.get_running_loop().call_soon(self._pump_on)
         elif self._finishing and not self._closed:
             self._transport.close()
-        if self._refusing and self._waiting_bytes() <= self._limit_bytes // 2:
+        if self._refusing and self._waiting_bytes() <= self._room_bytes:
             self._has_room_again()
 
     def _pump_on(self) -> None:

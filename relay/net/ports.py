@@ -17,6 +17,8 @@ from iris.transport import Writer
 from iris.wire.codec import ReceiveBuffer
 from iris.wire.kinds import NEVER_US
 from relay.config import RelayConfig
+from relay.core.budget import QUEUE_BYTES, Budget, Entry, cut
+from relay.core.neighbor import Neighbor
 from relay.core.ports import Held
 from relay.core.router import Router
 
@@ -34,10 +36,12 @@ _RECORD_BYTES: Final = 16 << 10
 class Driver:
     """One router's clock and turn: the receive buffer, the ports that have something to write, the timer."""
 
-    __slots__ = ("_loop", "_pause_us", "_timer", "_timer_us", "buffer", "dirty", "router")
+    __slots__ = ("_loop", "_pause_us", "_timer", "_timer_us", "budget", "buffer", "dirty", "router")
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, queue_bytes: int = QUEUE_BYTES) -> None:
+        """`queue_bytes` may wait at all ports together."""
         self.router = router
+        self.budget = Budget(queue_bytes)
         self.buffer = ReceiveBuffer()
         self.dirty: list[ConnectionPort] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -182,6 +186,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def __init__(self, driver: Driver, config: RelayConfig) -> None:
         self._driver = driver
         self._router = driver.router
+        self._budget = driver.budget
         self._transport: asyncio.Transport
         self._writer: Writer | Secured
         self._chunks: list[bytes] = []
@@ -194,13 +199,15 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._paused = False
         self._finishing = False
         self._closed = False
-        self._queue: deque[tuple[bytes, int, Held | None]] = deque()
+        self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._tunnel_bytes = 0
         self._control_bytes = 0
         self._held = 0
         self._limit_bytes = config.port_queue_bytes
         self._tunnel_limit_bytes = config.tunnel_share_bytes
+        self._room_bytes = self._limit_bytes // 2
+        """With so little waiting there is room again after a refusal."""
 
     def abort(self, reason: str) -> None:
         """Close now; `reason` is for our log."""
@@ -208,6 +215,10 @@ class ConnectionPort(asyncio.BufferedProtocol):
 
     def _has_room_again(self) -> None:
         """Tell the router."""
+        raise NotImplementedError
+
+    def _neighbor(self) -> Neighbor | None:
+        """Whose connection it is, as the router knows it."""
         raise NotImplementedError
 
     def _done(self) -> bool:
@@ -233,7 +244,8 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._paused = False
         self._write_queue()
-        if not self._closed and self._queued_bytes <= self._limit_bytes // 2:
+        if not self._closed and self._queued_bytes <= self._room_bytes:
+            self._room_bytes = self._limit_bytes // 2
             self._has_room_again()
             self._driver.settle()
 
@@ -246,6 +258,8 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._held = 0
         self._queue.clear()
         self._chunks.clear()
+        self._budget.released(self._queued_bytes)
+        self._budget.ended(self)
         self._queued_bytes = 0
 
     # -- Port ------------------------------------------------------------------------------------------------
@@ -253,12 +267,45 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def has_room(self, size: int) -> bool:
         if not self._queue:
             return True
-        waiting = (
-            self._queued_bytes
-            - self._tunnel_bytes
-            + (self._run_end - self._run_start if self._run is not None else 0)
-        )
-        return waiting + size <= self._limit_bytes
+        if self._run is not None:
+            size += self._run_end - self._run_start
+        if self._queued_bytes - self._tunnel_bytes + size > self._limit_bytes:
+            return False
+        budget = self._budget
+        return budget.bytes + size <= budget.limit_bytes or self._finds_room(size)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that this port counts in the relay's budget."""
+        return self._queued_bytes
+
+    def _finds_room(self, size: int) -> bool:
+        """Whether the relay's budget, which is full, gets room for a frame here."""
+        if self._budget.make_room(self, size):
+            return True
+        self._room_bytes = min(self._room_bytes, self.waiting_bytes // 2)
+        return False
+
+    def shed(self, wanted_bytes: int) -> int:
+        """Drop about so many bytes of the newest publications that wait here; return how many bytes that frees."""
+        neighbor = self._neighbor()
+        if neighbor is None or self._closed:
+            return 0
+        queue, router = self._queue, self._router
+        kept, lost, read, freed = cut(reversed(queue), wanted_bytes, neighbor.aliases.key_of)
+        if freed <= 0:
+            return 0
+        for _ in range(read):
+            self._control_bytes -= _control_bytes(queue.pop())
+        queue.extend(kept)
+        self._control_bytes += sum(map(_control_bytes, kept))
+        self._queued_bytes -= freed
+        self._budget.released(freed)
+        for delivery, count in lost:
+            self._held -= count
+            self._budget.shed += count
+            router.shed(neighbor, delivery, count)
+        return freed
 
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
         if self._queue and not self.has_room(end - start):
@@ -289,6 +336,9 @@ class ConnectionPort(asyncio.BufferedProtocol):
         size = end - start
         if self._tunnel_bytes + size > self._tunnel_limit_bytes:
             return False
+        budget = self._budget
+        if budget.bytes + size > budget.limit_bytes and not budget.make_room(self, size, own=True):
+            return False
         held.bytes += size
         self._tunnel_bytes += size
         self._put(bytes(buf[start:end]), 1, held)
@@ -297,7 +347,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def discard(self, held: Held) -> int:
         if not held.bytes:
             return 0
-        kept: deque[tuple[bytes, int, Held | None]] = deque()
+        kept: deque[Entry] = deque()
         lost = 0
         for entry in self._queue:
             if entry[2] is held:
@@ -308,6 +358,8 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._queued_bytes -= held.bytes
         self._tunnel_bytes -= held.bytes
         self._held -= lost
+        self._budget.released(held.bytes)
+        self._emptied()
         held.bytes = 0
         return lost
 
@@ -359,8 +411,11 @@ class ConnectionPort(asyncio.BufferedProtocol):
 
     def _store(self, data: bytes, count: int, held: Held | None) -> None:
         if self._paused or self._queue:
+            if not self._queue:
+                self._budget.waiting[self] = None
             self._queue.append((data, count, held))
             self._queued_bytes += len(data)
+            self._budget.bytes += len(data)
             self._held += count
         else:
             self._chunks.append(data)
@@ -406,6 +461,19 @@ class ConnectionPort(asyncio.BufferedProtocol):
                     self._control_bytes -= size
                 batch.append(frame)
                 batch_bytes += size
+            self._budget.released(batch_bytes)
             self._write(batch)
+        self._emptied()
         if self._finishing and not self._closed and self._done():
             self._transport.close()
+
+    def _emptied(self) -> None:
+        """If nothing waits here, this port is none that others could take room from."""
+        if not self.waiting_bytes:
+            self._budget.ended(self)
+
+
+def _control_bytes(entry: Entry) -> int:
+    """Return the length of what is queued, if it is control frames."""
+    data, count, held = entry
+    return len(data) if count == 0 and held is None else 0

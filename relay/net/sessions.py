@@ -21,6 +21,7 @@ from iris.transport import Writer
 from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
 from iris.wire.frames import Error
 from relay.config import RelayConfig
+from relay.core.neighbor import Neighbor
 from relay.core.quotas import RELAYS_STORE, Table
 from relay.core.session import Session
 from relay.core.slow import Slow
@@ -332,6 +333,9 @@ class SessionPort(ConnectionPort):
             self._closed = True
             self._reader.on_frame = self._ignore
             self._transport.abort()
+
+    def _neighbor(self) -> Neighbor | None:
+        return self.session
 
     def _has_room_again(self) -> None:
         self._router.writable(self.session)

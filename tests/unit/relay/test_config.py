@@ -83,6 +83,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "relay_user": "relay",
         "message_limit_bytes": 65_537,
         "port_queue_bytes": 70_000,
+        "queue_bytes": 80_000,
         "tunnel_share_bytes": 4,
         "max_sessions": 5,
         "max_members": 11,
@@ -210,6 +211,7 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
         ("message_limit_bytes", 65_535),
         ("message_limit_bytes", (64 << 20) + 1),
         ("port_queue_bytes", (1 << 20) - 1),
+        ("queue_bytes", (1 << 20) - 1),
         ("tunnel_share_bytes", 0),
         ("max_sessions", 0),
         ("max_aliases", 65_537),
@@ -280,6 +282,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         "socket_path": Path("/" + "x" * 105),
         "message_limit_bytes": 64 << 20,
         "port_queue_bytes": 64 << 20,
+        "queue_bytes": 64 << 20,
         "socket_mode": 0o666,
         "drain_timeout_s": 0.0,
     }

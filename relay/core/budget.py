@@ -1,0 +1,200 @@
+"""One budget for what waits at all ports of a relay, and what gives way when it is used up.
+
+    a frame for a port that waits ── budget full ── another queue is clearly longer? ── yes: its newest publications go, GAPs in their place
+                                                                                     └─ no: this frame meets the answer of its own scheme
+
+Bytes are counted where ports count them already: when something is queued, and when a batch is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+from iris.wire.codec import (
+    ALIAS,
+    ALIAS_AT,
+    COUNT,
+    COUNT_AT,
+    FIRST,
+    FIRST_AT,
+    KIND_AT,
+    LENGTH,
+    decode_control,
+    encode_control,
+)
+from iris.wire.frames import Declare
+from iris.wire.kinds import Kind
+from relay.core.neighbor import Delivery, gap_of
+from relay.core.ports import Held
+
+QUEUE_BYTES: Final = 128 << 20
+NEAR: Final = 6
+"""Queues that differ by less than a 2^6th of the limit are equally long, and so much is dropped at once."""
+LOOK: Final = 8
+"""So many times what is wanted is looked through, at most."""
+_CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
+Entry = tuple[bytes, int, Held | None]
+"""Frames, how many messages they are, and the tunnel that they are of. A count of 0 is of control frames."""
+
+
+class Queue(Protocol):
+    """One port's queue."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait in it."""
+
+    def shed(self, wanted_bytes: int) -> int:
+        """Drop about so many bytes of its newest publications; return how many bytes that frees, 0 if it has none."""
+
+
+class Budget:
+    """What waits at all ports of a relay, in bytes."""
+
+    __slots__ = (
+        "_barren",
+        "_longest",
+        "bytes",
+        "full",
+        "limit_bytes",
+        "near_bytes",
+        "shed",
+        "waiting",
+    )
+
+    def __init__(self, limit_bytes: int = QUEUE_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.near_bytes = max(1, limit_bytes >> NEAR)
+        self.bytes = 0
+        self.full = 0
+        """Frames that found no room."""
+        self.shed = 0
+        """Messages that were queued, and made room."""
+        self.waiting: dict[Queue, None] = {}
+        """Queues that are not empty."""
+        self._longest = sys.maxsize
+        """Length of the longest queue, when it was looked for last."""
+        self._barren: dict[Queue, int] = {}
+        """Queues without publications, and how long they were when that was found."""
+
+    def released(self, size: int) -> None:
+        """So much waits no more."""
+        self.bytes -= size
+        if self.bytes < self.limit_bytes - self.near_bytes:
+            self._longest = sys.maxsize
+            if self._barren:
+                self._barren.clear()
+
+    def ended(self, queue: Queue) -> None:
+        """A queue is empty."""
+        self.waiting.pop(queue, None)
+        self._barren.pop(queue, None)
+
+    def make_room(self, queue: Queue, size: int, *, own: bool = False) -> bool:
+        """Whether `size` bytes may be added to a queue though the budget is full: the longest queue gives way, unless it is this one.
+
+        `own`: what is added may take the place of this queue's own publications.
+        """
+        length = 0 if own else queue.waiting_bytes + size + self.near_bytes
+        while length < self._longest or own:
+            longest = None
+            most = length
+            for each in self.waiting:
+                waiting = each.waiting_bytes
+                if waiting > most and waiting >= self._barren.get(each, 0):
+                    longest, most = each, waiting
+            if not own:
+                self._longest = most
+            if longest is None:
+                break
+            if not longest.shed(max(size, self.near_bytes)):
+                self._barren[longest] = most + self.near_bytes
+                continue
+            if self.bytes + size <= self.limit_bytes:
+                return True
+        self.full += 1
+        return False
+
+    def report(self) -> dict[str, int]:
+        """Return it ready for JSON."""
+        return {
+            "bytes": self.bytes,
+            "limit_bytes": self.limit_bytes,
+            "full": self.full,
+            "shed": self.shed,
+        }
+
+
+def cut(
+    newest: Iterable[Entry], wanted_bytes: int, key_of: Callable[[int], Delivery | None]
+) -> tuple[list[Entry], list[tuple[Delivery, int]], int, int]:
+    """Drop publications and broadcasts from the end of a queue until `wanted_bytes` are free; what they were is said in their place.
+
+    `newest` are the entries of the queue, the last one first, which the caller removes as it reads; `key_of` tells what an alias
+    stands for at the end of the queue. Returns what takes their place, in order, who lost how many messages, how many entries were
+    read, and the bytes freed: not above 0 if nothing is to be changed.
+    """
+    kept: list[Entry] = []  # newest first
+    lost: dict[Delivery, int] = {}
+    later: set[int] = (
+        set()
+    )  # aliases that were declared further on: what they stood for before is not known
+    said: list[tuple[Delivery, list[int]]] = []  # first, count, and how much is kept behind it
+    latest: dict[Delivery, list[int]] = {}
+    read = freed = seen = 0
+    for entry in newest:
+        data, count, held = entry
+        read += 1
+        rest: list[bytes] = []
+        for start, end in reversed(_frames(data)) if held is None else ():
+            kind = data[start + KIND_AT]
+            if kind == Kind.DECLARE:
+                declared = decode_control(memoryview(data), start, end)
+                assert isinstance(declared, Declare)
+                later.add(declared.alias)
+            delivery = None
+            if kind in _CASTS:
+                alias = ALIAS.unpack_from(data, start + ALIAS_AT)[0]
+                delivery = key_of(alias) if alias not in later else None
+            if delivery is None:
+                rest.append(data[start:end])
+                continue
+            first = FIRST.unpack_from(data, start + FIRST_AT)[0]
+            number = COUNT.unpack_from(data, start + COUNT_AT)[0]
+            lost[delivery] = lost.get(delivery, 0) + number
+            count -= number
+            freed += end - start
+            gap = latest.get(delivery)
+            if gap is not None and (not delivery[4] or first + number == gap[0]):
+                gap[:] = first, gap[1] + number, len(kept)
+            else:
+                gap = latest[delivery] = [first, number, len(kept)]
+                said.append((delivery, gap))
+        if held is not None:
+            kept.append(entry)
+        elif rest:
+            kept.append((b"".join(reversed(rest)), count, None))
+        seen += len(data)
+        if freed >= wanted_bytes or seen >= LOOK * wanted_bytes:
+            break
+    said.reverse()  # at one place the one said last goes before those said earlier
+    said.sort(key=lambda one: -one[1][2])
+    for delivery, (first, number, place) in said:
+        frame = encode_control(gap_of(delivery, first, number, "slow receiver"))
+        kept.insert(place, (frame, 0, None))
+        freed -= len(frame)
+    kept.reverse()
+    return kept, list(lost.items()), read, freed
+
+
+def _frames(data: bytes) -> list[tuple[int, int]]:
+    """Return where the frames of an entry begin and end."""
+    places = []
+    start = 0
+    while start < len(data):
+        end = start + 4 + LENGTH.unpack_from(data, start)[0]
+        places.append((start, end))
+        start = end
+    return places
