@@ -26,11 +26,12 @@ class Alias:
 class AliasTable(Generic[K]):
     """The declarer's table: what is declared, and which numbers are free."""
 
-    __slots__ = ("_by_key", "_by_number", "_free", "_limit", "_next")
+    __slots__ = ("_by_key", "_by_number", "_free", "_limit", "_next", "_past")
 
     def __init__(self, limit: int = MAX_ALIASES) -> None:
         self._by_key: dict[K, Alias] = {}
         self._by_number: dict[int, K] = {}
+        self._past: dict[int, K] = {}
         self._free: list[int] = []
         self._next = 0
         self._limit = limit
@@ -43,8 +44,14 @@ class AliasTable(Generic[K]):
         return self._by_key.get(key)
 
     def key_of(self, number: int) -> K | None:
-        """Return what `number` was declared for last, also if that is not used any more."""
-        return self._by_number.get(number)
+        """Return what `number` was declared for last; if that was freed, only if it was to be remembered."""
+        key = self._by_number.get(number)
+        return self._past.get(number) if key is None else key
+
+    def forget_past(self) -> None:
+        """What was freed and remembered is on the way no more."""
+        if self._past:
+            self._past.clear()
 
     def add(self, key: K, tick: int) -> Alias:
         """Return a fresh alias for `key`, which the caller declares before use; `tick` is any rising number."""
@@ -56,12 +63,16 @@ class AliasTable(Generic[K]):
                 self._evict()
         alias = self._by_key[key] = Alias(self._free.pop(), tick)
         self._by_number[alias.number] = key
+        self._past.pop(alias.number, None)
         return alias
 
-    def free(self, key: K) -> None:
-        """`key` is not used any more, if it ever was: its number is declared anew for another."""
+    def free(self, key: K, *, remember: bool = False) -> None:
+        """`key` is not used any more, if it ever was: its number is declared anew for another. `remember`: it is still on the way."""
         alias = self._by_key.pop(key, None)
         if alias is not None:
+            del self._by_number[alias.number]
+            if remember:
+                self._past[alias.number] = key
             self._free.append(alias.number)
             alias.number = -1
 
@@ -69,5 +80,6 @@ class AliasTable(Generic[K]):
         oldest = sorted(self._by_key.items(), key=lambda item: (item[1].used, item[1].number))
         for key, alias in oldest[: max(1, self._limit // 8)]:
             self._free.append(alias.number)
+            del self._by_number[alias.number]
             alias.number = -1
             del self._by_key[key]

@@ -205,7 +205,10 @@ class Route:
         for number, delivery in self._declared:
             neighbor = self._neighbors.get(number)
             if neighbor is not None:
-                neighbor.aliases.free(delivery)
+                remember = (
+                    neighbor.port.held_messages > 0
+                )  # it may wait there, and make room for others
+                neighbor.aliases.free(delivery, remember=remember)
         self._declared = {}
         # Who still refers to it (`relay.core.away`) keeps little.
         self.targets, self.single, self.many, self.groups = {}, None, (), ()

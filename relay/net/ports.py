@@ -471,6 +471,9 @@ class ConnectionPort(asyncio.BufferedProtocol):
         """If nothing waits here, this port is none that others could take room from."""
         if not self.waiting_bytes:
             self._budget.ended(self)
+            neighbor = self._neighbor()
+            if neighbor is not None:
+                neighbor.aliases.forget_past()
 
 
 def _control_bytes(entry: Entry) -> int:

@@ -176,3 +176,30 @@ async def test_requests_are_refused_while_the_queue_of_their_member_is_the_longe
         assert all(isinstance(each, iris.Overloaded) for each in refused)
         assert budget.full
         assert not budget.shed
+
+
+async def test_what_a_publisher_left_behind_gives_way_as_well() -> None:
+    """Its alias is free then, and still stands for what waits."""
+    got, second = Collector(), Collector()
+    async with (
+        small() as (cluster, budget),
+        cluster.client() as pub,
+        named(cluster, "first") as one,
+        named(cluster, "second") as two,
+        one.subscribe("a", got, on_gap=got.gap),
+        two.subscribe("b", second, on_gap=second.gap),
+    ):
+        resumes = [freeze(cluster, "first"), freeze(cluster, "second")]
+        async with cluster.client() as gone:
+            await publish(gone, "a", 0, 150)
+        await cluster.settle()
+        await publish(pub, "b", 0, 80)
+        assert budget.shed
+        for resume in resumes:
+            resume()
+        await until(lambda: len(got.messages) + got.lost >= 150 and len(second.messages) == 80)
+        await cluster.settle()
+        assert len(got.messages) + got.lost == 150
+        assert got.lost == budget.shed
+        assert not second.gaps
+    assert not any(port.session.aliases._past for port in cluster.relay.hub.ports)

@@ -484,6 +484,7 @@ def test_status_shows_sessions_clusters_and_the_account(shell: Shell, member: st
     assert re.search(r"echo +[0-9a-f]{8}… +1", table)
     report = json.loads(shell("status", "--json"))
     assert {"relay", "sessions", "clusters", "accounts", "pid", "socket"} <= report.keys()
+    assert report["queues"] == {"bytes": 0, "limit_bytes": 128 << 20, "full": 0, "shed": 0}
     assert shell("status", "--json", "--relay", report["socket"])
 
 

@@ -27,6 +27,7 @@ FLAGS = ("tests/protocol/test_flags.py",)
 ANSWERS = ("tests/protocol/test_strange_keys.py", *RULES)
 QUOTAS = ("tests/protocol/test_quotas.py",)
 RUNS = ("tests/protocol/test_runs.py",)
+BUDGET = ("tests/unit/relay/test_budget.py", "tests/integration/test_budget.py")
 SHARING = ("tests/protocol/test_sharing.py",)
 
 SABOTAGES = (
@@ -580,5 +581,59 @@ SABOTAGES = (
         "True",
         SHARING,
         "a publisher of an older version is told what it does not know",
+    ),
+    Sabotage(
+        "budget-longest",
+        "relay/core/budget.py",
+        "Budget.make_room",
+        "waiting > most",
+        "0 < waiting",
+        BUDGET,
+        "the last queue gives way, however short it is",
+    ),
+    Sabotage(
+        "budget-own",
+        "relay/core/budget.py",
+        "Budget.make_room",
+        "queue.waiting_bytes + size + self.near_bytes",
+        "0",
+        BUDGET,
+        "who does not read has its queue emptied for what comes next",
+    ),
+    Sabotage(
+        "budget-alias",
+        "relay/core/budget.py",
+        "cut",
+        "alias not in later",
+        "True",
+        BUDGET,
+        "a loss is told of what an alias stood for later",
+    ),
+    Sabotage(
+        "budget-written",
+        "relay/net/ports.py",
+        "ConnectionPort._write_queue",
+        "self._budget.released(batch_bytes)",
+        "None",
+        BUDGET,
+        "what was written counts as waiting for good",
+    ),
+    Sabotage(
+        "budget-account",
+        "relay/core/casts.py",
+        "Casts.shed",
+        'self._accounts.drop("slow receiver", count)',
+        "None",
+        BUDGET,
+        "what made room for others is not accounted for",
+    ),
+    Sabotage(
+        "budget-past",
+        "relay/core/neighbor.py",
+        "Route.release",
+        "neighbor.port.held_messages > 0",
+        "False",
+        BUDGET,
+        "what a publisher left behind never gives way",
     ),
 )

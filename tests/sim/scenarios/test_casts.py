@@ -157,6 +157,62 @@ def test_one_stalled_subscriber_does_not_hold_up_another_behind_the_same_link() 
     assert len(stalled.casts) + sum(gap.count for gap in stalled.gaps) == 200
 
 
+def test_many_stalled_subscribers_share_one_budget_and_each_hears_what_it_lost() -> None:
+    net = SimNetwork(seed=11, relays=2, port_bytes=200_000, queue_bytes=100_000)
+    publisher, theirs = net.relays[0].session("publisher"), net.relays[1].session("theirs")
+    stalled = [net.relays[1].session(f"stalled {n}") for n in range(4)]
+    awake = net.relays[1].session("awake")
+    for session in (*stalled, awake):
+        session.subscribe("a.b")
+    stalled[0].subscribe("c")
+    net.run(1.5)
+    for session in stalled:
+        session.stall()
+    for n in range(200):
+        publisher.publish("a.b", size=2_000)
+        if n % 20 == 0:
+            theirs.publish("c", size=3_000)
+        net.run(0.01)
+    budget = net.relays[1].budget
+    assert 80_000 < budget.bytes <= 101_000  # control frames always queue
+    assert budget.shed
+    assert len(awake.casts) == 200
+    assert not awake.gaps
+    for session in stalled:
+        session.wake()
+    net.run(1.0)
+    for session in stalled[1:]:
+        assert len(session.casts) + sum(gap.count for gap in session.gaps) == 200
+    first = stalled[0]
+    assert len(first.casts) + sum(gap.count for gap in first.gaps) == 210
+    assert not budget.bytes
+    net.ledger.audit()
+
+
+def test_a_full_link_gives_way_to_a_session_that_is_slow_for_a_moment() -> None:
+    net = SimNetwork(seed=12, relays=2, port_bytes=200_000, queue_bytes=100_000)
+    publisher, slow = net.relays[0].session("publisher"), net.relays[0].session("slow")
+    far = net.relays[1].session("far")
+    far.subscribe("a.b")
+    slow.subscribe("c")
+    net.run(1.5)
+    slow.stall()
+    for _ in range(100):
+        publisher.publish("a.b", size=2_000)
+    for _ in range(60):
+        publisher.publish("c", size=2_000)
+    net.run(0.003)
+    slow.wake()
+    net.run(1.0)
+    budget = net.relays[0].budget
+    assert budget.shed
+    assert len(slow.casts) + sum(gap.count for gap in slow.gaps) == 60
+    assert len(far.casts) + sum(gap.count for gap in far.gaps) == 100
+    assert far.gaps
+    assert not budget.bytes
+    net.ledger.audit()
+
+
 def test_a_survey_is_answered_by_all_members_of_all_relays(net: SimNetwork) -> None:
     caller = net.relays[0].session("caller")
     members = [relay.session("server").serve("poll") for relay in net.relays for _ in range(2)]

@@ -41,6 +41,7 @@ BY_DESIGN: Final = {
 """Tables with a bound of their own, which need not be empty when everybody has left."""
 PASSED_ON: Final = {
     "AliasTable._by_key": "of what a gateway passed on: they go with the alias that a link or WAN connection declared",
+    "AliasTable._by_number": "the same, the other way round",
     **dict.fromkeys(
         ("Link.shares", "Link.users", "Wan.shares", "Wan.users"),
         "of the links and WAN connections that something was passed on for: they go with these",

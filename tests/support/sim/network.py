@@ -26,6 +26,7 @@ from iris.errors import PeerProtocolError
 from iris.wire.codec import KIND_AT, decode_control, encode_control
 from iris.wire.frames import Bye, Declare, LinkHello
 from iris.wire.kinds import FIRST_DATA_KIND, Kind
+from relay.core.budget import QUEUE_BYTES, Budget
 from relay.core.limits import Limits
 from relay.core.policy import Policy
 from relay.core.router import Router
@@ -123,6 +124,9 @@ class SessionEnd(End):
         # Proofs of keys are the protocol tests' business: here they would be most of the time.
         self.peer.proven.update(keys)
         port.writable = self._writable
+        port.key_of = lambda alias: self.peer.aliases.key_of(alias)
+        port.dropped = lambda delivery, count: relay.router.shed(self.peer, delivery, count)
+        port.emptied = lambda: self.peer.aliases.forget_past()
         self._entry = relay.router.entry(self.peer)
 
     def arrived(self, frame: bytes) -> None:
@@ -162,6 +166,9 @@ class LinkEnd(End):
         self._entry: Callable[[memoryview, int, int], None]
         port.sent = self._sent
         port.writable = self._writable
+        port.key_of = lambda alias: self.link.aliases.key_of(alias) if self.link else None
+        port.dropped = lambda delivery, count: relay.router.shed(self.link, delivery, count)
+        port.emptied = lambda: self.link.aliases.forget_past() if self.link else None
         relay.net.clock.after(HELLO_US, self._give_up)
         if dialled:
             self._hello()
@@ -282,6 +289,7 @@ class SimRelay:
         self.ends: list[End] = []
         self.sessions: dict[int, SimSession] = {}
         self._armed_us = 0
+        self.budget = Budget(net.queue_bytes)
         self.router = Router(
             self.relay_id, entropy=net.rng.randbytes, message_limit=LIMIT, limits=net.limits, site=self.site,
             policy=Policy(*(net.policies.get(self.site, ()) if place in net.gateways[self.site] else ())),
@@ -304,7 +312,7 @@ class SimRelay:
         """Attach a process; what it says is taken in order, HELLO first."""
         net = self.net
         to_relay, from_relay = net.pipe(SESSION_DELAY_US), net.pipe(SESSION_DELAY_US)
-        SessionEnd(self, to_relay, SimPort(from_relay, net.port_bytes), keys)
+        SessionEnd(self, to_relay, SimPort(from_relay, net.port_bytes, self.budget), keys)
         session = SimSession(self, label or f"s{len(self.sessions)}", keys, to_relay, minor)
         session.from_relay = from_relay
         from_relay.deliver = session.frame
@@ -458,12 +466,12 @@ class SimNetwork:
     `sites` says how many relays each has, in place of `relays`; the first `gateways` of them are connected to those of every other
     site: each to each, or (`pairs`) the first to the first, the second to the second. `policies`: what a site exports and imports.
 
-    `limits` and `port_bytes` bound each relay's sessions and queues; `copies_of_control(relay, from place, frame)` says how often a
+    `limits`, `port_bytes` and `queue_bytes` bound each relay's sessions, each queue and all of them; `copies_of_control(relay, from place, frame)` says how often a
     control frame that came over a link arrives.
     """
 
     def __init__(
-        self, seed: int = 0, *, relays: int = 3, port_bytes: int = 256 << 10, limits: Limits | None = None,
+        self, seed: int = 0, *, relays: int = 3, port_bytes: int = 256 << 10, queue_bytes: int = QUEUE_BYTES, limits: Limits | None = None,
         delays_us: tuple[int, int] = (100, 5_000), settle_us: int = 0, sites: Mapping[str, int] | None = None,
         gateways: int = 2, pairs: bool = False, costs_ms: Mapping[str, int] | None = None,
         policies: Mapping[str, tuple[Sequence[str], Sequence[str]]] | None = None, warm_s: float = 1.0,
@@ -473,6 +481,7 @@ class SimNetwork:
         self.clock = Clock()
         self.limits = limits
         self.port_bytes = port_bytes
+        self.queue_bytes = queue_bytes
         self.settle_us = settle_us
         self.ledger = Ledger(self)
         self.trace: deque[str] = deque(maxlen=TRACE)
@@ -627,8 +636,12 @@ class SimNetwork:
         )
         wire.pipes = [*(pipe for pipe in wire.pipes if not pipe.closed), there, back]
         ends = [
-            LinkEnd(other, dialler.place, there, SimPort(back, self.port_bytes), False),
-            LinkEnd(dialler, other.place, back, SimPort(there, self.port_bytes), True),
+            LinkEnd(
+                other, dialler.place, there, SimPort(back, self.port_bytes, other.budget), False
+            ),
+            LinkEnd(
+                dialler, other.place, back, SimPort(there, self.port_bytes, dialler.budget), True
+            ),
         ]
         wire.ends = [*(end for end in wire.ends if not end.closed), *ends]
 
@@ -863,6 +876,9 @@ class SimNetwork:
                     )
             if router.held_messages:
                 self.violate(f"{relay} holds {router.held_messages} messages for nobody")
+            queued = sum(end.port.queued_bytes for end in relay.ends)
+            if relay.budget.bytes != queued:
+                self.violate(f"{relay} counts {relay.budget.bytes} bytes in its queues: {queued}")
 
     def table_sizes(self) -> list[dict[str, int]]:
         """Return the table sizes of each relay."""

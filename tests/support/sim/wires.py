@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from relay.core.budget import Budget, cut
+from relay.core.neighbor import Delivery
 from relay.core.ports import Held
 
 WINDOW_BYTES: Final = 32 << 10
@@ -146,8 +149,16 @@ class SimPort:
     `sent` sees every frame that is taken.
     """
 
-    def __init__(self, pipe: Pipe, limit_bytes: int) -> None:
+    def __init__(self, pipe: Pipe, limit_bytes: int, budget: Budget | None = None) -> None:
+        """`budget` is that of the relay for all its ports; None: as much as they like."""
         self.pipe = pipe
+        self.budget = budget or Budget(sys.maxsize)
+        self.key_of: Callable[[int], Delivery | None] = _unknown
+        """What an alias stands for here."""
+        self.emptied: Callable[[], None] = _nobody
+        """Nothing waits here any more."""
+        self.dropped: Callable[[Delivery, int], None] = _not_told
+        """Messages that were queued made room for others."""
         self.limit_bytes = limit_bytes
         self.held_messages = 0
         self.queued_bytes = 0
@@ -164,16 +175,44 @@ class SimPort:
         """Whether the process does nothing: what it queued stays queued."""
         self.sent: Callable[[bytes], None] = _ignored
         self._refused = False
+        self._room_bytes = limit_bytes // 2
         self._queue: deque[tuple[bytes, int, Held | None, int]] = deque()
         pipe.drained = self.pump
 
     # -- what the Router calls -------------------------------------------------------------------------------
 
     def has_room(self, size: int) -> bool:
+        budget = self.budget
         if not self.closed and self.queued_bytes + size <= self.limit_bytes:
-            return True
+            if budget.bytes + size <= budget.limit_bytes or not self._queue:
+                return True
+            if budget.make_room(self, size):
+                return True
+            self._room_bytes = min(self._room_bytes, self.queued_bytes // 2)
         self._refused = True
         return False
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self.queued_bytes
+
+    def shed(self, wanted_bytes: int) -> int:
+        if self.closed:
+            return 0
+        newest = ((frame, count, held) for frame, count, held, _ in reversed(self._queue))
+        kept, lost, read, freed = cut(newest, wanted_bytes, self.key_of)
+        if freed <= 0:
+            return 0
+        for _ in range(read):
+            self._queue.pop()
+        self._queue.extend((*entry, self.pipe.clock.now_us) for entry in kept)
+        self.queued_bytes -= freed
+        self.budget.released(freed)
+        for delivery, count in lost:
+            self.held_messages -= count
+            self.budget.shed += count
+            self.dropped(delivery, count)
+        return freed
 
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
         if not self.has_room(end - start):
@@ -191,6 +230,9 @@ class SimPort:
         size = end - start
         if self.closed or self.queued_bytes + size > 2 * self.limit_bytes:
             return False
+        budget = self.budget
+        if budget.bytes + size > budget.limit_bytes and not budget.make_room(self, size, own=True):
+            return False
         held.bytes += size
         self._take(bytes(buf[start:end]), 1, held)
         return True
@@ -200,7 +242,7 @@ class SimPort:
         lost = len(self._queue) - len(kept)
         if lost:
             self._queue = deque(kept)
-            self.queued_bytes -= held.bytes
+            self._released(held.bytes)
             self.held_messages -= lost
         held.bytes = 0
         return lost
@@ -233,6 +275,8 @@ class SimPort:
             return
         self._queue.append((frame, count, held, pipe.clock.now_us))
         self.queued_bytes += len(frame)
+        self.budget.bytes += len(frame)
+        self.budget.waiting[self] = None
         self.held_messages += count
         self.pump()
 
@@ -245,7 +289,7 @@ class SimPort:
         queue, pipe = self._queue, self.pipe
         while queue and pipe.bytes < pipe.window_bytes:
             frame, count, held, since_us = queue.popleft()
-            self.queued_bytes -= len(frame)
+            self._released(len(frame))
             self.held_messages -= count
             if held is not None:
                 held.bytes -= len(frame)
@@ -253,8 +297,9 @@ class SimPort:
         if self.finishing and not queue:
             self.close()
             pipe.hang_up()
-        elif self._refused and self.queued_bytes <= self.limit_bytes // 2:
+        elif self._refused and self.queued_bytes <= self._room_bytes:
             self._refused = False
+            self._room_bytes = self.limit_bytes // 2
             self.writable()
 
     def close(self) -> int:
@@ -265,8 +310,24 @@ class SimPort:
             if held is not None:
                 held.bytes -= len(frame)
         self._queue.clear()
-        self.queued_bytes = 0
+        self._released(self.queued_bytes)
         return lost
+
+    def _released(self, size: int) -> None:
+        self.queued_bytes -= size
+        self.budget.released(size)
+        if not self.queued_bytes:
+            self.budget.ended(self)
+            self.emptied()
+
+
+def _unknown(alias: int) -> Delivery | None:
+    """Nothing is known of aliases."""
+    return None
+
+
+def _not_told(delivery: Delivery, count: int) -> None:
+    """Nobody counts."""
 
 
 def _ignored(frame: bytes) -> None:

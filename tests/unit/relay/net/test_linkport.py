@@ -445,3 +445,39 @@ async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(
     assert heard.rig.connection.reading
     assert waiting.cancelled()
     assert heard.numbers == first
+
+
+async def test_what_waits_for_a_link_counts_in_the_relays_budget_until_it_is_written_or_lost(
+    rig: Rig,
+) -> None:
+    budget, port = rig.driver.budget, rig.port
+    port.pause_writing()
+    for alias in range(4):
+        assert rig.forward(frame(alias, MIB))
+        assert rig.forward(frame(10 + alias, 1000))
+    rig.driver.settle()
+    assert 4 * MIB < budget.bytes == port.unwritten_bytes
+    assert list(budget.waiting) == [port]
+    port.resume_writing()
+    await until(lambda: not port.held_messages)
+    assert budget.bytes == 0
+    assert not budget.waiting
+    port.pause_writing()
+    assert rig.forward(frame(1, MIB))
+    assert rig.forward(frame(2, 1000))
+    rig.driver.settle()
+    assert budget.bytes > MIB
+    port.connection_lost(None)
+    assert budget.bytes == 0
+    assert not budget.waiting
+
+
+async def test_a_long_frame_is_refused_when_the_relays_budget_is_full(rig: Rig) -> None:
+    rig.driver.budget.limit_bytes = 2 * MIB
+    rig.port.pause_writing()
+    taken = 0
+    while rig.forward(frame(taken, MIB)):
+        taken += 1
+    assert taken == 1
+    assert rig.driver.budget.full
+    assert rig.driver.budget.bytes <= 2 * MIB
