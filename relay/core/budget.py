@@ -100,14 +100,14 @@ class Budget:
         length = 0 if own else queue.waiting_bytes + size + self.near_bytes
         while length < self._longest or own:
             longest = None
-            most = length
+            most = 0
             for each in self.waiting:
                 waiting = each.waiting_bytes
                 if waiting > most and waiting >= self._barren.get(each, 0):
                     longest, most = each, waiting
             if not own:
                 self._longest = most
-            if longest is None:
+            if longest is None or most <= length:
                 break
             if not longest.shed(max(size, self.near_bytes)):
                 self._barren[longest] = most + self.near_bytes
