@@ -15,7 +15,8 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Final, Protocol
 from weakref import WeakSet
 
 from iris.config import ClientConfig
@@ -27,6 +28,7 @@ from iris.core.outbound import Outbound
 from iris.core.parties import Lost, Owner
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
+from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry, leave
 from iris.transport import Pump
 from iris.wire import frames
@@ -40,8 +42,8 @@ LOOK_MAX_S: Final = 0.25
 LOOK_SHARE: Final = 0.05
 """Of the time without a relay: so often the socket's path is looked at, from every `LOOK_MIN_S` to every `LOOK_MAX_S`."""
 
-Connector = Callable[[Callable[[], asyncio.BufferedProtocol]], Awaitable[Any]]
-"""Connects the protocol that the factory makes to a relay; raises RelayUnavailable."""
+Connector = Callable[[Callable[[], asyncio.BufferedProtocol]], Awaitable[Path | None]]
+"""Connects the protocol that the factory makes to a relay, and returns the path of its socket, if it has one; raises RelayUnavailable."""
 
 Cast = tuple[int, str, bytes, Headers | None, bool]
 """kind, name, payload, headers, packed: a publication or broadcast that no bundle took yet."""
@@ -102,6 +104,9 @@ class Attachment:
         self._company = company
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
+        self._pairs: dict[Pump[Session], Pairs] = {}
+        """Of the sessions that can have socket pairs for their tunnels."""
+        self._pair_buffer: ReceiveBuffer | None = None
         self._pumps: WeakSet[Pump[Session]] = WeakSet()
         """Pumps of all sessions that may still send: the one in use, old ones that drain, and new ones."""
         self._up = asyncio.Event()
@@ -232,6 +237,10 @@ class Attachment:
         if pump.connected:
             pump.turn()
             pump.session.flush()
+            while pump.session.tunnels.queued_bytes and pump.connected:  # noqa: ASYNC110 - as in `_leave`
+                await asyncio.sleep(LOOK_S)
+            pump.turn()
+            pump.session.flush()
             pump.session.out.control(frames.Bye(reason))
             pump.flush()
             await pump.closed.wait()
@@ -298,7 +307,9 @@ class Attachment:
         closed = self._loop.create_task(pump.closed.wait())
         try:
             async with asyncio.timeout(config.connect_timeout_s):
-                await self._connector(lambda: pump)
+                path = await self._connector(lambda: pump)
+                if path is not None and pump.connected:
+                    self._pairs_of(pump, path)
                 await asyncio.wait((closed, welcomed), return_when=asyncio.FIRST_COMPLETED)
                 if not welcomed.done():
                     raise RelayUnavailable(pump.reason or "the relay closed the connection")
@@ -320,6 +331,15 @@ class Attachment:
         finally:
             closed.cancel()
         return pump
+
+    def _pairs_of(self, pump: Pump[Session], path: Path) -> None:
+        """Let the tunnels of a session have socket pairs from the relay at `path`."""
+        if self._pair_buffer is None:
+            self._pair_buffer = ReceiveBuffer(READ_BYTES)
+        tunnels = pump.session.tunnels
+        pairs = Pairs(tunnels, path, self._config.relay_user, self._pair_buffer, pump.touch)
+        self._pairs[pump] = pairs
+        tunnels.fetch = pairs.fetch
 
     def _take(self, pump: Pump[Session]) -> None:
         """Adopt `pump` unless another was found meanwhile: there is one session at a time."""
@@ -514,6 +534,9 @@ class Attachment:
         for cause, count in session.dropped.items():
             self._client.count_dropped(cause, count)
         self._registry.ended(session)
+        pairs = self._pairs.pop(pump, None)
+        if pairs is not None:
+            pairs.cancel()
         if pump in self._leaving:
             self._tell_missed()
         if pump is not self.pump:

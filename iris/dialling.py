@@ -41,8 +41,10 @@ async def reach(
     config: ClientConfig,
     environ: Mapping[str, str],
     factory: Callable[[], asyncio.BufferedProtocol],
-) -> None:
+) -> Path | None:
     """Attach the protocol that `factory` makes to the relay of `config`, else of $IRIS_RELAY, else of this host.
+
+    Return the path of its socket; None if it is on another host.
 
     Raises:
         RelayUnavailable: nobody is there whom we trust.
@@ -55,7 +57,7 @@ async def reach(
         named = config.access or environ.get(ACCESS_VARIABLE)
         access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
         await dial_any(parse_remotes(str(relay)), access_file, factory)
-        return
+        return None
     path = Path(relay) if relay else find_relay(environ, config.relay_user)
     connection = await dial(path, config.relay_user)
     try:
@@ -63,6 +65,7 @@ async def reach(
     except BaseException:
         connection.close()
         raise
+    return path
 
 
 def arrivals(config: ClientConfig, environ: Mapping[str, str]) -> Callable[[], bool]:

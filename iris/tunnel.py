@@ -240,6 +240,9 @@ class Tunnel:
         waiting = self._wait_writable()
         if waiting is not None:
             await waiting
+        end = self._end
+        while end.way is not None and end.way.full and not end.ended:
+            await self._changed()
 
     async def _changed(self) -> None:
         waiter = asyncio.get_running_loop().create_future()

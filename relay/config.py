@@ -81,6 +81,10 @@ class RelayConfig:
     """Most tunnel records that wait at one port. Above it the tunnel that holds most of them is broken:
     relays do not throttle tunnels, their ends do."""
 
+    max_direct_tunnels: int = 512
+    """Most tunnels between sessions of this host whose records pass the relay by, through a socket pair. Each costs the relay
+    two descriptors. Others stay with the relay; 0: all do."""
+
     max_sessions: int = 4096
     """Sessions at once; the next is turned away. Bounds descriptors and receive buffers. One user (or the holder of one access
     file) can take all but the last quarter of this limit and of the next two."""
@@ -201,6 +205,7 @@ class RelayConfig:
             "max_joins_per_session",
         ):
             self._check_range(name, 1, math.inf)
+        self._check_range("max_direct_tunnels", 0, math.inf)
         for name in ("max_members", "max_subscriptions"):
             self._check_range(name, 1, _MAX_TOLD)
         for name in ("hello_timeout_s", "frame_timeout_s"):

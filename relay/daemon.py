@@ -74,6 +74,7 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
         subscriptions=config.max_subscriptions_per_session,
         all_members=config.max_members,
         all_subscriptions=config.max_subscriptions,
+        direct=config.max_direct_tunnels,
     )
     return Router(
         entropy(16),

@@ -117,6 +117,9 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         refused = ", ".join(f"{count} {printable(why)}" for why, count in reasons.items())
         if refused:
             console.print(f"\nrefused {what}: {refused}", markup=False)
+    direct = report.get("direct", {})
+    if direct.get("made"):
+        console.print(f"\n{_direct(direct)}", markup=False)
     console.print(
         f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['refused']} refused, "
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
@@ -132,6 +135,15 @@ def _queues(report: dict[str, Any]) -> Iterator[str]:
             f"queued in all: {queues['bytes'] / 1e6:.1f} of {queues['limit_bytes'] / 1e6:.1f} MB; "
             f"it was full for {queues['full']} frames, and {queues['shed']} messages made room for others"
         )
+
+
+def _direct(direct: dict[str, Any]) -> str:
+    """Say what tunnels exchanged past the relay, as their ends said: it is in no account of messages."""
+    return (
+        f"direct tunnels: {direct['open']} open of {direct['limit']}, {direct['made']} made; their ends say they sent "
+        f"{direct['sent_records']} records ({direct['sent_bytes'] / 1e6:,.1f} MB) and received {direct['received_records']} "
+        f"({direct['received_bytes'] / 1e6:,.1f} MB), none of them in the messages below"
+    )
 
 
 def _slow(report: dict[str, Any]) -> Iterator[str]:

@@ -111,6 +111,7 @@ class Session(Medium):
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
+            frames.Pair: tunnels.paired,
             frames.CallerLeft: self._on_left,
             frames.Share: lambda share: self.out.share(share.name, share.key_id, share.parts),
             frames.Roster: requests.roster,

@@ -9,10 +9,15 @@ the event loop ends:
     0x04 finish    half-close: no message follows
     0x05 close     nothing follows, and nothing is read any more
     0x06 abort     the message begun is discarded; the tunnel goes on
+    0x07 ready     this side holds its end of the tunnel's socket pair, and reads there after `moved`
+    0x08 moved     last in the last record through the relay: the next one is in the socket pair
 
 Each side may send 64 KiB before the first credit. The receiver grants what it consumed, and grows the window, fourfold each time, up to
 16 MiB while it is the sender that it waits for: a slow reader throttles its sender to its own pace, and an idle tunnel
 holds 64 KiB at most. All windows of a session together grow by 256 MiB at most. After finish from both sides, or close, the tunnel has ended well; any other end is broken.
+
+    through the relay ── 1 MiB carried: the opener asks ──► granted ── this end's descriptor is here: `ready` ──►
+    ... ── the other side is ready, too: `moved` ──► what this side sends goes by the socket pair (`iris.core.direct`)
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import Final
 import msgspec
 
 from iris.core.bundle import Headers
+from iris.core.direct import DIRECT_AFTER_BYTES, Direct, Way
 from iris.crypto.keys import ClusterKey
 from iris.crypto.noise import MAX_PLAINTEXT_BYTES, CipherState, Handshake
 from iris.errors import Closed, IrisError, OpenError, PeerProtocolError, TunnelBroken
@@ -40,8 +46,10 @@ GROWTH: Final = 4
 CHUNK_COST: Final = 64
 """Credit that a chunk costs besides its bytes, so that a queue of tiny ones is bounded, too."""
 _ABORTED: Final = 4
+NEVER: Final = 1 << 63
+"""Bytes that no tunnel carries."""
 
-_HEADERS, _CHUNK, _CREDIT, _FINISH, _CLOSE, _ABORT = 1, 2, 3, 4, 5, 6
+_HEADERS, _CHUNK, _CREDIT, _FINISH, _CLOSE, _ABORT, _READY, _MOVED = 1, 2, 3, 4, 5, 6, 7, 8
 _FIRST, _LAST = 0x10, 0x20
 _ITEM: Final = struct.Struct("<BI")
 _U32: Final = struct.Struct("<I")
@@ -71,8 +79,8 @@ class TunnelEnd:
 
     __slots__ = (
         "_assembling", "_chunks", "_consumed", "_dry", "_emit", "_filling", "_growth", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
-        "_recv", "_send", "_window", "broken", "buffered", "closed", "credit", "error", "finished", "headers", "hop", "initiator",
-        "name", "peer_closed", "peer_finished", "wake",
+        "_recv", "_send", "_until_direct", "_window", "broken", "buffered", "closed", "credit", "direct", "error", "finished", "headers", "hop",
+        "initiator", "name", "peer_closed", "peer_finished", "wake", "wants_direct", "way",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +114,13 @@ class TunnelEnd:
         self._chunks: deque[tuple[int, bytes]] | None = None
         self._assembling = False
         self._filling = False
+        self.direct: Direct | None = None
+        """Of a tunnel that was granted a socket pair."""
+        self.way: Way | None = None
+        """The pair, once what this end sends goes by it."""
+        self.wants_direct = False
+        """It has carried enough to ask for a pair."""
+        self._until_direct = DIRECT_AFTER_BYTES
         self._growth = growth
         self._window = FIRST_WINDOW
         self._consumed = 0
@@ -237,7 +252,7 @@ class TunnelEnd:
         self.flush()
         self.closed = True
         self._drop_buffer()
-        self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,))))
+        self._last_word()
 
     def fail(self, reason: str, *, tell: bool) -> None:
         """Break the tunnel; with `tell`, the relay ends it on the other side too."""
@@ -262,12 +277,69 @@ class TunnelEnd:
             plain = b"".join(self._plain)
             self._plain = []
             self._plain_bytes = 0
-            self._emit(tunnel_frame(Kind.TUNNEL_DATA, self.hop, self._send.encrypt(plain)))
+            sealed = self._send.encrypt(plain)
+            if self.way is not None:
+                self.way.send(sealed)
+            else:
+                self._emit(tunnel_frame(Kind.TUNNEL_DATA, self.hop, sealed))
+                self._carried(len(sealed))
 
     def _end_if_done(self) -> None:
         if self.finished and self.peer_finished:
             self.flush()
-            self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,))))
+            self._last_word()
+
+    def _last_word(self) -> None:
+        """Tell the relay that the tunnel has ended well, once the other side can read all that was sent."""
+        frame = tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,)))
+        if self.way is None:
+            self._emit(frame)
+        else:
+            self.way.finish(lambda: self._emit(frame))
+
+    # -- the socket pair -------------------------------------------------------------------------------------
+
+    def _carried(self, size: int) -> None:
+        """A record passed through the relay."""
+        self._until_direct -= size
+        if self._until_direct <= 0 and self.initiator:
+            self._until_direct = NEVER
+            self.wants_direct = True
+            self._mark_dirty(self)
+
+    def granted(self) -> None:
+        """The relay has made a pair for this tunnel, and this end of it is being fetched; raises PeerProtocolError."""
+        if self.direct is not None:
+            raise PeerProtocolError(f"a second PAIR for tunnel {self.hop}")
+        self.direct = Direct()
+
+    def got(self, way: Way) -> None:
+        """This end of the pair is here."""
+        direct = self.direct
+        if direct is None or self.ended:
+            way.close()
+            return
+        direct.way = way
+        self._item(_READY, b"")
+        if direct.peer_ready:
+            self._move()
+
+    def _move(self) -> None:
+        """What this side sends goes by the pair from now on."""
+        assert self.direct is not None
+        self._item(_MOVED, b"")
+        self.flush()
+        self.way = self.direct.way
+
+    def arrived(self, record: memoryview) -> None:
+        """Take one record out of the pair, as `received`."""
+        if self._recv is None or self.ended:
+            return
+        try:
+            self._items(self._recv.decrypt(record))
+        except (OpenError, PeerProtocolError) as err:
+            self.fail(str(err), tell=True)
+        self.wake()
 
     # -- receiving -------------------------------------------------------------------------------------------
 
@@ -276,9 +348,13 @@ class TunnelEnd:
         if self._recv is None or self.ended:
             return
         try:
+            if self.direct is not None and self.direct.moved:
+                raise PeerProtocolError("a record through the relay after the last one")
             self._items(self._recv.decrypt(record))
         except (OpenError, PeerProtocolError) as err:
             self.fail(str(err), tell=True)
+        else:
+            self._carried(len(record))
         self.wake()
 
     def poison(self) -> None:
@@ -372,15 +448,25 @@ class TunnelEnd:
             if self._chunks is None:
                 self._chunks = deque()
             self._chunks.append((_ABORTED, b""))
+        elif kind == _READY and not body and self.direct is not None and not self.direct.peer_ready:
+            self.direct.peer_ready = True
+            if self.direct.way is not None:
+                self._move()
+        elif kind == _MOVED and not body and self.direct is not None and self.direct.may_move:
+            self.direct.moved = True
+            assert self.direct.way is not None
+            self.direct.way.read()
         else:
             raise PeerProtocolError(
                 f"a tunnel item of kind 0x{kind:02x} and {len(body)} bytes here"
             )
 
     def release(self) -> None:
-        """Leave to other tunnels what the window grew by: this one has ended, and is granted nothing any more."""
+        """Leave to others what this tunnel, which has ended, held: what its window grew by, and its end of a pair."""
         self._growth.left += self._window - FIRST_WINDOW
         self._window = FIRST_WINDOW
+        if self.direct is not None and self.direct.way is not None:
+            self.direct.way.close()
 
     def _drop_buffer(self) -> None:
         self._chunks = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from iris.core.bundle import Headers
 from iris.core.conversation import UP
+from iris.core.direct import REPORT_BYTES, Way
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
 from iris.core.medium import Medium
@@ -15,17 +17,37 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT, tunnel_frame
-from iris.wire.kinds import NEVER_US, Cause, Kind, Refusal
+from iris.wire.kinds import DIRECT_MINOR, NEVER_US, Cause, Kind, Refusal
 from iris.wire.names import split_site
 
 MAX_HALF_OPEN: Final = 1024
 HALF_OPEN_US: Final = 5_000_000
+Fetch = Callable[[bytes, TunnelEnd], None]
+"""Gets the end of a socket pair that a token stands for, and gives it to `Tunnels.got`; where that fails, the tunnel stays with the relay."""
+
+
+class _Asked:
+    """Waits for the answer of the relay to a PING, and calls `then`; if there is none, the session has ended."""
+
+    __slots__ = ("_then",)
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Any, /) -> None:
+        self._then()
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        """Every tunnel of the session is broken already."""
 
 
 class Tunnels:
     """Every tunnel end of one session by hop id; those to us that are half open expire."""
 
-    __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends")
+    __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends", "fetch")
 
     def __init__(self, session: Medium) -> None:
         self.ends: dict[int, TunnelEnd] = {}
@@ -35,6 +57,8 @@ class Tunnels:
         self._half_open: dict[int, tuple[int, bytes]] = {}
         """hop id -> (time at which it is given up, key)."""
         self._shares = Shares(MAX_HALF_OPEN)
+        self.fetch: Fetch | None = None
+        """Set where the relay can hand us descriptors: on one host."""
 
     def open(
         self, name: str, key: ClusterKey, headers: Headers | None, timeout_ms: int
@@ -151,8 +175,51 @@ class Tunnels:
         """Take out an end that no frame is for any more."""
         end = self.ends.pop(hop, None)
         if end is not None:
+            self._report(end, 0)
             end.release()
         return end
+
+    # -- socket pairs ----------------------------------------------------------------------------------------
+
+    def paired(self, pair: frames.Pair) -> None:
+        """The relay has made a socket pair for a tunnel; raises PeerProtocolError."""
+        end = self.ends.get(pair.hop)
+        if end is not None:
+            end.granted()
+            if self.fetch is not None:
+                self.fetch(pair.token, end)
+
+    def got(self, end: TunnelEnd, way: Way) -> None:
+        """This end of a tunnel's pair is here."""
+        if self.ends.get(end.hop) is end:
+            end.got(way)
+        else:
+            way.close()
+
+    def way_lost(self, end: TunnelEnd) -> None:
+        """A tunnel's pair is broken. If the relay has not said why when it answers, the tunnel breaks."""
+        if not end.ended and self._session.state is UP:
+            self._session.ask(frames.Ping, _Asked(lambda: self._cut(end)))
+
+    def _cut(self, end: TunnelEnd) -> None:
+        if self.ends.get(end.hop) is end and not end.ended:
+            self._break(end.hop, "its direct connection broke")
+
+    def _ask(self, end: TunnelEnd) -> None:
+        end.wants_direct = False
+        if self.fetch is not None and self._session.minor >= DIRECT_MINOR and not end.ended:
+            self._session.out.control(frames.Direct(end.hop))
+
+    def _report(self, end: TunnelEnd, least_bytes: int) -> None:
+        if end.direct is not None and self._session.state is UP:
+            passed = end.direct.report(least_bytes)
+            if passed is not None and any(passed):
+                self._session.out.control(frames.Carried(*passed))
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be written to socket pairs."""
+        return sum(end.way.queued_bytes for end in self.ends.values() if end.way is not None)
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
         """A frame of a tunnel that is open, or opening."""
@@ -173,8 +240,16 @@ class Tunnels:
             except (OpenError, PeerProtocolError) as err:
                 self._break(hop, str(err))
         else:
-            self._forget(hop)
             cause = buf[start + TUNNEL_BODY_AT] if end - start > TUNNEL_BODY_AT else Cause.BROKEN
+            direct = tunnel.direct
+            if (
+                cause == Cause.CLOSED
+                and direct is not None
+                and direct.moved
+                and direct.way is not None
+            ):
+                direct.way.drain()  # all that was sent before this was said
+            self._forget(hop)
             tunnel.ended_by_relay(cause)
 
     def failed(self, fail: frames.Fail) -> None:
@@ -188,6 +263,11 @@ class Tunnels:
         """Seal the records begun in this turn."""
         for end in self._dirty:
             end.flush()
+            if end.wants_direct:
+                self._ask(end)
+            if end.way is not None:
+                end.way.flush()
+                self._report(end, REPORT_BYTES)
         self._dirty.clear()
 
     def expire(self, mono_us: int) -> int:

@@ -221,6 +221,38 @@ class Share(Control, frozen=True):
     parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
 
 
+class Direct(Control, frozen=True):
+    """The opener of a tunnel asks for a socket pair, by which its records pass the relay by. Answered with Pair, or with nothing."""
+
+    FRAME = Kind.DIRECT
+    hop: Annotated[int, Meta(ge=0)]
+
+
+class Pair(Control, frozen=True):
+    """A tunnel has a socket pair: `token` gets this end of it, once, by Fetch on a connection of its own."""
+
+    FRAME = Kind.PAIR
+    hop: Annotated[int, Meta(ge=0)]
+    token: Id16
+
+
+class Fetch(Control, frozen=True):
+    """First and only frame of a connection to a relay of this host; its answer is one byte with the descriptor, and the end."""
+
+    FRAME = Kind.FETCH
+    token: Id16
+
+
+class Carried(Control, frozen=True):
+    """What passed by socket pairs of this session since it said so last."""
+
+    FRAME = Kind.CARRIED
+    sent_records: U63
+    sent_bytes: U63
+    received_records: U63
+    received_bytes: U63
+
+
 class Gap(Control, frozen=True):
     """The relay dropped messages on the way to this session: `count` of them from sequence `first` on.
 

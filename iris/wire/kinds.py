@@ -7,7 +7,7 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 """Major version: both sides must agree on it. It is the first byte of all sealed metadata."""
-PROTOCOL_MINOR: Final = 3
+PROTOCOL_MINOR: Final = 4
 """Minor version: unknown map keys are ignored, so different minors work together."""
 BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""
@@ -19,6 +19,8 @@ CLOCK_MINOR: Final = 2
 """From this minor version on, relays take the reason CLOCK."""
 RUN_MINOR: Final = 3
 """From this minor version on, members and relays take CALLS and ANSWERS, and sessions SHARE."""
+DIRECT_MINOR: Final = 4
+"""From this minor version on, sessions and relays take DIRECT, PAIR, FETCH and CARRIED, and tunnels the items `ready` and `moved`."""
 MAX_PARTS: Final = 16
 """Parts that SHARE can ask for."""
 
@@ -63,6 +65,10 @@ class Kind(IntEnum):
     LOADS = 0x24
     ASK_PEERS = 0x25
     PEERS = 0x26
+    DIRECT = 0x28
+    PAIR = 0x29
+    FETCH = 0x2A
+    CARRIED = 0x2B
 
     REQUEST = 0x40
     REPLY = 0x41

@@ -35,6 +35,7 @@ from iris.wire.kinds import (
 from relay.core.absence import Absence
 from relay.core.answers import Answers
 from relay.core.balance import pick
+from relay.core.direct import DirectTunnels
 from relay.core.flags import clear_flags, refusal_of
 from relay.core.interest import Interest
 from relay.core.leaving import Leaving
@@ -85,7 +86,9 @@ class Calls:
             self._unparked,
             self.absence.waited_for,
         )
-        self.tunnels = Tunnels(accounts, self.ended, self.parking.give_up)
+        self.tunnels = Tunnels(
+            accounts, self.ended, self.parking.give_up, DirectTunnels(limits.direct)
+        )
         self.surveys = Surveys(
             relay_id, accounts, interest, self._next_hop, self.ended, self._may_hold_more
         )

@@ -73,6 +73,8 @@ class SessionControl:
             frames.Pong: self._on_pong,
             frames.Settle: router.settling.ask,
             frames.Topic: self._on_topic,
+            frames.Direct: router.direct.asked,
+            frames.Carried: router.direct.carried,
             frames.Beat: self._on_beat,
             frames.Bye: self._on_bye,
         }

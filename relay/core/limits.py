@@ -10,12 +10,13 @@ class Limits:
     """
 
     __slots__ = (
-        "aliases", "all_members", "all_subscriptions", "all_watches", "joins", "keys", "pending", "subscriptions",
+        "aliases", "all_members", "all_subscriptions", "all_watches", "direct", "joins", "keys", "pending", "subscriptions",
     )  # fmt: skip
 
     def __init__(
         self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
         subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
+        direct: int = 512,
     ) -> None:  # fmt: skip
         self.aliases = aliases
         self.joins = joins
@@ -25,3 +26,5 @@ class Limits:
         self.all_members = all_members
         self.all_subscriptions = all_subscriptions
         self.all_watches = all_watches
+        self.direct = direct
+        """Tunnels with a socket pair."""

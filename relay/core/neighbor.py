@@ -368,14 +368,30 @@ class HandedRun(Handed):
             self.origin.pending -= self.left
 
 
+class EndOfPair(Protocol):
+    """A tunnel's socket pair, as far as its end goes."""
+
+    def end(self) -> None: ...
+
+
 class Tunnel:
     """A tunnel's two ends here: the opener's session (or link) and hop id, the member's session (or link) and hop id."""
 
-    __slots__ = ("member", "member_held", "member_hop", "opener", "opener_held", "opener_hop")
+    __slots__ = (
+        "member",
+        "member_held",
+        "member_hop",
+        "opener",
+        "opener_held",
+        "opener_hop",
+        "pair",
+    )
 
     def __init__(
         self, opener: Neighbor, opener_hop: int, member: Neighbor, member_hop: int
     ) -> None:
+        self.pair: EndOfPair | None = None
+        """By which its records pass us by: see `relay.core.direct`."""
         self.opener = opener
         self.opener_hop = opener_hop
         self.member = member

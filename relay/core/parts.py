@@ -93,6 +93,7 @@ class Parts:
             self.quotas,
             self.neighbors,
         )
+        self.direct = self._calls.tunnels.direct
         self.stores = StoreWatch(self.telling)
         self.settling = Settling(self.links, self.telling, lambda: self.now_us)
         self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
@@ -300,6 +301,7 @@ class Parts:
             "slow": self.slow.report(self.now_us),
             "parked": len(self._calls.parking.waiting),
             "quotas": self.quotas.status(),
+            "direct": self.direct.status(),
             **self.status_extra(),
         }
 

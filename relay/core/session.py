@@ -20,8 +20,8 @@ class Session(Neighbor):
     """A process of this host, or over TLS (`remote`) of another."""
 
     __slots__ = (
-        "challenge", "channel", "granted", "groups", "keyed", "members", "ours", "parked_bytes", "pid", "places", "proofs", "proven", "remote", "session_id", "settling",
-        "subscriptions", "watches",
+        "challenge", "channel", "granted", "groups", "had_pairs", "keyed", "members", "ours", "pairs", "parked_bytes", "pid", "places", "proofs", "proven", "remote",
+        "session_id", "settling", "subscriptions", "takes_descriptors", "watches",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +54,11 @@ class Session(Neighbor):
         self.groups: dict[str, int] = {}
         """Queue group -> subscriptions in it."""
         self.watches: dict[int, Watch] = {}
+        self.takes_descriptors = False
+        """It is connected by a socket of this host, over which it can be handed descriptors."""
+        self.pairs = 0
+        """Ends of socket pairs that its tunnels have."""
+        self.had_pairs = False
         self.settling = 0
         """Its SETTLEs that wait for other relays."""
 

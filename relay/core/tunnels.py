@@ -12,6 +12,7 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.kinds import Cause, Kind
+from relay.core.direct import DirectTunnels
 from relay.core.flags import clear_flags
 from relay.core.neighbor import Handed, Neighbor, Tunnel
 from relay.core.ports import Accounts
@@ -31,7 +32,9 @@ class Tunnels:
         accounts: Accounts,
         ended: Callable[[Handed, int], None],
         given_up: Callable[[Neighbor, int], bool],
+        direct: DirectTunnels,
     ) -> None:
+        self.direct = direct
         self._accounts = accounts
         self._ended = ended
         self._given_up = given_up
@@ -43,8 +46,10 @@ class Tunnels:
 
     def refused(self, handed: Handed, member: Neighbor, hop: int) -> None:
         """The opening came back."""
-        member.tunnels.pop(hop, None)
+        tunnel = member.tunnels.pop(hop, None)
         handed.origin.tunnels.pop(handed.hop, None)
+        if tunnel is not None and tunnel.pair is not None:
+            self.direct.ended(tunnel)
 
     def frame(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """A tunnel frame: to the other side, under that side's hop id."""
@@ -76,8 +81,8 @@ class Tunnels:
             other, other_hop, held = tunnel.member, tunnel.member_hop, tunnel.member_held
         REWRITE.pack_into(buf, start + ALIAS_AT, 0, other_hop)
         if kind == Kind.TUNNEL_END:
-            self._forget(tunnel)
             other.port.control(bytes(buf[start:end]))
+            self._forget(tunnel)
             return
         if other.port.forward_tunnel(buf, start, end, held):
             accounts.out += 1
@@ -134,6 +139,8 @@ class Tunnels:
     def _forget(self, tunnel: Tunnel) -> None:
         tunnel.opener.tunnels.pop(tunnel.opener_hop, None)
         tunnel.member.tunnels.pop(tunnel.member_hop, None)
+        if tunnel.pair is not None:
+            self.direct.ended(tunnel)
         handed = tunnel.member.handed.pop(tunnel.member_hop, None)
         if handed is not None:
             self._ended(handed, 1)

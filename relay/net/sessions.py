@@ -14,12 +14,14 @@ import struct
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from iris.errors import PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
 from iris.transport import Writer
-from iris.wire.codec import FRAME_OVERHEAD, FrameReader, encode_control
+from iris.wire.codec import FRAME_OVERHEAD, KIND_AT, FrameReader, decode_control, encode_control
 from iris.wire.frames import Error
+from iris.wire.kinds import Kind
 from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
 from relay.core.quotas import RELAYS_STORE, Table
@@ -28,6 +30,7 @@ from relay.core.slow import Slow
 from relay.logs import Quiet
 from relay.net.accepting import Acceptor
 from relay.net.addresses import show
+from relay.net.pairs import Pairs, hand_over
 from relay.net.ports import ConnectionPort, Driver
 
 log = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ class SessionHub:
         """Process id of the store that this relay runs."""
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
         self.router.slow.told = self._slow
+        self.pairs = self.router.direct.maker = Pairs()
         self._loop: asyncio.AbstractEventLoop
 
     def listen(self, listener: socket.socket) -> None:
@@ -223,7 +227,9 @@ class SessionPort(ConnectionPort):
         """Set for a session of another host."""
         self.context: ssl.SSLContext | None = None
         """Under which a session of another host was admitted."""
-        self._reader = FrameReader(self._frame, hub.driver.buffer, FIRST_LIMIT_BYTES)
+        self._local = accepted
+        """It is a socket of this host, by which descriptors can be passed."""
+        self._reader = FrameReader(self._first, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
         self.attaching = accepted
         """It is counted as such by the hub."""
@@ -239,6 +245,7 @@ class SessionPort(ConnectionPort):
         channel_of = self._channel_of
         remote = channel_of is not None
         self.session = self._router.session_up(self, remote=remote, ours=self._ours, user=self.user)
+        self.session.takes_descriptors = self._local
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching
         self.attaching = False
@@ -296,6 +303,26 @@ class SessionPort(ConnectionPort):
             elif held_bytes <= nbytes or not self._busy_since_s:
                 # The unfinished frame began in this read; a busy session seldom pauses between two.
                 self._busy_since_s = now_ns / 1e9
+
+    def _first(self, buf: memoryview, start: int, end: int) -> None:
+        """Take the first frame of all: who is to be a session greets, and others fetch what a session was given a token of."""
+        self._reader.on_frame = self._frame
+        if buf[start + KIND_AT] == Kind.FETCH and self._local:
+            self._hand_over(decode_control(buf, start, end))
+        else:
+            self._frame(buf, start, end)
+
+    def _hand_over(self, fetch: Any) -> None:
+        """Give a connection its descriptor, and end it; raises PeerProtocolError."""
+        end = self._hub.pairs.take(fetch.token, self.user)
+        if end is None:
+            raise PeerProtocolError("nothing is there for this token")
+        try:
+            hand_over(self._transport.get_extra_info("socket").fileno(), end)
+        except OSError as err:  # it has gone, or no descriptor is free: the tunnel stays with us
+            fields = {"error": str(err)}
+            self._hub.quiet.warning(log, "tunnel.not_handed_over", "", time.monotonic(), fields)
+        self.finish()
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
         """Route a frame of a session that has not proven a key yet; the first proof ends this."""

@@ -83,6 +83,7 @@ BATCH: Final = 7
 ATTEMPT: Final = bytes(range(0xB0, 0xC0))
 RECORD_KEY: Final = b"AA"
 CALLER_SHARE: Final = bytes(range(65, 97))
+PAIR_TOKEN: Final = bytes(range(0xE0, 0xF0))
 STORE_SHARE: Final = bytes(range(97, 129))
 KNOCK_NONCE: Final = bytes(range(0x10, 0x30))
 DOOR_NONCE: Final = bytes(range(0xD0, 0xF0))
@@ -138,6 +139,10 @@ CONTROLS: Final[dict[str, Control]] = {
     "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
     "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
     "share": frames.Share(TOPIC, KEY.key_id, 4),
+    "direct": frames.Direct(6),
+    "pair": frames.Pair(6, PAIR_TOKEN),
+    "fetch": frames.Fetch(PAIR_TOKEN),
+    "carried": frames.Carried(4_098, 268_500_992, 17, 561),
     "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),
     "members": frames.Members(6, CLUSTER, [KEY.key_id], True),

@@ -98,6 +98,10 @@ def bodies() -> dict[type, list[Control]]:
         frames.Interest: [frames.Interest(0, 1)],
         frames.Resync: [frames.Resync(1)],
         frames.Loads: [frames.Loads([])],
+        frames.Direct: [frames.Direct(hop) for hop in HOPS],
+        frames.Pair: [frames.Pair(hop, bytes(16)) for hop in HOPS],
+        frames.Fetch: [frames.Fetch(bytes(16))],
+        frames.Carried: [frames.Carried(1, 2, 3, 4)],
         frames.AskPeers: [frames.AskPeers()],
         frames.Peers: [frames.Peers([])],
     }

@@ -24,6 +24,7 @@ from iris.config import ClientConfig
 from iris.core import bundle, guard, inbound, requests, tunnel, tunnels
 from iris.core.aliases import MAX_ALIASES
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
+from iris.core.direct import DIRECT_AFTER_BYTES
 from iris.core.tunnel import prologue
 from iris.crypto import channel, noise, sframe
 from iris.crypto.keys import ClusterKey, verify_proof
@@ -36,6 +37,7 @@ from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.orders import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, ways
+from relay.core.direct import MAX_PAIRS_OF_SESSION
 from relay.core.limits import Limits
 from relay.net import ports, sessions
 from relay.store import channels
@@ -542,6 +544,9 @@ LIMITS: Final = {
     "tunnel window, first": tunnel.FIRST_WINDOW,
     "tunnel window, most": tunnel.MAX_WINDOW,
     "half-open tunnels at a member": tunnels.MAX_HALF_OPEN,
+    "tunnels of a relay with a socket pair": (_CONFIG.max_direct_tunnels, Limits().direct),
+    "ends of socket pairs per session": MAX_PAIRS_OF_SESSION,
+    "records that a tunnel carries before it asks for a pair": DIRECT_AFTER_BYTES,
 }
 
 

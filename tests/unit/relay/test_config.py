@@ -85,6 +85,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "port_queue_bytes": 70_000,
         "queue_bytes": 80_000,
         "tunnel_share_bytes": 4,
+        "max_direct_tunnels": 13,
         "max_sessions": 5,
         "max_members": 11,
         "max_subscriptions": 12,

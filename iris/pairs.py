@@ -1,0 +1,289 @@
+"""The socket pairs of a client's tunnels: fetched from the relay, read and written without waiting.
+
+Not by the event loop's transports: descriptors do not pass through those, and here a read or a write is one call for many records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from iris.core.tunnel import TunnelEnd
+from iris.core.tunnels import Tunnels
+from iris.crypto.noise import MAX_MESSAGE_BYTES
+from iris.dialling import dial
+from iris.errors import IrisError, PeerProtocolError
+from iris.wire.codec import LENGTH, FrameReader, ReceiveBuffer, encode_control
+from iris.wire.frames import Fetch
+
+log = logging.getLogger(__name__)
+
+FETCH_S: Final = 5.0
+READ_BYTES: Final = 512 << 10
+WRITE_BYTES: Final = 192 << 10
+"""Written at once when so much was sealed; else at the end of the turn."""
+AHEAD_BYTES: Final = 256 << 10
+"""Sealed while the pair is full, before the sender waits."""
+MOST_PIECES: Final = 512
+"""Of one write; the system takes 1,024."""
+SMALL_BYTES: Final = 4096
+_DESCRIPTOR: Final = struct.Struct("i")
+_ROOM: Final = socket.CMSG_LEN(_DESCRIPTOR.size)
+
+
+class Pairs:
+    """Fetches the ends of pairs for the tunnels of one session, and closes what comes too late."""
+
+    def __init__(self, tunnels: Tunnels, path: Path, relay_user: str, buffer: ReceiveBuffer, touch: Callable[[], None]) -> None:  # fmt: skip
+        self._tunnels = tunnels
+        self._path = path
+        self._relay_user = relay_user
+        self._buffer = buffer
+        self._touch = touch
+        self._fetching: set[asyncio.Task[None]] = set()
+
+    def fetch(self, token: bytes, end: TunnelEnd) -> None:
+        """Begin to fetch an end. If that fails the tunnel stays with the relay."""
+        task = asyncio.get_running_loop().create_task(self._fetch(token, end), name="iris-pair")
+        self._fetching.add(task)
+        task.add_done_callback(self._fetching.discard)
+
+    def cancel(self) -> None:
+        """The session has ended."""
+        for task in self._fetching:
+            task.cancel()
+
+    async def _fetch(self, token: bytes, end: TunnelEnd) -> None:
+        try:
+            async with asyncio.timeout(FETCH_S):
+                connection = await take(self._path, self._relay_user, token)
+        except (IrisError, OSError) as err:  # TimeoutError is an OSError
+            log.debug("tunnel.not_direct", extra={"fields": {"error": str(err)}})
+            return
+        self._tunnels.got(
+            end, PairSocket(connection, self._buffer, self._tunnels, end, self._touch)
+        )
+        self._touch()
+
+
+async def take(path: Path, relay_user: str, token: bytes) -> socket.socket:
+    """Return the socket that a token stands for at the relay of `path`; raises RelayUnavailable, PeerProtocolError or OSError."""
+    loop = asyncio.get_running_loop()
+    with await dial(path, relay_user) as connection:
+        await loop.sock_sendall(connection, encode_control(Fetch(token)))
+        readable = loop.create_future()
+        loop.add_reader(connection, _done, readable)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(connection)
+        # Not socket.recv_fds, which drops its flags: a program that is started meanwhile would inherit the descriptor.
+        _, passed, _, _ = connection.recvmsg(1, _ROOM, socket.MSG_CMSG_CLOEXEC)
+    descriptors = [
+        _DESCRIPTOR.unpack(data)[0]
+        for level, kind, data in passed
+        if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.size)
+    ]
+    if not descriptors:  # the relay had none for this token, or we have no room for it
+        raise PeerProtocolError("the relay handed over no descriptor")
+    ours = socket.socket(fileno=descriptors[0])
+    if ours.family != socket.AF_UNIX or ours.type != socket.SOCK_STREAM:
+        ours.close()
+        raise PeerProtocolError("the relay handed over something else than a socket pair's end")
+    ours.setblocking(False)
+    return ours
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class PairSocket:
+    """This end of a tunnel's pair. Implements `iris.core.direct.Way`."""
+
+    __slots__ = (
+        "_end", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch", "_tunnels", "_waiting", "closed", "queued_bytes",
+        "received_bytes", "received_records", "sent_bytes", "sent_records",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: socket.socket, buffer: ReceiveBuffer, tunnels: Tunnels, end: TunnelEnd, touch: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._tunnels = tunnels
+        self._end = end
+        self._touch = touch
+        self._reader = FrameReader(self._record, buffer, MAX_MESSAGE_BYTES)
+        self._reading = False
+        self._pieces: list[bytes | memoryview] = []
+        self._waiting = False
+        """Until there is room to write."""
+        self._lost = False
+        """It is broken, or shut down."""
+        self._then: Callable[[], None] | None = None
+        self.closed = False
+        self.queued_bytes = 0
+        self.sent_records = self.sent_bytes = 0
+        self.received_records = self.received_bytes = 0
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        return self._waiting and self.queued_bytes >= AHEAD_BYTES
+
+    def send(self, record: bytes) -> None:
+        if self._lost:
+            return
+        size = len(record)
+        self._pieces.append(LENGTH.pack(size))
+        self._pieces.append(record)
+        self.queued_bytes += 4 + size
+        self.sent_records += 1
+        self.sent_bytes += size
+        if self.queued_bytes >= WRITE_BYTES and not self._waiting:
+            self._write()
+
+    def flush(self) -> None:
+        if self._pieces and not self._waiting:
+            self._write()
+
+    def finish(self, then: Callable[[], None]) -> None:
+        self.flush()
+        if self._pieces:
+            self._then = then
+        else:
+            then()
+
+    def _write(self) -> None:
+        """Write until all is written, or there is no room."""
+        while self._pieces:
+            pieces = self._pieces
+            if len(pieces) > 8 and self.queued_bytes < SMALL_BYTES * len(pieces):
+                pieces = self._pieces = [b"".join(pieces)]  # copying small pieces is cheaper
+            try:
+                sent = self._socket.sendmsg(pieces[:MOST_PIECES])
+            except (BlockingIOError, InterruptedError):
+                self._wait()
+                return
+            except OSError:
+                self._broken()
+                return
+            self.queued_bytes -= sent
+            for index, piece in enumerate(pieces):
+                size = len(piece)
+                if sent < size:
+                    self._pieces = pieces[index:]
+                    if sent:
+                        self._pieces[0] = memoryview(piece)[sent:]
+                    break
+                sent -= size
+            else:
+                self._pieces = []
+        if self._waiting:
+            self._waiting = False
+            self._loop.remove_writer(self._socket)
+        self._written()
+
+    def _wait(self) -> None:
+        if not self._waiting:
+            self._waiting = True
+            self._loop.add_writer(self._socket, self._writable)
+
+    def _writable(self) -> None:
+        was_full = self.full
+        self._write()
+        if was_full and not self.full:
+            self._end.wake()
+
+    def _written(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+            self._touch()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        if not self._reading and not self.closed:
+            self._reading = True
+            self._loop.add_reader(self._socket, self._readable)
+
+    def drain(self) -> None:
+        while self._receive():
+            pass
+
+    def _readable(self) -> None:
+        if not self._receive() and self._lost:
+            self._broken()
+        self._touch()
+
+    def _receive(self) -> bool:
+        """Take what one read gives; whether there may be more."""
+        if self.closed:
+            return False
+        view = self._reader.get_buffer()
+        try:
+            size = self._socket.recv_into(view)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            size = 0
+        if not size:
+            self._lost = True
+            return False
+        try:
+            self._reader.received(size)
+        except PeerProtocolError as err:
+            self._end.fail(str(err), tell=True)
+        return not self.closed
+
+    def _record(self, buf: memoryview, start: int, end: int) -> None:
+        self.received_records += 1
+        self.received_bytes += end - start - 4
+        self._end.arrived(buf[start + 4 : end])
+
+    # -- its end ---------------------------------------------------------------------------------------------
+
+    def _broken(self) -> None:
+        """Nothing passes any more: what is there is read, and the relay is asked why."""
+        if self.closed:
+            return
+        if self._reading:
+            self.drain()
+        if self.closed:
+            return
+        self._lost = True
+        self._stop()
+        self._pieces = []
+        self.queued_bytes = 0
+        self._written()
+        self._tunnels.way_lost(self._end)
+        self._end.wake()
+        self._touch()
+
+    def _stop(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._socket)
+        if self._waiting:
+            self._waiting = False
+            self._loop.remove_writer(self._socket)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._stop()
+        self._lost = True
+        self._pieces = []
+        self.queued_bytes = 0
+        self._then = None
+        self._socket.close()

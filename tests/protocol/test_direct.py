@@ -1,0 +1,413 @@
+"""Tunnels that pass the relay by: when they move, what passes, and that no end of either way is taken for the other's."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.kit import Host, Network, kind_of
+from protocol.pairs import MemoryPairs
+from protocol.test_tunnels import drain
+
+from iris.core.direct import DIRECT_AFTER_BYTES
+from iris.core.tunnel import TunnelEnd
+from iris.errors import Closed
+from iris.wire import frames
+from iris.wire.codec import encode_control, tunnel_frame
+from iris.wire.kinds import Kind
+from relay.core.direct import MAX_PAIRS_OF_SESSION
+from relay.core.limits import Limits
+
+MIB = 1 << 20
+MESSAGE = bytes(range(256)) * 256
+
+
+def opened(net: Network, *, pairs: bool = True) -> tuple[MemoryPairs, Host, Host, TunnelEnd, TunnelEnd]:  # fmt: skip
+    """Return (pairs, opener's host, member's host, opener's end, member's end)."""
+    opener, member = net.host("opener"), net.host("member")
+    made = MemoryPairs(net, *((opener, member) if pairs else ()))
+    service = member.serve("db")
+    left = opener.open_tunnel("db")
+    net.run()
+    return made, opener, member, left, service.tunnels[0]
+
+
+def carry(pairs: MemoryPairs, source: TunnelEnd, sink: TunnelEnd, size: int) -> int:
+    """Send so many bytes in messages of 64 KiB, and check that they arrive; return how many came."""
+    count = -(-size // len(MESSAGE))
+    came = b""
+    for number in range(count):
+        message = number.to_bytes(8, "big") + MESSAGE[8:]
+        sent, done = source.write(memoryview(message), 0)
+        while not done:
+            pairs.run()
+            while (chunk := sink.next_chunk()) is not None:
+                came += chunk[1]
+            pairs.run()
+            before = sent
+            sent, done = source.write(memoryview(message), sent)
+            assert done or sent > before, "it makes no progress"
+        pairs.run()
+        while (chunk := sink.next_chunk()) is not None:
+            came += chunk[1]
+        assert came == message
+        came = b""
+    pairs.run()
+    return count
+
+
+def moved(net: Network) -> tuple[MemoryPairs, Host, Host, TunnelEnd, TunnelEnd]:
+    """Return the same of a tunnel that has moved, both directions."""
+    made = opened(net)
+    pairs, _, _, left, right = made
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
+    assert left.way is not None
+    assert right.way is not None
+    return made
+
+
+def test_a_tunnel_moves_once_it_has_carried_a_mebibyte_and_not_before(net: Network) -> None:
+    pairs, _, _, left, right = opened(net)
+    carry(pairs, left, right, DIRECT_AFTER_BYTES - 128 * 1024)
+    assert not pairs.pairs
+    carry(pairs, left, right, MIB)
+    assert len(pairs.pairs) == 1
+    assert left.way is not None
+    routed = net.router.accounts.in_
+    carry(pairs, left, right, 4 * MIB)
+    carry(pairs, right, left, 4 * MIB)
+    assert net.router.accounts.in_ == routed, "no record passes through the relay any more"
+    left.close()
+    pairs.run()
+    assert right.ended
+    assert not right.broken
+    assert all(way.closed for way in pairs.ways)
+    assert net.router.direct.status()["open"] == 0
+
+
+def test_what_the_member_sends_counts_and_the_opener_asks(net: Network) -> None:
+    pairs, _, _, left, right = opened(net)
+    carry(pairs, right, left, DIRECT_AFTER_BYTES + MIB)
+    assert left.way is not None
+    assert right.way is not None
+    left.close()
+    pairs.run()
+
+
+def test_both_ends_say_what_passed_beside_the_relays_account(net: Network) -> None:
+    pairs, _, _, left, right = moved(net)
+    before = pairs.ways[0].sent_records
+    carry(pairs, left, right, 3 * MIB)
+    left.close()
+    pairs.run()
+    status = net.router.direct.status()
+    assert status["made"] == 1
+    assert status["sent_records"] == status["received_records"] > before
+    assert status["sent_bytes"] == status["received_bytes"] > 3 * MIB
+    assert net.router.accounts.balance() == 0
+
+
+@pytest.mark.parametrize("of", ["opener", "member"])
+def test_a_session_that_takes_no_descriptors_keeps_its_tunnels_at_the_relay(
+    net: Network, of: str
+) -> None:
+    pairs, opener, member, left, right = opened(net)
+    (opener if of == "opener" else member).peer.takes_descriptors = False
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
+    assert left.way is None
+    assert net.router.direct.refused == {"a session is not of this host": 1}
+    left.close()
+    pairs.run()
+
+
+@pytest.mark.parametrize("of", ["opener", "member"])
+def test_an_older_session_is_sent_nothing_new(net: Network, of: str) -> None:
+    pairs, opener, member, left, right = opened(net)
+    older = opener if of == "opener" else member
+    older.peer.minor = 3
+    seen: list[int] = []
+
+    def look(host: Host, frame: bytes) -> list[bytes]:
+        seen.append(kind_of(frame))
+        return [frame]
+
+    net.tamper = look
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
+    assert Kind.PAIR not in seen
+    assert left.way is None
+    left.close()
+    pairs.run()
+
+
+def test_an_older_relay_is_asked_nothing(net: Network) -> None:
+    pairs, opener, _, left, right = opened(net)
+    opener.session.minor = 3
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
+    assert not pairs.pairs
+    assert not net.router.direct.refused
+    left.close()
+    pairs.run()
+
+
+def test_without_a_free_descriptor_the_tunnel_stays_and_it_is_counted(net: Network) -> None:
+    pairs, _, _, left, right = opened(net)
+    pairs.out_of_descriptors = True
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
+    assert left.way is None
+    assert net.router.direct.refused == {"no descriptor is free": 1}
+    left.close()
+    pairs.run()
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_an_end_that_is_never_fetched_keeps_the_tunnel_at_the_relay(net: Network, of: int) -> None:
+    pairs, opener, member, left, right = opened(net)
+    (opener, member)[of].session.tunnels.fetch = lambda token, end: None
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
+    carry(pairs, right, left, 2 * MIB)
+    assert left.way is right.way is None
+    left.close()
+    pairs.run()
+    assert not pairs.waiting
+    assert net.router.direct.status()["open"] == 0
+
+
+def test_the_limit_bounds_the_pairs_and_an_ended_tunnel_makes_room(net: Network) -> None:
+    net = Network(limits=Limits(direct=4))
+    opener, member = net.host("opener"), net.host("member")
+    pairs = MemoryPairs(net, opener, member)
+    service = member.serve("db")
+    lefts = []
+    for _ in range(4):
+        lefts.append(opener.open_tunnel("db"))
+        net.run()
+        carry(pairs, lefts[-1], service.tunnels[-1], DIRECT_AFTER_BYTES + MIB)
+    assert [left.way is not None for left in lefts] == [True, True, True, False], "of one user"
+    assert net.router.direct.refused == {"the limit is reached": 1}
+    lefts[0].close()
+    pairs.run()
+    again = opener.open_tunnel("db")
+    net.run()
+    carry(pairs, again, service.tunnels[-1], DIRECT_AFTER_BYTES + MIB)
+    assert again.way is not None
+    for left in [*lefts, again]:
+        left.close()
+    pairs.run()
+    net.check()
+
+
+def test_a_session_has_so_many_ends_and_no_more(net: Network) -> None:
+    pairs, opener, _, left, right = opened(net)
+    opener.peer.pairs = MAX_PAIRS_OF_SESSION
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
+    assert left.way is None
+    assert net.router.direct.refused == {"a session has as many as it may": 1}
+    opener.peer.pairs = 0
+    left.close()
+    pairs.run()
+
+
+def test_half_close_passes_and_the_other_direction_goes_on(net: Network) -> None:
+    pairs, _, _, left, right = moved(net)
+    left.write(memoryview(b"last"), 0)
+    left.finish()
+    pairs.run()
+    assert drain(right) == [b"last"]
+    assert right.peer_finished
+    carry(pairs, right, left, 3 * MIB)
+    right.write(memoryview(b"still"), 0)
+    right.finish()
+    pairs.run()
+    assert drain(left) == [b"still"]
+    assert left.ended
+    assert right.ended
+    assert not left.broken
+    assert not right.broken
+    assert not net.router.direct.table.total
+
+
+def test_all_that_was_written_before_close_is_read_though_the_end_overtakes_it(
+    net: Network,
+) -> None:
+    """TUNNEL_END goes by the relay, and the last records by the pair."""
+    pairs, _, _, left, right = moved(net)
+    right.direct.way.reading = False  # type: ignore[union-attr]  # its event loop is elsewhere
+    left.write(memoryview(b"last"), 0)
+    left.close()
+    pairs.run()
+    assert not left.broken
+    assert right.ended
+    assert not right.broken
+    assert drain(right) == [b"last"]
+    with pytest.raises(Closed):
+        right.check_sending()
+
+
+def test_the_end_is_said_once_all_is_written(net: Network) -> None:
+    pairs, opener, _, left, right = moved(net)
+    way = left.way
+    assert way is not None
+    way.room = 0  # type: ignore[attr-defined]
+    left.write(memoryview(b"last"), 0)
+    left.close()
+    net.run()
+    assert opener.session.tunnels.queued_bytes > 0
+    assert not right.ended
+    way.room = 4  # type: ignore[attr-defined]
+    pairs.run()
+    assert drain(right) == [b"last"]
+    assert not right.broken
+    assert not opener.session.tunnels.ends
+
+
+@pytest.mark.parametrize("who", ["opener", "member"])
+def test_a_lost_session_breaks_it_at_the_other_end(net: Network, who: str) -> None:
+    pairs, opener, member, left, right = moved(net)
+    gone, there = (opener, right) if who == "opener" else (member, left)
+    gone.lose()
+    pairs.run()
+    assert "session was lost" in there.broken
+    assert pairs.pairs[0].over
+    assert all(way.closed for way in pairs.ways)
+    assert net.router.direct.status()["open"] == 0
+
+
+def test_a_pair_that_breaks_breaks_the_tunnel_at_both_ends(net: Network) -> None:
+    pairs, _, _, left, right = moved(net)
+    pairs.pairs[0].over = True
+    pairs.run()
+    assert {left.broken, right.broken} <= {"its direct connection broke", "the other side broke it"}
+    assert left.broken
+    assert right.broken
+    assert net.router.direct.status()["open"] == 0
+
+
+def test_a_pair_that_the_relay_shuts_because_of_a_close_breaks_nothing(net: Network) -> None:
+    """Its end is seen before TUNNEL_END is read, and the other direction has never moved."""
+    pairs, opener, member, left, right = opened(net)
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
+    left.write(memoryview(b"last"), 0)
+    left.close()
+    opener.speak()  # the relay has told the member, and shut the pair
+    assert pairs.pairs[0].over
+    (way,) = [w for w in pairs.ways if w.host is member]
+    way.drain()
+    way.lost = True
+    member.session.tunnels.way_lost(right)
+    pairs.run()
+    assert not right.broken
+    assert drain(right) == [b"last"]
+
+
+def test_a_record_through_the_relay_after_the_last_one_breaks_the_tunnel(net: Network) -> None:
+    pairs, opener, _, left, right = moved(net)
+    opener.say(tunnel_frame(Kind.TUNNEL_DATA, left.hop, bytes(64)))
+    pairs.run()
+    assert "after the last one" in right.broken
+    assert left.broken
+
+
+@pytest.mark.parametrize("item", [7, 8])
+def test_who_says_ready_or_moved_out_of_turn_breaks_the_tunnel(net: Network, item: int) -> None:
+    pairs, _, _, left, right = opened(net)
+    left._item(item, b"")
+    pairs.run()
+    assert f"kind 0x{item:02x}" in right.broken
+
+
+def test_moved_is_not_said_twice_and_not_before_ready(net: Network) -> None:
+    pairs, _, member, left, right = opened(net)
+    member.session.tunnels.fetch = lambda token, end: None
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
+    assert right.direct is not None
+    left._item(8, b"")
+    pairs.run()
+    assert "kind 0x08" in right.broken
+
+
+def test_a_relay_that_grants_a_pair_twice_ends_the_session(net: Network) -> None:
+    pairs, opener, _, left, _ = moved(net)
+    opener.hear(encode_control(frames.Ping(1)))
+    net.tamper = lambda host, frame: (
+        [frame, encode_control(frames.Pair(left.hop, bytes(16)))] if host is opener else [frame]
+    )
+    opener.session.ask(frames.Ping, _Nobody())
+    pairs.run()
+    assert "a second PAIR" in opener.ended_because
+
+
+class _Nobody:
+    def done(self) -> bool:
+        return True
+
+    def set_result(self, result: object, /) -> None: ...
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+def test_an_opening_that_is_refused_gives_the_pair_back(net: Network) -> None:
+    """A session that asks before its tunnel is open."""
+    opener, member = net.host("opener"), net.host("member")
+    pairs = MemoryPairs(net, opener, member)
+    service = member.serve("db")
+    service.refusal = None
+    left = opener.open_tunnel("db")
+    opener.session.out.control(frames.Direct(left.hop))
+    opener.speak()
+    assert len(pairs.pairs) == 1
+    member.lose()
+    pairs.run()
+    assert pairs.pairs[0].over
+    assert not pairs.waiting
+    assert net.router.direct.status()["open"] == 0
+
+
+def test_a_session_that_never_had_a_pair_reports_nothing(net: Network) -> None:
+    host = net.host("liar")
+    host.say(encode_control(frames.Carried(1, 1, 1, 1)))
+    assert "never given a pair" in host.ended_because
+
+
+def test_a_descriptor_is_no_frame_of_a_session(net: Network) -> None:
+    host = net.host("confused")
+    host.say(encode_control(frames.Fetch(bytes(16))))
+    assert "does not send Fetch now" in host.ended_because
+
+
+def test_the_relay_hands_nothing_to_a_tunnel_of_another_session(net: Network) -> None:
+    pairs, _, _, left, _ = opened(net)
+    stranger = net.host("stranger")
+    pairs.admit(stranger)
+    stranger.session.out.control(frames.Direct(left.hop))
+    pairs.run()
+    assert not pairs.pairs
+    left.close()
+    pairs.run()
+
+
+def test_a_tunnel_of_two_relays_stays_with_them() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    opener, member = net.host("opener", relay=0), net.host("member", relay=1)
+    pairs = MemoryPairs(net, opener, member)
+    service = member.serve("db")
+    left = opener.open_tunnel("db")
+    net.run()
+    carry(pairs, left, service.tunnels[0], DIRECT_AFTER_BYTES + MIB)
+    assert not pairs.pairs
+    assert net.router.direct.refused == {"another relay is on the way": 1}
+    left.close()
+    pairs.run()
+
+
+def test_a_session_with_a_tunnel_to_itself_has_both_ends(net: Network) -> None:
+    host = net.host("alone")
+    pairs = MemoryPairs(net, host)
+    service = host.serve("db")
+    left = host.open_tunnel("db")
+    net.run()
+    right = service.tunnels[0]
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
+    assert left.way is not None
+    assert right.way is not None
+    assert host.peer.pairs == 2
+    left.close()
+    pairs.run()
+    assert host.peer.pairs == 0
