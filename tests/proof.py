@@ -19,6 +19,7 @@
     python tests/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
     python tests/proof.py histories 1800        # N seconds of random faults among processes of two sites; their histories are judged (needs root)
     python tests/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
+    python tests/proof.py direct 200            # N direct tunnels broken under load: either end killed, the relay, the pair
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
 and count, in place of the former one. The areas sim, scale, federation and mutations, and the steps of hostile, run in this
@@ -62,6 +63,7 @@ AREAS = (
     "drains",
     "gateway-drains",
     "histories",
+    "direct",
 )
 RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241

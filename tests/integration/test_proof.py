@@ -27,6 +27,7 @@ COUNTS = {
     "restarts": 2,
     "drains": 1,
     "gateway-drains": 2,
+    "direct": 4,
 }
 
 
