@@ -67,7 +67,7 @@ class Side:
         """Send and receive, say "ready" when both directions have moved, shut the pair down at a cue; return what happened."""
         both = asyncio.gather(self.send(), self.receive())
         both.add_done_callback(self._ended)
-        while not self.moved and not both.done():
+        while not self.moved and not both.done():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.001)
         harness.say_ready()
         cut = asyncio.create_task(self._cut(cues))
