@@ -7,6 +7,7 @@ breaks it, and both sides hear of it as TunnelBroken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
@@ -28,7 +29,7 @@ class Tunnel:
     """One end of a tunnel. One task may send while another receives; two of a kind take turns."""
 
     __slots__ = (
-        "_closing", "_end", "_parts", "_parts_bytes", "_receiving", "_sending", "_skipping", "_too_large", "_touch",
+        "_closing", "_end", "_parts", "_parts_bytes", "_readers", "_receiving", "_sending", "_skipping", "_too_large", "_touch",
         "_wait_writable", "_waiters",
     )  # fmt: skip
 
@@ -46,7 +47,9 @@ class Tunnel:
         self._receiving: asyncio.Lock | None = None
         self._closing = False
         # The message that recv is putting together: a cancelled recv leaves it for the next.
-        self._parts: list[bytes] | None = None
+        self._parts: list[bytes | memoryview] | None = None
+        self._readers = 0
+        """Who receives, or waits to."""
         self._parts_bytes = 0
         self._too_large = False
         self._skipping = False
@@ -120,36 +123,51 @@ class Tunnel:
             MessageTooLarge: it is over `limit_bytes`; the rest of it is discarded, and the next `recv` starts after it.
             TunnelBroken: the tunnel ended without being closed.
         """
-        async with self._recv_lock():
-            while True:
-                flags, data = await self._chunk()
-                if flags & 3 == 3 and len(data) <= limit_bytes:
-                    return data
-                if flags == 4:  # the sender gave up the message begun
-                    self._parts, self._parts_bytes, self._too_large = None, 0, False
-                    continue
-                self._parts_bytes += len(data)
-                if self._too_large or self._parts_bytes > limit_bytes:
-                    self._parts, self._too_large = None, True
-                elif self._parts is None:
-                    self._parts = [data]
-                else:
-                    self._parts.append(data)
-                if flags & 2:
-                    parts, too_large = self._parts, self._too_large
-                    self._parts, self._parts_bytes, self._too_large = None, 0, False
-                    if too_large:
-                        raise MessageTooLarge(
-                            f"a tunnel message is over {limit_bytes} bytes; use recv_chunks()"
-                        )
-                    return b"".join(parts or ())
+        if not self._readers:
+            # A message that is there at once, without a lock.
+            message = self._message(limit_bytes)
+            if message is not None:
+                return message
+        async with self._reading():
+            while (message := self._message(limit_bytes)) is None:
+                await self._changed()
+            return message
+
+    def _message(self, limit_bytes: int) -> bytes | None:
+        """Return the next message if its last chunk is there; raises as `recv`."""
+        end = self._end
+        while (chunk := self._next()) is not None:
+            flags, data = chunk
+            size = len(data)
+            if flags & 3 == 3 and size <= limit_bytes:
+                return data  # type: ignore[return-value]  # a whole one is bytes
+            if flags == 4:  # the sender gave up the message begun
+                self._parts, self._parts_bytes, self._too_large = None, 0, False
+                continue
+            self._parts_bytes += size
+            if self._too_large or self._parts_bytes > limit_bytes:
+                self._parts, self._too_large = None, True
+            elif self._parts is None:
+                self._parts = [data]
+            else:
+                self._parts.append(data)
+            if flags & 2:
+                parts, too_large = self._parts, self._too_large
+                self._parts, self._parts_bytes, self._too_large = None, 0, False
+                if too_large:
+                    raise MessageTooLarge(
+                        f"a tunnel message is over {limit_bytes} bytes; use recv_chunks()"
+                    )
+                return b"".join(parts or ())
+        self._check_more(end)
+        return None
 
     async def recv_chunks(self) -> AsyncIterator[bytes]:
         """Iterate over the chunks of the next message, of any size; raises as `recv`. Left early, the rest is discarded.
 
         Raises TunnelBroken, too, if the sender aborted the message: part of it was handed out.
         """
-        async with self._recv_lock():
+        async with self._reading():
             # A recv that was cancelled may have begun this message.
             begun, self._parts, self._parts_bytes = self._parts, None, 0
             started = bool(begun)
@@ -158,7 +176,10 @@ class Tunnel:
                 yield b"".join(begun)
                 self._skipping = False
             while True:
-                flags, data = await self._chunk()
+                while (chunk := self._next()) is None:
+                    self._check_more(self._end)
+                    await self._changed()
+                flags, data = chunk
                 if flags == 4:
                     if started:
                         raise TunnelBroken(
@@ -167,7 +188,7 @@ class Tunnel:
                     continue
                 started = True
                 self._skipping = not flags & 2
-                yield data
+                yield data if type(data) is bytes else bytes(data)
                 self._skipping = False
                 if flags & 2:
                     return
@@ -215,26 +236,35 @@ class Tunnel:
         else:
             await self.close()
 
-    def _recv_lock(self) -> asyncio.Lock:
+    @contextlib.asynccontextmanager
+    async def _reading(self) -> AsyncIterator[None]:
+        """Wait until nobody else receives, and keep others waiting."""
         if self._receiving is None:
             self._receiving = asyncio.Lock()
-        return self._receiving
+        self._readers += 1
+        try:
+            async with self._receiving:
+                yield
+        finally:
+            self._readers -= 1
 
-    async def _chunk(self) -> tuple[int, bytes]:
+    def _next(self) -> tuple[int, bytes | memoryview] | None:
+        """Return the next chunk that is not skipped, if it is there."""
         end = self._end
-        while True:
-            chunk = end.next_chunk()
-            if chunk is not None:
+        while (chunk := end.next_chunk()) is not None:
+            if end.begun:  # credit
                 self._touch()
-                if not self._skipping:
-                    return chunk
-                self._skipping = not chunk[0] & 6  # until the last chunk, or the abort
-                continue
-            if end.broken:
-                raise TunnelBroken(f"tunnel to {end.name}: {end.broken}")
-            if end.peer_finished or end.closed:
-                raise EndOfTunnel(f"tunnel to {end.name}: the other side finished")
-            await self._changed()
+            if not self._skipping:
+                return chunk
+            self._skipping = not chunk[0] & 6  # until the last chunk, or the abort
+        return None
+
+    def _check_more(self, end: TunnelEnd) -> None:
+        """Raise what says that no chunk follows, if so."""
+        if end.broken:
+            raise TunnelBroken(f"tunnel to {end.name}: {end.broken}")
+        if end.peer_finished or end.closed:
+            raise EndOfTunnel(f"tunnel to {end.name}: the other side finished")
 
     async def _room(self) -> None:
         waiting = self._wait_writable()

@@ -111,7 +111,7 @@ class TunnelEnd:
         self._recv: CipherState | None = None
         self._plain: list[bytes | memoryview] = []
         self._plain_bytes = 0
-        self._chunks: deque[tuple[int, bytes]] | None = None
+        self._chunks: deque[tuple[int, bytes | memoryview]] | None = None
         self._assembling = False
         self._filling = False
         self.direct: Direct | None = None
@@ -368,8 +368,16 @@ class TunnelEnd:
         if not self.ended:
             self.fail(_CAUSES.get(cause, "the other side ended it without closing"), tell=False)
 
-    def next_chunk(self) -> tuple[int, bytes] | None:
-        """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes anew; None if none is there."""
+    @property
+    def begun(self) -> bool:
+        """A record was begun, which `flush` seals."""
+        return bool(self._plain)
+
+    def next_chunk(self) -> tuple[int, bytes | memoryview] | None:
+        """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes anew; None if none is there.
+
+        A whole message (flags 3) is bytes.
+        """
         chunks = self._chunks
         if not chunks:
             self._dry = True
@@ -408,12 +416,12 @@ class TunnelEnd:
             if self.peer_finished and kind != _CREDIT and kind != _CLOSE:
                 raise PeerProtocolError("a tunnel message after finish")
             if kind & 0x0F == _CHUNK:
-                self._chunk(kind, plain[pos : pos + length])
+                self._chunk(kind, plain, pos, length)
             else:
                 self._control(kind, plain[pos : pos + length])
             pos += length
 
-    def _chunk(self, kind: int, data: bytes) -> None:
+    def _chunk(self, kind: int, plain: bytes, pos: int, length: int) -> None:
         if (
             self.headers is None
             or kind & ~(_FIRST | _LAST | 0x0F)
@@ -421,11 +429,16 @@ class TunnelEnd:
         ):
             raise PeerProtocolError("a tunnel chunk out of order")
         self._assembling = not kind & _LAST
-        self.buffered += CHUNK_COST + len(data)
+        self.buffered += CHUNK_COST + length
         if self.buffered + self._consumed > self._window:
             raise PeerProtocolError("more tunnel bytes than were granted")
         if self._chunks is None:
             self._chunks = deque()
+        data: bytes | memoryview
+        if kind == _CHUNK | _FIRST | _LAST or length < len(plain) // 2:
+            data = plain[pos : pos + length]
+        else:
+            data = memoryview(plain)[pos : pos + length]  # copied once, when its message is whole
         self._chunks.append((kind >> 4, data))
 
     def _control(self, kind: int, body: bytes) -> None:
