@@ -108,7 +108,7 @@ class PairSocket:
     """This end of a tunnel's pair. Implements `iris.core.direct.Way`."""
 
     __slots__ = (
-        "_end", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch", "_tunnels", "_waiting", "closed", "queued_bytes",
+        "_end", "_inside", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch", "_tunnels", "_waiting", "closed", "queued_bytes",
         "received_bytes", "received_records", "sent_bytes", "sent_records",
     )  # fmt: skip
 
@@ -122,6 +122,8 @@ class PairSocket:
         self._touch = touch
         self._reader = FrameReader(self._record, buffer, MAX_MESSAGE_BYTES)
         self._reading = False
+        self._inside = False
+        """What was read is being taken."""
         self._pieces: list[bytes | memoryview] = []
         self._waiting = False
         """Until there is room to write."""
@@ -152,7 +154,7 @@ class PairSocket:
             self._write()
 
     def flush(self) -> None:
-        if self._pieces and not self._waiting:
+        if self._pieces and not self._waiting and not self._lost:
             self._write()
 
     def finish(self, then: Callable[[], None]) -> None:
@@ -239,10 +241,13 @@ class PairSocket:
         if not size:
             self._lost = True
             return False
+        self._inside = True
         try:
             self._reader.received(size)
         except PeerProtocolError as err:
             self._end.fail(str(err), tell=True)
+        finally:
+            self._inside = False
         return not self.closed
 
     def _record(self, buf: memoryview, start: int, end: int) -> None:
@@ -255,6 +260,9 @@ class PairSocket:
     def _broken(self) -> None:
         """Nothing passes any more: what is there is read, and the relay is asked why."""
         if self.closed:
+            return
+        if self._inside:  # what it read made us write: first all that came is taken
+            self._loop.call_soon(self._broken)
             return
         if self._reading:
             self.drain()

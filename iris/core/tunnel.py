@@ -51,6 +51,7 @@ NEVER: Final = 1 << 63
 
 _HEADERS, _CHUNK, _CREDIT, _FINISH, _CLOSE, _ABORT, _READY, _MOVED = 1, 2, 3, 4, 5, 6, 7, 8
 _FIRST, _LAST = 0x10, 0x20
+_AFTER_FINISH: Final = frozenset((_CREDIT, _CLOSE, _READY, _MOVED))
 _ITEM: Final = struct.Struct("<BI")
 _U32: Final = struct.Struct("<I")
 _encode_headers: Final = msgspec.msgpack.Encoder().encode
@@ -327,6 +328,8 @@ class TunnelEnd:
     def _move(self) -> None:
         """What this side sends goes by the pair from now on."""
         assert self.direct is not None
+        if self.ended:
+            return
         self._item(_MOVED, b"")
         self.flush()
         self.way = self.direct.way
@@ -413,7 +416,7 @@ class TunnelEnd:
             pos += 5
             if length > size - pos:
                 raise PeerProtocolError("a tunnel item is longer than its record")
-            if self.peer_finished and kind != _CREDIT and kind != _CLOSE:
+            if self.peer_finished and kind not in _AFTER_FINISH:
                 raise PeerProtocolError("a tunnel message after finish")
             if kind & 0x0F == _CHUNK:
                 self._chunk(kind, plain, pos, length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from protocol.kit import Host, Network, kind_of
 from protocol.pairs import MemoryPairs
@@ -411,3 +413,140 @@ def test_a_session_with_a_tunnel_to_itself_has_both_ends(net: Network) -> None:
     left.close()
     pairs.run()
     assert host.peer.pairs == 0
+
+
+def test_a_side_that_finished_before_the_pair_was_there_still_moves_or_ends_well(
+    net: Network,
+) -> None:
+    pairs, _, member, left, right = opened(net)
+    held: list[tuple[bytes, TunnelEnd]] = []
+    member.session.tunnels.fetch = lambda token, end: held.append((token, end))
+    carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
+    left.write(memoryview(b"last"), 0)
+    left.finish()
+    pairs.run()
+    assert held
+    pairs.fetch(member, *held[0])  # `ready` comes to a side that has finished
+    pairs.run()
+    assert left.way is not None
+    carry(pairs, right, left, 2 * MIB)
+    right.finish()
+    pairs.run()
+    assert drain(right) == [b"last"]
+    assert left.ended
+    assert right.ended
+    assert not left.broken
+    assert not right.broken
+    net.check()
+
+
+class Talk:
+    """One direction of a tunnel, at random: what was sent, and what came."""
+
+    def __init__(self, source: TunnelEnd, sink: TunnelEnd) -> None:
+        self.source = source
+        self.sink = sink
+        self.sent: list[bytes] = []
+        self.came: list[bytes] = []
+        self.part = b""
+        self.message: memoryview | None = None
+        self.at = 0
+
+    def write(self, rng: random.Random) -> None:
+        """Begin a message, or go on with it."""
+        if self.source.ended or self.source.finished:
+            return
+        if self.message is None:
+            data = rng.randbytes(4) * rng.choice((0, 1, 30, 5_000, 16_384, 40_000))
+            self.message, self.at = memoryview(data), 0
+        self.at, done = self.source.write(self.message, self.at)
+        if done:
+            self.sent.append(bytes(self.message))
+            self.message = None
+
+    def read(self) -> None:
+        while (chunk := self.sink.next_chunk()) is not None:
+            self.part += chunk[1]
+            if chunk[0] & 2:
+                self.came.append(self.part)
+                self.part = b""
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tunnel_at_random_loses_nothing_and_ends_as_it_was_ended(seed: int) -> None:
+    """Descriptors come at any time, or never; the relay and the pair overtake each other; either side finishes, closes or goes."""
+    rng = random.Random(seed)
+    net = Network(relay_seed=seed)
+    pairs, opener, member, left, right = opened(net)
+    late: list[tuple[Host, bytes, TunnelEnd]] = []
+    for host in (opener, member):
+        host.session.tunnels.fetch = lambda token, end, host=host: late.append((host, token, end))  # type: ignore[misc]
+    never = rng.random() < 0.15
+    left._until_direct = rng.choice((1, 20_000, 200_000))
+    there, back = Talk(left, right), Talk(right, left)
+    how = rng.choice(("finish", "close", "lost"))
+    steps = rng.randrange(40, 240)
+    for _ in range(steps):
+        step = rng.random()
+        if step < 0.5:
+            there.write(rng)
+        elif step < 0.6:
+            back.write(rng)
+        elif step < 0.75:
+            (there if rng.random() < 0.7 else back).read()
+        elif step < 0.82 and late and not never:
+            pairs.fetch(*late.pop(rng.randrange(len(late))))
+        elif step < 0.86:
+            rng.choice((opener, member)).speak()
+        elif step < 0.92:
+            rng.choice((opener, member)).listen()
+        elif step < 0.97 and pairs.ways:
+            way = rng.choice(pairs.ways)
+            way.room = rng.randrange(1, 5)
+            way.turn()
+        else:
+            pairs.run()
+    assert not left.broken
+    assert not right.broken
+    if how == "lost":
+        opener.lose()
+        pairs.run()
+        assert "session was lost" in right.broken
+    else:
+        for talk in (there, back):
+            while talk.message is not None:
+                pairs.run()
+                talk.read()
+                talk.write(rng)
+        for talk in rng.sample((there, back), 2):
+            if how == "finish":
+                talk.source.finish()
+            for _ in range(rng.randrange(4)):
+                rng.choice((opener, member)).speak()
+            if late and rng.random() < 0.5:
+                pairs.fetch(*late.pop())
+            for _ in range(rng.randrange(4)):
+                rng.choice((opener, member)).listen()
+        if how == "close":
+            pairs.run()
+            back.read()
+            while late and rng.random() < 0.5:
+                pairs.fetch(*late.pop())
+            left.close()
+            for _ in range(rng.randrange(6)):
+                rng.choice((opener, member)).speak()
+        for _ in range(40):
+            pairs.run()
+            for talk in (there, back):
+                talk.read()
+        assert there.came == there.sent
+        assert how == "close" or back.came == back.sent
+        assert left.ended
+        assert right.ended
+        assert not left.broken
+        assert not right.broken
+    for way in pairs.ways:
+        assert way.closed
+    assert net.router.direct.status()["open"] == 0
+    assert not pairs.waiting
+    net.check()
