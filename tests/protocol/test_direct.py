@@ -14,7 +14,7 @@ from iris.core.tunnel import TunnelEnd
 from iris.errors import Closed
 from iris.wire import frames
 from iris.wire.codec import encode_control, tunnel_frame
-from iris.wire.kinds import Kind
+from iris.wire.kinds import Kind, Refusal
 from relay.core.direct import MAX_PAIRS_OF_SESSION
 from relay.core.limits import Limits
 
@@ -344,18 +344,22 @@ class _Nobody:
     def set_exception(self, exception: BaseException, /) -> None: ...
 
 
-def test_an_opening_that_is_refused_gives_the_pair_back(net: Network) -> None:
-    """A session that asks before its tunnel is open."""
+@pytest.mark.parametrize("how", ["refused", "lost"])
+def test_an_opening_that_comes_to_nothing_gives_the_pair_back(net: Network, how: str) -> None:
+    """Of a session that asks before its tunnel is open."""
     opener, member = net.host("opener"), net.host("member")
     pairs = MemoryPairs(net, opener, member)
     service = member.serve("db")
-    service.refusal = None
+    if how == "refused":
+        service.refusal = Refusal.FULL
     left = opener.open_tunnel("db")
     opener.session.out.control(frames.Direct(left.hop))
     opener.speak()
     assert len(pairs.pairs) == 1
-    member.lose()
+    if how == "lost":
+        member.lose()
     pairs.run()
+    assert left.broken or left.error is not None
     assert pairs.pairs[0].over
     assert not pairs.waiting
     assert net.router.direct.status()["open"] == 0

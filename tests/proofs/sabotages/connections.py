@@ -22,6 +22,7 @@ DIALLING = ("tests/unit/test_dialling.py",)
 BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.py")
 DIALS = ("tests/unit/relay/net/test_dialling.py",)
 STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
+DIRECT = ("tests/protocol/test_direct.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
 
 SABOTAGES = (
@@ -420,6 +421,69 @@ SABOTAGES = (
         "pass",
         ("tests/integration/test_fork.py",),
         "the child of a fork repeats a tunnel's nonces",
+    ),
+    Sabotage(
+        "pair-token-user",
+        "relay/net/pairs.py",
+        "Pairs.take",
+        "owner != user",
+        "False",
+        ("tests/integration/test_direct.py",),
+        "another user of the host gets an end of a tunnel",
+    ),
+    Sabotage(
+        "pair-of-this-host",
+        "relay/core/direct.py",
+        "DirectTunnels.asked",
+        "opener.takes_descriptors and member.takes_descriptors",
+        "True",
+        DIRECT,
+        "a pair is made for a session on another host, which cannot have it",
+    ),
+    Sabotage(
+        "pair-older-session",
+        "relay/core/direct.py",
+        "DirectTunnels.asked",
+        "opener.minor < DIRECT_MINOR or member.minor < DIRECT_MINOR",
+        "False",
+        DIRECT,
+        "an older session is sent a frame that it does not know, and ends",
+    ),
+    Sabotage(
+        "pair-carried",
+        "relay/core/direct.py",
+        "DirectTunnels.carried",
+        "not session.had_pairs",
+        "False",
+        DIRECT,
+        "anybody adds to the figures of direct tunnels",
+    ),
+    Sabotage(
+        "pair-two-ways",
+        "iris/core/tunnel.py",
+        "TunnelEnd.received",
+        "self.direct is not None and self.direct.moved",
+        "False",
+        DIRECT,
+        "records of one direction are taken from the relay and from the pair",
+    ),
+    Sabotage(
+        "pair-read-to-its-end",
+        "iris/core/tunnels.py",
+        "Tunnels.frame",
+        "direct.way.drain()",
+        "pass",
+        DIRECT,
+        "a tunnel that was closed well loses its last records",
+    ),
+    Sabotage(
+        "pair-refused-opening",
+        "relay/core/tunnels.py",
+        "Tunnels.refused",
+        "tunnel is not None and tunnel.pair is not None",
+        "False",
+        DIRECT,
+        "openings that come back leave descriptors behind",
     ),
     Sabotage(
         "goodbye-known",
