@@ -344,6 +344,16 @@ def twin_tunnel(options: Options) -> Result:
     return {**in_megabytes(figures, options.size), "relay_cpu_s": relay_cpu_s}
 
 
+def twin_pair(options: Options) -> Result:
+    """Run the bare twin of a direct tunnel once; `rate` is MB/s."""
+    script = str(BENCH / "floor" / "pair.py")
+    with Roles(options.seconds + 60) as roles:
+        run = options.json(path=str(roles.directory / "twin"), sndbuf=options.send_buffer)
+        receiver = roles.start("receiver", [script, "receiver", run], ready=True)
+        sent = roles.start("sender", [script, "sender", run]).result()
+        return in_megabytes(delivered(sent, [receiver.result()]), options.size)
+
+
 def in_megabytes(figures: Result, size: int) -> Result:
     """Return `figures` with messages of `size` bytes per second turned into MB/s."""
     return {**figures, "message_rate": figures["rate"], "rate": figures["rate"] * size / 1e6}
@@ -357,6 +367,9 @@ def main() -> None:
     parser.add_argument("--topics", type=int, default=1)
     parser.add_argument("--size", type=int, default=0, help="bytes (1024; with --tunnel 65536)")
     parser.add_argument("--tunnel", action="store_true", help="one tunnel; rates are MB/s")
+    parser.add_argument(
+        "--direct", action="store_true", help="with --tunnel: the twin has no relay, either"
+    )
     parser.add_argument("--role", choices=list(ROLES), help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -373,7 +386,9 @@ def main() -> None:
         return search(lambda rate: iris_publish(these, rate), these.subscribers)
 
     def run_twin() -> Result:
-        return twin_tunnel(options) if options.tunnel else twin_publish(options)
+        if not options.tunnel:
+            return twin_publish(options)
+        return twin_pair(options) if args.direct else twin_tunnel(options)
 
     about = {
         "bench": "throughput",
