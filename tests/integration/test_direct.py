@@ -163,6 +163,16 @@ async def test_what_passed_is_shown_beside_the_relays_own_account(relay: Relay) 
     assert relay.router.accounts.balance() == 0
 
 
+async def test_iris_status_has_a_line_of_them(relay: Relay) -> None:
+    async with ends(relay) as (left, right):
+        await moved(left, right)
+        command = [sys.executable, "-m", "iris.cli", "status", "--relay", str(relay.config.socket_path)]  # fmt: skip
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert (
+        "direct tunnels: 1 open of 512, 1 made; their ends say they sent 0 records" in done.stdout
+    )
+
+
 async def test_a_tunnel_that_carries_little_asks_for_nothing(relay: Relay) -> None:
     async with ends(relay) as (left, right):
         await carry(left, right, DIRECT_AFTER_BYTES // 2)
