@@ -105,7 +105,7 @@ class Attachment:
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pairs: dict[Pump[Session], Pairs] = {}
-        """Of the sessions that can have socket pairs for their tunnels."""
+        """Sessions over a Unix socket -> what fetches socket pairs for their tunnels."""
         self._pair_buffer: ReceiveBuffer | None = None
         self._pumps: WeakSet[Pump[Session]] = WeakSet()
         """Pumps of all sessions that may still send: the one in use, old ones that drain, and new ones."""

@@ -30,7 +30,7 @@ WRITE_BYTES: Final = 192 << 10
 AHEAD_BYTES: Final = 256 << 10
 """Sealed while the pair is full, before the sender waits."""
 MOST_PIECES: Final = 512
-"""Of one write; the system takes 1,024."""
+"""Most buffers in one `sendmsg`; the kernel accepts 1,024."""
 SMALL_BYTES: Final = 4096
 _DESCRIPTOR: Final = struct.Struct("i")
 _ROOM: Final = socket.CMSG_LEN(_DESCRIPTOR.size)
@@ -165,7 +165,7 @@ class PairSocket:
             then()
 
     def _write(self) -> None:
-        """Write until all is written, or there is no room."""
+        """Write until nothing is queued or the socket is full."""
         while self._pieces:
             pieces = self._pieces
             if len(pieces) > 8 and self.queued_bytes < SMALL_BYTES * len(pieces):

@@ -16,7 +16,7 @@ FIGURES: dict[str, tuple[tuple[str, str, Callable[[float], str]], ...]] = {
     "open": (("p50, ms", "p50", milliseconds), ("p99, ms", "p99", milliseconds)),
     "stream": (("MB/s", "rate_mb_s", digits),),
 }
-"""By what a cell shows: the unit, the figure or percentile, and how it is written."""
+"""What a cell shows -> the rows that it gets: (unit, figure or percentile, how to write it)."""
 KIND = {"closed": "uncorrected", "open": "corrected"}
 
 

@@ -128,21 +128,21 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _queues(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line about what waits for all receivers together, if something does, or if there was too much of it."""
+    """Yield a line about all queues together, if something is queued or the limit was ever reached."""
     queues = report.get("queues")
     if queues and (queues["bytes"] or queues["full"] or queues["shed"]):
         yield (
             f"queued in all: {queues['bytes'] / 1e6:.1f} of {queues['limit_bytes'] / 1e6:.1f} MB; "
-            f"it was full for {queues['full']} frames, and {queues['shed']} messages made room for others"
+            f"{queues['full']} frames found the limit reached, {queues['shed']} queued messages were dropped for others"
         )
 
 
 def _direct(direct: dict[str, Any]) -> str:
-    """Say what tunnels exchanged past the relay, as their ends said: it is in no account of messages."""
+    """Return a line with what the ends of direct tunnels reported; the relay's account of messages does not include it."""
     return (
-        f"direct tunnels: {direct['open']} open of {direct['limit']}, {direct['made']} made; their ends say they sent "
-        f"{direct['sent_records']} records ({direct['sent_bytes'] / 1e6:,.1f} MB) and received {direct['received_records']} "
-        f"({direct['received_bytes'] / 1e6:,.1f} MB), none of them in the messages below"
+        f"direct tunnels: {direct['open']} open (limit {direct['limit']}), {direct['made']} in all; their ends report "
+        f"{direct['sent_records']} records sent ({direct['sent_bytes'] / 1e6:,.1f} MB) and {direct['received_records']} "
+        f"received ({direct['received_bytes'] / 1e6:,.1f} MB), which the messages below do not include"
     )
 
 

@@ -44,12 +44,12 @@ class AliasTable(Generic[K]):
         return self._by_key.get(key)
 
     def key_of(self, number: int) -> K | None:
-        """Return what `number` was declared for last; if that was freed, only if it was to be remembered."""
+        """Return the key that `number` was last declared for; None if that was freed without `remember`."""
         key = self._by_number.get(number)
         return self._past.get(number) if key is None else key
 
     def forget_past(self) -> None:
-        """What was freed and remembered is on the way no more."""
+        """Forget the keys that `free` remembered: nothing that was sent under them is still queued."""
         if self._past:
             self._past.clear()
 
@@ -67,7 +67,7 @@ class AliasTable(Generic[K]):
         return alias
 
     def free(self, key: K, *, remember: bool = False) -> None:
-        """`key` is not used any more, if it ever was: its number is declared anew for another. `remember`: it is still on the way."""
+        """Release the number of `key`, if it has one. With `remember`, `key_of` still finds the key, because frames of it are queued."""
         alias = self._by_key.pop(key, None)
         if alias is not None:
             del self._by_number[alias.number]

@@ -83,9 +83,9 @@ class OutFlow(BundleBuilder):
         self.hop = 0
         """Of calls: the hop id of the first; each next one has the next."""
         self.hops: list[int] = []
-        """Of answers: the hop ids, ..."""
+        """Hop ids of the answers in the run, ..."""
         self.callers: list[bytes] = []
-        """... and who asked."""
+        """... and the sender ids of those who asked."""
         self.deadline_us = 0
         self.timeout_ms = 0
 

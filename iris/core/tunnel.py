@@ -116,7 +116,7 @@ class TunnelEnd:
         self._assembling = False
         self._filling = False
         self.direct: Direct | None = None
-        """Of a tunnel that was granted a socket pair."""
+        """State of the tunnel's socket pair; None before the relay has made one."""
         self.way: Way | None = None
         """The pair, once what this end sends goes by it."""
         self.wants_direct = False
@@ -377,7 +377,7 @@ class TunnelEnd:
         return bool(self._plain)
 
     def next_chunk(self) -> tuple[int, bytes | memoryview] | None:
-        """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes anew; None if none is there.
+        """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes again; None if there is none.
 
         A whole message (flags 3) is bytes.
         """

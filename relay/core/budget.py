@@ -93,7 +93,7 @@ class Budget:
         self._barren.pop(queue, None)
 
     def make_room(self, queue: Queue, size: int, *, own: bool = False) -> bool:
-        """Whether `size` bytes may be added to a queue though the budget is full: the longest queue gives way, unless it is this one.
+        """Make room for `size` bytes by shortening the longest queue, unless it is this one; return whether there is room.
 
         `own`: what is added may take the place of this queue's own publications.
         """

@@ -169,7 +169,8 @@ async def test_iris_status_has_a_line_of_them(relay: Relay) -> None:
         command = [sys.executable, "-m", "iris.cli", "status", "--relay", str(relay.config.socket_path)]  # fmt: skip
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert (
-        "direct tunnels: 1 open of 512, 1 made; their ends say they sent 0 records" in done.stdout
+        "direct tunnels: 1 open (limit 512), 1 in all; their ends report 0 records sent"
+        in done.stdout
     )
 
 
