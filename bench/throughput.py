@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import harness
 import uvloop
@@ -63,6 +63,8 @@ class Options:
     send_buffer: int
     relays: int
     """1, or 2: senders at the one, receivers at the other."""
+    when_full: Literal["drop", "wait"] = "drop"
+    """Whether the publisher waits for its subscribers."""
     rate: float = 0.0
     """Messages/s to offer; 0 is as fast as it goes."""
 
@@ -80,6 +82,7 @@ class Options:
             unbundled=args.topics >= TURN_MESSAGES,
             send_buffer=args.send_buffer,
             relays=args.relays,
+            when_full="wait" if args.wait else "drop",
         )
 
     def json(self, **changes: Any) -> str:
@@ -131,12 +134,12 @@ async def subscriber(options: Options) -> Result:
     check = Check(options.topics)
     async with iris.connect() as client:
         if options.mode == "callback":
-            async with client.subscribe("bench.*", check.message):
+            async with client.subscribe("bench.*", check.message, when_full=options.when_full):
                 harness.say_ready()
                 await check.done.wait()
         else:
             take = check.message
-            async with client.subscribe("bench.*") as messages:
+            async with client.subscribe("bench.*", when_full=options.when_full) as messages:
                 harness.say_ready()
                 async for message in messages:
                     take(message)
@@ -153,13 +156,14 @@ async def publisher(options: Options) -> Result:
     async with iris.connect() as client:
         publish = client.publish
         offer = client.offer if options.verb == "offer" else None
+        when_full = options.when_full
 
         async def send(first: int, after: int) -> None:
             for number in range(first, after):
                 topic = topics[number % len(topics)]
                 payload = NUMBER.pack(number) + filler
-                if offer is None or not offer(topic, payload):
-                    await publish(topic, payload)
+                if offer is None or not offer(topic, payload, when_full=when_full):
+                    await publish(topic, payload, when_full=when_full)
 
         # A subscription is known at its own relay at once, and at another a moment later.
         cued = harness.next_cue()
@@ -367,6 +371,7 @@ def main() -> None:
     parser.add_argument("--topics", type=int, default=1)
     parser.add_argument("--size", type=int, default=0, help="bytes (1024; with --tunnel 65536)")
     parser.add_argument("--tunnel", action="store_true", help="one tunnel; rates are MB/s")
+    parser.add_argument("--wait", action="store_true", help="the publisher waits for its subscribers")
     parser.add_argument(
         "--direct", action="store_true", help="with --tunnel: the twin has no relay, either"
     )

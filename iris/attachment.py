@@ -355,6 +355,7 @@ class Attachment:
         if pump.session.drain_ms is not None:
             raise RelayUnavailable("the relay is about to stop")
         self._vacant.clear()
+        self._end_waiting()
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
         self.blocked = False
         if self._lost_s is not None:
@@ -414,6 +415,7 @@ class Attachment:
 
     def _vacate(self, reason: str) -> None:
         """There is no session in use any more."""
+        self._end_waiting()
         self.session = self.out = self.pump = None
         self.blocked = True
         self._up.clear()
@@ -480,6 +482,11 @@ class Attachment:
             if self._writable is None:
                 self._writable = self._loop.create_future()
             await asyncio.shield(self._writable)
+
+    def _end_waiting(self) -> None:
+        """Whoever waits for credit at the session in use looks for the next."""
+        if self.out is not None:
+            self.out.credits.end()
 
     def _wake_writers(self) -> None:
         writable, self._writable = self._writable, None

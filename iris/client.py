@@ -23,6 +23,7 @@ from iris.attachment import OPEN, Attachment, Connector, unwatched
 from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
+from iris.core.credit import WhenFull
 from iris.core.message import Message, decode_payload
 from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
@@ -107,6 +108,7 @@ class Client:
         self._ready = runtime.ready
         self._encode = runtime.encode
         self._take = runtime.take
+        self._has_credit = runtime.has_credit
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -372,16 +374,20 @@ class Client:
 
     @overload
     async def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None
-    ) -> None: ...
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop"
+    ) -> None: ...  # fmt: skip
     @overload
     async def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None, report: bool
-    ) -> int | None: ...
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool
+    ) -> int | None: ...  # fmt: skip
     async def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None, report: bool = False
-    ) -> int | None:
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool = False
+    ) -> int | None:  # fmt: skip
         """Send to every subscriber of a matching filter. Waits only while the write buffer is over its high-water mark.
+
+        With `when_full="wait"` it waits for subscribers that asked for it, too, while they are full: at most `config.stall_s`, after
+        which the message is dropped for those that still are. Then nothing is lost, however fast you publish. Subscribers in other
+        sites, and at relays of earlier versions, are never waited for.
 
         Without a relay it is kept, within `config.offline_bytes`, until there is one again.
 
@@ -392,8 +398,11 @@ class Client:
             ConnectionLost: that bound is reached; this message was not taken. With `report`: its `may_have_run` says whether it was.
             MessageTooLarge: it is over the limit; use a tunnel.
         """
-        if not self.offer(topic, payload, headers=headers):
-            await self._attached().wait_writable()
+        if not self.offer(topic, payload, headers=headers, when_full=when_full):
+            if when_full == "drop":
+                await self._attached().wait_writable()
+            else:
+                await self._runtime.wait_for_credit(topic)
             self._take(Kind.PUBLISH, topic, payload, headers, force=True)
         if not report:
             return None
@@ -422,8 +431,12 @@ class Client:
         """
         return await wait_for_subscribers(self._runtime, topic, count, timeout)
 
-    def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
-        """Publish if that needs no waiting; False: not taken, the write buffer is full."""
+    def offer(
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop"
+    ) -> bool:  # fmt: skip
+        """Publish if that needs no waiting; False: not taken, the write buffer is full, or a subscriber that `publish` would wait for."""
+        if when_full != "drop" and not self._has_credit(topic, when_full):
+            return False
         attachment = self._attachment
         if (
             attachment is None
@@ -452,16 +465,17 @@ class Client:
     def subscribe(
         self, pattern: str, handler: Callable[[Message], object] | None = None, *, group: str = "",
         policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
-        concurrency: int = 1,
+        concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> Subscription:  # fmt: skip
         """Receive what is published to matching topics, with a callback or by `async for`.
 
         Registered at once when connected; `async with client.subscribe(...)` returns when the relay of this host knows and those that
-        it is linked to, for which it waits a second at most: what anybody of this site publishes then, is received. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy`, `limit_bytes` and `concurrency`.
+        it is linked to, for which it waits a second at most: what anybody of this site publishes then, is received. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy`, `limit_bytes`, `concurrency` and
+        `when_full`.
         """
         return Subscription(
-            self._runtime, pattern, handler, group, policy, limit_bytes, on_gap, concurrency
-        )
+            self._runtime, pattern, handler, group, policy, limit_bytes, on_gap, concurrency, when_full
+        )  # fmt: skip
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 

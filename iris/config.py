@@ -59,6 +59,10 @@ class ClientConfig:
     `iris run` does it for its services. glibc only, and for good: another client of this process cannot take it back.
     """
 
+    stall_s: float = 1.0
+    """Seconds that one publication with `when_full="wait"` waits for subscribers. After that, what is published is dropped for those
+    that are still full, until they have room."""
+
     compress: bool = False
     """Compress what is sent, bundle by bundle, before it is sealed (zstd): for slow ways between sites. Receivers open it in any case.
 
@@ -80,6 +84,7 @@ class ClientConfig:
             "reconnect_min_s",
             "reconnect_max_s",
             "freshness_s",
+            "stall_s",
         ):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0 and up to a day")

@@ -103,7 +103,7 @@ class Registry:
             kept = self.keyring.for_cluster(binding.service.name)
             binding.key_ids.intersection_update(key.key_id for key in kept)
         if session is not None:
-            session.casts.subscriptions_version += 1
+            session.casts.subscriptions_changed()
             session.forget_keys()
 
     def share_out(self, guard: Guard) -> None:
@@ -205,7 +205,7 @@ class Registry:
         if is_wild(subscription.filter):
             self._wild[place] = None
         if session is not None:
-            session.casts.subscriptions_version += 1
+            session.casts.subscriptions_changed()
             if len(known) == 1:
                 if not subscription.group:
                     guard.resume_topics(lambda topic: self._is_new(subscription.filter, topic))
@@ -257,7 +257,7 @@ class Registry:
             return None
         known.remove(subscription)
         if session is not None:
-            session.casts.subscriptions_version += 1
+            session.casts.subscriptions_changed()
         if known:
             return None
         del self._subscriptions[place]
@@ -308,7 +308,7 @@ class Registry:
 
     def adopted(self, session: Session) -> None:
         """`session` is in use: watches move to it, and what came or went since `register` comes or goes there, too."""
-        session.casts.subscriptions_version += 1
+        session.casts.subscriptions_changed()
         for watcher in self.watchers:
             watcher.attach(session)
         self.register(session)

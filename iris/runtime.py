@@ -19,6 +19,8 @@ from iris.attachment import Attachment, Connector, Life
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, Headers, check_headers
 from iris.core.company import Company
+from iris.core.conversation import UP
+from iris.core.credit import WhenFull
 from iris.core.inbound import InFlow
 from iris.core.message import encode_payload
 from iris.core.outbound import OutFlow
@@ -26,7 +28,7 @@ from iris.core.parties import Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.errors import Closed, ConnectionLost, IrisError, MessageTooLarge
+from iris.errors import Closed, ConfigError, ConnectionLost, IrisError, MessageTooLarge
 from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
@@ -142,6 +144,13 @@ class Runtime:
         if self.attachment is not None:
             self.attachment.touch()
 
+    def freed(self, name: str, source: bytes) -> None:
+        """A subscription that publishers wait for has handled some of what it had of one."""
+        session = self.session
+        if session is not None and session.state is UP:
+            session.casts.windows.freed(name, source)
+            self.touch()
+
     async def told(self, done: asyncio.Future[Any] | None) -> None:
         """Return when the relay knows that something has ended here, or has not answered in time: it has, anyway."""
         if done is not None:
@@ -248,6 +257,53 @@ class Runtime:
         self.cast(kind, name, data, headers, packed)
         attachment.touch()
         return True
+
+    def has_credit(self, topic: str, when_full: WhenFull) -> bool:
+        """Whether the subscribers of a topic that publishers wait for take one publication more; asks them at its first use."""
+        if when_full != "wait":
+            raise ConfigError(f"when_full: {when_full!r} is neither 'drop' nor 'wait'")
+        attachment = self.attached()
+        out = attachment.out
+        if out is None:  # it is kept, within its bound
+            return True
+        flow = out.topics.get(topic) or self.topic(topic)
+        credit = flow.credit
+        if credit is None:
+            credit = out.credit(flow)
+            attachment.touch()
+        return credit.sent + flow.size < credit.limit
+
+    async def wait_for_credit(self, topic: str) -> None:
+        """Return when a publication may go: there is room to write and credit, or it has waited for `config.stall_s`."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self.config.stall_s
+        while True:
+            attachment = self.attached()
+            await attachment.wait_writable()
+            if self.has_credit(topic, "wait"):
+                return
+            out = attachment.out
+            assert out is not None  # else there is credit
+            flow = out.topics[topic]
+            credit = out.credit(flow)
+            left_s = until_s - loop.time()
+            if left_s <= 0:
+                out.stalled(flow)
+                attachment.touch()
+                if self._may_log():
+                    fields = {"topic": topic, "stall_s": self.config.stall_s}
+                    log.warning("client.publish_stalled", extra={"fields": fields})
+                return
+            waiter: asyncio.Future[None] = loop.create_future()
+            credit.waiters.append(waiter)
+            try:
+                async with asyncio.timeout(left_s):
+                    await waiter
+            except TimeoutError:
+                continue
+            finally:
+                if waiter in credit.waiters:
+                    credit.waiters.remove(waiter)
 
     def cast(
         self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final, Literal, Self
 
+from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
 from iris.core.message import Message
 from iris.core.parties import Lost
 from iris.deadlines import within
@@ -31,13 +32,16 @@ class Subscription:
     Queue: `limit_bytes` of frames not yet handled. When full, `drop-new` drops what comes, `drop-old` what waits longest,
     `cut` ends the subscription with Overloaded; each loss is in `lost`, told to `on_gap`, and in the client's `losses` and log.
 
+    With `when_full="wait"`, publishers that ask for it, too, wait while the queue is full: nothing is lost then, unless one of them
+    has waited for its `stall_s`. From then on what it sends is dropped for this subscription, until half of its window is free.
+
     A coroutine handler runs `concurrency` times at once at most, and once at a time for each publisher and topic, in their order.
     """
 
     def __init__(
         self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str,
         policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
-        concurrency: int = 1,
+        concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> None:  # fmt: skip
         check_filter(pattern)
         if group:
@@ -45,6 +49,12 @@ class Subscription:
         attachment = runtime.attached()
         if policy not in ("drop-new", "drop-old", "cut"):
             raise ConfigError(f"policy: {policy!r} is none of drop-new, drop-old, cut")
+        if when_full not in ("drop", "wait"):
+            raise ConfigError(f"when_full: {when_full!r} is neither 'drop' nor 'wait'")
+        if when_full == "wait" and limit_bytes < MIN_QUEUE_BYTES:
+            raise ConfigError(
+                f"limit_bytes: {limit_bytes} is under {MIN_QUEUE_BYTES}, the least with when_full='wait'"
+            )
         self.filter = pattern
         self.group = group
         self.lost = 0
@@ -65,7 +75,11 @@ class Subscription:
         self._workers: dict[asyncio.Task[None], Iterator[Message]] = {}
         """Of lanes: what is left of the bundle that each of them has."""
         self._policy = policy
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.waits = when_full == "wait"
+        """Publishers are to wait rather than send what would be dropped."""
+        self._held: dict[tuple[str, bytes], int] = {}
+        """(topic, publisher) -> bytes that wait to be handled, if publishers are to wait."""
         self._on_gap = on_gap
         self._log = LossLog(runtime, "subscription", pattern, f"on_gap of {pattern}")
         self._queue: deque[tuple[list[Message], int]] = deque()
@@ -149,6 +163,7 @@ class Subscription:
             if messages:
                 self._drop(messages, "subscription closed")
         self._queue.clear()
+        self._held.clear()
         self._queued_bytes = 0
         self._log.end()
 
@@ -179,7 +194,7 @@ class Subscription:
                     yield message
                 if self._queue:
                     messages, size = self._queue.popleft()
-                    self._queued_bytes -= size
+                    self._handled(messages, size)
                     self._batch = iter(messages)
                 elif self._error is not None:
                     raise self._error
@@ -198,6 +213,10 @@ class Subscription:
         return [*self._workers] if self._worker is None else [self._worker]
 
     # -- the session's side ----------------------------------------------------------------------------------
+
+    def held(self, name: str, source: bytes) -> int:
+        """Return how many bytes of what one sender published to a topic wait to be handled, if publishers are to wait."""
+        return self._held.get((name, source), 0)
 
     def gap(self, gap: Lost) -> None:
         """Some messages did not come."""
@@ -229,13 +248,16 @@ class Subscription:
     def _enqueue(self, messages: list[Message], size: int) -> None:
         if self._error is not None:
             self._drop(messages)  # it was cut
-        elif self._queued_bytes + size > self._limit_bytes and (self._queue or self._lanes):
+        elif self._queued_bytes + size > self.limit_bytes and (self._queue or self._lanes):
             self._full(messages, size)
         else:
             self._put(messages, size)
 
     def _put(self, messages: list[Message], size: int) -> None:
         self._queued_bytes += size
+        if self.waits:
+            place = (messages[0].name, messages[0].source)
+            self._held[place] = self._held.get(place, 0) + size
         if self._lanes is not None:
             self._lanes.put(messages, size)
             assert self._coroutine is not None  # lanes are for such
@@ -258,12 +280,12 @@ class Subscription:
 
     def _full(self, messages: list[Message], size: int) -> None:
         if self._policy == "drop-old":
-            while self._queued_bytes + size > self._limit_bytes:
+            while self._queued_bytes + size > self.limit_bytes:
                 oldest = self._oldest()
                 if oldest is None:
                     break
                 old, old_size = oldest
-                self._queued_bytes -= old_size
+                self._handled(old, old_size)
                 self._drop(old)
             self._put(messages, size)
         else:
@@ -271,9 +293,19 @@ class Subscription:
             if self._policy == "cut" and not self._ended:
                 self.end(
                     Overloaded(
-                        self.filter, f"cut: {self._limit_bytes} bytes were waiting to be handled"
+                        self.filter, f"cut: {self.limit_bytes} bytes were waiting to be handled"
                     )
                 )
+
+    def _handled(self, messages: list[Message], size: int) -> None:
+        """A bundle waits no more: it was handled, or dropped."""
+        self._queued_bytes -= size
+        if self.waits:
+            place = (messages[0].name, messages[0].source)
+            left = self._held.pop(place, 0) - size
+            if left > 0:
+                self._held[place] = left
+            self._runtime.freed(*place)
 
     def _oldest(self) -> tuple[list[Message], int] | None:
         """Remove and return the bundle that waits for the longest time."""
@@ -311,7 +343,7 @@ class Subscription:
                     self._runtime.handler_failed(f"subscription {self.filter}")
                 if stopping():
                     return  # the handler took no notice of its cancellation
-            self._queued_bytes -= size
+            self._handled(messages, size)
 
     async def _work_lanes(self, handler: CoroutineHandler, lanes: Lanes) -> None:
         """Run a coroutine handler for the bundles of one lane after the other; others do so for other lanes."""
@@ -331,7 +363,7 @@ class Subscription:
                         if stopping():
                             return  # the handler took no notice of its cancellation
                 finally:
-                    self._queued_bytes -= waiting.size
+                    self._handled(waiting.messages, waiting.size)
                     lanes.done(waiting)
         finally:
             self._workers.pop(task, None)  # at once: what comes next needs another

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from iris.core.bundle import decode_bundle
 from iris.core.company import Company
 from iris.core.compression import held_bytes
+from iris.core.credit import Windows
 from iris.core.guard import Guard, Place
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
 from iris.core.message import Message
-from iris.core.parties import Lost, Owner
+from iris.core.parties import Lost, Owner, Sink
 from iris.errors import DecodeError, OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, BUNDLE, END_AT
@@ -31,7 +33,7 @@ class Casts:
     """The publications and broadcasts that one session receives."""
 
     __slots__ = (
-        "_bundle_bytes", "_company", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version",
+        "_bundle_bytes", "_company", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version", "windows",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +42,7 @@ class Casts:
         guard: Guard,
         inbound: Inbound,
         drop: Drop,
+        say: Callable[[frames.Control], None],
         company: Company | None = None,
     ) -> None:
         self._owner = owner
@@ -55,19 +58,35 @@ class Casts:
         """Messages received."""
         self.subscriptions_version = 0
         """Rises when the subscriptions change."""
+        self.windows = Windows(self._sinks, inbound, say)
+        """What publishers that wait may send."""
+
+    def subscriptions_changed(self) -> None:
+        """There are other subscriptions, or keys, than before."""
+        self.subscriptions_version += 1
+        self.windows.changed()
 
     def publish(self, buf: memoryview, start: int, end: int) -> None:
         """Deliver a published bundle to its subscribers."""
         flow, messages = self._bundle(buf, start, end)
+        window = flow.window
         if messages:
             if flow.version != self.subscriptions_version:
-                flow.sinks = self._owner.sinks(flow)
-                flow.version = self.subscriptions_version
+                self._sinks(flow)
             size = self._bundle_bytes
             for sink in flow.sinks:
                 sink.deliver(messages, size)
             if not flow.sinks:
                 self._drop("unwanted", len(messages))
+        if window is not None:
+            self.windows.received(flow, window, end - start)
+
+    def _sinks(self, flow: InFlow) -> Sequence[Sink]:
+        """Return the subscriptions that a flow is for."""
+        if flow.version != self.subscriptions_version:
+            flow.sinks = self._owner.sinks(flow)
+            flow.version = self.subscriptions_version
+        return flow.sinks
 
     def broadcast(self, buf: memoryview, start: int, end: int) -> None:
         """Deliver a broadcast bundle to our member of that cluster."""

@@ -15,7 +15,7 @@ from iris.core.parties import Waiter
 from iris.errors import ConnectionLost, PeerProtocolError, RelayUnavailable
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, decode_control
-from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION
+from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, UNLIMITED
 
 Handler = Callable[[memoryview, int, int], None]
 
@@ -72,6 +72,7 @@ class Conversation:
             frames.Ack: self._on_ack,
             frames.Pong: self._on_ack,
             frames.Ping: lambda ping: self.control(frames.Pong(ping.id)),
+            frames.Wait: self._on_wait,
         }
 
     @property
@@ -197,6 +198,10 @@ class Conversation:
         self._routed(hops)
         if not waiter.done():
             waiter.set_result(ack)
+
+    def _on_wait(self, wait: frames.Wait) -> None:
+        """A publisher waits for subscribers, and nothing here holds it back."""
+        self.control(frames.Window(wait.alias, wait.serial, UNLIMITED))
 
     def _unasked(self, ack: Any) -> None:
         """An answer with an id that nobody waits for."""

@@ -26,11 +26,30 @@ class NotOurs(Exception):
     """A frame whose alias was declared under a key that we do not have. It is dropped, and the session goes on."""
 
 
+class Window:
+    """What a publisher that waits may send under one alias: see `iris.core.credit`."""
+
+    __slots__ = ("alias", "bytes", "limit", "limited", "received", "serial")
+
+    def __init__(self, alias: int, serial: int, size: int) -> None:
+        self.alias = alias
+        self.serial = serial
+        """Of the latest WAIT."""
+        self.bytes = size
+        """Its size: so much may wait to be handled."""
+        self.received = 0
+        """Bytes of frames since that WAIT, ..."""
+        self.limit = 0
+        """... and up to which the publisher was told that it may send."""
+        self.limited = False
+        """Whether that is less than `UNLIMITED`."""
+
+
 class InFlow:
     """One declared alias: who sends what to which address, and who here wants it."""
 
     __slots__ = (
-        "expected", "groups", "key", "kind", "member", "name", "of_company", "opener", "plain", "prefix", "sender_id", "sinks", "version",
+        "expected", "groups", "key", "kind", "member", "name", "of_company", "opener", "plain", "prefix", "sender_id", "sinks", "version", "window",
     )  # fmt: skip
 
     def __init__(self, declared: Declare, key: ClusterKey, opener: Opener | None) -> None:
@@ -51,6 +70,8 @@ class InFlow:
         self.sinks: Sequence[Any] = ()
         self.version = -1
         """Version of the subscriptions for which `sinks` was found."""
+        self.window: Window | None = None
+        """What its publisher may send, if it waits."""
 
     def as_plain(self) -> InFlow:
         """Return the flow of the same sender and topic for subscriptions without a group."""

@@ -13,6 +13,7 @@ from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
 from iris.core.bundle import BundleBuilder, Headers, encode_bundle, encode_single, message_bytes
 from iris.core.company import Company
 from iris.core.compression import Compressor
+from iris.core.credit import Credit, Credits
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control, metadata_prefix
@@ -43,6 +44,7 @@ class OutFlow(BundleBuilder):
         "bodies",
         "body_bytes",
         "callers",
+        "credit",
         "cuts",
         "deadline_us",
         "end",
@@ -73,6 +75,8 @@ class OutFlow(BundleBuilder):
         """Bundles that a turn's messages are cut into, so that queue groups share them."""
         self.cuts = 0
         """Bundles of this turn that were full, while there are parts."""
+        self.credit: Credit | None = None
+        """What may be published, once somebody has waited for it."""
         self.bodies: list[bytes] = []
         """The run that was begun: calls or answers of this turn, sealed and not yet framed."""
         self.body_bytes = 0
@@ -119,6 +123,7 @@ class Outbound:
         entropy: Callable[[int], bytes],
         on_full: Callable[[], None],
         runs: bool = False,
+        waits: bool = False,
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
         compress: bool = False,
@@ -146,6 +151,7 @@ class Outbound:
         self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
         self.topics: dict[str, OutFlow] = {}
         """What is published to, by topic: the look-up of the hot path."""
+        self.credits = Credits(self._say if waits else None)
         self._dirty: list[OutFlow] = []
         self._running: list[OutFlow] = []
         """Those that have begun a run."""
@@ -232,6 +238,24 @@ class Outbound:
         flow = self._flows.get((Kind.PUBLISH, name, key_id))
         if flow is not None:
             flow.parts = parts
+
+    def credit(self, flow: OutFlow) -> Credit:
+        """Return what may be published to a topic; its subscribers are asked at the first use."""
+        credit = flow.credit
+        if credit is None:
+            credit = flow.credit = Credit()
+            alias = flow.alias
+            if alias is None or alias.number < 0:
+                self._declare_flow(flow)
+            else:
+                self.credits.ask(credit, alias.number)
+        return credit
+
+    def stalled(self, flow: OutFlow) -> None:
+        """A publisher has waited for as long as it does: a subscriber without credit is dropped for until it has some."""
+        alias = flow.alias
+        if flow.credit is not None and alias is not None and alias.number >= 0:
+            self.credits.ask(flow.credit, alias.number, stalled=True)
 
     def flush(self) -> None:
         """Cut every bundle, and end every run, begun since the last flush."""
@@ -336,9 +360,7 @@ class Outbound:
     def _frame_run(self, flow: OutFlow, bodies: Sequence[bytes], hops: Sequence[int]) -> None:
         alias = flow.alias
         if alias is None or alias.number < 0:
-            alias = flow.alias = self._declare(
-                flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
-            )
+            alias = self._declare_flow(flow)
         alias.used = self._tick = self._tick + 1
         count = len(bodies)
         if count == 1:
@@ -467,6 +489,7 @@ class Outbound:
     def _start_over(self) -> None:
         """Forget every flow. Sequences would restart under the same senders, so the senders change too."""
         self.flush()
+        self.credits.end()
         self._flows.clear()
         self.topics.clear()
         self.leave_company()
@@ -483,6 +506,16 @@ class Outbound:
         for flow in self._flows.values():
             if flow.key.key_id == key.key_id and flow.site == site:
                 flow.take(*entry)
+
+    def _declare_flow(self, flow: OutFlow) -> Alias:
+        """Declare what a flow stands for, anew if its number was taken."""
+        alias = flow.alias = self._declare(
+            flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
+        )
+        self.credits.forget(alias.number)
+        if flow.credit is not None:
+            self.credits.ask(flow.credit, alias.number)
+        return alias
 
     def _declare(self, kind: int, name: str, key_id: bytes, sender_id: bytes, site: str) -> Alias:
         self._tick += 1
@@ -506,9 +539,7 @@ class Outbound:
             flow.first = count
         alias = flow.alias
         if alias is None or alias.number < 0:
-            alias = flow.alias = self._declare(
-                flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
-            )
+            alias = self._declare_flow(flow)
         alias.used = self._tick = self._tick + 1
         end = END.pack(self.now_us, timeout_ms, count, first)
         sealed, body = sealer.seal_apart(plain, flow.prefix + end + suffix)
@@ -524,6 +555,8 @@ class Outbound:
             self.chunks.append(header)
             self.chunks.append(body)
         self.sent_messages += count
+        if flow.credit is not None:
+            flow.credit.sent += BODY_AT + size
         self.chunk_bytes += BODY_AT + size
         if self.chunk_bytes > self._full_bytes:
             self._on_full()

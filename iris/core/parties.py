@@ -38,6 +38,17 @@ class Binding(Protocol):
 class Sink(Protocol):
     """A subscription as the session sees it."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether publishers are to wait rather than send what would be dropped."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """What its queue holds."""
+
+    def held(self, name: str, source: bytes) -> int:
+        """Return how many bytes of what one sender published to a topic wait to be handled, if publishers are to wait."""
+
     def deliver(self, messages: list[Message], size: int) -> None: ...
     def gap(self, gap: Lost) -> None: ...
 

@@ -49,6 +49,7 @@ from iris.wire.kinds import (
     FLAG_REFUSED,
     RUN_KINDS,
     RUN_MINOR,
+    WAIT_MINOR,
     Kind,
     Refusal,
 )
@@ -87,7 +88,9 @@ class Session(Medium):
         """Over TLS: the relay id in the certificate, and the certificate's hash, to which proofs are bound."""
         self._pulse: Pulse | None = None
         """Of a relay on another host."""
-        self.casts = casts = Casts(owner, guard, self._inbound, self.drop, company)
+        self.casts = casts = Casts(
+            owner, guard, self._inbound, self.drop, self.control, company
+        )  # fmt: skip
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._watches: dict[
@@ -114,6 +117,8 @@ class Session(Medium):
             frames.Pair: tunnels.paired,
             frames.CallerLeft: self._on_left,
             frames.Share: lambda share: self.out.share(share.name, share.key_id, share.parts),
+            frames.Wait: casts.windows.asked,
+            frames.Window: lambda window: self.out.credits.window(window),
             frames.Roster: requests.roster,
             frames.Done: requests.done,
             frames.Membership: self._on_membership,
@@ -208,6 +213,7 @@ class Session(Medium):
         ] * 256  # what else came with BYE in one read: nobody could answer it
         if self.started:
             self.out.leave_company()
+            self.out.credits.end()
         self.requests.end(reason, routed=routed)
         self.tunnels.end(reason)
         self.store_calls.end(reason)
@@ -468,6 +474,7 @@ class Session(Medium):
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
             compress=self._compress, company=self._company, runs=welcome.minor >= RUN_MINOR,
+            waits=welcome.minor >= WAIT_MINOR,
         )  # fmt: skip
         self.out.now_us = self.now_us
         super()._welcomed(welcome)

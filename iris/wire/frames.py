@@ -221,6 +221,29 @@ class Share(Control, frozen=True):
     parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
 
 
+class Wait(Control, frozen=True, omit_defaults=True):
+    """What is published under `alias` from here on waits for credit, in bytes of frames counted from this one.
+
+    Answered with Window, and again whenever there is more credit. A later Wait for the same alias counts anew; its `serial` tells the
+    answers to it from earlier ones. `stalled`: a publisher has waited for as long as it does; a subscriber without credit is
+    dropped for until it has some.
+    """
+
+    FRAME = Kind.WAIT
+    alias: U16
+    serial: U32
+    stalled: bool = False
+
+
+class Window(Control, frozen=True):
+    """So many bytes may be sent under `alias` since the Wait with this `serial`; UNLIMITED: nobody there holds a publisher back."""
+
+    FRAME = Kind.WINDOW
+    alias: U16
+    serial: U32
+    limit: U63
+
+
 class Direct(Control, frozen=True):
     """The opener of a tunnel asks for a socket pair, by which its records pass the relay by. Answered with Pair, or with nothing."""
 

@@ -21,6 +21,8 @@ RUN_MINOR: Final = 3
 """From this minor version on, members and relays take CALLS and ANSWERS, and sessions SHARE."""
 DIRECT_MINOR: Final = 4
 """From this minor version on, sessions and relays take DIRECT, PAIR, FETCH and CARRIED, and tunnels the items `ready` and `moved`."""
+WAIT_MINOR: Final = 4
+"""From this minor version on, sessions and relays take WAIT and WINDOW."""
 MAX_PARTS: Final = 16
 """Parts that SHARE can ask for."""
 
@@ -58,6 +60,7 @@ class Kind(IntEnum):
     AUDIENCE = 0x1C
     CALLER_LEFT = 0x1D
     SHARE = 0x1E
+    WAIT = 0x1F
     LINK_HELLO = 0x20
     BEAT = 0x21
     INTEREST = 0x22
@@ -65,6 +68,7 @@ class Kind(IntEnum):
     LOADS = 0x24
     ASK_PEERS = 0x25
     PEERS = 0x26
+    WINDOW = 0x27
     DIRECT = 0x28
     PAIR = 0x29
     FETCH = 0x2A
@@ -180,6 +184,8 @@ class HopClass(IntEnum):
 
 NEVER_US: Final = (1 << 63) - 1
 """A time that never comes: the largest deadline that a frame can carry."""
+UNLIMITED: Final = (1 << 63) - 1
+"""In WINDOW: nobody behind it limits what is published."""
 HERE: Final = "."
 """In a session's DECLARE: this site alone is meant."""
 UNKNOWN_COUNT: Final = 0xFFFFFFFF

@@ -17,6 +17,7 @@ from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
 from iris.wire.frames import Gap, Share
 from iris.wire.kinds import MAX_PARTS, RUN_MINOR, UNKNOWN_COUNT, HopClass, Kind
 from relay.core.away import Away
+from relay.core.credit import Credits, Flow
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.link import Link
@@ -49,6 +50,8 @@ class Casts:
         self.begun = False
         """Something was published or broadcast."""
         self.away = Away(clock, heard_us)
+        self.credits = Credits(interest, self._resolve, clock)
+        """Publishers that wait."""
         self._has_heard = has_heard
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
@@ -70,6 +73,9 @@ class Casts:
         accounts = self._accounts
         accounts.in_ += count
         interest.tick = tick = interest.tick + 1
+        flow = route.flow
+        if flow is not None:
+            flow.received += end - start
         target = route.single
         if target is not None:
             known = target.alias
@@ -78,12 +84,17 @@ class Casts:
                     self._too_slow(target, buf, start, count)
                     return
                 known = self._declare(target, tick)
+            if flow is not None and not self.credits.sending(flow, target, end - start):
+                self._too_slow(target, buf, start, count)
+                return
             known.used = tick
             ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
             if target.port.forward(buf, start, end, count):
                 accounts.out += count
             else:
                 self._too_slow(target, buf, start, count)
+            if flow is not None and flow.received >= flow.review_at:
+                self.credits.review(flow)
             return
         targets = route.many
         if route.groups:
@@ -100,12 +111,17 @@ class Casts:
             known = target.alias
             if known.number < 0:
                 known = self._declare(target, tick)
+            if flow is not None and not self.credits.sending(flow, target, len(frame)):
+                self._too_slow(target, buf, start, count)
+                continue
             known.used = tick
             ALIAS.pack_into(frame, ALIAS_AT, known.number)
             if target.port.send(bytes(frame), count):
                 accounts.out += count
             else:
                 self._too_slow(target, buf, start, count)
+        if flow is not None and flow.received >= flow.review_at:
+            self.credits.review(flow)
 
     def _declare(self, target: Target, tick: int) -> Alias:
         if target.neighbor.hop_class:
@@ -144,6 +160,8 @@ class Casts:
                 route.many = [route.target(taker, 0) for taker in plain]
         route.single = route.many[0] if len(route.many) == 1 else None
         route.version = self._interest.version
+        if route.flow is not None:
+            route.flow.review_at = 0
         self._tell_parts(route)
 
     def _tell_parts(self, route: Route) -> None:
@@ -222,6 +240,9 @@ class Casts:
         for name, candidates in groups:
             first = route.turn % len(candidates)
             order = [*candidates[first:], *candidates[:first]]
+            if isinstance(route.flow, Flow):
+                flow = route.flow
+                order = [t for t in order if flow.takes(t.neighbor, name)] or order
             taker = next((t for t in order if not t.neighbor.port.held_messages), order[0])
             takers[taker.number] = taker
             chosen.setdefault(taker.number, []).append(name)

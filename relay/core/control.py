@@ -73,6 +73,8 @@ class SessionControl:
             frames.Pong: self._on_pong,
             frames.Settle: router.settling.ask,
             frames.Topic: self._on_topic,
+            frames.Wait: router.credits.asked,
+            frames.Window: router.credits.window,
             frames.Direct: router.direct.asked,
             frames.Carried: router.direct.carried,
             frames.Beat: self._on_beat,

@@ -66,6 +66,15 @@ class Serves(Protocol):
         """Once it has left and finished all, nothing refers to it any more."""
 
 
+class Counted(Protocol):
+    """What a publisher that waits may send, as far as its frames count."""
+
+    received: int
+    """Bytes, ..."""
+    review_at: int
+    """... and how many of them are reason to look how much more it may send."""
+
+
 _UNDECLARED: Final = Alias(-1, 0)
 
 
@@ -125,6 +134,7 @@ class Route:
         "_prune_at",
         "asked",
         "barred",
+        "flow",
         "groups",
         "hop_class",
         "key_id",
@@ -176,6 +186,8 @@ class Route:
         self.asked: Asked | None = None
         """Over a link: where its calls are counted."""
         self.version = UNUSED
+        self.flow: Counted | None = None
+        """What its publisher may send, if it waits: see `relay.core.credit`."""
         self.parts = 1
         """Bundles that a publisher was told to cut a turn's messages into."""
         self.turn = 0

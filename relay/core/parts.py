@@ -75,6 +75,7 @@ class Parts:
             self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard,
             self._heard_us,
         )  # fmt: skip
+        self.credits = casts.credits
         self._reach = Reach(self.interest, self.sites, casts, self.number)
         self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
         self.links = self.mesh.links
@@ -138,6 +139,7 @@ class Parts:
         for watch in session.watches.values():
             self.interest.unwatch(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
+        self.credits.forget(session)
         self._calls.neighbor_down(session, self.now_us)
         self.drains.forget(session, self.now_us)
         self.stores.gone(session, self.now_us)
@@ -155,6 +157,7 @@ class Parts:
         self.mesh.link_down(link, self.now_us)
         link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
+        self.credits.forget(link)
         self._calls.neighbor_down(link, self.now_us)
         self.drains.forget(link, self.now_us)
         self.settling.forget(link)
@@ -300,6 +303,7 @@ class Parts:
             **self.abroad.status(),
             "slow": self.slow.report(self.now_us),
             "parked": len(self._calls.parking.waiting),
+            "publishers_waiting": self.credits.waiting,
             "quotas": self.quotas.status(),
             "direct": self.direct.status(),
             **self.status_extra(),

@@ -35,6 +35,8 @@ class LinkControl:
             frames.Declare: self._on_declare,
             frames.Beat: self._on_beat,
             frames.Gap: self._on_gap,
+            frames.Wait: router.credits.asked,
+            frames.Window: router.credits.window,
             frames.Fail: calls.answers.failed_by_link,
             frames.Credit: calls.answers.credited_by_link,
             frames.CallerLeft: self._on_left,

@@ -45,6 +45,10 @@ class Port(Protocol):
         """Close now; `reason` is for our log."""
 
     @property
+    def crowded(self) -> bool:
+        """Whether more waits here than publishers that wait for credit are to add to."""
+
+    @property
     def held_messages(self) -> int:
         """Messages taken and not yet given to the connection."""
 

@@ -157,7 +157,7 @@ class Router(Parts):
         """When `expire` is due at the latest, by the clock of `now_us`."""
         mine = min(
             self._calls.deadline_us, self.pulse_us, self.drains.deadline_us, self.slow.deadline_us,
-            self.settling.deadline_us, self.audiences.deadline_us,
+            self.settling.deadline_us, self.audiences.deadline_us, self.credits.deadline_us,
         )  # fmt: skip
         return min(
             self.mesh.deadline_us, self.abroad.deadline_us, self._reach.deadline_us, self.stores.deadline_us, mine
@@ -181,6 +181,8 @@ class Router(Parts):
             self.settling.expire(self.now_us)
         if self.now_us >= self.audiences.deadline_us:
             self.audiences.expire(self.now_us)
+        if self.now_us >= self.credits.deadline_us:
+            self.credits.expire(self.now_us)
         if self.now_us >= self._reach.deadline_us:
             self._reach.expire(self.now_us)
         if (

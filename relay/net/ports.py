@@ -383,6 +383,13 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._driver.dirty.append(self)
 
     @property
+    def crowded(self) -> bool:
+        waiting, budget = self.waiting_bytes, self._budget
+        return waiting > self._limit_bytes // 4 or (
+            waiting > 0 and 2 * budget.bytes > budget.limit_bytes
+        )
+
+    @property
     def held_messages(self) -> int:
         return self._held
 

@@ -178,6 +178,7 @@ class _Port:
         self.taken = 0
         self.frames: list[bytes] = []
         self.held_messages = 0
+        self.crowded = False
 
     def has_room(self, size: int) -> bool:
         return True

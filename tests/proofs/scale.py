@@ -62,6 +62,7 @@ class MemoryPort:
     """Takes everything, and gives each frame to `out`."""
 
     held_messages = 0
+    crowded = False
 
     def __init__(self, out: Callable[[bytes], None]) -> None:
         self.out = out

@@ -111,6 +111,13 @@ class Inbox:
         self.group = group
         self.messages: list[Message] = []
         self.gaps: list[Lost] = []
+        self.waits = False
+        self.limit_bytes = LIMIT
+        self.held_bytes = 0
+        """Of what came and waits to be handled."""
+
+    def held(self, name: str, source: bytes) -> int:
+        return self.held_bytes
 
     @property
     def payloads(self) -> list[bytes]:
@@ -162,6 +169,7 @@ class Port:
         self.room: int | None = None
         self.finished = False
         self.held_messages = 0
+        self.crowded = False
 
     def _take(self, frame: bytes, count: int) -> bool:
         if self.room is not None:
@@ -276,7 +284,7 @@ class Host:
     def subscribe(self, pattern: str, *, group: str = "", key: ClusterKey | None = None) -> Inbox:
         inbox = Inbox(pattern, group)
         self.inboxes.append(inbox)
-        self.session.casts.subscriptions_version += 1
+        self.session.casts.subscriptions_changed()
         key = key or self.key
         self.session.out.prove(key)
         ack = Result()

@@ -31,6 +31,7 @@ class Wire:
     def __init__(self) -> None:
         self.heard: list[frames.Control] = []
         self.held_messages = 0
+        self.crowded = False
 
     def control(self, frame: bytes) -> None:
         self.heard.append(decode_control(memoryview(bytearray(frame)), 0, len(frame)))

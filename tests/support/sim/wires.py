@@ -193,6 +193,13 @@ class SimPort:
         return False
 
     @property
+    def crowded(self) -> bool:
+        waiting, budget = self.queued_bytes, self.budget
+        return waiting > self.limit_bytes // 4 or (
+            waiting > 0 and 2 * budget.bytes > budget.limit_bytes
+        )
+
+    @property
     def waiting_bytes(self) -> int:
         return self.queued_bytes
 

@@ -1,0 +1,263 @@
+"""Publishers that wait, at a relay: what each may send is the least of what the subscribers of its topic let through.
+
+    publisher ── WAIT ──► Flow ── WAIT ──► Credit: one connection that leads to subscribers
+              ◄── WINDOW ──     ◄── WINDOW ──
+
+A connection has a credit for each delivery set. Of a queue group one member with credit is enough. A connection that has had none for
+as long as a publisher waits is left out: a session is dropped for until it gives credit, and a relay does the same for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from iris.core.aliases import Alias
+from iris.core.credit import FIRST_WINDOW
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
+from relay.core.interest import Interest
+from relay.core.neighbor import RELEASED, Counted, Neighbor, Route, Target
+
+STEP_BYTES: Final = 32 << 10
+"""A publisher is told of so much more credit, or of any once it has none."""
+LOOK_US: Final = 50_000
+"""While a publisher has no credit, the queues here are looked at so often."""
+RENEW_US: Final = 250_000
+"""A connection that has given no credit for so long is asked again: what was sent may have been dropped on the way to it."""
+MAX_CREDITS: Final = 2048
+"""Credits of one publisher's topic; when there are more, all of them begin anew."""
+
+
+class Credit:
+    """What may be sent of one publisher's topic over one connection, to one delivery set there."""
+
+    __slots__ = ("alias", "asked_us", "flow", "left_out", "limit", "neighbor", "sent", "serial")
+
+    def __init__(self, flow: Flow, neighbor: Neighbor) -> None:
+        self.flow = flow
+        self.neighbor = neighbor
+        self.alias: Alias | None = None
+        """For which it was asked."""
+        self.serial = 0
+        self.asked_us = 0
+        self.limit = UNLIMITED
+        self.sent = 0
+        """Bytes since it was asked, as `limit` is counted."""
+        self.left_out = False
+        """It had no credit for as long as a publisher waits. A session is dropped for; a relay gets everything, and drops itself."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be sent; the queue of the connection counts, too."""
+        if self.limit == UNLIMITED:
+            return UNLIMITED
+        return 0 if self.neighbor.port.crowded else self.limit - self.sent
+
+
+class Flow:
+    """A topic of a publisher that waits. It is the publisher's alias that has it."""
+
+    __slots__ = ("alias", "credits", "limit", "places", "received", "review_at", "route", "serial")
+
+    def __init__(self, route: Route, alias: int) -> None:
+        self.route = route
+        self.alias = alias
+        self.serial = 0
+        self.received = 0
+        """Bytes since its latest WAIT, ..."""
+        self.limit = 0
+        """... and up to which it was told that it may send."""
+        self.review_at = 0
+        """With so many bytes received it is looked at what more there is."""
+        self.credits: dict[tuple[int, bool, tuple[str, ...]], Credit] = {}
+        """Number of the neighbor, whether subscriptions without a group are meant, and groups."""
+        self.places: dict[tuple[int, str], list[Credit]] = {}
+        """Number of the neighbor, group or an empty text -> the same credits."""
+
+    def room(self, neighbor: Neighbor, group: str) -> int:
+        """Return how many bytes may be sent over a connection to those who want it without a group, or in one; who is left out does not count."""
+        there = self.places.get((neighbor.number, group))
+        if there is None:
+            return FIRST_WINDOW if neighbor.minor >= WAIT_MINOR else UNLIMITED
+        return min(UNLIMITED if credit.left_out else credit.room for credit in there)
+
+    def takes(self, neighbor: Neighbor, group: str) -> bool:
+        """Whether the members of a group behind a connection have credit."""
+        there = self.places.get((neighbor.number, group), ())
+        return not any(credit.left_out or credit.room <= 0 for credit in there)
+
+
+class Credits:
+    """The publishers of one relay that wait, those behind its links included."""
+
+    def __init__(
+        self, interest: Interest, resolve: Callable[[Route], None], clock: Callable[[], int]
+    ) -> None:
+        """`resolve` finds who gets a route's messages."""
+        self._interest = interest
+        self._resolve = resolve
+        self._clock = clock
+        self._serial = 0
+        self._asked: dict[int, dict[int, Credit]] = {}
+        """Number of a neighbor -> our alias -> the credit that it gives."""
+        self._watched: dict[Flow, None] = {}
+        """Those that have no credit, or leave somebody out."""
+        self._look_us = NEVER_US
+        self._version = 0
+        """Of the interest, when they were looked at."""
+
+    @property
+    def deadline_us(self) -> int:
+        """When `expire` is due: at once if who wants what has changed."""
+        if self._watched and self._interest.version != self._version:
+            return 0
+        return self._look_us
+
+    @property
+    def waiting(self) -> int:
+        """Publishers' topics that have no credit, or leave somebody out."""
+        return len(self._watched)
+
+    def asked(self, neighbor: Neighbor, wait: frames.Wait) -> None:
+        """A session, or the relay behind a link, waits for the subscribers of what it publishes under an alias; raises PeerProtocolError."""
+        route = neighbor.routes[wait.alias] if wait.alias < len(neighbor.routes) else None
+        if route is None or route.kind != Kind.PUBLISH:
+            raise PeerProtocolError(f"alias {wait.alias} was not declared for PUBLISH")
+        flow = route.flow
+        if not isinstance(flow, Flow):
+            flow = route.flow = Flow(route, wait.alias)
+        flow.serial = wait.serial
+        flow.received = 0
+        if wait.stalled:
+            for credit in flow.credits.values():
+                if credit.room <= 0:
+                    credit.left_out = True
+                    # What it says now is the truth, whatever was dropped on the way to it before.
+                    self._ask(credit, stalled=credit.neighbor.hop_class != HopClass.LOCAL)
+        self.review(flow, answer=True)
+
+    def window(self, neighbor: Neighbor, window: frames.Window) -> None:
+        """A neighbor gives credit; what it said before it was asked last is void."""
+        credit = self._asked.get(neighbor.number, {}).get(window.alias)
+        if credit is None or credit.serial != window.serial:
+            return
+        flow = credit.flow
+        holds_back = flow.limit == UNLIMITED or flow.received + credit.room <= flow.limit
+        credit.limit = window.limit
+        if credit.left_out:
+            self._recovered(credit)
+        if holds_back or flow.route.groups:
+            self.review(flow)
+
+    def forget(self, neighbor: Neighbor) -> None:
+        """A connection is gone."""
+        self._asked.pop(neighbor.number, None)
+
+    def sending(self, flow: Counted, target: Target, size: int) -> bool:
+        """Count a frame that goes to a target, whose alias is declared; False: its messages are to be dropped.
+
+        What the connection does not take then is given back by asking again.
+        """
+        assert isinstance(flow, Flow)  # no other is made
+        delivery = target.delivery
+        credit = flow.credits.get((target.neighbor.number, delivery[4], delivery[5]))
+        if credit is None or credit.alias is not target.alias:
+            credit = self._begin(flow, target)
+        if credit.left_out and not self._recovered(credit) and not target.neighbor.hop_class:
+            return False
+        credit.sent += size
+        return True
+
+    def review(self, flow: Counted, *, answer: bool = False) -> None:
+        """Tell a publisher of the credit that there is, if it is worth a frame or an answer is due."""
+        assert isinstance(flow, Flow)  # no other is made
+        route = flow.route
+        if route.version == RELEASED or route.neighbor.closed:
+            self._watched.pop(flow, None)
+            return
+        if route.version != self._interest.version:
+            self._resolve(route)
+        room = self._room(flow)
+        limit = UNLIMITED if room == UNLIMITED else min(flow.received + max(0, room), UNLIMITED - 1)
+        told = flow.limit
+        more = limit - told >= STEP_BYTES or told <= flow.received < limit
+        if answer or more or (limit < told and UNLIMITED in (limit, told)):
+            flow.limit = limit
+            route.neighbor.control(frames.Window(flow.alias, flow.serial, limit))
+        flow.review_at = max(flow.received + 1, flow.limit - STEP_BYTES)
+        if room <= 0 or any(credit.left_out for credit in flow.credits.values()):
+            self._watched[flow] = None
+            self._look_us = min(self._look_us, self._clock() + LOOK_US)
+        else:
+            self._watched.pop(flow, None)
+
+    def expire(self, now_us: int) -> None:
+        """Look again at those that have no credit, and ask whoever has given none for long."""
+        self._version = self._interest.version
+        self._look_us = now_us + LOOK_US
+        for flow in list(self._watched):
+            for credit in flow.credits.values():
+                if credit.limit <= credit.sent and now_us - credit.asked_us >= RENEW_US:
+                    self._ask(credit, stalled=credit.left_out and bool(credit.neighbor.hop_class))
+                elif credit.left_out:
+                    self._recovered(credit)
+            self.review(flow)
+        if not self._watched:
+            self._look_us = NEVER_US
+
+    def _room(self, flow: Flow) -> int:
+        """Return how many bytes a publisher may send for all that get them. Other sites are not waited for."""
+        route = flow.route
+        if not route.groups:
+            near = (target.neighbor for target in route.many if not target.delivery[-1])
+            return min((flow.room(neighbor, "") for neighbor in near), default=UNLIMITED)
+        least = UNLIMITED
+        for group, takers in route.groups:
+            here = dict.fromkeys(
+                taker.neighbor for taker in takers if taker.hop_class != HopClass.TO_WAN
+            )
+            rooms = (flow.room(neighbor, group) for neighbor in here)
+            if not group:
+                least = min(least, min(rooms, default=UNLIMITED))
+            elif len(here) == len(set(takers)):
+                least = min(least, max(rooms, default=UNLIMITED))
+        return least
+
+    def _begin(self, flow: Flow, target: Target) -> Credit:
+        """Return the credit of a target whose alias is new."""
+        neighbor, (_, _, _, _, plain, groups, _, _, site) = target.neighbor, target.delivery
+        place = (neighbor.number, plain, groups)
+        credit = flow.credits.get(place)
+        if credit is None:
+            if len(flow.credits) >= MAX_CREDITS:
+                flow.credits.clear()
+                flow.places.clear()
+            credit = flow.credits[place] = Credit(flow, neighbor)
+            for group in ("", *groups) if plain else groups:
+                flow.places.setdefault((neighbor.number, group), []).append(credit)
+        credit.alias = target.alias
+        if not site and neighbor.minor >= WAIT_MINOR:
+            self._ask(credit)
+            credit.limit = FIRST_WINDOW
+        return credit
+
+    def _ask(self, credit: Credit, *, stalled: bool = False) -> None:
+        """Ask for credit: what is sent counts from here, and there is none before the answer."""
+        if credit.alias is None or credit.alias.number < 0 or credit.neighbor.closed:
+            return  # its next message is sent under another alias, if there is one
+        self._serial = (self._serial + 1) & 0xFFFFFFFF
+        credit.serial, credit.asked_us = self._serial, self._clock()
+        credit.sent = credit.limit = 0
+        self._asked.setdefault(credit.neighbor.number, {})[credit.alias.number] = credit
+        credit.neighbor.control(frames.Wait(credit.alias.number, self._serial, stalled))
+
+    def _recovered(self, credit: Credit) -> bool:
+        """Whether a connection that was left out has credit again; it then hears what was dropped for it."""
+        if credit.room <= 0:
+            return False
+        credit.left_out = False
+        if credit.neighbor.gaps:
+            credit.neighbor.tell_gaps()
+        return True
