@@ -144,7 +144,7 @@ class Credits:
         if credit is None or credit.serial != window.serial:
             return
         flow = credit.flow
-        holds_back = flow.limit == UNLIMITED or flow.received + credit.room <= flow.limit
+        holds_back = credit.room <= max(0, flow.limit - flow.received)
         credit.limit = window.limit
         if credit.left_out:
             self._recovered(credit)

@@ -113,11 +113,17 @@ class Inbox:
         self.gaps: list[Lost] = []
         self.waits = False
         self.limit_bytes = LIMIT
-        self.held_bytes = 0
-        """Of what came and waits to be handled."""
+        self._held: dict[tuple[str, bytes], int] = {}
+        """(topic, publisher) -> bytes that wait to be handled, if publishers are to wait."""
 
     def held(self, name: str, source: bytes) -> int:
-        return self.held_bytes
+        return self._held.get((name, source), 0)
+
+    def handle(self, host: Host) -> None:
+        """Handle all that waits."""
+        places, self._held = self._held, {}
+        for place in places:
+            host.session.casts.windows.freed(*place)
 
     @property
     def payloads(self) -> list[bytes]:
@@ -125,6 +131,9 @@ class Inbox:
 
     def deliver(self, messages: list[Message], size: int) -> None:
         self.messages += messages
+        if self.waits:
+            place = (messages[0].name, messages[0].source)
+            self._held[place] = self._held.get(place, 0) + size
 
     def gap(self, gap: Lost) -> None:
         self.gaps.append(gap)
@@ -281,8 +290,12 @@ class Host:
         self.services[service.member] = service
         return service
 
-    def subscribe(self, pattern: str, *, group: str = "", key: ClusterKey | None = None) -> Inbox:
+    def subscribe(
+        self, pattern: str, *, group: str = "", key: ClusterKey | None = None, waits: bool = False
+    ) -> Inbox:
+        """`waits`: publishers are to wait for it; what comes waits for `Inbox.handle`."""
         inbox = Inbox(pattern, group)
+        inbox.waits = waits
         self.inboxes.append(inbox)
         self.session.casts.subscriptions_changed()
         key = key or self.key
@@ -300,6 +313,17 @@ class Host:
         for payload in payloads:
             out.add(flow, payload, None, False)
         out.cut(flow)
+
+    def publish_waiting(self, topic: str, payload: bytes) -> bool:
+        """One bundle, if there is credit for it."""
+        out = self.session.out
+        flow = out.flow(Kind.PUBLISH, topic, self.key)
+        credit = out.credit(flow)
+        if credit.sent >= credit.limit:
+            return False
+        out.add(flow, payload, None, False)
+        out.cut(flow)
+        return True
 
     def request(
         self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, idempotent: bool = False,

@@ -139,6 +139,8 @@ CONTROLS: Final[dict[str, Control]] = {
     "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
     "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
     "share": frames.Share(TOPIC, KEY.key_id, 4),
+    "wait": frames.Wait(3, 17, True),
+    "window": frames.Window(3, 17, 196_608),
     "direct": frames.Direct(6),
     "pair": frames.Pair(6, PAIR_TOKEN),
     "fetch": frames.Fetch(PAIR_TOKEN),

@@ -31,6 +31,7 @@ from iris.wire.kinds import (
     FLAG_REFUSED,
     TUNNEL_KINDS,
     UNKNOWN_COUNT,
+    UNLIMITED,
     Cause,
     Kind,
     Refusal,
@@ -76,6 +77,13 @@ def bodies() -> dict[type, list[Control]]:
         frames.Unsubscribe: [frames.Unsubscribe(1, "t")],
         frames.Credit: [frames.Credit(1, Kind.PUSH, [1])],
         frames.Share: [frames.Share("t", KEY.key_id, 16), frames.Share("nobody", bytes(16), 1)],
+        frames.Wait: [frames.Wait(n, n, n == 1) for n in range(9)],
+        frames.Window: [
+            frames.Window(n, serial, limit)
+            for n in range(3)
+            for serial in (0, 1, 2)
+            for limit in (0, 1 << 17, UNLIMITED)
+        ],
         frames.CallerLeft: [frames.CallerLeft([]), frames.CallerLeft(list(HOPS))],
         frames.Gap: gaps,
         frames.Fail: [frames.Fail(hop, cause, "stale") for hop in HOPS for cause in (*Cause, 250)],

@@ -21,7 +21,7 @@ from protocol import make_examples
 from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENER_EPHEMERAL
 
 from iris.config import ClientConfig
-from iris.core import bundle, guard, inbound, requests, tunnel, tunnels
+from iris.core import bundle, credit, guard, inbound, requests, tunnel, tunnels
 from iris.core.aliases import MAX_ALIASES
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.direct import DIRECT_AFTER_BYTES
@@ -37,6 +37,7 @@ from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.orders import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, ways
+from relay.core import credit as relay_credit
 from relay.core.direct import MAX_PAIRS_OF_SESSION
 from relay.core.limits import Limits
 from relay.net import ports, sessions
@@ -546,6 +547,8 @@ LIMITS: Final = {
     "half-open tunnels at a member": tunnels.MAX_HALF_OPEN,
     "tunnels of a relay with a socket pair": (_CONFIG.max_direct_tunnels, Limits().direct),
     "ends of socket pairs per session": MAX_PAIRS_OF_SESSION,
+    "window of a subscription that publishers wait for, first": credit.FIRST_WINDOW,
+    "credits of one publisher's topic at a relay": relay_credit.MAX_CREDITS,
     "records that a tunnel carries before it asks for a pair": DIRECT_AFTER_BYTES,
 }
 
