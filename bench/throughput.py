@@ -371,7 +371,9 @@ def main() -> None:
     parser.add_argument("--topics", type=int, default=1)
     parser.add_argument("--size", type=int, default=0, help="bytes (1024; with --tunnel 65536)")
     parser.add_argument("--tunnel", action="store_true", help="one tunnel; rates are MB/s")
-    parser.add_argument("--wait", action="store_true", help="the publisher waits for its subscribers")
+    parser.add_argument(
+        "--wait", action="store_true", help="the publisher waits for its subscribers"
+    )
     parser.add_argument(
         "--direct", action="store_true", help="with --tunnel: the twin has no relay, either"
     )

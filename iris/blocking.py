@@ -20,6 +20,7 @@ from iris import client as _client
 from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
+from iris.core.credit import WhenFull
 from iris.core.message import Message
 from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
@@ -94,10 +95,14 @@ class Client:
         self._run(self._client.broadcast(cluster, payload, headers=headers))
 
     def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None, report: bool = False
-    ) -> int | None:
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool = False
+    ) -> int | None:  # fmt: skip
         """See `iris.Client.publish`."""
-        return self._run(self._client.publish(topic, payload, headers=headers, report=report))
+        return self._run(
+            self._client.publish(
+                topic, payload, headers=headers, when_full=when_full, report=report
+            )
+        )
 
     def audience(self, topic: str, *, timeout: float = 5.0) -> Audience:
         """See `iris.Client.audience`."""
@@ -126,11 +131,13 @@ class Client:
 
         return self._run(copied())
 
-    def offer(self, topic: str, payload: object, *, headers: Headers | None = None) -> bool:
+    def offer(
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop"
+    ) -> bool:  # fmt: skip
         """See `iris.Client.offer`."""
 
         async def offer() -> bool:
-            return self._client.offer(topic, payload, headers=headers)
+            return self._client.offer(topic, payload, headers=headers, when_full=when_full)
 
         return self._run(offer())
 
@@ -174,11 +181,16 @@ class Client:
         return self._run(collect())
 
     @contextlib.contextmanager
-    def subscribe(self, pattern: str, *, group: str = "") -> Iterator[Iterator[Message]]:
-        """Give an iterator of messages: `with client.subscribe("a.>") as messages: for m in messages`."""
+    def subscribe(
+        self, pattern: str, *, group: str = "", when_full: WhenFull = "drop"
+    ) -> Iterator[Iterator[Message]]:
+        """Give an iterator of messages: `with client.subscribe("a.>") as messages: for m in messages`.
+
+        `when_full="wait"`: see `iris.Client.publish`.
+        """
 
         async def start() -> Any:
-            subscription = self._client.subscribe(pattern, group=group)
+            subscription = self._client.subscribe(pattern, group=group, when_full=when_full)
             return await subscription.__aenter__()
 
         subscription = self._run(start())

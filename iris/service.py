@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from iris.config import Limits
+from iris.core.credit import WhenFull
 from iris.core.parties import Lost
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
@@ -31,7 +32,7 @@ class Service:
             raise InvalidName(f"{name!r} names a site; a service serves in its own")
         self.limits = limits or Limits()
         self.handlers: dict[Kind, Handler] = {}
-        self.topics: list[tuple[str, str, Handler, int]] = []
+        self.topics: list[tuple[str, str, Handler, int, WhenFull]] = []
         """Filter, group, handler, and how often it runs at once."""
         self.gap_handler: Callable[[Lost], object] | None = None
 
@@ -58,9 +59,11 @@ class Service:
         return self._take(Kind.TUNNEL_OPEN, function)
 
     def on_publish(
-        self, pattern: str, *, group: str = "", concurrency: int = 1
+        self, pattern: str, *, group: str = "", concurrency: int = 1, when_full: WhenFull = "drop"
     ) -> Callable[[F], F]:
         """Handle what is published to topics that match `pattern`; with a `group`, one of its members gets each bundle.
+
+        `when_full` as in `Subscription`.
 
         A coroutine function runs `concurrency` times at once, for as many pairs of publisher and topic: what one publisher sends to
         one topic is handled in its order. (`limits.concurrency` counts requests, pushes and surveys.)
@@ -70,7 +73,7 @@ class Service:
             check_group(group)
 
         def register(function: F) -> F:
-            self.topics.append((pattern, group, Handler(function), concurrency))
+            self.topics.append((pattern, group, Handler(function), concurrency, when_full))
             return function
 
         return register

@@ -429,11 +429,17 @@ async def serving(runtime: Runtime, service: Service) -> AsyncIterator[ServiceBi
     runtime.registry.services.append(binding)
     subscriptions: list[Subscription] = []
     try:
-        for pattern, group, handler, concurrency in service.topics:
+        for pattern, group, handler, concurrency, when_full in service.topics:
             callback, on_gap = handler.as_callback(), service.gap_handler
             subscriptions.append(
                 Subscription(
-                    runtime, pattern, callback, group, on_gap=on_gap, concurrency=concurrency
+                    runtime,
+                    pattern,
+                    callback,
+                    group,
+                    on_gap=on_gap,
+                    concurrency=concurrency,
+                    when_full=when_full,
                 )
             )
         if service.handlers:

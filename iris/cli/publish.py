@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any
 
 import typer
 
 import iris
 from iris.cli import options
+from iris.cli.exits import complain
 from iris.cli.sending import send
 
 
@@ -18,6 +20,10 @@ def publish(
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
     pack: options.Pack = False,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait for subscribers that ask for it, while they are full."),
+    ] = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
@@ -29,16 +35,36 @@ def publish(
     Examples:
       iris publish flights.JFK.B6 "delayed by 12 minutes"
       tail -f access.log | iris publish logs.web --lines
+      zcat access.log.gz | iris publish logs.web --lines --wait
     """
     headers = options.parse_headers(header)
 
     async def call(client: iris.Client, body: Any) -> None:
-        await client.publish(topic, body, headers=headers)
+        await client.publish(topic, body, headers=headers, when_full="wait" if wait else "drop")
 
     async def heard(client: iris.Client) -> int:
         return (await client.audience(topic, timeout=timeout)).subscribers
 
-    send(
-        call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
-        heard=heard, unheard=f"nobody subscribes to {topic}",
-    )  # fmt: skip
+    stalls = _Stalls(logging.WARNING)
+    logging.getLogger("iris").addHandler(stalls)
+    try:
+        send(
+            call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
+            heard=heard, unheard=f"nobody subscribes to {topic}",
+        )  # fmt: skip
+    finally:
+        logging.getLogger("iris").removeHandler(stalls)
+
+
+class _Stalls(logging.Handler):
+    """Says for people that a subscriber holds up what is published; other events as ever."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "client.publish_stalled":
+            fields = record.__dict__["fields"]
+            complain(
+                f"a subscriber of {fields['topic']} had no room for {fields['stall_s']:g} s; "
+                "messages are dropped for it until it has"
+            )
+        elif logging.lastResort is not None:
+            logging.lastResort.handle(record)

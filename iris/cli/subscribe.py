@@ -28,6 +28,12 @@ def subscribe(
     group: Annotated[
         str, typer.Option("--group", help="Share the messages with the others of this queue group.")
     ] = "",
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait", help="Publishers that ask for it wait rather than lose what does not fit."
+        ),
+    ] = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
@@ -48,7 +54,9 @@ def subscribe(
         nonlocal seen
         async with (
             iris.connect(relay) as client,
-            client.subscribe(pattern, group=group, on_gap=_tell) as messages,
+            client.subscribe(
+                pattern, group=group, on_gap=_tell, when_full="wait" if wait else "drop"
+            ) as messages,
         ):
             async for message in messages:
                 output.show(message, as_json=json)

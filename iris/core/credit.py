@@ -26,8 +26,8 @@ GROWTH: Final = 4
 """Times the window before, while the subscriber keeps up."""
 QUEUE_SHARE: Final = 4
 """All windows of a subscription together are at most its queue's bound divided by this, unless each is the smallest."""
-MIN_QUEUE_BYTES: Final = 4 * FIRST_WINDOW
-"""A subscription that publishers wait for has room for so much at least."""
+MIN_QUEUE_BYTES: Final = 4 << 20
+"""A subscription that publishers wait for has room for so much at least: a new one may get what other windows had allowed before."""
 
 
 class Credit:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from iris.core.credit import WhenFull
 from iris.errors import ConfigError
 from iris.wire.names import check_cluster, check_filter, check_topic
 
@@ -42,7 +43,7 @@ _SOURCE: Final = (
     "maxRecordsPerPartition", "failOnDataLoss", "includeHeaders", "includeMeta", "fetchOffset.numRetries", "fetchBytes", "timestampHeader",
     "valueFormat", "valueSchema", "valueMode", "streamMaxBytes", "streamMaxAge",
 )  # fmt: skip
-_SINK: Final = (*_BOTH, "topic", "cluster", "sendMode", "delivery", "writerId", "batchId", "keyedRecords", "createStream")  # fmt: skip
+_SINK: Final = (*_BOTH, "topic", "cluster", "sendMode", "delivery", "writerId", "batchId", "keyedRecords", "createStream", "whenFull")  # fmt: skip
 
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION: Final = re.compile(
@@ -197,6 +198,8 @@ class SinkOptions:
     keyed_records: bool | None = None
     """Each row with a key is a record of its own, with the key's hash. None: if the stream is compacted."""
     create_stream: bool = False
+    when_full: WhenFull = "wait"
+    """Of rows that are published."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> SinkOptions:
@@ -246,6 +249,9 @@ class SinkOptions:
             batch=batch,
             keyed_records=given.flag("keyedRecords", False) if "keyedrecords" in given else None,
             create_stream=given.flag("createStream", False),
+            when_full="wait"
+            if given.choice("whenFull", "wait", ("wait", "drop")) == "wait"
+            else "drop",
         )
 
 

@@ -157,7 +157,12 @@ class _Sink:
                     elif options.send == BROADCAST:
                         await client.broadcast(check_cluster(name), row.value, headers=headers)
                     else:
-                        await client.publish(check_topic(name), row.value, headers=headers)
+                        await client.publish(
+                            check_topic(name),
+                            row.value,
+                            headers=headers,
+                            when_full=options.when_full,
+                        )
                 await client.flush(timeout=timeout_s)
             failed = [one for one in lost if one.error is not None]
             if failed:

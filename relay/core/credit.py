@@ -144,11 +144,12 @@ class Credits:
         if credit is None or credit.serial != window.serial:
             return
         flow = credit.flow
-        holds_back = credit.room <= max(0, flow.limit - flow.received)
+        told = max(0, flow.limit - flow.received)
+        holds_back = credit.room <= told
         credit.limit = window.limit
         if credit.left_out:
             self._recovered(credit)
-        if holds_back or flow.route.groups:
+        if holds_back or credit.room < told or flow.route.groups:
             self.review(flow)
 
     def forget(self, neighbor: Neighbor) -> None:
@@ -182,8 +183,8 @@ class Credits:
         room = self._room(flow)
         limit = UNLIMITED if room == UNLIMITED else min(flow.received + max(0, room), UNLIMITED - 1)
         told = flow.limit
-        more = limit - told >= STEP_BYTES or told <= flow.received < limit
-        if answer or more or (limit < told and UNLIMITED in (limit, told)):
+        # Less, if somebody came or is back whose window is smaller.
+        if answer or abs(limit - told) >= STEP_BYTES or told <= flow.received < limit:
             flow.limit = limit
             route.neighbor.control(frames.Window(flow.alias, flow.serial, limit))
         flow.review_at = max(flow.received + 1, flow.limit - STEP_BYTES)

@@ -106,6 +106,22 @@ def test_publish_offer_and_subscribe(client: blocking.Client) -> None:
         next(messages)
 
 
+def test_a_publisher_waits_for_a_subscriber_that_asks_for_it(client: blocking.Client) -> None:
+    body = b" " * 100_000
+    with client.subscribe("t", when_full="wait") as messages:
+        sent = 0
+        while client.offer("t", b"%d" % sent + body, when_full="wait"):
+            sent += 1
+            client.flush()
+        publishing = threading.Thread(
+            target=lambda: client.publish("t", b"%d" % sent + body, when_full="wait")
+        )
+        publishing.start()
+        numbers = [int(next(messages).payload) for _ in range(sent + 1)]
+        publishing.join()
+    assert numbers == list(range(sent + 1))
+
+
 def test_an_iterator_kept_beyond_its_client_ends_quietly() -> None:
     with blocking.connect(
         embedded=True, keyring=iris.Keyring.single(iris.ClusterKey(b"k" * 32))

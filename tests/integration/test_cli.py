@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -332,6 +333,37 @@ def test_subscribe_prints_count_messages_and_ends(
         "name": "news.a", "payload": "one", "encoding": "utf-8", "headers": {"k": "v"},
     }  # fmt: skip
     assert [d["payload"] for d in documents[1:]] == ["two", "/w=="]
+
+
+def test_publish_waits_for_a_subscriber_that_asks_for_it(
+    shell: Shell, observer: iris.blocking.Client
+) -> None:
+    lines = b"".join(b"%d %s\n" % (number, b"x" * 4000) for number in range(1500))
+    reader = shell.start("subscribe", "bulk", "--count", "1500", "--wait")
+    wait_until(lambda: subscribed(observer, reader))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(
+            end, reader
+        )  # what is not read holds it up, and the publisher with it
+        shell.process("publish", "bulk", "--lines", "--wait", stdin=lines)
+        assert reading.result()[0] == lines
+
+
+def test_publish_says_when_a_subscriber_has_had_no_room_for_too_long(
+    shell: Shell, observer: iris.blocking.Client
+) -> None:
+    lines = b"".join(b"%d %s\n" % (number, b"x" * 4000) for number in range(1500))
+    reader = shell.start("subscribe", "bulk", "--wait")  # nobody reads what it prints
+    wait_until(lambda: subscribed(observer, reader))
+    publisher = shell.start("publish", "bulk", "--lines", "--wait")
+    _, said = publisher.communicate(lines, timeout=PATIENCE_S)
+    assert publisher.returncode == 0
+    assert (
+        said
+        == b"iris: a subscriber of bulk had no room for 1 s; messages are dropped for it until it has\n"
+    )
+    reader.kill()
+    reader.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -177,3 +177,18 @@ def test_a_batch_job_may_name_its_batch() -> None:
 def test_options_travel_to_executors() -> None:
     for options in (source(subscribe="a.>", groupId="g"), sink(topic="a")):
         assert pickle.loads(pickle.dumps(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [({}, "wait"), ({"whenFull": "drop"}, "drop"), ({"whenfull": "WAIT"}, "wait")],
+)
+def test_rows_that_are_published_wait_unless_they_are_told_not_to(
+    given: dict[str, str], meant: str
+) -> None:
+    assert sink(topic="t", **given).when_full == meant
+
+
+def test_a_way_to_be_full_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="whenFull: 'block' is not one of wait, drop"):
+        sink(topic="t", whenFull="block")
