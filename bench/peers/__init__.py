@@ -195,6 +195,7 @@ def background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 PEERS: Final = {
     "iris": "iris_",
+    "iris-waiting": "iris_waiting",
     "nats": "nats_",
     "redis": "redis_",
     "rabbitmq": "rabbitmq",

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import iris
 from iris.keyfiles import create_keys
@@ -17,18 +17,20 @@ STREAM = "bench-stream"
 PATIENCE_S = 10.0
 TIMEOUT_S = 60.0
 Kept = TypeVar("Kept")
+WhenFull = Literal["drop", "wait"]
 
 
 class IrisPublisher(Publisher):
-    def __init__(self, client: iris.Client, topic: str) -> None:
+    def __init__(self, client: iris.Client, topic: str, when_full: WhenFull) -> None:
         self._client = client
         self._topic = topic
+        self._when_full = when_full
 
     async def burst(self, payloads: Sequence[bytes]) -> None:
-        offer, topic = self._client.offer, self._topic
+        offer, topic, when_full = self._client.offer, self._topic, self._when_full
         for payload in payloads:
-            if not offer(topic, payload):
-                await self._client.publish(topic, payload)
+            if not offer(topic, payload, when_full=when_full):
+                await self._client.publish(topic, payload, when_full=when_full)
 
     async def flush(self) -> None:
         await self._client.flush(timeout=TIMEOUT_S)
@@ -55,6 +57,7 @@ class IrisSender(Sender):
 
 class Iris(Peer):
     name = "iris"
+    when_full: WhenFull = "drop"
 
     def __init__(self, place: dict[str, Any]) -> None:
         super().__init__(place)
@@ -82,14 +85,14 @@ class Iris(Peer):
         return made
 
     async def publisher(self, topic: str = TOPIC) -> Publisher:
-        return IrisPublisher(await self._connect(0), topic)
+        return IrisPublisher(await self._connect(0), topic, self.when_full)
 
     async def subscriber(self, took: Took, topic: str = TOPIC) -> None:
         def take(message: iris.Message) -> None:
             took(message.payload)
 
         client = await self._connect(1)
-        await self._keep(client.subscribe(topic, take))
+        await self._keep(client.subscribe(topic, take, when_full=self.when_full))
 
     async def replier(self) -> None:
         service = iris.Service(CLUSTER)
