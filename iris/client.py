@@ -52,6 +52,7 @@ from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
 from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
+from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address
 
@@ -456,7 +457,7 @@ class Client:
             return True
         if when_full != "drop" and not self._has_credit(topic, when_full):
             return False  # a bundle that is begun may go beyond: it is one frame
-        if len(payload) > CUT_BYTES:
+        if len(payload) > MIN_MESSAGE_LIMIT:
             self._runtime.check_size(payload)
         out.add(flow, payload, None, False)
         pump = attachment.pump

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from iris.attachment import Attachment, Connector, Life
 from iris.config import ClientConfig
-from iris.core.bundle import CUT_BYTES, Headers, check_headers
+from iris.core.bundle import Headers, check_headers
 from iris.core.company import Company
 from iris.core.conversation import UP
 from iris.core.credit import WhenFull
@@ -33,6 +33,7 @@ from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
 from iris.wire import frames
+from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import AUDIENCE_MINOR, Kind
 
 log = logging.getLogger("iris.client")  # programs know it by this name
@@ -214,11 +215,11 @@ class Runtime:
         """Return a payload's bytes, and whether they are MessagePack.
 
         Raises:
-            MessageTooLarge: it is over the limit, which is never less than a bundle's; `advice` ends the text.
+            MessageTooLarge: it is over the limit, which is never less than `MIN_MESSAGE_LIMIT`; `advice` ends the text.
             LocalProtocolError: `headers` are not str to str, or too large.
         """
         data, packed = (payload, False) if type(payload) is bytes else encode_payload(payload)
-        if len(data) > CUT_BYTES:
+        if len(data) > MIN_MESSAGE_LIMIT:
             self.check_size(data, advice)
         if headers:
             check_headers(headers)

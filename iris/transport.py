@@ -45,23 +45,25 @@ class Writer:
         ours = connected is not None and transport.get_extra_info("sslcontext") is None
         self._fd = connected.fileno() if ours else -1
 
-    def write(self, chunks: list[bytes], size: int) -> None:
-        """Write `chunks`, `size` bytes together, in order."""
+    def write(self, chunks: Sequence[bytes | memoryview], size: int) -> None:
+        """Write `chunks`, `size` bytes together, in order. A memoryview is borrowed: of what waits, a copy is kept."""
         if size < SMALL_BYTES * len(chunks) and len(chunks) > 1:
             chunks = [b"".join(chunks)]  # copying small pieces is cheaper than listing them
         transport = self._transport
         if self._fd < 0 or transport.is_closing() or transport.get_write_buffer_size():
-            self._leave(chunks)
+            self._leave([bytes(chunk) for chunk in chunks])
             return
         try:
             sent = os.writev(self._fd, chunks)
         except OSError:  # full, or broken: the transport waits, or finds out
-            self._leave(chunks)
+            self._leave([bytes(chunk) for chunk in chunks])
             return
         if sent < size:
             for index, chunk in enumerate(chunks):
                 if sent < len(chunk):
-                    self._leave([memoryview(chunk)[sent:], *chunks[index + 1 :]])
+                    rest = bytes(chunk)  # a copy if it is borrowed, and else the same
+                    later = [bytes(each) for each in chunks[index + 1 :]]
+                    self._leave([memoryview(rest)[sent:], *later])
                     return
                 sent -= len(chunk)
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 # length of what follows, kind, flags, alias; then authenticated: counter, count, send time, first sequence
 HEAD = struct.Struct("<IBBIQIqQ")
 NONCE, U32, U64 = struct.Struct("<4xQ"), struct.Struct("<I"), struct.Struct("<Q")
-ALIAS_AT, END_AT, DATA, MARKER, CUT_BYTES, TURN_MESSAGES, MIB = 6, 10, 1, 2, 65_536, 256, 1 << 20
+ALIAS_AT, END_AT, DATA, MARKER, CUT_BYTES, TURN_MESSAGES, MIB = 6, 10, 1, 2, 66_560, 256, 1 << 20
 CIPHER, AAD = AESGCM(bytes(32)), b"constant: kind, name, key id, sender id"
 VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the one receive buffer of the process
 Message = msgspec.defstruct("Message", [("payload", bytes), ("name", str)], gc=False)

@@ -21,8 +21,8 @@ import msgspec
 from iris.core.compression import expanded
 from iris.errors import DecodeError, LocalProtocolError
 
-CUT_BYTES: Final = 64 << 10
-"""A bundle is cut when its payloads would exceed this."""
+CUT_BYTES: Final = 65 << 10
+"""A bundle is cut when its payloads would exceed this. It holds 64 KiB of payloads of 512 bytes or more, so that powers of two fit."""
 MESSAGE_BYTES: Final = 8
 """What each message adds to the size that is held against the cut: it bounds the count, too."""
 HEADERS: Final = 1

@@ -126,12 +126,13 @@ class Windows:
     def received(self, flow: InFlow, window: Window, size: int) -> None:
         """A frame of `size` bytes came, and was delivered or dropped."""
         window.received += size
-        self._review(flow, window)
+        if _worth_a_look(window):
+            self._review(flow, window)
 
     def freed(self, name: str, source: bytes) -> None:
         """A subscription has handled some of what it had of a publisher."""
         for flow in self._places.get((name, source), {}).values():
-            if flow.window is not None:
+            if flow.window is not None and _worth_a_look(flow.window):
                 self._review(flow, flow.window)
 
     def changed(self) -> None:
@@ -181,3 +182,8 @@ class Windows:
         if not there:
             del self._places[place]
         return flow
+
+
+def _worth_a_look(window: Window) -> bool:
+    """Whether half of a window may be free. Whether there is a limit at all changes with the subscriptions alone."""
+    return window.limited and 2 * (window.received + window.bytes - window.limit) >= window.bytes

@@ -7,7 +7,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Protocol
 
 import msgspec
@@ -484,7 +484,7 @@ class LinkPort(LongFramePort):
         if self.link is not None:
             self._router.writable(self.link)
 
-    def _write(self, chunks: list[bytes]) -> None:
+    def _write(self, chunks: Sequence[bytes | memoryview]) -> None:
         try:
             super()._write(chunks)
         except ssl.SSLError as err:

@@ -11,6 +11,7 @@ import logging
 import ssl
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, cast
 
 from iris.transport import Writer
@@ -155,8 +156,8 @@ class Secured:
             self._write_out()  # TLS itself had to answer
         return filled
 
-    def write(self, chunks: list[bytes], size: int) -> None:
-        """Write `chunks`, `size` bytes together, in order."""
+    def write(self, chunks: Sequence[bytes | memoryview], size: int) -> None:
+        """Write `chunks`, `size` bytes together, in order. They are borrowed."""
         if len(chunks) > 1 and size < _RECORD_BYTES * len(chunks):
             chunks = [b"".join(chunks)]  # a record each would cost more
         write = self.tls.write
@@ -433,8 +434,13 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def flush(self) -> None:
         """Give the connection what the batch left here."""
         self._dirty = False
-        if self._run is not None:
-            self._take_run()
+        run = self._run
+        if run is not None:
+            if self._chunks or self._queue or self._paused or self._closed:
+                self._take_run()
+            else:  # alone, it is written as it lies in the receive buffer
+                self._run = None
+                self._write([run[self._run_start : self._run_end]])
         if self._closed:
             return
         self._write_chunks()
@@ -448,7 +454,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._chunk_bytes = 0
             self._write(chunks)
 
-    def _write(self, chunks: list[bytes]) -> None:
+    def _write(self, chunks: Sequence[bytes | memoryview]) -> None:
         self._writer.write(chunks, sum(map(len, chunks)))
 
     def _write_queue(self) -> None:
