@@ -34,7 +34,7 @@ class Bridge:
         self.socket = SpSocket(config, self.tally)
         self.ready = asyncio.Event()
         """What it subscribes to is known to the relay."""
-        if config.protocol != "pub":
+        if not config.topics:
             self.ready.set()
         self.stopped = asyncio.Event()
         """Nothing new is taken from either side."""

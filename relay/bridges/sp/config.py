@@ -17,6 +17,7 @@ import msgspec
 
 import iris
 from iris import ConfigError, InvalidName
+from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
 
 Protocol = Literal[
     "rep", "req", "respondent", "surveyor", "sub", "pub", "pull", "push", "bus", "pair"
@@ -41,9 +42,9 @@ _OWN: Final[dict[str, set[str]]] = {
     "respondent": {"cluster", "timeout_s", "concurrency", "queue_bytes"},
     "surveyor": {"cluster", "timeout_s", "concurrency", "queue_bytes", "answers"},
     "sub": {"topic", "prefixes", "separator", "under", "queue_bytes"},
-    "pub": {"topics", "separator", "under", "bare", "group", "queue_bytes"},
+    "pub": {"topics", "separator", "under", "bare", "group", "queue_bytes", "when_full"},
     "pull": {"cluster", "timeout_s", "queue_bytes"},
-    "push": {"cluster", "concurrency", "queue_bytes"},
+    "push": {"cluster", "topics", "group", "concurrency", "queue_bytes"},
     "bus": {"cluster", "direction", "queue_bytes"},
     "pair": {"cluster", "direction", "timeout_s"},
 }
@@ -77,7 +78,7 @@ class SocketConfig:
     """Cluster that is asked, surveyed, pushed to, broadcast to or tunnelled to, or that this bridge is a member of."""
 
     topics: tuple[str, ...] = ()
-    """pub: topic filters whose publications are sent."""
+    """pub: topic filters whose publications are sent. push: the same in place of `cluster`; the payloads alone are sent, each to one peer."""
 
     topic: str = ""
     """sub: the one topic that every message is published to, whole. Empty: a message says its own."""
@@ -95,7 +96,11 @@ class SocketConfig:
     """pub: send payloads alone, without topic and separator."""
 
     group: str = ""
-    """pub: queue group of the subscriptions; bridges of one group share the publications."""
+    """pub, push: queue group of the subscriptions; bridges of one group share the publications."""
+
+    when_full: WhenFull = "drop"
+    """pub: `wait` hands nothing to nng while the slowest peer is half a queue (`queue_messages`) behind, so that publishers which
+    wait for subscribers wait for SP peers, too. A push entry with `topics` always does so."""
 
     direction: Literal["both", "in", "out"] = "both"
     """bus: `in` only from SP to the cluster, `out` only back. pair: `in` (what `both` is taken for) opens a tunnel for each SP
@@ -163,10 +168,27 @@ class SocketConfig:
         for name, default in defaults.items():
             if name not in own | _EVERY and getattr(self, name) != default:
                 raise ConfigError(f"{name}: has no meaning for {self.protocol}")
-        if "cluster" in own:
+        if self.protocol == "push" and self.topics:
+            if self.cluster:
+                raise ConfigError("topics: a push entry has either topics or a cluster")
+            self._check_filters()
+        elif "cluster" in own:
             _check_cluster(self.cluster, local=self.is_member)
         else:
             self._check_topics()
+        if self.waits and self.queue_bytes < MIN_QUEUE_BYTES:
+            raise ConfigError(
+                f"queue_bytes: {self.queue_bytes} is under {MIN_QUEUE_BYTES}, the least where publishers wait"
+            )
+        if self.waits and self.protocol == "pub" and not self.counts_written:
+            raise ConfigError(
+                f"when_full: over {self.scheme} nng does not tell how far a peer is behind; use tcp or ipc"
+            )
+
+    @property
+    def waits(self) -> bool:
+        """Whether publishers may wait for the SP peers of this entry."""
+        return self.when_full == "wait" or (self.protocol == "push" and bool(self.topics))
 
     @property
     def address(self) -> str:
@@ -271,6 +293,9 @@ class SocketConfig:
             return
         if not self.topics:
             raise ConfigError("topics: which publications are sent?")
+        self._check_filters()
+
+    def _check_filters(self) -> None:
         probe = iris.Service("bridge")
         for pattern in self.topics:
             try:

@@ -23,7 +23,7 @@ from relay.bridges.sp.pair import PairBridge
 from relay.bridges.sp.pipeline import PullBridge, PushBridge
 from relay.bridges.sp.requests import RepBridge, ReqBridge
 from relay.bridges.sp.surveys import RespondentBridge, SurveyorBridge
-from relay.bridges.sp.topics import PubBridge, SubBridge
+from relay.bridges.sp.topics import PubBridge, SubBridge, TopicPushBridge
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,12 @@ class SpBridge:
                 client = iris.connect(config=self._client_config(entry))
                 await client.open()
                 self._clients.append(client)
-                bridge = BRIDGES[entry.protocol](entry, client)
+                made = (
+                    TopicPushBridge
+                    if entry.protocol == "push" and entry.topics
+                    else BRIDGES[entry.protocol]
+                )
+                bridge = made(entry, client)
                 self.bridges.append(bridge)
                 bridge.socket.open()
                 log.info(

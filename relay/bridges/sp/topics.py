@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, cast
 
 import iris
 from iris import InvalidName, IrisError, RelayUnavailable, RequestError
@@ -12,6 +12,9 @@ from relay.bridges.sp.bridge import JOIN_AGAIN_S, Backlog, Bridge
 from relay.bridges.sp.config import SocketConfig
 
 MAX_TOPIC_BYTES: Final = 255
+LOOK_S: Final = 0.005
+"""How often it is looked whether the slowest peer has caught up."""
+Handler = Callable[[iris.Message], Coroutine[Any, Any, None] | None]
 
 
 def selects(pattern: str, topic: str) -> bool:
@@ -88,31 +91,34 @@ class SubBridge(Bridge):
             group.create_task(read())
 
 
-class PubBridge(Bridge):
-    """Publications reach their SUB. nng drops the oldest for a peer that is behind, and does not tell."""
+class Following(Bridge):
+    """What its topics are published to goes to SP peers."""
 
-    async def run(self) -> None:
-        """Send until told to stop."""
-        mapping = Mapping(self.config)
+    async def follow(self, topics: tuple[str, ...], take: Handler) -> None:
+        """Give `take` each publication once, until told to stop; a coroutine function is waited for by publishers that wait."""
+        waits, group = self.config.waits, self.config.group
 
-        def deliver(message: iris.Message, before: tuple[str, ...]) -> None:
-            if any(selects(pattern, message.name) for pattern in before):
-                return  # it came by one of them
-            try:
-                data = mapping.join(message.name, message.payload)
-            except InvalidName as err:
-                self.tally.lose("malformed", err)
-            else:
-                self.cast(data)
+        def once(before: tuple[str, ...]) -> Handler:
+            if group or not before:
+                return take  # of the filters of a group one gets each message, of others all that match
 
-        topics, group = self.config.topics, self.config.group
+            async def waiting(message: iris.Message) -> None:
+                if not any(selects(pattern, message.name) for pattern in before):
+                    await cast(Coroutine[Any, Any, None], take(message))
+
+            def at_once(message: iris.Message) -> None:
+                if not any(selects(pattern, message.name) for pattern in before):
+                    take(message)
+
+            return waiting if waits else at_once
+
         subscriptions = [
             self.client.subscribe(
                 pattern,
-                # Of the filters of a group one gets each message, of others all that match.
-                partial(deliver, before=() if group else topics[:number]),
+                once(topics[:number]),
                 group=group,
                 limit_bytes=self.config.queue_bytes,
+                when_full="wait" if waits else "drop",
             )
             for number, pattern in enumerate(topics)
         ]
@@ -127,3 +133,55 @@ class PubBridge(Bridge):
         await self.stopped.wait()
         for subscription in subscriptions:
             await subscription.close()
+
+
+class PubBridge(Following):
+    """Publications reach their SUB. nng drops the oldest for a peer that is behind, and does not tell: see `when_full`."""
+
+    async def run(self) -> None:
+        """Send until told to stop."""
+        mapping = Mapping(self.config)
+        most = max(1, self.config.queue_messages // 2)
+        room = most
+        """Messages that may be sent before it is looked again how far the slowest peer is behind."""
+
+        def deliver(message: iris.Message) -> None:
+            try:
+                data = mapping.join(message.name, message.payload)
+            except InvalidName as err:
+                self.tally.lose("malformed", err)
+            else:
+                self.cast(data)
+
+        async def wait(message: iris.Message) -> None:
+            nonlocal room
+            while room <= 0:
+                room = most - self.socket.behind()
+                if room > 0 or self.stopping:
+                    break
+                await asyncio.sleep(LOOK_S)
+            room -= 1
+            deliver(message)
+
+        await self.follow(self.config.topics, wait if self.config.waits else deliver)
+
+
+class TopicPushBridge(Following):
+    """Publications reach their PULL, each one peer: a message is handled when nng has it, so slow peers hold publishers that wait."""
+
+    async def run(self) -> None:
+        """Send until told to stop."""
+        turn = asyncio.Lock()
+
+        async def forward(message: iris.Message) -> None:
+            self.in_flight += 1
+            try:
+                async with turn:
+                    await self.socket.send(message.payload)
+            except BaseException as err:
+                self.tally.lose("stopping" if self.stopping else type(err).__name__, err)
+                raise
+            finally:
+                self.ended(0)
+
+        await self.follow(self.config.topics, forward)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -185,3 +186,25 @@ async def test_empty_messages_that_wait_are_bounded_too() -> None:
     draining.cancel()
     await asyncio.wait((draining,))
     assert bridge.tally.causes == {"queue full": 15, "stopping": 10}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"protocol": "pub", "topics": ("a",), "when_full": "wait", "listen": "ws://127.0.0.1:5555/x"}, "when_full: over ws nng does not tell"),
+        ({"protocol": "pub", "topics": ("a",), "when_full": "wait", "queue_bytes": 1 << 20}, "queue_bytes: 1048576 is under 4194304"),
+        ({"protocol": "push", "topics": ("a",), "queue_bytes": 1 << 20}, "queue_bytes: 1048576 is under 4194304"),
+        ({"protocol": "push", "topics": ("a",), "cluster": "c"}, "topics: a push entry has either topics or a cluster"),
+        ({"protocol": "push", "topics": ("a..b",)}, "topics: "),
+        ({"protocol": "push", "cluster": "c", "when_full": "wait"}, "when_full: has no meaning for push"),
+        ({"protocol": "sub", "when_full": "wait"}, "when_full: has no meaning for sub"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_waited_for_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        SocketConfig(**{"listen": "tcp://127.0.0.1:5555", "max_message_bytes": 1 << 16, **settings})
+
+
+def test_a_push_entry_takes_topics_in_place_of_a_cluster() -> None:
+    made = SocketConfig(protocol="push", listen="tcp://127.0.0.1:5555", topics=("a.>",), group="g")
+    assert made.waits
