@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.sim import SimNetwork, SimRelay, SimSession, Violation
+from support.sim import SimNetwork, SimRelay, SimSession, Violation, play
 from support.sim.members import KEY
 from support.sim.waiting import SimPublisher, SimSink, left_out
 
@@ -369,6 +369,14 @@ def test_sessions_that_do_not_wait_are_never_asked_and_hold_nobody_back() -> Non
     rest(net)
     assert not net.ledger.stalls
     assert len(old.casts) + dropped(net) == 2 * MANY
+
+
+@pytest.mark.parametrize("seed", [6, 7, 10, 13])
+def test_random_lives_stall_renew_and_recover_and_keep_every_promise(seed: int) -> None:
+    chaos = play(seed, 360)
+    assert chaos.net.ledger.stalls
+    assert chaos.net.ledger.renewals
+    assert chaos.recoveries
 
 
 def test_who_would_wait_for_good_is_found_out() -> None:
