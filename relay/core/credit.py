@@ -33,10 +33,16 @@ MAX_CREDITS: Final = 2048
 class Credit:
     """What may be sent of one publisher's topic over one connection, to one delivery set there."""
 
-    __slots__ = ("alias", "asked_us", "flow", "left_out", "limit", "neighbor", "sent", "serial")
+    __slots__ = (
+        "alias", "asked_us", "flow", "left_out", "limit", "neighbor", "place", "sent", "serial",
+    )  # fmt: skip
 
-    def __init__(self, flow: Flow, neighbor: Neighbor) -> None:
+    def __init__(
+        self, flow: Flow, neighbor: Neighbor, place: tuple[int, bool, tuple[str, ...]]
+    ) -> None:
         self.flow = flow
+        self.place = place
+        """In `Flow.credits`."""
         self.neighbor = neighbor
         self.alias: Alias | None = None
         """For which it was asked."""
@@ -59,9 +65,13 @@ class Credit:
 class Flow:
     """A topic of a publisher that waits. It is the publisher's alias that has it."""
 
-    __slots__ = ("alias", "credits", "limit", "places", "received", "review_at", "route", "serial")
+    __slots__ = (
+        "_end", "alias", "credits", "limit", "places", "received", "review_at", "route", "serial",
+    )  # fmt: skip
 
-    def __init__(self, route: Route, alias: int) -> None:
+    def __init__(self, route: Route, alias: int, end: Callable[[Flow], None]) -> None:
+        """`end` is called when the publisher is gone."""
+        self._end = end
         self.route = route
         self.alias = alias
         self.serial = 0
@@ -75,6 +85,19 @@ class Flow:
         """Number of the neighbor, whether subscriptions without a group are meant, and groups."""
         self.places: dict[tuple[int, str], list[Credit]] = {}
         """Number of the neighbor, group or an empty text -> the same credits."""
+
+    def ended(self) -> None:
+        self._end(self)
+
+    def drop(self, credit: Credit) -> None:
+        """Keep one credit no more: the connection is gone, or its alias is."""
+        del self.credits[credit.place]
+        number, plain, groups = credit.place
+        for group in ("", *groups) if plain else groups:
+            there = self.places[(number, group)]
+            there.remove(credit)
+            if not there:
+                del self.places[(number, group)]
 
     def room(self, neighbor: Neighbor, group: str) -> int:
         """Return how many bytes may be sent over a connection to those who want it without a group, or in one; who is left out does not count."""
@@ -101,7 +124,9 @@ class Credits:
         self._clock = clock
         self._serial = 0
         self._asked: dict[int, dict[int, Credit]] = {}
-        """Number of a neighbor -> our alias -> the credit that it gives."""
+        """Number of a neighbor -> serial number -> the credit that it gives."""
+        self._unasked = 0
+        """Serial number of the latest that gives some without being asked: below all that are sent."""
         self._watched: dict[Flow, None] = {}
         """Those that have no credit, or leave somebody out."""
         self._look_us = NEVER_US
@@ -127,11 +152,11 @@ class Credits:
             raise PeerProtocolError(f"alias {wait.alias} was not declared for PUBLISH")
         flow = route.flow
         if not isinstance(flow, Flow):
-            flow = route.flow = Flow(route, wait.alias)
+            flow = route.flow = Flow(route, wait.alias, self._ended)
         flow.serial = wait.serial
         flow.received = 0
         if wait.stalled:
-            for credit in flow.credits.values():
+            for credit in list(flow.credits.values()):
                 if credit.room <= 0:
                     credit.left_out = True
                     # What it says now is the truth, whatever was dropped on the way to it before.
@@ -140,8 +165,8 @@ class Credits:
 
     def window(self, neighbor: Neighbor, window: frames.Window) -> None:
         """A neighbor gives credit; what it said before it was asked last is void."""
-        credit = self._asked.get(neighbor.number, {}).get(window.alias)
-        if credit is None or credit.serial != window.serial:
+        credit = self._asked.get(neighbor.number, {}).get(window.serial)
+        if credit is None or credit.alias is None or credit.alias.number != window.alias:
             return
         flow = credit.flow
         told = max(0, flow.limit - flow.received)
@@ -154,7 +179,26 @@ class Credits:
 
     def forget(self, neighbor: Neighbor) -> None:
         """A connection is gone."""
-        self._asked.pop(neighbor.number, None)
+        for credit in self._asked.pop(neighbor.number, {}).values():
+            credit.flow.drop(credit)
+
+    def _ended(self, flow: Flow) -> None:
+        """A publisher is gone, or its alias stands for another."""
+        self._watched.pop(flow, None)
+        for credit in list(flow.credits.values()):
+            self._drop(credit)
+
+    def _drop(self, credit: Credit) -> None:
+        """Keep a credit no more."""
+        credit.flow.drop(credit)
+        self._unlist(credit)
+
+    def _unlist(self, credit: Credit) -> None:
+        number = credit.neighbor.number
+        there = self._asked.get(number, {})
+        there.pop(credit.serial, None)
+        if not there:
+            self._asked.pop(number, None)
 
     def sending(self, flow: Counted, target: Target, size: int) -> bool:
         """Count a frame that goes to a target, whose alias is declared; False: its messages are to be dropped.
@@ -199,7 +243,7 @@ class Credits:
         self._version = self._interest.version
         self._look_us = now_us + LOOK_US
         for flow in list(self._watched):
-            for credit in flow.credits.values():
+            for credit in list(flow.credits.values()):
                 if credit.limit <= credit.sent and now_us - credit.asked_us >= RENEW_US:
                     self._ask(credit, stalled=credit.left_out and bool(credit.neighbor.hop_class))
                 elif credit.left_out:
@@ -233,9 +277,12 @@ class Credits:
         credit = flow.credits.get(place)
         if credit is None:
             if len(flow.credits) >= MAX_CREDITS:
-                flow.credits.clear()
-                flow.places.clear()
-            credit = flow.credits[place] = Credit(flow, neighbor)
+                for one in list(flow.credits.values()):
+                    self._drop(one)
+            credit = flow.credits[place] = Credit(flow, neighbor, place)
+            self._unasked -= 1
+            credit.serial = self._unasked
+            self._asked.setdefault(neighbor.number, {})[credit.serial] = credit
             for group in ("", *groups) if plain else groups:
                 flow.places.setdefault((neighbor.number, group), []).append(credit)
         credit.alias = target.alias
@@ -246,12 +293,14 @@ class Credits:
 
     def _ask(self, credit: Credit, *, stalled: bool = False) -> None:
         """Ask for credit: what is sent counts from here, and there is none before the answer."""
-        if credit.alias is None or credit.alias.number < 0 or credit.neighbor.closed:
-            return  # its next message is sent under another alias, if there is one
+        if credit.alias is None or credit.alias.number < 0:
+            self._drop(credit)  # what follows is sent under another alias, and asked for by that
+            return
+        self._unlist(credit)
         self._serial = (self._serial + 1) & 0xFFFFFFFF
         credit.serial, credit.asked_us = self._serial, self._clock()
         credit.sent = credit.limit = 0
-        self._asked.setdefault(credit.neighbor.number, {})[credit.alias.number] = credit
+        self._asked.setdefault(credit.neighbor.number, {})[credit.serial] = credit
         credit.neighbor.control(frames.Wait(credit.alias.number, self._serial, stalled))
 
     def _recovered(self, credit: Credit) -> bool:

@@ -74,6 +74,9 @@ class Counted(Protocol):
     review_at: int
     """... and how many of them are reason to look how much more it may send."""
 
+    def ended(self) -> None:
+        """The publisher is gone, or its alias stands for another."""
+
 
 _UNDECLARED: Final = Alias(-1, 0)
 
@@ -214,6 +217,9 @@ class Route:
 
     def release(self) -> None:
         """The sender is gone, or its alias stands for another: the aliases that stood for it elsewhere are free."""
+        if self.flow is not None:
+            self.flow.ended()
+            self.flow = None
         for number, delivery in self._declared:
             neighbor = self._neighbors.get(number)
             if neighbor is not None:

@@ -170,6 +170,7 @@ class Parts:
         self.abroad.wan_down(wan, self.now_us, silent=self.drains.has_heard(wan))
         wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
+        self.credits.forget(wan)
         self._calls.neighbor_down(wan, self.now_us)
         self.drains.forget(wan, self.now_us)
 

@@ -6,7 +6,7 @@ notice because another check refuses the same.
 
 from __future__ import annotations
 
-from proofs.sabotages import channels, connections, crypto, orders, routing, sites, streams
+from proofs.sabotages import channels, connections, crypto, orders, routing, sites, streams, waiting
 from proofs.sabotages.sabotage import Sabotage
 
 __all__ = ["SABOTAGES", "Sabotage"]
@@ -19,4 +19,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *streams.SABOTAGES,
     *channels.SABOTAGES,
     *orders.SABOTAGES,
+    *waiting.SABOTAGES,
 )

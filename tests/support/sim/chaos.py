@@ -10,11 +10,13 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
+from iris.core.credit import FIRST_WINDOW
 from iris.wire.codec import KIND_AT, decode_control
 from iris.wire.frames import Interest
-from iris.wire.kinds import HERE, RUN_MINOR, Cause, Kind, Refusal
+from iris.wire.kinds import HERE, RUN_MINOR, WAIT_MINOR, Cause, Kind, Refusal
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
+from support.sim.waiting import SimSink, left_out
 
 SITES: Final = ("ams", "ber", "cph")
 CLUSTERS: Final = ("db", "web", "mail")
@@ -55,6 +57,8 @@ class Chaos:
 
     def __init__(self, seed: int, *, relays: int = 0, sites: bool = False) -> None:
         self.rng = random.Random(f"chaos {seed}")
+        self.waits_rng = random.Random(f"waits {seed}")
+        """Of who waits, apart: the rest of a life does not depend on it."""
         shape: dict[str, Any] = {}
         if sites:
             shape["sites"] = {site: self.rng.randint(2, 3) for site in SITES}
@@ -71,8 +75,13 @@ class Chaos:
         self.fresh = self.net.table_sizes()
         """What a relay with links and nobody attached keeps."""
         self.did: dict[str, int] = {}
+        self.did_waiting: dict[str, int] = {}
+        """What of it has to do with publishers that wait: besides the steps."""
         self.rounds = 0
         self.garbled = 0
+        self.recoveries = 0
+        """How often one that was left out was served again."""
+        self._left_out: dict[int, Any] = {}
         everyday: list[tuple[int, Callable[[], None]]] = [
             (9, self.attach), (7, self.serve), (7, self.subscribe), (3, self.leave), (3, self.unsubscribe), (2, self.watch),
             (30, self.request), (25, self.run_of_calls), (14, self.push), (8, self.survey), (22, self.publish), (12, self.broadcast),
@@ -81,6 +90,9 @@ class Chaos:
         faults: list[tuple[int, Callable[[], None]]] = [
             (3, self.bye), (3, self.die), (3, self.stall), (4, self.wake),
             (5, self.cut), (2, self.garble), (3, self.stop), (5, self.heal), (3, self.crash), (2, self.retire), (5, self.come_back), (2, self.freeze), (4, self.thaw),
+        ]  # fmt: skip
+        self._waiting: list[tuple[int, Callable[[], None]]] = [
+            (12, self.publish_waiting), (4, self.pause), (5, self.resume), (3, self.mute),
         ]  # fmt: skip
         self._weights = [weight for weight, _ in everyday + faults]
         self._actions = [action for _, action in everyday + faults]
@@ -117,6 +129,8 @@ class Chaos:
 
     def _attach(self, relay: SimRelay) -> None:
         minor = self.rng.choice((0, RUN_MINOR, RUN_MINOR))
+        if minor and self.waits_rng.random() < 0.8:
+            minor = WAIT_MINOR
         session = relay.session(f"s{self.net.ledger.new_tag()}", minor=minor)
         for _ in range(self.rng.randint(0, 2)):
             self._serve(session)
@@ -156,7 +170,11 @@ class Chaos:
     def _subscribe(self, session: SimSession) -> None:
         pattern, group, key = self.rng.choice(FILTERS), self.rng.choice(GROUPS), self.some_key()
         if not any((pattern, group) == place[:2] for place in session.subscriptions):
-            session.subscribe(pattern, group=group, key=key)
+            if session.minor >= WAIT_MINOR and self.waits_rng.random() < 0.7:
+                pace_us = self.waits_rng.choice((0, 200, 5_000, 50_000))
+                session.subscribe_waiting(pattern, group=group, key=key, pace_us=pace_us)
+            else:
+                session.subscribe(pattern, group=group, key=key)
 
     def leave(self) -> None:
         member = self.some_member()
@@ -242,6 +260,59 @@ class Chaos:
             self.rng.choice(list(session.tunnels.values())).close(
                 self.rng.choice((Cause.CLOSED, Cause.BROKEN))
             )
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def _some_waiting(self) -> SimSession | None:
+        sessions = [s for s in self.net.sessions if s.minor >= WAIT_MINOR and not s.leaving]
+        return self.waits_rng.choice(sessions) if sessions else None
+
+    @property
+    def sinks(self) -> list[SimSink]:
+        """All subscriptions that wait."""
+        return [sink for s in self.net.sessions for sink in s.waiting.sinks.values()]
+
+    def publish_waiting(self) -> None:
+        """Mostly more than a first window."""
+        rng = self.waits_rng
+        session = self._some_waiting()
+        if session is not None and session.waiting.queued < 100:
+            topic, key = rng.choice(TOPICS), rng.choice((KEY, KEY, OTHER_KEY))
+            size = rng.choice((64, 2_000, 9_000))
+            for _ in range(rng.choice((1, 10, 40))):
+                session.publish_waiting(topic, rng.randint(1, 4), key=key, size=size)
+
+    def pause(self) -> None:
+        """Some subscription handles nothing for a while."""
+        if sinks := self.sinks:
+            self.waits_rng.choice(sinks).pause()
+
+    def resume(self) -> None:
+        if paused := [sink for sink in self.sinks if sink.paused]:
+            self.waits_rng.choice(paused).resume()
+
+    def mute(self) -> None:
+        """The next credit that a session gives is lost."""
+        if (session := self._some_waiting()) is not None and session.waiting.sinks:
+            session.waiting.mute = 1
+
+    def _look_who_is_left_out(self) -> None:
+        now = {id(one): one for relay in self.net.relays for one in left_out(relay.router)}
+        back = [one for key, one in self._left_out.items() if key not in now]
+        self.recoveries += sum(not one.left_out and not one.neighbor.closed for one in back)
+        self._left_out = now
+
+    def _wait_or_let_wait(self) -> None:
+        weights, actions = zip(*self._waiting, strict=True)
+        if self.waits_rng.random() < 0.3:
+            action = self.waits_rng.choices(actions, weights)[0]
+            action()
+            self.did_waiting[action.__name__] = self.did_waiting.get(action.__name__, 0) + 1
+        for session in self.net.sessions:
+            if not session.relay.frozen:
+                for publisher in session.waiting.publishers.values():
+                    publisher.check()
+        self._look_who_is_left_out()
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -341,6 +412,7 @@ class Chaos:
             self.did[action.__name__] = self.did.get(action.__name__, 0) + 1
             often = self.rng.random() < 0.97
             self.net.run(self.rng.expovariate(20) if often else self.rng.uniform(0.5, 5))
+            self._wait_or_let_wait()
             if step % ROUND_STEPS == 0 or step == steps:
                 self.rest()
         self.all_leave()
@@ -348,7 +420,13 @@ class Chaos:
     def rest(self) -> None:
         """Leave the network in peace, then check all that has to hold."""
         self.rounds += 1
+        for sink in self.sinks:
+            sink.pace_us = min(sink.pace_us, 200)
+            sink.resume()
+        for session in self.net.sessions:
+            session.waiting.mute = 0
         self.net.calm()
+        self._look_who_is_left_out()
         for member in [m for s in self.net.sessions for m in (*s.members.values(), *s.former)]:
             member.service_us = 500
             member.finish_all()
@@ -392,6 +470,39 @@ class Chaos:
                 self._probe_cluster(caller, name)
             caller.bye()
             net.run(0.1)
+        self.probe_waiting(net.relays[rng.randrange(len(net.relays))])
+
+    def probe_waiting(self, relay: SimRelay) -> None:
+        """At peace a publisher that waits stalls nowhere, and each that waits for it, and goes on, gets all."""
+        net = self.net
+        publisher = relay.session("waiting", minor=WAIT_MINOR)
+        net.run(0.1)
+        before = {session.uid: len(session.casts) for session in net.sessions}
+        stalls = net.ledger.stalls
+        for topic in TOPICS:
+            for _ in range(40):
+                flow = publisher.publish_waiting(topic, size=4_000)
+            for _ in range(20):
+                net.run(self.reach_s)
+                if not flow.queue:
+                    break
+            roomy = net.port_bytes > 4 * FIRST_WINDOW  # else its own queues hold it back
+            if flow.queue or (roomy and net.ledger.stalls > stalls):
+                net.violate(f"at peace, {publisher} still has {len(flow.queue)} for {topic!r}")
+            net.run(2 * self.reach_s)
+            for session in net.sessions:
+                wants = any(
+                    key == KEY and not group and session.matches(pattern, topic)
+                    for pattern, group, key in session.waiting.sinks
+                )
+                got = set(session.casts[before[session.uid] :])
+                near = session.relay.site == relay.site
+                if wants and near and roomy and (missing := set(flow.sent) - got):
+                    net.violate(
+                        f"at peace, {session} misses {len(missing)} of {topic!r}, and waits"
+                    )
+        publisher.bye()
+        net.run(0.1)
 
     def _probe_cluster(self, caller: SimSession, name: str) -> None:
         net = self.net

@@ -125,6 +125,10 @@ class Ledger:
         self.cast_copies = 0
         self.loops_checked = 0
         self.gaps = 0
+        self.stalls = 0
+        """How often a publisher waited for as long as it does."""
+        self.renewals = 0
+        """How often a session was asked for credit again."""
         self._tag = 0
         self._faults = 0
         self._fault_until_us = 0

@@ -40,6 +40,7 @@ from iris.wire.kinds import (
 )
 from iris.wire.runs import answer_run, call_run
 from support.sim.ledger import MAGIC, TAG, Cast, singles, tag_of
+from support.sim.waiting import SimPublisher, SimSink, Waiting
 
 if TYPE_CHECKING:
     from support.sim.network import SimNetwork, SimRelay
@@ -260,7 +261,7 @@ class SimSession:
     ) -> None:
         self.relay = relay
         self.minor = minor
-        """From `RUN_MINOR` on it sends and answers runs of calls."""
+        """From `RUN_MINOR` on it sends and answers runs of calls, from `WAIT_MINOR` on it waits and is waited for."""
         self.net = relay.net
         self.uid = self.net.ledger.new_tag()
         self.label = label
@@ -294,6 +295,7 @@ class SimSession:
         """What it refuses of the run that it looks at."""
         self._answers: list[tuple[int, int, int, bytes]] = []
         """(alias, hop id, body) of this instant."""
+        self.waiting = Waiting(self)
         self.say(encode_control(frames.Hello(PROTOCOL_VERSION, minor, label, self.uid)))
 
     def __repr__(self) -> str:
@@ -347,6 +349,14 @@ class SimSession:
         member.refuse = Refusal.LEAVING
         self._ask(lambda number: frames.Leave(number, member.serial), left)
 
+    def subscribe_waiting(
+        self, pattern: str, *, group: str = "", key: bytes = KEY, pace_us: int = 0
+    ) -> SimSink:
+        """Subscribe, and have publishers wait; a bundle is handled each `pace_us`."""
+        sink = self.waiting.subscribe((pattern, group, key), pace_us)
+        self.subscribe(pattern, group=group, key=key)
+        return sink
+
     def subscribe(self, pattern: str, *, group: str = "", key: bytes = KEY) -> None:
         """Subscribe; `subscriptions` shows when the relay knows."""
         place = (pattern, group, key)
@@ -361,6 +371,7 @@ class SimSession:
     def unsubscribe(self, pattern: str, group: str, key: bytes) -> None:
         """End a subscription."""
         del self.subscriptions[(pattern, group, key)]
+        self.waiting.unsubscribe((pattern, group, key))
         self._ask(lambda number: frames.Unsubscribe(number, pattern, group), lambda ack: None)
 
     def watch(self, name: str, *, key: bytes = KEY) -> SimWatch:
@@ -400,6 +411,8 @@ class SimSession:
         alias = self.alias(kind, name, key, site)
         if not site:
             self.net.ledger.cast_sent(Cast(self, (kind, name, key), tag, first, count))
+            if kind == Kind.PUBLISH:
+                self.waiting.sent(name, key, BODY_AT + len(body))
         self.say(
             HOP.pack(46 + len(body), kind, 0, alias, 0, 0)
             + END.pack(self.net.now_us, 0, count, first)
@@ -411,6 +424,12 @@ class SimSession:
         self, topic: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES, site: str = ""
     ) -> int:  # fmt: skip
         return self.cast(Kind.PUBLISH, topic, count, key=key, size=size, site=site)
+
+    def publish_waiting(
+        self, topic: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES
+    ) -> SimPublisher:
+        """Publish once there is credit, behind what waits for it already."""
+        return self.waiting.publish(topic, key, count, size)
 
     def broadcast(self, name: str, count: int = 1, *, key: bytes = KEY, site: str = "") -> int:
         return self.cast(Kind.BROADCAST, name, count, key=key, site=site)
@@ -657,7 +676,10 @@ class SimSession:
     def _cast(self, kind: int, data: bytes) -> None:
         _, alias, _, count, first = BUNDLE.unpack_from(data)
         route = self._route(kind, alias)
-        if not self.net.ledger.cast_arrived(self, route, tag_of(data), first, count):
+        taken = self.net.ledger.cast_arrived(self, route, tag_of(data), first, count)
+        if kind == Kind.PUBLISH:
+            self.waiting.arrived(alias, len(data), taken)
+        if not taken:
             return
         if kind == Kind.PUBLISH:
             self.casts.append(tag_of(data))
@@ -736,6 +758,7 @@ class SimSession:
     def _control(self, body: Any) -> None:
         if isinstance(body, frames.Declare):
             self._routes[body.alias] = body
+            self.waiting.declared(body)
         elif isinstance(body, frames.Ack):
             if body.error:
                 self.net.violate(f"{self} was told: {body.error}")
@@ -756,6 +779,10 @@ class SimSession:
         elif isinstance(body, frames.Gap):
             self.gaps.append(body)
             self.net.ledger.gap_told(self, body)
+        elif isinstance(body, frames.Wait):
+            self.waiting.asked(body)
+        elif isinstance(body, frames.Window):
+            self.waiting.credits.window(body)
         elif isinstance(body, frames.Ping):
             self.flush()
             self.say(encode_control(frames.Pong(body.id)))

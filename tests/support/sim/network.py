@@ -32,6 +32,7 @@ from relay.core.policy import Policy
 from relay.core.router import Router
 from support.sim.ledger import Ledger, table_sizes
 from support.sim.members import KEY, OTHER_KEY, SimSession
+from support.sim.waiting import check_credits
 from support.sim.wires import WINDOW_BYTES, Clock, Pipe, SimPort
 
 LIMIT: Final = 1 << 20
@@ -879,6 +880,10 @@ class SimNetwork:
             queued = sum(end.port.queued_bytes for end in relay.ends)
             if relay.budget.bytes != queued:
                 self.violate(f"{relay} counts {relay.budget.bytes} bytes in its queues: {queued}")
+            check_credits(relay)
+        for session in self.sessions:
+            if session.waiting.queued:
+                self.violate(f"{session} still waits to publish")
 
     def table_sizes(self) -> list[dict[str, int]]:
         """Return the table sizes of each relay."""

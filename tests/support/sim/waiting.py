@@ -1,0 +1,308 @@
+"""Publishing that waits, in a simulated session: `iris.core.credit` itself, with queues and handlers of virtual time on either side."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.core.credit import Credit, Credits, Windows
+from iris.wire import frames
+from iris.wire.codec import encode_control
+from iris.wire.kinds import WAIT_MINOR, Kind
+from relay.core.credit import Credit as RelayCredit
+from relay.core.credit import Flow
+from relay.core.neighbor import RELEASED
+from relay.core.router import Router
+
+if TYPE_CHECKING:
+    from support.sim.members import SimSession
+    from support.sim.network import SimRelay
+
+STALL_US: Final = 1_000_000
+"""How long a publisher waits with one message."""
+LATE_US: Final = 1_000
+"""It has sent one so soon after that."""
+QUEUE_BYTES: Final = 4 << 20
+"""Of a subscription, unless it says something else."""
+
+
+class SimSink:
+    """A subscription that publishers wait for: what comes is held, and handled one bundle each `pace_us`."""
+
+    waits = True
+
+    def __init__(self, owner: Waiting, place: tuple[str, str, bytes], pace_us: int) -> None:
+        self.pattern, self.group, self.key = place
+        self.pace_us = pace_us
+        self.limit_bytes = QUEUE_BYTES
+        self.paused = False
+        self.handled = 0
+        """Bundles."""
+        self.most_bytes = 0
+        """That were ever held."""
+        self._owner = owner
+        self._queue: deque[tuple[tuple[str, bytes], int]] = deque()
+        self._held: dict[tuple[str, bytes], int] = {}
+        self._busy = False
+
+    def wants(self, flow: SimFlow) -> bool:
+        """Whether a flow is for it."""
+        there = self.group in flow.groups if self.group else flow.plain
+        return (
+            there and self.key == flow.key and self._owner.session.matches(self.pattern, flow.name)
+        )
+
+    def held(self, name: str, source: bytes) -> int:
+        return self._held.get((name, source), 0)
+
+    def take(self, name: str, source: bytes, size: int) -> None:
+        """Hold a bundle until it is handled."""
+        place = (name, source)
+        self._queue.append((place, size))
+        self._held[place] = self._held.get(place, 0) + size
+        total = sum(self._held.values())
+        self.most_bytes = max(self.most_bytes, total)
+        if total > self.limit_bytes:
+            self._owner.session.net.violate(f"a subscription of {self._owner.session} holds {total} bytes")  # fmt: skip
+        self._go_on()
+
+    def pause(self) -> None:
+        """Handle nothing more, until `resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._queue and not self.paused and not self._busy:
+            self._busy = True
+            self._owner.session.net.clock.after(self.pace_us, self._handle)
+
+    def _handle(self) -> None:
+        self._busy = False
+        if self.paused:
+            return
+        place, size = self._queue.popleft()
+        self.handled += 1
+        self._held[place] -= size
+        if not self._held[place]:
+            del self._held[place]
+        if not self._owner.session.closed:
+            self._owner.windows.freed(*place)
+            self._go_on()
+
+
+class SimFlow:
+    """What a relay declared, as `Windows` sees it."""
+
+    of_company = False
+
+    def __init__(self, declared: frames.Declare) -> None:
+        self.name = declared.name
+        self.key = declared.key_id
+        self.sender_id = declared.sender_id
+        self.plain = declared.plain
+        self.groups = frozenset(declared.groups)
+        self.window: Any = None
+
+
+class SimPublisher:
+    """Messages for one topic, in a queue: each is sent once there is credit, or after `STALL_US`."""
+
+    def __init__(self, owner: Waiting, topic: str, key: bytes) -> None:
+        self.topic = topic
+        self.key = key
+        self.credit = Credit()
+        self.queue: deque[tuple[int, int]] = deque()
+        """(messages, bytes) of bundles that were not sent."""
+        self.sent: list[int] = []
+        """Tags."""
+        self.stalls = 0
+        self._owner = owner
+        self._since_us = 0
+        """Since when the next message waits; 0: none does."""
+        self._turn = 0
+
+    # The `Waiter` of its credit.
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: object, /) -> None:
+        self._owner.session.net.clock.after(0, self.pump)
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        raise AssertionError("nobody tells it so")
+
+    def pump(self) -> None:
+        """Send what there is credit for."""
+        session = self._owner.session
+        if session.closed or session.leaving:
+            self.queue.clear()
+        while self.queue and self.credit.sent < self.credit.limit:
+            self._send()
+        if not self.queue:
+            self._since_us = 0
+        elif not self._since_us:
+            self._wait()
+        if self.queue and self not in self.credit.waiters:
+            self.credit.waiters.append(self)
+
+    def _send(self) -> None:
+        count, size = self.queue.popleft()
+        self._since_us = 0
+        self.sent.append(self._owner.session.publish(self.topic, count, key=self.key, size=size))
+
+    def _wait(self) -> None:
+        net = self._owner.session.net
+        self._since_us = net.now_us
+        self._turn += 1
+        net.clock.after(STALL_US, self._stalled, self._turn)
+
+    def _stalled(self, turn: int) -> None:
+        """The message waits as long as one does: it is sent without credit."""
+        session = self._owner.session
+        if turn != self._turn or not self._since_us or session.closed or session.leaving:
+            return
+        self.stalls += 1
+        session.net.ledger.stalls += 1
+        session.net.note(f"{session} has stalled with {self.topic!r}")
+        alias = session.alias(Kind.PUBLISH, self.topic, self.key)
+        self._owner.credits.ask(self.credit, alias, stalled=True)
+        self._send()
+        self.pump()
+
+    def check(self) -> None:
+        """It waits with no message for longer than it says."""
+        session = self._owner.session
+        late = session.net.now_us - self._since_us > STALL_US + LATE_US
+        if self.queue and self._since_us and late and not session.closed:
+            session.net.violate(f"{session} still waits to publish to {self.topic!r}")
+
+
+class Waiting:
+    """All of a session that waits, and that is waited for."""
+
+    def __init__(self, session: SimSession) -> None:
+        self.session = session
+        self.sinks: dict[tuple[str, str, bytes], SimSink] = {}
+        self.publishers: dict[tuple[str, bytes], SimPublisher] = {}
+        self.renewals = 0
+        """How often a relay asked again."""
+        self.mute = 0
+        """WINDOWs that are still to be lost."""
+        self.muted = 0
+        self.credits = Credits(self._say if session.minor >= WAIT_MINOR else None)
+        inbound: Any = self  # of which `Windows` uses `flow` alone
+        self.windows = Windows(self._sinks, inbound, self._say)
+        self._flows: dict[int, SimFlow] = {}
+
+    def _say(self, body: frames.Control) -> None:
+        if self.mute and isinstance(body, frames.Window):
+            self.mute -= 1
+            self.muted += 1
+            return
+        self.session.say(encode_control(body))
+
+    def flow(self, alias: int, kind: int) -> Any:
+        return self._flows[alias]
+
+    def _sinks(self, flow: Any) -> list[Any]:
+        return [sink for sink in self.sinks.values() if sink.wants(flow)]
+
+    # -- subscribing -----------------------------------------------------------------------------------------
+
+    def subscribe(self, place: tuple[str, str, bytes], pace_us: int) -> SimSink:
+        sink = self.sinks[place] = SimSink(self, place, pace_us)
+        self.windows.changed()
+        return sink
+
+    def unsubscribe(self, place: tuple[str, str, bytes]) -> None:
+        if self.sinks.pop(place, None) is not None:
+            self.windows.changed()
+
+    def declared(self, body: frames.Declare) -> None:
+        """An alias stands for something, or for something else."""
+        if body.kind == Kind.PUBLISH:
+            self._flows[body.alias] = SimFlow(body)
+
+    def arrived(self, alias: int, size: int, taken: bool) -> None:
+        """A bundle came, and was taken or dropped."""
+        flow = self._flows[alias]
+        if taken and self.sinks:
+            for sink in self._sinks(flow):
+                sink.take(flow.name, flow.sender_id, size)
+        if flow.window is not None:
+            of_flow: Any = flow
+            self.windows.received(of_flow, flow.window, size)
+
+    def asked(self, wait: frames.Wait) -> None:
+        """The relay asks for credit."""
+        if self.session.minor < WAIT_MINOR:
+            self.session.net.violate(f"{self.session} got a WAIT, which it does not know")
+        if self._flows[wait.alias].window is not None:
+            self.renewals += 1
+            self.session.net.ledger.renewals += 1
+        self.windows.asked(wait)
+
+    # -- publishing ------------------------------------------------------------------------------------------
+
+    def publish(self, topic: str, key: bytes, count: int, size: int) -> SimPublisher:
+        publisher = self.publishers.get((topic, key))
+        if publisher is None:
+            publisher = self.publishers[(topic, key)] = SimPublisher(self, topic, key)
+            self.credits.ask(publisher.credit, self.session.alias(Kind.PUBLISH, topic, key))
+        publisher.queue.append((count, size))
+        publisher.pump()
+        return publisher
+
+    def sent(self, topic: str, key: bytes, size: int) -> None:
+        """A frame goes out under an alias for which somebody may wait."""
+        publisher = self.publishers.get((topic, key))
+        if publisher is not None:
+            publisher.credit.sent += size
+
+    @property
+    def queued(self) -> int:
+        """Bundles that wait to be sent."""
+        return sum(len(publisher.queue) for publisher in self.publishers.values())
+
+
+# -- what a relay keeps ----------------------------------------------------------------------------------------
+
+
+def flows(router: Router) -> Iterator[Flow]:
+    """Give the flows of all routes that neighbors of a relay have declared."""
+    for neighbor in router.neighbors.values():
+        for route in neighbor.routes:
+            if route is not None and isinstance(route.flow, Flow):
+                yield route.flow
+
+
+def left_out(router: Router) -> list[RelayCredit]:
+    """Return whom a relay leaves out."""
+    return [credit for flow in flows(router) for credit in flow.credits.values() if credit.left_out]
+
+
+def check_credits(relay: SimRelay) -> None:
+    """When it is calm and everything was handled: nobody waits, and nothing is kept of those who have gone."""
+    router, net = relay.router, relay.net
+    credits = router.credits
+    if credits.waiting:
+        net.violate(f"{relay} still has {credits.waiting} publishers wait")
+    there = set(router.neighbors)
+    if gone := set(credits._asked) - there:
+        net.violate(f"{relay} keeps credits of {len(gone)} neighbors that are gone")
+    for asked in credits._asked.values():
+        for credit in asked.values():
+            if credit.flow.route.version == RELEASED:
+                net.violate(f"{relay} keeps a credit for a publisher that is gone")
+    for flow in flows(router):
+        if gone := {number for number, *_ in flow.credits} - there:
+            net.violate(
+                f"{relay} keeps {len(gone)} credits of neighbors that are gone for {flow.route.name!r}"
+            )
+        if len(flow.credits) != len({id(c) for place in flow.places.values() for c in place}):
+            net.violate(f"{relay} keeps places of credits that it has not for {flow.route.name!r}")
