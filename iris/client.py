@@ -123,7 +123,7 @@ class Client:
     async def open(self) -> None:
         """Connect. Raises RelayUnavailable if no relay answers, KeyringError if there are no keys."""
         if self._attachment is not None:
-            raise Closed("this client was opened before; connect anew")
+            raise Closed("this client was opened before; make another with iris.connect()")
         keyring = self._given_keyring
         if keyring is None and self._embedded and not has_keys(os.environ):
             keyring = Keyring.single(ClusterKey(self._entropy(32)))

@@ -89,9 +89,11 @@ class ClientConfig:
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0 and up to a day")
         if self.offline_bytes < 0 or self.write_high_bytes < 4096:
-            raise ConfigError("offline_bytes is at least 0, write_high_bytes at least 4096")
+            raise ConfigError(
+                "offline_bytes must be at least 0, and write_high_bytes at least 4096"
+            )
         if len(self.label) > 64:
-            raise ConfigError(f"label: {len(self.label)} characters; at most 64")
+            raise ConfigError(f"label: {len(self.label)} characters are over the limit of 64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,4 +111,4 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.queue_bytes < 1 or self.tunnels < 1:
-            raise ConfigError("limits are at least 1")
+            raise ConfigError("concurrency, queue_bytes and tunnels must be at least 1")

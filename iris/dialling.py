@@ -98,12 +98,14 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 def _check_path(relay: str) -> None:
     if "\0" in relay:
         raise ConfigError(
-            f"relay: {relay!r} is no path: an abstract socket is whose process comes first, and no relay has one"
+            f"relay: {relay!r} is an abstract socket, which any process may claim; relays do not use them. Give the path of the relay's socket"
         )
     if "://" in relay:
         raise ConfigError(f"relay: {relay!r} is neither a path nor tls://host:port")
     if _HOST_AND_PORT.fullmatch(relay) and not os.path.exists(relay):
-        raise ConfigError(f"relay: {relay!r} is no path; a relay on another host is tls://{relay}")
+        raise ConfigError(
+            f"relay: {relay!r} is not a path; for a relay on another host write tls://{relay}"
+        )
 
 
 def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
@@ -249,7 +251,9 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as err:  # no descriptor is free
-        raise RelayUnavailable(f"no socket for the relay at {path} ({err.strerror})") from err
+        raise RelayUnavailable(
+            f"cannot make a socket for the relay at {path}: {err.strerror}"
+        ) from err
     try:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, os.fspath(path))
@@ -259,7 +263,7 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid != 0 and uid not in _trusted(relay_user):
             raise RelayUnavailable(
-                f"the relay at {path} runs as uid {uid}: neither us, root nor {relay_user!r}"
+                f"the relay at {path} runs as uid {uid}, which is not trusted: only our own user, root and {relay_user!r} are (ClientConfig.relay_user)"
             )
     except OSError as err:
         connection.close()

@@ -106,7 +106,7 @@ def create_keys(
         for path in written:
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
-            raise KeyringError(f"{error.filename} is there already; it was left alone") from error
+            raise KeyringError(f"{error.filename} exists already and was not changed") from error
         if isinstance(error, OSError):
             raise KeyringError(f"cannot create keys in {directory}: {error.strerror}") from error
         raise
@@ -157,7 +157,7 @@ def create(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
-        raise KeyringError(f"{path} is there already; it was left alone") from error
+        raise KeyringError(f"{path} exists already and was not changed") from error
     except OSError as error:
         raise KeyringError(f"cannot create {path}: {error.strerror}") from error
     try:

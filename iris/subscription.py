@@ -48,7 +48,7 @@ class Subscription:
             check_group(group)
         attachment = runtime.attached()
         if policy not in ("drop-new", "drop-old", "cut"):
-            raise ConfigError(f"policy: {policy!r} is none of drop-new, drop-old, cut")
+            raise ConfigError(f"policy: {policy!r} is not one of drop-new, drop-old, cut")
         if when_full not in ("drop", "wait"):
             raise ConfigError(f"when_full: {when_full!r} is neither 'drop' nor 'wait'")
         if when_full == "wait" and limit_bytes < MIN_QUEUE_BYTES:

@@ -238,7 +238,9 @@ class RelayConfig:
             parse_join(join)
         self._check_federation()
         if self.log_level not in _LOG_LEVELS:
-            raise ConfigError(f"log_level: {self.log_level!r} is none of {', '.join(_LOG_LEVELS)}")
+            raise ConfigError(
+                f"log_level: {self.log_level!r} is not one of {', '.join(_LOG_LEVELS)}"
+            )
 
     @property
     def no_effect(self) -> tuple[str, ...]:
@@ -271,7 +273,9 @@ class RelayConfig:
                 )
         if not self.is_gateway:
             if costs:
-                raise ConfigError(f"site_cost: {next(iter(costs))} is no peer_site")
+                raise ConfigError(
+                    f"site_cost: {next(iter(costs))!r} is not listed in peer_site; add it with --peer-site {next(iter(costs))}=…"
+                )
             return
         named = "gateway" if self.gateway else "peer_site"
         if not self.site:
@@ -289,7 +293,9 @@ class RelayConfig:
                 )
         for site in costs:
             if site not in peers:
-                raise ConfigError(f"site_cost: {site} is no peer_site")
+                raise ConfigError(
+                    f"site_cost: {site!r} is not listed in peer_site; add it with --peer-site {site}=…"
+                )
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value: float = getattr(self, name)
@@ -313,7 +319,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     """Return host and port of `tls://host:port`; raises ConfigError, for a listener without TLS above all."""
     if not text.startswith("tls:"):
         raise ConfigError(
-            f"listen: {text!r} is not tls://HOST:PORT; there is no listener without TLS: programs of this host use the socket"
+            f"listen: {text!r} is not tls://HOST:PORT. Relays accept programs of other hosts over TLS only; programs on this host use the socket"
         )
     return _tls_address("listen", text)
 

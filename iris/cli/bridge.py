@@ -58,7 +58,10 @@ def iris1(
     from relay.bridges.iris1.process import run
 
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"{log_level!r} is no level", param_hint="--log-level")
+        raise typer.BadParameter(
+            f"{log_level!r} is not a log level; use debug, info, warning or error",
+            param_hint="--log-level",
+        )
     try:
         config = Iris1Config(
             listen=tuple(map(parse_address, listen)) if listen else DEFAULT_LISTEN,

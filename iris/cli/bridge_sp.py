@@ -39,7 +39,10 @@ def sp(
     from relay.logs import configure
 
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"{log_level!r} is no level", param_hint="--log-level")
+        raise typer.BadParameter(
+            f"{log_level!r} is not a log level; use debug, info, warning or error",
+            param_hint="--log-level",
+        )
 
     async def work() -> int:
         entries = load(config)

@@ -48,7 +48,10 @@ def run(
     from relay.logs import configure
 
     if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(f"{log_level!r} is no level", param_hint="--log-level")
+        raise typer.BadParameter(
+            f"{log_level!r} is not a log level; use debug, info, warning or error",
+            param_hint="--log-level",
+        )
     configure(log_level)
     keep_freed_memory()
 
@@ -79,7 +82,7 @@ def find_service(place: str) -> iris.Service:
         raise ConfigError(f"{module_name} has no iris.Service called {path!r}; {hint}")
     if not found.handlers and not found.topics:
         raise ConfigError(
-            f"{module_name}:{path} would serve nothing: it has no handler. Decorate a function with `@{path}.on_request`, or another on_…"
+            f"{module_name}:{path} has no handlers, so it would serve nothing. Decorate a function with `@{path}.on_request`, or another on_…"
         )
     return found
 
@@ -90,7 +93,7 @@ def _import(name: str) -> ModuleType:
         sys.path.insert(0, directory)
     if "/" in name or name.startswith(".") or not name:
         raise ConfigError(
-            f"{name!r} is no name of a module: write it as in `import`, package.module"
+            f"{name!r} is not a module name; write it as in an import statement: package.module"
         )
     try:
         return importlib.import_module(name)

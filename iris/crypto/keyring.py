@@ -69,7 +69,9 @@ class Keyring:
         document = _parse_toml(toml_text)
         if not document.keys() <= {"default", "clusters", "topics"}:
             # Not named: whoever forgets a header may have a secret where the name belongs.
-            raise KeyringError("only [default], [clusters.NAME] and [topics.PREFIX] belong here")
+            raise KeyringError(
+                "expected only the tables [default], [clusters.NAME] and [topics.PREFIX]"
+            )
         entries: dict[str, Keys] = {}
         if "default" in document:
             entries[DEFAULT] = _parse_entry(ClusterKey, DEFAULT, document["default"])
@@ -220,7 +222,7 @@ def parse_network_keys(toml_text: str) -> tuple[NetworkKey, ...]:
     """
     document = _parse_toml(toml_text)
     if document.keys() != {"network"}:
-        raise KeyringError("one table, [network], belongs here")
+        raise KeyringError("expected one table, [network]")
     return _check_keys("network", _parse_entry(NetworkKey, "network", document["network"]))
 
 
@@ -238,10 +240,10 @@ def parse_site_key(toml_text: str) -> SiteKey:
     """
     document = _parse_toml(toml_text)
     if document.keys() != {"site"}:
-        raise KeyringError("one table, [site], belongs here")
+        raise KeyringError("expected one table, [site]")
     keys = _parse_entry(SiteKey, "site", document["site"])
     if len(keys) != 1:
-        raise KeyringError("site: one key belongs there")
+        raise KeyringError("site: expected exactly one key")
     return keys[0]
 
 
@@ -328,7 +330,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey, ...]:
     if not isinstance(body, dict) or body.keys() != {"keys"} or not isinstance(body["keys"], list):
-        raise KeyringError(f'{name}: one line belongs there, keys = ["...", ...]')
+        raise KeyringError(f'{name}: expected one line, keys = ["...", ...]')
     keys: list[_AnyKey] = []
     for number, text in enumerate(body["keys"], 1):
         try:

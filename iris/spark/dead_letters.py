@@ -115,9 +115,11 @@ def _check_frame(columns: list[str], *, corrupt: bool) -> None:
     from iris.spark.schema import CORRUPT
 
     if corrupt and CORRUPT not in columns:
-        raise ConfigError(f"there is no column {CORRUPT!r}: read with valueSchema, or give parse")
+        raise ConfigError(
+            f"the frame has no column {CORRUPT!r}; read it with the option valueSchema, or pass parse="
+        )
     if not corrupt and "value" not in columns:
-        raise ConfigError("there is no column 'value' to parse")
+        raise ConfigError("the frame has no column 'value' to parse")
     for name in (_WHY, *(() if corrupt else (PARSED,))):
         if name in columns:
             raise ConfigError(f"column {name!r} is there already: rename it")

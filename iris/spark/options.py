@@ -266,7 +266,9 @@ def parse_offsets(option: str, text: str) -> dict[str, int]:
         ) from err
     for name, offset in offsets.items():
         if type(offset) is not int or not -2 <= offset < 1 << 63:
-            raise ConfigError(f"{option}: {offset!r} is no offset of {name!r}")
+            raise ConfigError(
+                f"{option}: {offset!r} is not an offset of {name!r}; use a number of at least 0, -1 (latest) or -2 (earliest)"
+            )
     return offsets
 
 
@@ -325,7 +327,9 @@ class _Given:
             return default_s
         found = _DURATION.fullmatch(text.lower())
         if found is None:
-            raise ConfigError(f"{name}: {text!r} is no time like 200ms, 30s, 15m, 12h or 7d")
+            raise ConfigError(
+                f"{name}: {text!r} is not a duration; write it like 200ms, 30s, 15m, 12h or 7d"
+            )
         unit = found[2] or "ms"
         return float(found[1]) * (0.001 if unit == "ms" else _UNITS[unit[0]])
 
@@ -339,7 +343,9 @@ def _access(given: _Given) -> Access:
     )
     for name, path in (("keyringFile", access.keyring_file), ("accessKeyFile", access.access_file)):
         if path and not os.path.isabs(path):
-            raise ConfigError(f"{name}: {path!r} is no absolute path; it is opened on every host")
+            raise ConfigError(
+                f"{name}: {path!r} is not an absolute path; every host opens it, so a relative one is not enough"
+            )
     return access
 
 

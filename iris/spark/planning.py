@@ -259,7 +259,7 @@ class Planner:
             latest = text == LATEST and stream not in self._made
             at = named.get(name, named.get(stream, -1 if latest else -2))
             if named and name not in named and stream not in named:
-                raise SparkError(CONFIG, f"{option}: there is no offset of {name!r}")
+                raise SparkError(CONFIG, f"{option}: it gives no offset for {name!r}; add one")
             if time_ms is not None:
                 at = self._ask(self._at_time(stream, info.uuid, time_ms))
             elif at == -2:

@@ -85,7 +85,7 @@ class _Ddl:
     def __init__(self, text: str) -> None:
         self._tokens = _TOKEN.findall(text)
         if _BLANKS.sub("", "".join(self._tokens)) != _BLANKS.sub("", text):
-            raise ValueError("it is no list like 'a INT, b STRING'")
+            raise ValueError("write it as a list like 'a INT, b STRING'")
 
     def schema(self) -> StructType:
         fields = self._fields("")
@@ -98,7 +98,7 @@ class _Ddl:
         while True:
             name = self._next()
             if not _WORD.fullmatch(name):
-                raise ValueError(f"{name!r} is no column name")
+                raise ValueError(f"{name!r} is not a column name")
             if self._tokens and self._tokens[0] == ":":
                 self._next()
             fields.append(StructField(name.strip("`"), self._type()))
@@ -134,7 +134,7 @@ class _Ddl:
         elif name in _TYPES:
             return _TYPES[name]()
         else:
-            raise ValueError(f"{name!r} is no type")
+            raise ValueError(f"{name!r} is not a type that Spark knows")
         self._expect(">")
         return made
 

@@ -311,12 +311,13 @@ def _check_columns(schema: StructType, options: SinkOptions) -> frozenset[str]:
     known = {"value", "headers", target or "key"}
     if not any(field.name == "value" for field in schema.fields):
         raise SparkError(
-            CONFIG, f"there is no column 'value', only {', '.join(schema.fieldNames())}"
+            CONFIG,
+            f"the frame has no column 'value'; its columns are {', '.join(schema.fieldNames())}",
         )
     for field in schema.fields:
         if field.name not in known:
             raise SparkError(
-                CONFIG, f"column {field.name!r} is none of {', '.join(sorted(known))} that {options.send} takes: select them"
+                CONFIG, f"column {field.name!r} is not one that {options.send} uses; select only {', '.join(sorted(known))}"
             )  # fmt: skip
         if field.name in ("value", "key") and not isinstance(field.dataType, text):
             raise SparkError(
@@ -330,7 +331,7 @@ def _check_columns(schema: StructType, options: SinkOptions) -> frozenset[str]:
         if field.name == "headers" and not _is_headers(field.dataType):
             raise SparkError(
                 CONFIG,
-                "column 'headers' is no array<struct<key:string,value:binary>>, as of includeHeaders",
+                "column 'headers' is not array<struct<key:string,value:binary>>, the type that includeHeaders gives",
             )
     if options.send != APPEND and not options.name and target not in schema.fieldNames():
         raise SparkError(CONFIG, f"where to? Give the option {target}, or a column of that name")

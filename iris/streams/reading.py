@@ -254,7 +254,7 @@ async def start_offset(
         if start > found.next:
             raise StreamError(name, f"offset {start} is beyond the end, {found.next}")
         return known, start
-    raise StreamError(name, f"start: {start!r} is no offset, time, 'first', 'last' or 'new'")
+    raise StreamError(name, f"start: {start!r} is not an offset, a time, 'first', 'last' or 'new'")
 
 
 async def resolve_dead(

@@ -104,7 +104,7 @@ def check_definition(definition: Definition) -> None:
         raise ConfigError(f"origins: a copy of a copy, more than {MAX_ORIGINS} times over")
     if definition.mirror:
         if not _UUID.fullmatch(definition.mirror):
-            raise ConfigError(f"mirror: {definition.mirror!r} is no uuid in hex")
+            raise ConfigError(f"mirror: {definition.mirror!r} is not a uuid of 32 hex digits")
         if not definition.origins or definition.origins[-1].uuid.hex() != definition.mirror:
             raise ConfigError("mirror: the last of its origins is what a stream is a copy of")
         if definition.topic or definition.cluster:

@@ -18,7 +18,7 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
 from relay.core.interest import Interest
-from relay.core.neighbor import RELEASED, Counted, Neighbor, Route, Target
+from relay.core.neighbor import RELEASED, Counted, Delivery, Neighbor, Route, Target
 
 STEP_BYTES: Final = 32 << 10
 """A publisher is told of so much more credit, or of any once it has none."""
@@ -31,19 +31,17 @@ MAX_CREDITS: Final = 2048
 
 
 class Credit:
-    """What may be sent of one publisher's topic over one connection, to one delivery set there."""
+    """What may be sent of one publisher's topic over one connection, to one delivery set there. Several aliases of a publisher may lead there."""
 
     __slots__ = (
-        "alias", "asked_us", "flow", "left_out", "limit", "neighbor", "place", "sent", "serial",
+        "alias", "asked_us", "delivery", "flows", "left_out", "limit", "neighbor", "sent", "serial",
     )  # fmt: skip
 
-    def __init__(
-        self, flow: Flow, neighbor: Neighbor, place: tuple[int, bool, tuple[str, ...]]
-    ) -> None:
-        self.flow = flow
-        self.place = place
-        """In `Flow.credits`."""
+    def __init__(self, neighbor: Neighbor, delivery: Delivery) -> None:
+        self.flows: dict[Flow, None] = {}
+        """Those that send it."""
         self.neighbor = neighbor
+        self.delivery = delivery
         self.alias: Alias | None = None
         """For which it was asked."""
         self.serial = 0
@@ -53,6 +51,11 @@ class Credit:
         """Bytes since it was asked, as `limit` is counted."""
         self.left_out = False
         """It had no credit for as long as a publisher waits. A session is dropped for; a relay gets everything, and drops itself."""
+
+    @property
+    def place(self) -> tuple[int, bool, tuple[str, ...]]:
+        """Number of the neighbor, whether subscriptions without a group are meant, and groups: what tells those of one flow apart."""
+        return (self.neighbor.number, self.delivery[4], self.delivery[5])
 
     @property
     def room(self) -> int:
@@ -82,12 +85,19 @@ class Flow:
         self.review_at = 0
         """With so many bytes received it is looked at what more there is."""
         self.credits: dict[tuple[int, bool, tuple[str, ...]], Credit] = {}
-        """Number of the neighbor, whether subscriptions without a group are meant, and groups."""
+        """By `Credit.place`."""
         self.places: dict[tuple[int, str], list[Credit]] = {}
         """Number of the neighbor, group or an empty text -> the same credits."""
 
     def ended(self) -> None:
         self._end(self)
+
+    def hold(self, credit: Credit) -> None:
+        """Send to where a credit is for."""
+        self.credits[credit.place] = credit
+        number, plain, groups = credit.place
+        for group in ("", *groups) if plain else groups:
+            self.places.setdefault((number, group), []).append(credit)
 
     def drop(self, credit: Credit) -> None:
         """Keep one credit no more: the connection is gone, or its alias is."""
@@ -123,10 +133,8 @@ class Credits:
         self._resolve = resolve
         self._clock = clock
         self._serial = 0
-        self._asked: dict[int, dict[int, Credit]] = {}
-        """Number of a neighbor -> serial number -> the credit that it gives."""
-        self._unasked = 0
-        """Serial number of the latest that gives some without being asked: below all that are sent."""
+        self._credits: dict[int, dict[Delivery, Credit]] = {}
+        """Number of a neighbor -> what its alias stands for -> the credit that it gives."""
         self._watched: dict[Flow, None] = {}
         """Those that have no credit, or leave somebody out."""
         self._look_us = NEVER_US
@@ -165,40 +173,40 @@ class Credits:
 
     def window(self, neighbor: Neighbor, window: frames.Window) -> None:
         """A neighbor gives credit; what it said before it was asked last is void."""
-        credit = self._asked.get(neighbor.number, {}).get(window.serial)
-        if credit is None or credit.alias is None or credit.alias.number != window.alias:
+        delivery = neighbor.aliases.key_of(window.alias)
+        credit = self._credits.get(neighbor.number, {}).get(delivery) if delivery else None
+        if credit is None or credit.serial != window.serial:
             return
-        flow = credit.flow
-        told = max(0, flow.limit - flow.received)
-        holds_back = credit.room <= told
+        before = credit.room
         credit.limit = window.limit
         if credit.left_out:
             self._recovered(credit)
-        if holds_back or credit.room < told or flow.route.groups:
-            self.review(flow)
+        for flow in list(credit.flows):
+            told = max(0, flow.limit - flow.received)
+            if min(before, credit.room - 1) <= told or flow.route.groups:
+                self.review(flow)
 
     def forget(self, neighbor: Neighbor) -> None:
         """A connection is gone."""
-        for credit in self._asked.pop(neighbor.number, {}).values():
-            credit.flow.drop(credit)
+        for credit in self._credits.pop(neighbor.number, {}).values():
+            for flow in credit.flows:
+                flow.drop(credit)
 
     def _ended(self, flow: Flow) -> None:
         """A publisher is gone, or its alias stands for another."""
         self._watched.pop(flow, None)
         for credit in list(flow.credits.values()):
-            self._drop(credit)
+            self._leave(flow, credit)
 
-    def _drop(self, credit: Credit) -> None:
-        """Keep a credit no more."""
-        credit.flow.drop(credit)
-        self._unlist(credit)
-
-    def _unlist(self, credit: Credit) -> None:
-        number = credit.neighbor.number
-        there = self._asked.get(number, {})
-        there.pop(credit.serial, None)
-        if not there:
-            self._asked.pop(number, None)
+    def _leave(self, flow: Flow, credit: Credit) -> None:
+        """A flow sends no more where a credit is for."""
+        flow.drop(credit)
+        del credit.flows[flow]
+        if not credit.flows:
+            there = self._credits[credit.neighbor.number]
+            del there[credit.delivery]
+            if not there:
+                del self._credits[credit.neighbor.number]
 
     def sending(self, flow: Counted, target: Target, size: int) -> bool:
         """Count a frame that goes to a target, whose alias is declared; False: its messages are to be dropped.
@@ -278,29 +286,31 @@ class Credits:
         if credit is None:
             if len(flow.credits) >= MAX_CREDITS:
                 for one in list(flow.credits.values()):
-                    self._drop(one)
-            credit = flow.credits[place] = Credit(flow, neighbor, place)
-            self._unasked -= 1
-            credit.serial = self._unasked
-            self._asked.setdefault(neighbor.number, {})[credit.serial] = credit
-            for group in ("", *groups) if plain else groups:
-                flow.places.setdefault((neighbor.number, group), []).append(credit)
-        credit.alias = target.alias
-        if not site and neighbor.minor >= WAIT_MINOR:
-            self._ask(credit)
-            credit.limit = FIRST_WINDOW
+                    self._leave(flow, one)
+            there = self._credits.setdefault(neighbor.number, {})
+            credit = there.get(target.delivery)
+            if credit is None:
+                credit = there[target.delivery] = Credit(neighbor, target.delivery)
+            credit.flows[flow] = None
+            flow.hold(credit)
+        if credit.alias is not target.alias:
+            credit.alias = target.alias
+            if not site and neighbor.minor >= WAIT_MINOR:
+                self._ask(credit)
+                credit.limit = FIRST_WINDOW
         return credit
 
     def _ask(self, credit: Credit, *, stalled: bool = False) -> None:
         """Ask for credit: what is sent counts from here, and there is none before the answer."""
         if credit.alias is None or credit.alias.number < 0:
-            self._drop(credit)  # what follows is sent under another alias, and asked for by that
+            for flow in list(
+                credit.flows
+            ):  # what follows is sent under another alias, and asked for by that
+                self._leave(flow, credit)
             return
-        self._unlist(credit)
         self._serial = (self._serial + 1) & 0xFFFFFFFF
         credit.serial, credit.asked_us = self._serial, self._clock()
         credit.sent = credit.limit = 0
-        self._asked.setdefault(credit.neighbor.number, {})[credit.serial] = credit
         credit.neighbor.control(frames.Wait(credit.alias.number, self._serial, stalled))
 
     def _recovered(self, credit: Credit) -> bool:

@@ -106,7 +106,7 @@ def parse_join(text: str) -> Join:
     port = DEFAULT_PORT if port_text is None else _port(port_text)
     if port is None:
         raise ConfigError(
-            f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT: {port_text!r} is no port from 1 to 65535"
+            f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT: {port_text!r} is not a port from 1 to 65535"
         )
     return Join(text, kind, host, port, numeric)
 

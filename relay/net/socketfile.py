@@ -113,7 +113,7 @@ def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(f"socket_group: there is no group {group!r}") from None
+        raise ConfigError(f"socket_group: this host has no group {group!r}") from None
 
 
 def _prepare_directory(directory: Path, gid: int | None) -> None:

@@ -352,7 +352,7 @@ class Calls:
 
     def _on_delete_consumer(self, question: Question, call: streams.DeleteConsumer) -> None:
         if not self._consuming(question).delete(call.consumer):
-            raise Refuse("consumer", f"there is no consumer {call.consumer!r}")
+            raise Refuse("consumer", f"the stream has no consumer {call.consumer!r}")
         question.answer(streams.Settled(1))
 
 

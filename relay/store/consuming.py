@@ -251,7 +251,7 @@ class Consuming:
     def _found(self, name: str) -> Consumer:
         consumer = self._consumers.get(name) or self._load(name)
         if consumer is None:
-            raise ConsumerRefused(f"there is no consumer {name!r}")
+            raise ConsumerRefused(f"the stream has no consumer {name!r}")
         return consumer
 
     def _load(self, name: str) -> Consumer | None:
@@ -261,7 +261,7 @@ class Consuming:
         except KeyError:
             return None
         except CursorDamaged as err:
-            raise ConsumerRefused(f"{err}; delete it, and start anew") from err
+            raise ConsumerRefused(f"{err}; delete the consumer and create it again") from err
         return consumer
 
     def _answer(

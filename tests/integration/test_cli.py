@@ -566,7 +566,7 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
         ("nowhere", "no module 'nowhere'"), ("services:nothing", "no iris.Service called 'nothing'"),
         ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "it has none at all"),
         ("services:noted", "no iris.Service called 'noted'; it has: echo"), ("services.py", "leave out the '.py': services"),
-        ("./services.py", "write it as in `import`"), ("services:idle", "services:idle would serve nothing: it has no handler"),
+        ("./services.py", "write it as in an import statement"), ("services:idle", "services:idle has no handlers"),
     ],
 )  # fmt: skip
 def test_run_says_what_is_wrong_with_a_place(
@@ -612,7 +612,7 @@ def test_new_keys_are_private_shown_by_id_only_and_never_overwritten(tmp_path: P
     assert {path.stat().st_mode & 0o777 for path in (keyring, network)} == {0o600}
     before = keyring.read_bytes()
     said += shell("key", "new", code=2)
-    assert b"is there already" in said
+    assert b"exists already" in said
     assert keyring.read_bytes() == before
     said += shell("key", "add", "databases") + shell("key", "add", "topic:orders.eu")
     said += shell("key", "show") + shell("key", "show", "--json")

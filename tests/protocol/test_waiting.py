@@ -203,6 +203,27 @@ def test_members_of_a_group_at_two_relays_are_waited_for_only_while_none_has_cre
     assert dropped(net) == 0
 
 
+def test_a_subscriber_that_two_aliases_of_a_publisher_lead_to_has_one_credit_for_both() -> None:
+    """The relay of the publisher names a group or not, as its turn is; the subscriber beside it gets everything."""
+    net = Network(relays=2)
+    net.link(0, 1)
+    publisher = net.host("alice")
+    near, far, bob = net.host("near"), net.host("far", relay=1), net.host("bob", relay=1)
+    members = [(near, near.subscribe(TOPIC, group="g", waits=True)), (far, far.subscribe(TOPIC, group="g", waits=True))]  # fmt: skip
+    inbox = bob.subscribe(TOPIC, waits=True)
+    net.run()
+    sent = 0
+    for _ in range(20):
+        more = fill(net, publisher)
+        assert more, "time does not pass here, so nobody was asked again"
+        sent += more
+        for host, each in (*members, (bob, inbox)):
+            each.handle(host)
+        net.run()
+    assert len(inbox.messages) == sum(len(each.messages) for _, each in members) == sent
+    assert dropped(net) == 0
+
+
 # -- whoever does not go on ------------------------------------------------------------------------------------
 
 

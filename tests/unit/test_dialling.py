@@ -197,7 +197,7 @@ async def test_a_relay_of_another_user_is_refused(
 ) -> None:
     with (
         listening_as_another(own, monkeypatch),
-        pytest.raises(RelayUnavailable, match="neither us, root nor 'iris'"),
+        pytest.raises(RelayUnavailable, match="only our own user, root and 'iris' are"),
     ):
         await go({}, own.path)
 
@@ -223,7 +223,7 @@ async def test_a_socket_that_leads_elsewhere_is_judged_by_who_listens_there(
     assert elsewhere.met
     with (
         listening_as_another(elsewhere, monkeypatch),
-        pytest.raises(RelayUnavailable, match="neither us, root nor 'iris'"),
+        pytest.raises(RelayUnavailable, match="only our own user, root and 'iris' are"),
     ):
         await go(here(runtime))
     elsewhere.listener.close()
@@ -273,7 +273,7 @@ async def test_a_socket_that_is_replaced_after_the_look_is_judged_by_who_listens
 
     monkeypatch.setattr(dialling, "find_relay", look)
     monkeypatch.setattr(dialling, "dial", dial_a_replaced_one)
-    with pytest.raises(RelayUnavailable, match="neither us, root nor 'iris'"):
+    with pytest.raises(RelayUnavailable, match="only our own user, root and 'iris' are"):
         await go(here(runtime))
     assert not host.met
     replaced[-1].listener.close()

@@ -52,9 +52,9 @@ class Load(msgspec.Struct, frozen=True):
         if (self.rate is None) == (self.inflight is None):
             raise ValueError("give a rate or a number in flight, and not both")
         if self.inflight is not None and self.verb != "request":
-            raise ValueError("only requests have a closed loop")
+            raise ValueError("a number in flight is for requests only; give a rate")
         if not all(map(math.isfinite, (self.rate or 1.0, self.seconds, self.timeout))):
-            raise ValueError("rate, seconds and timeout are finite")
+            raise ValueError("rate, seconds and timeout must be finite numbers")
         least = {"request": 0, "publish": STAMP.size, "tunnel": NUMBER.size}[self.verb]
         most = MAX_TUNNEL_MESSAGE if self.verb == "tunnel" else MAX_MESSAGE
         if not least <= self.size <= most:

@@ -373,7 +373,7 @@ async def _collect(
                     if misses[worker] >= MISSES:
                         settle(worker, None, "missing: it went away")
                 case _:
-                    settle(worker, None, "it knows of no such job: it was started anew")
+                    settle(worker, None, "it was restarted and does not know the job")
         if loop.time() > until_s:
             for worker in chosen.keys() - parts.keys():
                 settle(worker, None, "it did not end in time")

@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None:
         raise typer.BadParameter(
-            f"{text!r} is no size: a number and B, KiB, MiB, GiB or TiB, such as 10GiB"
+            f"{text!r} is not a size; write a number and B, KiB, MiB, GiB or TiB, such as 10GiB"
         )
     return int(Decimal(found[1]) * _UNITS[(found[2] or "B").lower()])
 
@@ -41,7 +41,9 @@ def parse_age(text: str) -> float:
         return 0.0
     found = _AGE.fullmatch(text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is no duration: a number and s, m, h or d, such as 7d")
+        raise typer.BadParameter(
+            f"{text!r} is not a duration; write a number and s, m, h or d, such as 7d"
+        )
     return float(Decimal(found[1]) * _SECONDS[found[2]])
 
 
@@ -52,7 +54,7 @@ def parse_time(text: str) -> datetime:
     except (ValueError, OverflowError):
         moment = None
     if moment is None or moment < _EPOCH:
-        raise typer.BadParameter(f"{text!r} is no time such as 2026-01-31T12:00:00Z")
+        raise typer.BadParameter(f"{text!r} is not a time; write it like 2026-01-31T12:00:00Z")
     return moment
 
 
@@ -66,7 +68,7 @@ def parse_start(text: str) -> str | int | datetime:
         return parse_time(text)
     except typer.BadParameter:
         raise typer.BadParameter(
-            f"{text!r} is none of first, last, new, an offset, and a time such as 2026-01-31T12:00:00Z"
+            f"{text!r} is not a start; use first, last, new, an offset or a time such as 2026-01-31T12:00:00Z"
         ) from None
 
 

@@ -92,7 +92,9 @@ class Bridge:
                 self._servers.append(server)
                 self.addresses += [sock.getsockname()[:2] for sock in server.sockets]
             if not self._servers:
-                raise iris.ConfigError(f"listen: this host has none of {', '.join(absent)}")
+                raise iris.ConfigError(
+                    f"listen: this host does not have the address {' or '.join(absent)}"
+                )
         except BaseException:
             self._close()
             raise
@@ -136,7 +138,7 @@ class Bridge:
             address = ipaddress.ip_address(host)
         except ValueError:
             raise iris.ConfigError(
-                f"listen: {host!r} is no numeric address; for this host alone write 127.0.0.1:PORT or [::1]:PORT"
+                f"listen: {host!r} is not a numeric address; to listen on this host alone, write 127.0.0.1:PORT or [::1]:PORT"
             ) from None
         if not address.is_loopback and not self.config.allow_remote:
             raise iris.ConfigError(

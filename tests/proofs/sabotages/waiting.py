@@ -47,7 +47,7 @@ SABOTAGES = (
         "wait-gone-kept",
         "relay/core/credit.py",
         "Credits.forget",
-        "credit.flow.drop(credit)",
+        "flow.drop(credit)",
         "pass",
         WAITING,
         "a subscriber that was left out and went is looked at for good",

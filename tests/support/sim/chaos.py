@@ -482,7 +482,7 @@ class Chaos:
         for topic in TOPICS:
             for _ in range(40):
                 flow = publisher.publish_waiting(topic, size=4_000)
-            for _ in range(20):
+            for _ in range(3):
                 net.run(self.reach_s)
                 if not flow.queue:
                     break

@@ -293,11 +293,11 @@ def check_credits(relay: SimRelay) -> None:
     if credits.waiting:
         net.violate(f"{relay} still has {credits.waiting} publishers wait")
     there = set(router.neighbors)
-    if gone := set(credits._asked) - there:
+    if gone := set(credits._credits) - there:
         net.violate(f"{relay} keeps credits of {len(gone)} neighbors that are gone")
-    for asked in credits._asked.values():
-        for credit in asked.values():
-            if credit.flow.route.version == RELEASED:
+    for known in credits._credits.values():
+        for credit in known.values():
+            if not credit.flows or any(flow.route.version == RELEASED for flow in credit.flows):
                 net.violate(f"{relay} keeps a credit for a publisher that is gone")
     for flow in flows(router):
         if gone := {number for number, *_ in flow.credits} - there:

@@ -92,7 +92,7 @@ def test_creating_keys_overwrites_nothing_and_leaves_nothing_half_made(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_text("precious")
-    with pytest.raises(KeyringError, match=f"{name} is there already"):
+    with pytest.raises(KeyringError, match=f"{name} exists already"):
         create_keys(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "precious"
@@ -100,7 +100,7 @@ def test_creating_keys_overwrites_nothing_and_leaves_nothing_half_made(
 
 def test_creating_keys_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "keyring.toml").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(KeyringError, match="there already"):
+    with pytest.raises(KeyringError, match="exists already"):
         create_keys(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -254,7 +254,7 @@ def test_a_site_key_is_written_once_and_read_again(tmp_path: Path) -> None:
     assert made == SiteKey(b"e" * 32)
     assert mode(path) == 0o600
     assert load_site_key(path) == made
-    with pytest.raises(KeyringError, match="there already"):
+    with pytest.raises(KeyringError, match="exists already"):
         create_site_key(path)
     assert load_site_key(path) == made
 

@@ -314,7 +314,7 @@ GATEWAY: dict[str, Any] = {
         ("site_key", {"site_key": None}),
         ("peer_site: eu is this site", {"site": "us"}),
         ("peer_site: us has no address", {"gateway": (), "peer_site": (f"us=#{PIN}",)}),
-        ("site_cost: ap is no peer_site", {"site_cost": ("ap=1",)}),
+        ("site_cost: 'ap' is not listed in peer_site", {"site_cost": ("ap=1",)}),
         ("site_cost: us is there twice", {"site_cost": ("us=1", "us=2")}),
     ],
 )
@@ -394,7 +394,7 @@ def test_a_value_out_of_its_range_is_named_with_its_source(tmp_path: Path) -> No
     file = written(tmp_path / "relay.toml", 'log_level = "LOUD"\n')
     with pytest.raises(ConfigError) as raised:
         load(file=file)
-    assert str(raised.value).startswith(f"{file}: log_level: 'LOUD' is none of ")
+    assert str(raised.value).startswith(f"{file}: log_level: 'LOUD' is not one of ")
     environ = {"IRIS_RELAY_LOG_LEVEL": "QUIET", "IRIS_RELAY_PORT": "99999"}
     with pytest.raises(ConfigError, match=r"^IRIS_RELAY_PORT: 99999 is not from 0 to 65535$"):
         load(environ={"IRIS_RELAY_PORT": "99999"}, file=written(file, "port = 0\n"))
