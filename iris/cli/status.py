@@ -106,7 +106,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if nowhere:
         said = f"\nsites not linked: {', '.join(nowhere)}; `iris federation list` says why"
         console.print(said, markup=False)
-    for said in (*_slow(report), *_over(report), *_queues(report)):
+    for said in (*_slow(report), *_waiting(report), *_over(report), *_queues(report)):
         console.print(f"\n{printable(said)}", markup=False)
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
@@ -125,6 +125,13 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )
+
+
+def _waiting(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a line if publishers wait for subscribers now."""
+    count = report.get("publishers_waiting")
+    if count:
+        yield f"publishers waiting: {count} topics whose subscribers have no room, or are left out"
 
 
 def _queues(report: dict[str, Any]) -> Iterator[str]:

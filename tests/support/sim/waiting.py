@@ -139,7 +139,7 @@ class SimPublisher:
     def pump(self) -> None:
         """Send what there is credit for."""
         session = self._owner.session
-        if session.closed or session.leaving:
+        if session.closed or session.leaving or not session.relay.alive:
             self.queue.clear()
         while self.queue and self.credit.sent < self.credit.limit:
             self._send()
@@ -165,6 +165,10 @@ class SimPublisher:
         """The message waits as long as one does: it is sent without credit."""
         session = self._owner.session
         if turn != self._turn or not self._since_us or session.closed or session.leaving:
+            return
+        if not session.relay.alive:  # it went without a word: there is nobody to wait for
+            self.queue.clear()
+            self._since_us = 0
             return
         self.stalls += 1
         session.net.ledger.stalls += 1
