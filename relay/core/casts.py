@@ -77,28 +77,32 @@ class Casts:
         if flow is not None:
             flow.received += end - start
         target = route.single
-        if target is not None:
+        if target is None:
+            self._fan_out(route, buf, start, end, count, tick)
+        else:
             known = target.alias
-            if known.number < 0:
-                if not target.port.has_room(end - start):
-                    self._too_slow(target, buf, start, count)
-                    return
+            if known.number < 0 and target.port.has_room(end - start):
                 known = self._declare(target, tick)
-            if flow is not None and not self.credits.sending(flow, target, end - start):
+            if known.number < 0 or (
+                flow is not None and not self.credits.sending(flow, target, end - start)
+            ):
                 self._too_slow(target, buf, start, count)
-                return
-            known.used = tick
-            ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
-            if target.port.forward(buf, start, end, count):
-                accounts.out += count
             else:
-                self._too_slow(target, buf, start, count)
-            if flow is not None and flow.received >= flow.review_at:
-                self.credits.review(flow)
-            return
-        targets = route.many
-        if route.groups:
-            targets = self._choose(route)
+                known.used = tick
+                ALIAS.pack_into(buf, start + ALIAS_AT, known.number)
+                if target.port.forward(buf, start, end, count):
+                    accounts.out += count
+                else:
+                    self._too_slow(target, buf, start, count)
+        if flow is not None and flow.received >= flow.review_at:
+            self.credits.review(flow)
+
+    def _fan_out(
+        self, route: Route, buf: memoryview, start: int, end: int, count: int, tick: int
+    ) -> None:
+        """Send a frame to several targets, or to the members of groups whose turn it is."""
+        accounts, flow = self._accounts, route.flow
+        targets = self._choose(route) if route.groups else route.many
         if not targets:
             accounts.drop("not allowed" if route.barred else "unwanted", count)
             return
@@ -120,8 +124,6 @@ class Casts:
                 accounts.out += count
             else:
                 self._too_slow(target, buf, start, count)
-        if flow is not None and flow.received >= flow.review_at:
-            self.credits.review(flow)
 
     def _declare(self, target: Target, tick: int) -> Alias:
         if target.neighbor.hop_class:

@@ -179,6 +179,8 @@ class Port:
         self.finished = False
         self.held_messages = 0
         self.crowded = False
+        self.takes = True
+        """It has room for anything."""
 
     def _take(self, frame: bytes, count: int) -> bool:
         if self.room is not None:
@@ -189,7 +191,7 @@ class Port:
         return True
 
     def has_room(self, size: int) -> bool:
-        return True
+        return self.takes
 
     def discard(self, held: Held) -> int:
         return 0

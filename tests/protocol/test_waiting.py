@@ -428,6 +428,14 @@ def asked(net: Network, bob: Host) -> list[int]:
     return seen
 
 
+def test_what_a_full_queue_takes_nothing_of_is_no_reason_to_wait(net: Network) -> None:
+    publisher = net.host("alice")
+    bob, _ = subscriber(net)
+    bob.port.takes = False
+    assert fill(net, publisher, 50) == 50
+    assert dropped(net) == 50
+
+
 # -- older versions, and what breaks the protocol --------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ SABOTAGES = (
     Sabotage(
         "cast-unwanted",
         "relay/core/casts.py",
-        "Casts.cast",
+        "Casts._fan_out",
         'accounts.drop("not allowed" if route.barred else "unwanted", count)',
         "pass",
         SCENARIOS,
