@@ -202,6 +202,8 @@ class Credits:
         """A flow sends no more where a credit is for."""
         flow.drop(credit)
         del credit.flows[flow]
+        if credit.left_out and credit.neighbor.gaps:
+            credit.neighbor.tell_gaps()  # nothing may follow that would show it
         if not credit.flows:
             there = self._credits[credit.neighbor.number]
             del there[credit.delivery]

@@ -273,6 +273,21 @@ def test_a_stalled_subscriber_hears_what_it_missed_though_nothing_follows(linked
     assert [lost.count for lost in inbox.gaps] == [1]
 
 
+def test_a_stalled_subscriber_hears_what_it_missed_though_its_publisher_is_gone(
+    linked: Network,
+) -> None:
+    publisher = linked.host("alice")
+    bob, inbox = subscriber(linked, group="g")
+    fill(linked, publisher)
+    stall(linked, publisher)
+    assert not inbox.gaps
+    publisher.lose()
+    linked.run()
+    inbox.handle(bob)
+    linked.run()
+    assert [lost.count for lost in inbox.gaps] == [1]
+
+
 def test_a_crowded_queue_at_the_relay_counts_and_is_given_up_likewise(net: Network) -> None:
     publisher = net.host("alice")
     bob, inbox = subscriber(net)
