@@ -106,9 +106,14 @@ def test_publish_offer_and_subscribe(client: blocking.Client) -> None:
         next(messages)
 
 
-def test_a_publisher_waits_for_a_subscriber_that_asks_for_it(client: blocking.Client) -> None:
+def test_a_publisher_waits_for_a_subscriber_that_asks_for_it() -> None:
     body = b" " * 100_000
-    with client.subscribe("t", when_full="wait") as messages:
+    keyring = iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+    config = iris.ClientConfig(stall_s=60.0)
+    with (
+        blocking.connect(embedded=True, keyring=keyring, config=config) as client,
+        client.subscribe("t", when_full="wait") as messages,
+    ):
         sent = 0
         while client.offer("t", b"%d" % sent + body, when_full="wait"):
             sent += 1

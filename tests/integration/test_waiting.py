@@ -54,7 +54,11 @@ async def test_everything_comes_in_order_however_it_is_taken(how: str) -> None:
         await asyncio.sleep(0)
         got(message)
 
-    async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
+    async with (
+        LocalCluster() as cluster,
+        named(cluster, "pub", stall_s=60.0) as pub,
+        cluster.client() as sub,
+    ):
         handler: Any = {"callback": got, "iterator": None}.get(how, take)
         concurrency = 4 if how == "several at once" else 1
         limit = {"limit_bytes": MIN_QUEUE_BYTES}
@@ -122,7 +126,7 @@ async def test_one_that_stalls_is_dropped_for_and_named_and_the_others_get_every
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow, other = Slow(), Collector()
-    async with LocalCluster() as cluster, named(cluster, "pub", stall_s=0.05) as pub:
+    async with LocalCluster() as cluster, named(cluster, "pub", stall_s=0.5) as pub:
         async with named(cluster, "the slow one") as sub, cluster.client() as quick:
             async with (
                 sub.subscribe("t", slow.take, on_gap=slow.gap, when_full="wait", limit_bytes=MIN_QUEUE_BYTES),
