@@ -256,7 +256,7 @@ async def test_a_host_and_port_without_tls_is_named_as_wrong(
 ) -> None:
     monkeypatch.setenv("IRIS_RELAY", "relay.example:7431")
     client = iris.connect(keyring=iris.Keyring.single(iris.ClusterKey(bytes(32))))
-    with pytest.raises(ConfigError, match=r"another host is tls://relay\.example:7431"):
+    with pytest.raises(ConfigError, match=r"another host write tls://relay\.example:7431"):
         await client.open()
 
 

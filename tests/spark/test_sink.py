@@ -316,7 +316,7 @@ def wrong(name: str) -> Iterator[tuple[list[str], dict[str, str], str]]:
     yield ["1 n"], {"stream": name}, "column 'n' is not one that"
     yield ["'t' topic"], {"stream": name}, "column 'topic' is not one that"
     yield ["1 key"], {"stream": name}, "column 'key' is int, not string or binary"
-    yield ["1 headers"], {"stream": name}, "column 'headers' is no array<struct<"
+    yield ["1 headers"], {"stream": name}, "column 'headers' is not array<struct<"
     yield ["1 topic"], {"sendMode": "publish"}, "column 'topic' is int, not string"
     yield [], {"sendMode": "push"}, "where to? Give the option cluster"
     yield [], {"stream": name, "topic": "a"}, "stream, topic, cluster: give one"

@@ -200,7 +200,7 @@ async def test_a_second_signal_ends_it_at_once(
         (["--listen", "0.0.0.0:0"], "not loopback"),
         (
             ["--listen", "localhost:1"],
-            "no numeric address; for this host alone write 127.0.0.1:PORT",
+            "not a numeric address; to listen on this host alone, write 127.0.0.1:PORT",
         ),
         (["--listen", "127.0.0.1"], "is not ADDRESS:PORT"),
         (["--relay", "/nowhere/relay.sock"], "/nowhere/relay.sock"),
