@@ -102,22 +102,26 @@ async def test_the_calls_of_the_page_for_service_authors_work(
     def shrink(photo: bytes) -> None:
         pushed.append(photo)
 
-    async with LocalCluster(data=tmp_path) as cluster, cluster.client() as other:
-        async with other.serve(billing), other.serve(thumbnails), asyncio.timeout(PATIENCE_S):
-            for word in ("orders.new", "streams.create"):
-                space: dict[str, Any] = {"connect": cluster.client}
-                body = textwrap.indent(block(word).replace("iris.connect()", "connect()"), "    ")
-                exec(f"async def program():\n{body}", space)
-                following = asyncio.create_task(space["program"]())
-                printed = ""
-                wanted = "1234" if word == "orders.new" else "{'id': 7}"
-                while not (wanted in printed and "espresso" in printed):
-                    await asyncio.sleep(0.01)
-                    assert not following.done(), following.exception()
-                    await other.publish("orders.new", b"2 espressos")
-                    printed += capsys.readouterr().out
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+    async with (
+        LocalCluster(data=tmp_path) as cluster,
+        cluster.client() as other,
+        other.serve(billing),
+        other.serve(thumbnails),
+        asyncio.timeout(PATIENCE_S),
+    ):
+        for word, printing in (("orders.new", "1234"), ("streams.create", "{'id': 7}")):
+            space: dict[str, Any] = {"connect": cluster.client}
+            body = textwrap.indent(block(word).replace("iris.connect()", "connect()"), "    ")
+            exec(f"async def program():\n{body}", space)
+            following = asyncio.create_task(space["program"]())
+            printed = ""
+            while not (printing in printed and "espresso" in printed):
+                await asyncio.sleep(0.01)
+                assert not following.done(), following.exception()
+                await other.publish("orders.new", b"2 espressos")
+                printed += capsys.readouterr().out
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
     assert pushed == [b"photo.jpg"]
 
 
