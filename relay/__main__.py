@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from iris import keyfiles
+from iris.causes import print_causes
 from iris.errors import IrisError
 from relay.settings import as_environment, load_config
 
@@ -136,6 +137,7 @@ def relay(
             return
     except IrisError as err:
         sys.stderr.write(f"iris relay: {err}\n")
+        print_causes(err)
         raise typer.Exit(2) from err
     # The argument parser takes 10 MB, which a relay would otherwise keep for as long as it runs.
     os.execve(sys.executable, [sys.executable, "-m", "relay.start", *sys.argv[1:]], environ)

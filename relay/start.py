@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from iris import keyfiles, paths
+from iris.causes import print_causes
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from relay.daemon import run
@@ -25,6 +26,7 @@ def main(environ: Mapping[str, str]) -> int:
         run(replace(config, network_keys=keys), environ)
     except IrisError as err:
         sys.stderr.write(f"iris relay: {err}\n")
+        print_causes(err)
         return 2
     return 0
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
+
+from iris.causes import VARIABLE, print_causes
 
 VERBS: Final = {
     "request": "iris.cli.request",
@@ -106,10 +109,23 @@ def iris(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and leave.")
     ] = False,
-) -> None:
-    """Options of all verbs: the version."""
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", envvar=VARIABLE, show_envvar=False, help="Under the line of an error, print its causes: exceptions, and where they were raised.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Handle the options that come before a verb."""
+    if verbose:
+        os.environ[VARIABLE] = "1"
+    else:
+        os.environ.pop(VARIABLE, None)
 
 
 def main() -> None:
     """Entry point of `iris`."""
-    app(prog_name="iris")
+    try:
+        app(prog_name="iris")
+    except SystemExit as end:
+        usage = end.__context__  # typer has printed this error, but not what caused it
+        if isinstance(usage, typer.BadParameter) and (usage.__cause__ or usage.__context__):
+            print_causes(usage)
+        raise

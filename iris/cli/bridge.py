@@ -8,7 +8,7 @@ import typer
 
 from iris.cli import options
 from iris.cli.bridge_sp import sp
-from iris.cli.exits import complain, exit_code
+from iris.cli.exits import report_error
 from iris.errors import IrisError
 
 app = typer.Typer(
@@ -70,8 +70,7 @@ def iris1(
         )
         run(config, relay, log_level)
     except IrisError as err:
-        complain(err)
-        raise typer.Exit(int(exit_code(err))) from err
+        raise typer.Exit(int(report_error(err))) from err
 
 
 app.command("sp")(sp)

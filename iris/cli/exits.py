@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 
 import typer
 
+from iris.causes import print_causes
 from iris.errors import (
     AmbiguousStream,
     ConnectionLost,
@@ -74,6 +75,13 @@ def complain(text: object) -> None:
     typer.echo(f"iris: {text}", err=True)
 
 
+def report_error(error: IrisError) -> Exit:
+    """Write an error as one line on stderr, with its causes below if `iris --verbose` was given; return its exit code."""
+    complain(error)
+    print_causes(error)
+    return exit_code(error)
+
+
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Run a verb on uvloop and end it with the exit code that it returns, or that its error stands for."""
     code: int
@@ -81,8 +89,7 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             code = runner.run(work())
     except IrisError as error:
-        complain(error)
-        code = exit_code(error)
+        code = report_error(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         code = Exit.INTERRUPTED
     except BrokenPipeError:

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 import iris
+from iris.causes import print_causes
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
 from iris.cli.members import takes
@@ -49,6 +50,8 @@ def send(
             if isinstance(loss.error, NoMembers):
                 unserved.add(loss.name)
             complain(f"{loss.kind} to {loss.name} failed: {loss.cause}")
+            if loss.error is not None:
+                print_causes(loss.error)
 
         async with iris.connect(relay) as client:
             client.on_loss = on_loss

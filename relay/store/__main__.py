@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iris import paths
+from iris.causes import print_causes
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import printable
 from relay.settings import load_config
@@ -67,6 +68,7 @@ def store(
         )
     except IrisError as err:
         sys.stderr.write(f"iris store: {err}\n")
+        print_causes(err)
         if supervised:
             sys.stdout.write(json.dumps({"cannot": str(err), "final": True}) + "\n")
         raise typer.Exit(2) from err
@@ -107,6 +109,7 @@ def salvage(
             reports = work.salvage(streams, stream, told)
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store salvage: {err}\n")
+        print_causes(err)
         raise typer.Exit(2) from err
     if not reports and not as_json:
         typer.echo(f"{data}: no streams")

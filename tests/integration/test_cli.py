@@ -224,6 +224,48 @@ def test_a_second_relay_is_refused_with_the_pid_of_the_first(shell: Shell, relay
     assert f"process {pid}".encode() in shell.process("relay", "--dev", code=2)
 
 
+# -- causes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("request echo x", "ConnectionRefusedError: "), ("stream list", "iris.errors.KeyringError: "),
+        ("run nowhere", "ModuleNotFoundError: No module named 'nowhere'"), ("key show", "iris.errors.KeyringError: "),
+        ("relay --port 99999", "iris.errors.ConfigError: "), ("relay", "network_keys(environ)"),
+        ("store", "iris.errors.ConfigError: "), ("store salvage nowhere", "iris.errors.ConfigError: "),
+        ("bridge iris1", "iris.errors.KeyringError: "), ("bridge sp -c nowhere", "FileNotFoundError: "),
+        ("stream import x", "iris.errors.KeyringError: "), ("request --pack echo {", "JSONDecodeError: "),
+    ],
+)  # fmt: skip
+def test_verbose_prints_the_causes_of_an_error_below_its_line(
+    tmp_path: Path, line: str, cause: str
+) -> None:
+    environ = Shell(tmp_path).environ
+    if line.startswith("request echo"):
+        keyfiles.create_keys(tmp_path / "keys")
+        (tmp_path / "socket").touch()
+        environ |= {"IRIS_CONFIG": str(tmp_path / "keys"), "IRIS_RELAY": str(tmp_path / "socket")}
+
+    def errors(*options: str) -> tuple[int, str]:
+        done = subprocess.run(
+            commands.command(*options, *line.split()), env=environ, cwd=tmp_path, input="", capture_output=True, text=True,
+            timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    code, plain = errors()
+    assert "Traceback" not in plain
+    for option in ("--verbose", "-v"):
+        verbose_code, said = errors(option)
+        assert verbose_code == code == Exit.USAGE
+        assert said.startswith(plain)
+        causes = said.removeprefix(plain)
+        assert causes.startswith("Traceback (most recent call last):\n")
+        assert causes.count(cause) == 1
+        assert 'File "' in causes
+
+
 # -- request ---------------------------------------------------------------------------------------------------
 
 

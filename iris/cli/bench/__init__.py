@@ -22,7 +22,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.bench import jobs
-from iris.cli.exits import Exit, complain, until_stopped
+from iris.cli.exits import Exit, complain, report_error, until_stopped
 from iris.cli.exits import run as run_work
 from iris.wire.names import check_cluster, check_topic, printable
 
@@ -253,9 +253,10 @@ def tunnel(
 def _need_histograms() -> None:
     try:
         import hdrh.histogram  # type: ignore[import-untyped]  # noqa: F401 - it ships no types; is it there?
-    except ImportError:
-        complain(MISSING)
-        raise typer.Exit(int(Exit.USAGE)) from None
+    except ImportError as error:
+        missing = iris.ConfigError(MISSING)
+        missing.__cause__ = error
+        raise typer.Exit(int(report_error(missing))) from error
 
 
 def _checked(check: Any, name: str, hint: str) -> str:

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 import iris
+from iris.causes import print_causes
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
 from iris.cli.stream import texts
@@ -223,6 +224,7 @@ async def _append_lines(
         unsure = 0 if isinstance(error, NoStream) else account.unsure
         more = f" and perhaps some of the next {unsure}" if unsure else ""
         complain(f"{error} ({account.appended} messages were appended{more})")
+        print_causes(error)
     finally:
         done(account)  # Ctrl-C is how `tail -F … | iris stream append` ends
     return code
