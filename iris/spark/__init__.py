@@ -108,6 +108,6 @@ class IrisSource(DataSource):
         ]:
             raise SparkError(
                 "IRIS_CONFIG",
-                "the columns of this source are its own: leave .schema() out; valueSchema decodes values",
+                "the iris source defines its own columns; remove .schema(), and set the option valueSchema to decode values",
             )
         return own

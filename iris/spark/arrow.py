@@ -151,7 +151,9 @@ def bundle_arrays(one: Opened) -> tuple[pa.Array, pa.Array, list[Headers | None]
     plain = expanded(one.plain)
     found = find_columns(plain)
     if found.count != one.count:
-        raise DecodeError(f"{found.count} messages in a record of {one.count}")
+        raise DecodeError(
+            f"the bundle holds {found.count} messages, but its record declares {one.count}"
+        )
     buffer = pa.py_buffer(plain)
     payloads = _array(buffer, found.payloads, found.count)
     if one.tombstone:
@@ -174,7 +176,7 @@ def _array(buffer: pa.Buffer, column: Column, count: int) -> pa.Array:
     try:
         array.validate(full=True)
     except pa.ArrowInvalid as err:
-        raise DecodeError("bundle offsets do not fit its bytes") from err
+        raise DecodeError("the offsets in a bundle do not fit its bytes") from err
     return array
 
 
@@ -219,7 +221,8 @@ def _timestamp_us(name: str, text: str) -> int:
         return time_us
     except (ValueError, OverflowError) as err:
         raise SparkError(
-            MALFORMED, f"header {name!r}: {text[:40]!r} is neither milliseconds nor ISO 8601"
+            MALFORMED,
+            f"header {name!r}: {text[:40]!r} is not a time; send milliseconds since 1970 or ISO 8601",
         ) from err
 
 
@@ -245,7 +248,7 @@ class _ValueDecoder:
                 except MISFITS as err:
                     self._check_mode(str(err))
                 if not isinstance(found, dict):
-                    self._check_mode("it is no map")
+                    self._check_mode("it is not a map")
                     found = None
             rows.append(found)
         try:
@@ -278,7 +281,10 @@ class _ValueDecoder:
 
     def _check_mode(self, reason: str) -> None:
         if self._failfast:
-            raise SparkError(MALFORMED, f"a value does not fit valueSchema: {reason[:200]}")
+            raise SparkError(
+                MALFORMED,
+                f"a value does not fit valueSchema: {reason[:200]}; valueMode=permissive keeps such rows",
+            )
 
 
 def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Headers | None] | None) -> Iterator[tuple[bytes, int]]:  # fmt: skip

@@ -107,7 +107,9 @@ def _failed(parsed: Column, kind: Any) -> Column:
 
 def _target(topic: str, stream: str) -> dict[str, str]:
     if bool(topic) == bool(stream):
-        raise ConfigError("dead letters go to a topic or a stream: give one of them")
+        raise ConfigError(
+            "dead letters go to a topic or a stream; give exactly one of topic= and stream="
+        )
     return {"topic": topic} if topic else {"stream": stream}
 
 
@@ -119,10 +121,12 @@ def _check_frame(columns: list[str], *, corrupt: bool) -> None:
             f"the frame has no column {CORRUPT!r}; read it with the option valueSchema, or pass parse="
         )
     if not corrupt and "value" not in columns:
-        raise ConfigError("the frame has no column 'value' to parse")
+        raise ConfigError(
+            "the frame has no column 'value' to parse; rename or select one as 'value'"
+        )
     for name in (_WHY, *(() if corrupt else (PARSED,))):
         if name in columns:
-            raise ConfigError(f"column {name!r} is there already: rename it")
+            raise ConfigError(f"the frame already has a column {name!r}; rename it")
 
 
 class _Splitter:

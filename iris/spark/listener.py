@@ -90,7 +90,7 @@ class IrisLagListener(StreamingQueryListener):
             ("access_file", access_file),
         ):
             if path and not os.path.isabs(path):
-                raise ConfigError(f"{option}: {path!r} is not an absolute path")
+                raise ConfigError(f"{option}: {path!r} is not an absolute path; write it from / on")
         self._topic = topic
         self._file = prometheus_file
         self._access = Access(keyring_file=keyring_file, access_file=access_file, relay=relay, timeout_s=PUBLISH_S)  # fmt: skip

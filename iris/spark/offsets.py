@@ -37,11 +37,14 @@ def decode_offsets(found: Any) -> Offsets:
         offsets = {name: Place(place["log"], place["0"]) for name, place in found.items()}
     except (AttributeError, KeyError, TypeError) as err:
         raise SparkError(
-            CONFIG, f"the checkpoint is not of this source: {str(found)[:120]}"
+            CONFIG,
+            f"the checkpoint was not written by the iris source: {str(found)[:120]}; use another one",
         ) from err
     for name, place in offsets.items():
         if type(place.next) is not int or place.next < 0 or type(place.uuid) is not str:
-            raise SparkError(CONFIG, f"the checkpoint has no offset of {name!r}")
+            raise SparkError(
+                CONFIG, f"the checkpoint has no valid offset for {name!r}; use another one"
+            )
     return offsets
 
 
@@ -50,8 +53,8 @@ def check_same_log(name: str, before: Place, uuid: str) -> None:
     if before.uuid != uuid:
         raise SparkError(
             DATA_LOSS,
-            f"stream {name!r} is log {uuid} now, and was {before.uuid}: it was deleted and made again. "
-            "Start a query with a new checkpoint",
+            f"stream {name!r} was deleted and created again: it was log {before.uuid} and is log {uuid} now. "
+            "Start the query with a new checkpoint",
         )
 
 

@@ -114,22 +114,30 @@ class SourceOptions:
         for name in names:
             (check_filter if kind == TOPIC else check_cluster)(name)
         if not names:
-            raise ConfigError("stream, subscribe, cluster: no name is given")
+            raise ConfigError(
+                "stream, subscribe, cluster: the option is empty; give at least one name"
+            )
         starting = given.text("startingOffsets", LATEST if streaming else EARLIEST)
         ending = given.text("endingOffsets", LATEST)
         if streaming and ("endingoffsets" in given or "endingtimestamp" in given):
-            raise ConfigError("endingOffsets, endingTimestamp: a streaming query has no end")
+            raise ConfigError(
+                "endingOffsets, endingTimestamp: a streaming query has no end; remove the option"
+            )
         if streaming is False and starting == LATEST:
-            raise ConfigError("startingOffsets: 'latest' leaves a batch query nothing to read")
+            raise ConfigError(
+                "startingOffsets: 'latest' leaves a batch query nothing to read; use 'earliest' or JSON"
+            )
         if streaming is False and ending == EARLIEST:
-            raise ConfigError("endingOffsets: 'earliest' leaves a batch query nothing to read")
+            raise ConfigError(
+                "endingOffsets: 'earliest' leaves a batch query nothing to read; use 'latest' or JSON"
+            )
         for option, value in (("startingOffsets", starting), ("endingOffsets", ending)):
             if value not in (EARLIEST, LATEST):
                 parse_offsets(option, value)
         value_format = given.choice("valueFormat", "", ("", JSON, MSGPACK))
         value_schema = given.text("valueSchema", "")
         if bool(value_format) != bool(value_schema):
-            raise ConfigError("valueFormat, valueSchema: give both or neither")
+            raise ConfigError("valueFormat, valueSchema: give both options or neither")
         parsed = cls(
             access=_access(given),
             kind=kind,
@@ -159,17 +167,19 @@ class SourceOptions:
             stream_max_age_s=given.duration("streamMaxAge", LIVE_AGE_S),
         )
         if parsed.max_offsets and parsed.min_offsets > parsed.max_offsets:
-            raise ConfigError("minOffsetsPerTrigger is above maxOffsetsPerTrigger")
+            raise ConfigError(
+                f"minOffsetsPerTrigger ({parsed.min_offsets}) is above maxOffsetsPerTrigger ({parsed.max_offsets})"
+            )
         if streaming is False and kind != STREAM and not parsed.group:
             raise ConfigError(
-                "groupId: a batch read of an address needs one, or every read makes a stream"
+                "groupId: a batch read of a topic or cluster requires it; without it each read would create a stream"
             )
         for group in (parsed.group, parsed.group_prefix):
             if group:
                 _check_group(group)
         if kind == STREAM and parsed.group:
             raise ConfigError(
-                "groupId: a stream that is there is read by its offsets, not as a group"
+                "groupId: the option stream reads a stream by its offsets, not as a group; remove groupId"
             )
         return parsed
 
@@ -207,16 +217,18 @@ class SinkOptions:
         given = _Given(options, _SINK)
         stream, topic, cluster = (given.text(name, "") for name in ("stream", "topic", "cluster"))
         if sum(map(bool, (stream, topic, cluster))) > 1:
-            raise ConfigError("stream, topic, cluster: give one of them")
+            raise ConfigError("stream, topic, cluster: give only one of these options")
         default = APPEND if stream else PUSH if cluster else PUBLISH
         send = given.choice("sendMode", default, (APPEND, PUBLISH, PUSH, BROADCAST))
         if (send == APPEND) != bool(stream):
             raise ConfigError(
-                f"sendMode={send}: append goes with the option stream, the others without"
+                "sendMode=append requires the option stream"
+                if send == APPEND
+                else f"sendMode={send} does not write to a stream; give topic or cluster instead of stream"
             )
         if (send == PUBLISH and cluster) or (send in (PUSH, BROADCAST) and topic):
             raise ConfigError(
-                f"sendMode={send}: publish goes to a topic, push and broadcast to a cluster"
+                f"sendMode={send} requires the option {'topic' if cluster else 'cluster'}, not {'cluster' if cluster else 'topic'}"
             )
         if stream:
             check_cluster(stream)
@@ -228,16 +240,18 @@ class SinkOptions:
             "delivery", EXACTLY_ONCE if stream else AT_LEAST_ONCE, (EXACTLY_ONCE, AT_LEAST_ONCE)
         )
         if delivery == EXACTLY_ONCE and not stream:
-            raise ConfigError("delivery=exactly_once needs a stream to append to: option stream")
+            raise ConfigError(
+                "delivery=exactly_once requires the option stream; topics and clusters get at_least_once"
+            )
         writer = given.text("writerId", "")
         if len(writer.encode()) > 255:
-            raise ConfigError("writerId: over 255 bytes")
+            raise ConfigError(f"writerId: {len(writer.encode())} bytes are over the limit of 255")
         batch = given.optional("batchId")
         if batch is not None and (streaming or not writer):
-            raise ConfigError("batchId goes with writerId, in a batch write")
+            raise ConfigError("batchId: use it only in a batch write, and together with writerId")
         if writer and batch is None and not streaming and delivery == EXACTLY_ONCE:
             raise ConfigError(
-                "writerId: a batch write needs batchId with it, or the second is taken for the first again"
+                "writerId: a batch write also requires batchId; without it a second write would be taken for a replay"
             )
         return cls(
             access=_access(given),
@@ -267,7 +281,7 @@ def parse_offsets(option: str, text: str) -> dict[str, int]:
     for name, offset in offsets.items():
         if type(offset) is not int or not -2 <= offset < 1 << 63:
             raise ConfigError(
-                f"{option}: {offset!r} is not an offset of {name!r}; use a number of at least 0, -1 (latest) or -2 (earliest)"
+                f"{option}: {offset!r} is not an offset for {name!r}; use a number of at least 0, -1 (latest) or -2 (earliest)"
             )
     return offsets
 
@@ -284,8 +298,9 @@ class _Given:
                 self._values[lower] = value
             elif lower not in SPARK_OWN:
                 close = difflib.get_close_matches(lower, names, 1)
+                what = "reading" if known is _SOURCE else "writing"
                 hint = f"; did you mean {names[close[0]]}?" if close else ""
-                raise ConfigError(f"{name}: the iris format has no such option here{hint}")
+                raise ConfigError(f"{name}: the iris format has no such option for {what}{hint}")
 
     def __contains__(self, lower: str) -> bool:
         return lower in self._values
@@ -296,7 +311,9 @@ class _Given:
     def one_of(self, kinds: Mapping[str, str]) -> tuple[str, str]:
         given = [name for name in kinds if name.lower() in self._values]
         if len(given) != 1:
-            raise ConfigError(f"give one of the options {', '.join(kinds)}, not {len(given)}")
+            raise ConfigError(
+                f"give exactly one of the options {', '.join(kinds)}, not {len(given)}"
+            )
         return kinds[given[0]], self._values[given[0].lower()]
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
@@ -308,7 +325,7 @@ class _Given:
     def flag(self, name: str, default: bool) -> bool:
         value = self.text(name, "true" if default else "false").lower()
         if value not in ("true", "false"):
-            raise ConfigError(f"{name}: {value!r} is neither true nor false")
+            raise ConfigError(f"{name}: {value!r} is not true or false")
         return value == "true"
 
     def number(self, name: str, default: int, least: int = 0, most: int = (1 << 63) - 1) -> int:
@@ -344,7 +361,7 @@ def _access(given: _Given) -> Access:
     for name, path in (("keyringFile", access.keyring_file), ("accessKeyFile", access.access_file)):
         if path and not os.path.isabs(path):
             raise ConfigError(
-                f"{name}: {path!r} is not an absolute path; every host opens it, so a relative one is not enough"
+                f"{name}: {path!r} is not an absolute path; give one, because every host opens it"
             )
     return access
 

@@ -68,7 +68,7 @@ class Planner:
             if stream not in self._streams.values():
                 raise SparkError(
                     CONFIG,
-                    f"the checkpoint is of stream {stream!r}, which this query does not read",
+                    f"the checkpoint holds an offset of stream {stream!r}, which this query does not read; add the stream, or use another checkpoint",
                 )
         infos = {}
         for name, stream in self._streams.items():
@@ -251,7 +251,9 @@ class Planner:
         named = {} if text in (EARLIEST, LATEST) else parse_offsets(option, text)
         unknown = named.keys() - self._streams.keys() - infos.keys()
         if unknown:
-            raise SparkError(CONFIG, f"{option}: {min(unknown)!r} is not read by this query")
+            raise SparkError(
+                CONFIG, f"{option}: this query does not read {min(unknown)!r}; remove it"
+            )
         offsets = {}
         for name, stream in self._streams.items():
             info = infos[stream]
@@ -259,7 +261,7 @@ class Planner:
             latest = text == LATEST and stream not in self._made
             at = named.get(name, named.get(stream, -1 if latest else -2))
             if named and name not in named and stream not in named:
-                raise SparkError(CONFIG, f"{option}: it gives no offset for {name!r}; add one")
+                raise SparkError(CONFIG, f"{option}: no offset is given for {name!r}; add one")
             if time_ms is not None:
                 at = self._ask(self._at_time(stream, info.uuid, time_ms))
             elif at == -2:
@@ -287,18 +289,21 @@ def _group_of(known: Offsets) -> str:
         parts = name.split(".")
         if len(parts) >= 3 and parts[0] == "spark":
             return ".".join(parts[1:-1])
-    raise SparkError(CONFIG, "the checkpoint is of a query that read streams, not addresses")
+    raise SparkError(
+        CONFIG,
+        "the checkpoint belongs to a query that read streams, not topics or clusters; use another one",
+    )
 
 
 def _beyond(name: str, at: int, end: int) -> SparkError:
     return SparkError(
         DATA_LOSS,
-        f"stream {name!r} ends at {end}, and offset {at} was planned: its store lost what it had",
+        f"stream {name!r} ends at offset {end}, before offset {at} of this query: its store may have lost records",
     )
 
 
 def _trimmed(name: str, begin: int, oldest: int) -> SparkError:
     return SparkError(
         DATA_LOSS,
-        f"stream {name!r}: retention took offsets {begin} to {oldest}; failOnDataLoss=false reads on without",
+        f"stream {name!r}: retention removed offsets {begin} to {oldest}; failOnDataLoss=false goes on without them",
     )

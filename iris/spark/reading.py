@@ -79,17 +79,20 @@ class _RangeReader:
         if part.key_ids and not any(by_id(bytes.fromhex(key_id)) for key_id in part.key_ids):
             raise SparkError(
                 AUTH,
-                f"stream {part.stream!r}: the keyring of this host holds no key that it is kept under",
+                f"stream {part.stream!r}: the keyring on this host has no key of the stream; add one (keyringFile)",
             )
         at = part.start
         while at < part.end:
             page = link.result(self._ahead or self._fetch(at))
             if page.uuid != part.uuid:
-                raise SparkError(DATA_LOSS, f"stream {part.stream!r}: another log answered")
+                raise SparkError(
+                    DATA_LOSS,
+                    f"stream {part.stream!r}: log {page.uuid} answered, but the query reads log {part.uuid}",
+                )
             if page.next <= at:
                 raise SparkError(
                     DATA_LOSS,
-                    f"stream {part.stream!r} ends at {at}, before offset {part.end} that was planned",
+                    f"stream {part.stream!r} ends at offset {at}, before offset {part.end} of this query: its store may have lost records",
                 )
             self._ahead = self._fetch(page.next) if page.next < part.end else None
             opened, at = self._cover(page, at)
@@ -144,7 +147,8 @@ class _RangeReader:
 
         if record.dead:
             raise SparkError(
-                AUTH, f"stream {self._part.stream!r} holds references to dead letters, not messages"
+                AUTH,
+                f"stream {self._part.stream!r} holds dead letters, which Spark cannot read; use client.streams.read",
             )
         skip = max(0, at - record.offset)
         start = record.offset + skip
@@ -156,7 +160,8 @@ class _RangeReader:
     def _cannot_read(self, gap: StreamGap) -> None:
         if self._options.fail_on_data_loss:
             raise SparkError(
-                AUTH, f"stream {self._part.stream!r} at offset {gap.first}: {gap.cause}"
+                AUTH,
+                f"stream {self._part.stream!r} at offset {gap.first}: {gap.cause}; failOnDataLoss=false skips it",
             )
         log.warning("spark.unreadable", extra={"fields": {"stream": self._part.stream, "offset": gap.first, "cause": gap.cause}})  # fmt: skip
 
@@ -168,13 +173,10 @@ class _RangeReader:
             else f"{count} messages are missing before offset {gap.next}: {gap.cause}"
         )
         if self._options.fail_on_data_loss:
-            raise self._lost(text)
+            raise self._lost(f"{text}; failOnDataLoss=false goes on without them")
         log.warning(
             "spark.data_loss", extra={"fields": {"stream": self._part.stream, "what": text}}
         )
 
     def _lost(self, text: str) -> SparkError:
-        return SparkError(
-            DATA_LOSS,
-            f"stream {self._part.stream!r}: {text}; failOnDataLoss=false reads on without",
-        )
+        return SparkError(DATA_LOSS, f"stream {self._part.stream!r}: {text}")

@@ -64,7 +64,9 @@ def source_schema(options: SourceOptions) -> StructType:
     names = [field.name.lower() for field in fields]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"valueSchema: the source has a column {twice[0]!r} of its own")
+        raise ConfigError(
+            f"valueSchema: the source itself has a column {twice[0]!r}; rename the field"
+        )
     return StructType(fields)
 
 
@@ -90,7 +92,7 @@ class _Ddl:
     def schema(self) -> StructType:
         fields = self._fields("")
         if self._tokens:
-            raise ValueError(f"{self._tokens[0]!r} is out of place")
+            raise ValueError(f"{self._tokens[0]!r} is not expected here")
         return fields
 
     def _fields(self, end: str) -> StructType:
@@ -134,13 +136,13 @@ class _Ddl:
         elif name in _TYPES:
             return _TYPES[name]()
         else:
-            raise ValueError(f"{name!r} is not a type that Spark knows")
+            raise ValueError(f"{name!r} is not a type of Spark")
         self._expect(">")
         return made
 
     def _next(self) -> str:
         if not self._tokens:
-            raise ValueError("it ends too early")
+            raise ValueError("the schema is not complete")
         token: str = self._tokens.pop(0)
         return token
 

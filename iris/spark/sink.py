@@ -66,7 +66,7 @@ class _Sink:
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         if overwrite:
-            raise SparkError(CONFIG, "a stream or topic cannot be overwritten: use mode('append')")
+            raise SparkError(CONFIG, "the iris format cannot overwrite; use mode('append')")
         self._options = options
         self._names = _check_columns(schema, options)
 
@@ -148,7 +148,8 @@ class _Sink:
                     name = row.name or options.name
                     if not name:
                         raise SparkError(
-                            CONFIG, f"row {number} names no topic or cluster, and no option does"
+                            CONFIG,
+                            f"row {number} has no destination; fill its column, or give the option topic or cluster",
                         )
                     if options.send == PUSH:
                         await client.push(
@@ -166,10 +167,12 @@ class _Sink:
                 await client.flush(timeout=timeout_s)
             failed = [one for one in lost if one.error is not None]
             if failed:
-                raise SparkError(SINK, f"{len(failed)} pushes failed: {failed[0].error}")
+                raise SparkError(
+                    SINK, f"{len(failed)} pushes failed, the first with: {failed[0].error}"
+                )
             if any(one.kind == "relay" for one in lost):
                 raise SparkError(
-                    SINK, "the relay was lost on the way; some rows may not have been sent"
+                    SINK, "the relay was lost while rows were sent; some may not have arrived"
                 )
 
         return append if options.send == APPEND else send
@@ -198,8 +201,8 @@ class _Sink:
         done = link.call(commit, writing=True)
         if latest and done.replayed and done.first is None:
             raise SparkError(
-                SINK, f"writer {writer!r} has committed batches after {batch}: its checkpoint was set back, and these rows are not "
-                "written. Start a query with a new checkpoint",
+                SINK, f"writer {writer!r} has already committed later batches than {batch}, so these rows were not written: its checkpoint "
+                "is too old. Start the query with a new checkpoint",
             )  # fmt: skip
         if done.replayed:
             log.info("spark.batch_was_there", extra={"fields": {"stream": options.stream, "writer": writer, "batch": batch}})  # fmt: skip
@@ -267,9 +270,9 @@ class IrisStreamWriter(_Sink, DataSourceStreamArrowWriter):
         if not writer or batch is None:
             missing = QUERY_PROPERTY if not writer else BATCH_PROPERTY
             raise SparkError(
-                CONFIG, f"Spark does not tell this task its {missing}: give the option writerId, or use delivery=at_least_once"
+                CONFIG, f"Spark did not give this task its {missing}; set the option writerId"
                 if not writer
-                else f"Spark does not tell this task its {missing}, without which a batch cannot be told from its replay",
+                else f"Spark did not give this task its {missing}, which tells a batch from its replay",
             )  # fmt: skip
         if self._options.exactly_once:
             return self._stage(iterator, writer, int(batch))
@@ -312,29 +315,32 @@ def _check_columns(schema: StructType, options: SinkOptions) -> frozenset[str]:
     if not any(field.name == "value" for field in schema.fields):
         raise SparkError(
             CONFIG,
-            f"the frame has no column 'value'; its columns are {', '.join(schema.fieldNames())}",
+            f"the frame has no column 'value'; rename or select one (columns: {', '.join(schema.fieldNames())})",
         )
     for field in schema.fields:
         if field.name not in known:
             raise SparkError(
-                CONFIG, f"column {field.name!r} is not one that {options.send} uses; select only {', '.join(sorted(known))}"
+                CONFIG, f"sendMode={options.send} does not use column {field.name!r}; select only {', '.join(sorted(known))}"
             )  # fmt: skip
         if field.name in ("value", "key") and not isinstance(field.dataType, text):
             raise SparkError(
                 CONFIG,
-                f"column {field.name!r} is {field.dataType.simpleString()}, not string or binary",
+                f"column {field.name!r} is {field.dataType.simpleString()}, not string or binary; cast it",
             )
         if field.name == target and not isinstance(field.dataType, StringType):
             raise SparkError(
-                CONFIG, f"column {target!r} is {field.dataType.simpleString()}, not string"
+                CONFIG, f"column {target!r} is {field.dataType.simpleString()}, not string; cast it"
             )
         if field.name == "headers" and not _is_headers(field.dataType):
             raise SparkError(
                 CONFIG,
-                "column 'headers' is not array<struct<key:string,value:binary>>, the type that includeHeaders gives",
+                f"column 'headers' is {field.dataType.simpleString()}, not array<struct<key:string,value:binary>>; cast it",
             )
     if options.send != APPEND and not options.name and target not in schema.fieldNames():
-        raise SparkError(CONFIG, f"where to? Give the option {target}, or a column of that name")
+        raise SparkError(
+            CONFIG,
+            f"the rows have no destination; give the option {target}, or a column of that name",
+        )
     return frozenset(schema.fieldNames())
 
 
@@ -365,7 +371,7 @@ def _headers(array: pa.Array) -> list[Headers | None]:
             }
             found.append(check_headers(headers) if headers else None)
         except (UnicodeDecodeError, IrisError) as err:
-            raise SparkError(CONFIG, f"headers: {err}; Iris's are text") from err
+            raise SparkError(CONFIG, f"headers: {err}; keys and values must be UTF-8 text") from err
     return found
 
 
@@ -377,7 +383,7 @@ def _bundles(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[tuple[byt
     if values.null_count:
         raise SparkError(
             CONFIG,
-            "a value is null: that deletes a key, in a compacted stream, and needs keyedRecords=true",
+            "a value is null, which deletes the key of its row; set keyedRecords=true to allow that",
         )
     keys = None
     if "key" in names and (column := batch.column("key")).null_count < len(column):
@@ -406,7 +412,8 @@ def _rows(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[_Row]:
     ):
         if value is None and key is None:
             raise SparkError(
-                CONFIG, "a value is null, and there is no key that it deletes: live, there never is"
+                CONFIG,
+                "a row has no value and no key; drop such rows (a null value deletes a key, only in a stream)",
             )
         yield _Row(value, key, name or "", headers)
 

@@ -406,9 +406,11 @@ class Streams:
         check_address(source)
         check_ours(name)
         if split_site(source)[0] in ("", ".") and split_site(source)[1] == name:
-            raise ConfigError(f"name: {name!r} cannot be a copy of itself")
+            raise ConfigError(f"name: {name!r} is the source itself; give the copy another name")
         if source.endswith(DEAD):
-            raise ConfigError(f"source: {source!r} has dead letters, which are not copied")
+            raise ConfigError(
+                f"source: {source!r} holds dead letters, which are not copied; mirror {source.removesuffix(DEAD)!r}"
+            )
         limits = given_fields(
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact
         )
@@ -447,6 +449,9 @@ class Streams:
         if appender is None:
             self._stores.keys(name)
             if len(self._appenders) >= MAX_PRODUCERS:
-                raise StreamError(name, f"this client appends to {MAX_PRODUCERS} streams already")
+                raise StreamError(
+                    name,
+                    f"this client already appends to {MAX_PRODUCERS} streams, its limit; use another client",
+                )
             appender = self._appenders[name, uuid] = Appender(self._stores, name, uuid)
         return appender

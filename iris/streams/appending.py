@@ -118,7 +118,10 @@ class Appender:
                 place.address, sent.key, sent.call, Appended, timeout=CALL_S, shown=self.name, writes=True
             )  # fmt: skip
             if len(answer.outcomes) != len(sent.records):
-                raise ConnectionLost(self.name, "the store answered for other records")
+                raise ConnectionLost(
+                    self.name,
+                    f"the store answered for {len(answer.outcomes)} records, not {len(sent.records)}",
+                )
         except Exception as err:
             if self.producer.lost(sent, err, _now_us()):
                 self._stores.forget(self.name, self._uuid)
@@ -156,9 +159,11 @@ async def append_expecting(
         return outcome.value
     if outcome.status == CONFLICT and outcome.value is not None:
         raise OffsetConflict(
-            name, f"the next offset is {outcome.value}, not {expect}", outcome.value
+            name,
+            f"the next offset is {outcome.value}, not {expect}; nothing was stored",
+            outcome.value,
         )
-    raise StreamError(name, f"the store answered with status {outcome.status}")
+    raise StreamError(name, f"the store did not store the message (status {outcome.status})")
 
 
 def _now_us() -> int:

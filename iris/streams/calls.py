@@ -60,7 +60,9 @@ _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 NOBODY: Final = "no store holds it"
-_MISSING: Final = "; `iris stream list` shows those that are there, `iris stream create` makes one"
+_MISSING: Final = (
+    "; `iris stream list` shows the existing streams, `iris stream create` creates one"
+)
 """So a relay begins to say that nobody serves a stream."""
 START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --data DIR`"
 T = TypeVar("T")
@@ -285,7 +287,9 @@ class Stores:
         base = check_address(name)[1].removesuffix(DEAD)
         keys = self.runtime.keyring.for_cluster(base)
         if not keys:
-            raise KeyringError(f"no key for stream {name!r}, and no default key")
+            raise KeyringError(
+                f"the keyring has no key for stream {name!r} and no default key; run `iris key add {base}`"
+            )
         return keys
 
     async def find(self, name: str, uuid: str, *, timeout: float) -> Place:
@@ -311,7 +315,8 @@ class Stores:
             uuids = sorted({holder.uuid for holder in holders})
             if len(uuids) > 1:
                 raise AmbiguousStream(
-                    name, f"there are {len(uuids)}, name one: uuid={' or uuid='.join(uuids)}"
+                    name,
+                    f"{len(uuids)} stores hold a stream of this name; choose uuid={' or uuid='.join(uuids)}",
                 )
             if uuids:
                 key = next(
@@ -364,7 +369,7 @@ class Stores:
             if not known.order.definition.dedup_window_us:
                 raise StreamError(
                     name,
-                    "it remembers no ids of messages: give it a dedup_window (`iris stream change --dedup-window`)",
+                    "it does not remember message ids; set its dedup_window (`iris stream change --dedup-window`)",
                 )
             if len(self._remembering) >= MAX_PLACES:
                 self._remembering.clear()
@@ -412,12 +417,11 @@ class Stores:
         number = session.watch(name, list(key_ids), heard, stay=False, streams=True)
         self.runtime.touch()
         try:
-            async with asyncio.timeout(min(HOLDERS_S, seconds_left(until_s))):
+            async with asyncio.timeout(wait_s := min(HOLDERS_S, seconds_left(until_s))):
                 await done
         except TimeoutError:
-            raise ConnectionLost(
-                name, "the relay did not say who holds it", may_have_run=False
-            ) from None
+            detail = f"the relay did not answer within {wait_s:.3g} s which store holds it"
+            raise ConnectionLost(name, detail, may_have_run=False) from None
         finally:
             session.unwatch(number)
         self._starting = starting
@@ -454,7 +458,9 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
             away.passing = True
             raise away
         raise _ERRORS.get(answer.code, StreamUnavailable)(shown, answer.detail)
-    raise StreamUnavailable(shown, f"the store answered {type(answer).__name__}")
+    raise StreamUnavailable(
+        shown, f"the store sent an answer of the wrong type: {type(answer).__name__}"
+    )
 
 
 def _until(timeout: float) -> float:

@@ -148,7 +148,8 @@ class Consumer:
         self.lag = taken.lag
         if taken.fenced:
             raise StreamError(
-                self.stream, f"another worker of consumer {self.name!r} has taken over"
+                self.stream,
+                f"another worker of consumer {self.name!r} has taken over; to share its messages set group",
             )
         messages: list[StreamMessage] = []
         for handed in taken.items:

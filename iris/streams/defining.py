@@ -147,14 +147,14 @@ def check_same(found: Known, definition: Definition) -> StreamInfo:
         for field in definition.__struct_fields__
         if getattr(there, field) != getattr(definition, field)
     ]
-    held = f"it is held by the store on {found.described.label} as log {found.order.uuid.hex()}"
+    held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
     named = ", ".join(field.removesuffix("_us") for field in differ)
     advice = (
-        "`iris stream change` changes that"
+        "change it with `iris stream change`"
         if _CHANGEABLE.issuperset(differ)
-        else "give this one another name, or the same definition"
+        else "use another name, or the same definition"
     )
-    raise StreamExists(definition.name, f"{held}, with another {named}; {advice}")
+    raise StreamExists(definition.name, f"{held}, with a different {named}; {advice}")
 
 
 def check_living(name: str, found: Known) -> None:
@@ -170,4 +170,6 @@ def check_ours(name: str) -> None:
     """Raise ConfigError unless it is a name of a stream of our own site."""
     check_cluster(name)
     if split_site(name)[0]:
-        raise ConfigError(f"name: {name!r} names a site; a stream is made by a client of its site")
+        raise ConfigError(
+            f"name: {name!r} names a site; create the stream without it, with a client of that site"
+        )

@@ -34,23 +34,25 @@ async def make_extras(
     if plain and message_id is None and not tombstone:
         return PLAIN
     if tombstone and key is None:
-        raise StreamError(name, "a tombstone is of a key")
+        raise StreamError(name, "a tombstone requires a key")
     expires_us = 0 if ttl is None else time.time_ns() // 1000 + _microseconds("ttl", ttl)
     due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
     if not 0 <= due_us < MAX_US or expires_us >= MAX_US:
-        raise ConfigError("ttl, deliver_at: not between 1970 and the year 200,000")
+        raise ConfigError("ttl, deliver_at: the time is not between the years 1970 and 148,000")
     key_hash = text = b""
     if key is not None:
         text = key.encode() if isinstance(key, str) else key
         if len(text) > MAX_KEY_BYTES:
-            raise MessageTooLarge(f"key: {len(text)} bytes are over {MAX_KEY_BYTES}")
+            raise MessageTooLarge(f"key: {len(text)} bytes are over the limit of {MAX_KEY_BYTES}")
         sealing, of = await stores.key_place(name, uuid, timeout=timeout)
         key_hash = hmac.digest(sealing.key_hash_key, of + text, "sha256")
     id_hash = b""
     if message_id is not None:
         named = message_id.encode() if isinstance(message_id, str) else message_id
         if not 0 < len(named) <= MAX_KEY_BYTES:
-            raise MessageTooLarge(f"message_id: {len(named)} bytes are not 1 to {MAX_KEY_BYTES}")
+            raise MessageTooLarge(
+                f"message_id: {len(named)} bytes; it must have 1 to {MAX_KEY_BYTES}"
+            )
         sealing, of = await stores.id_place(name, uuid, timeout=timeout)
         # Apart from keys: who is both an id and a key is not seen to be.
         id_hash = hmac.digest(sealing.key_hash_key, ID_LABEL + of + named, "sha256")

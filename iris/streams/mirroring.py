@@ -98,7 +98,7 @@ class Mirror:
         """
         self._check()
         if self._task is not None:
-            raise StreamError(self.name, "this mirror runs already")
+            raise StreamError(self.name, "this mirror is already running")
         self._task = task = asyncio.create_task(self._work(), name="iris-mirror")
         try:
             await asyncio.wait([task])
@@ -151,7 +151,7 @@ class Mirror:
         if there < ends:  # another mirror was faster, or ...
             there = (await self._describe(source.described.uuid.hex())).described.next
         if there < ends:
-            detail = f"it ends at {there}, and its copy {self.name} at {ends}: the source has lost what it had"
+            detail = f"it ends at offset {there}, before its copy {self.name} at {ends}: the source has lost messages"
             raise StreamError(self.source, detail)
         self._of, self._log = source.described.uuid, copy.described.uuid
         self.next, self.source_next = ends, there
@@ -159,7 +159,7 @@ class Mirror:
     async def _describe(self, uuid: str, patience: float = TRY_S) -> Known:
         known = await self._stores.describe(self.source, uuid, timeout=TRY_S, patience=patience)
         if known.dead:
-            raise ConfigError(f"source: {self.source!r} has dead letters, which are not copied")
+            raise ConfigError(f"source: {self.source!r} holds dead letters, which are not copied")
         return known
 
     def _defined(self, source: Known) -> Definition:
@@ -177,18 +177,21 @@ class Mirror:
         if not there.mirror:
             raise StreamExists(
                 self.name,
-                "it was promoted, and takes no copies" if there.origins else "it is no copy",
+                "it was promoted, so nothing is copied into it; give the copy another name"
+                if there.origins
+                else "it is not a copy; give the copy another name",
             )
         for field, value in self._limits.items():
             if getattr(there, field) != value:
                 raise StreamExists(
-                    self.name, f"it is there with another {field}, {getattr(there, field)}"
+                    self.name,
+                    f"it exists with {field} {getattr(there, field)}, not {value}; change one of them",
                 )
 
     def _check_source(self, source: Known, mirror: str) -> None:
         found = source.described.uuid.hex()
         if found != mirror:
-            detail = f"it is a copy of log {mirror}, and {self.source} is log {found}: give the copy of that another name"
+            detail = f"it is a copy of log {mirror}, but {self.source} is log {found} now; copy that under another name"
             raise StreamError(self.name, detail)
 
     # -- copying ---------------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ class Mirror:
             call = Copy(self._of, start, until, known, self.source_next)
             done = await self._ask(self.name, self._log, call, Copied, writes=True)
         if items and not done.taken and done.next == start:
-            raise StreamError(self.name, f"its store did not take what follows {start}")
+            raise StreamError(self.name, f"its store wrote nothing of what follows offset {start}")
         self.next = done.next
         if done.taken:
             self.copied += sum(_end_of(i) - i.offset for i in items if isinstance(i, Record))

@@ -122,7 +122,7 @@ class RecordOpener:
         try:
             payloads, keys, headers, packed = decode_keyed(plain)
             if len(payloads) != count:
-                raise DecodeError(f"{len(payloads)} messages in a record of {count}")
+                raise DecodeError(f"the record holds {len(payloads)} messages but declares {count}")
         except DecodeError as err:
             return StreamGap(record.offset, end, count, f"unreadable: {err}")
         name, source, offset, stored_us = (
@@ -165,10 +165,15 @@ class RecordOpener:
         found = self._openers.get(place)
         if found is None:
             if self.known is None or not _belongs(record, self.known):
-                return StreamGap(record.offset, end, count, "unreadable: it is not of this stream")
+                return StreamGap(
+                    record.offset,
+                    end,
+                    count,
+                    "unreadable: the record does not belong to this stream",
+                )
             key = self._find_key(record.key_id)
             if key is None:
-                cause = f"unreadable: sealed under key {record.key_id.hex()[:8]}, which is not in our keyring"
+                cause = f"unreadable: sealed under key {record.key_id.hex()[:8]}, which is not in this keyring"
                 return StreamGap(record.offset, end, count, cause)
             if len(self._openers) >= MAX_OPENERS:
                 self._openers.clear()

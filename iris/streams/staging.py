@@ -41,7 +41,7 @@ WINDOW_BYTES: Final = 4 << 20
 """Staged and not acknowledged: more waits."""
 CALL_RECORDS: Final = 4096
 MAX_BATCH: Final = 1 << 63
-FINISHED: Final = "it is finished"
+FINISHED: Final = "finished"
 T = TypeVar("T", Commit, Discard)
 
 
@@ -140,7 +140,7 @@ class Staging:
         """
         self._check()
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
-            raise LocalProtocolError(f"no bundle of {count} messages")
+            raise LocalProtocolError(f"the bytes are not a bundle of {count} messages")
         self._stores.runtime.check_size(plain, OF_A_MESSAGE)
         out, sealing = await self._cut()
         self._take(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
@@ -160,7 +160,7 @@ class Staging:
 
     def close(self) -> None:
         """Send nothing more. Idempotent."""
-        self._ended = self._ended or "it was closed"
+        self._ended = self._ended or "closed"
         if self._tasks:
             self._error = self._error or Closed(f"staging for {self.name!r} was closed")
         for task in self._tasks:
@@ -178,7 +178,7 @@ class Staging:
         if self._error is not None:
             raise self._error
         if self._ended:
-            raise Closed(f"staging for {self.name!r}: {self._ended}")
+            raise Closed(f"staging for {self.name!r} was {self._ended}; stage another attempt")
 
     async def _add(self, data: bytes, headers: Headers | None, packed: bool) -> None:
         """Put a message into the open record, which is sealed first if it is full or of another kind."""
@@ -249,7 +249,9 @@ def check_batch(name: str, writer: str, batch: int) -> None:
     """Raise InvalidName or ConfigError unless a stream, writer and batch may be called so."""
     check_cluster(name)
     if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
-        raise ConfigError(f"writer: 1 to {MAX_WRITER_BYTES} bytes, not {len(writer.encode())}")
+        raise ConfigError(
+            f"writer: {len(writer.encode())} bytes; it must have 1 to {MAX_WRITER_BYTES}"
+        )
     if not 0 <= batch < MAX_BATCH:
         raise ConfigError(f"batch: {batch} is not from 0 to 2^63 - 1")
 
@@ -276,7 +278,9 @@ def discard_call(
 def _checked(call: T, limit: int) -> T:
     count, size = len(call.attempts), len(encode(call))
     if count > MAX_ATTEMPTS or size > limit:
-        raise MessageTooLarge(f"{count} attempts, {size} bytes: over {MAX_ATTEMPTS} or {limit}")
+        raise MessageTooLarge(
+            f"{count} attempts in {size} bytes are over the limit of {MAX_ATTEMPTS} attempts or {limit} bytes"
+        )
     return call
 
 
@@ -284,7 +288,7 @@ def _attempt_ids(name: str, attempts: Iterable[StagedAttempt]) -> list[bytes]:
     try:
         ids = [bytes.fromhex(attempt.attempt) for attempt in attempts]
     except ValueError as err:
-        raise StreamError(name, f"attempt: {err}") from err
+        raise StreamError(name, f"each attempt must be 32 hex digits: {err}") from err
     if any(len(one) != 16 for one in ids) or len(set(ids)) < len(ids):
-        raise StreamError(name, "an attempt is 32 hex digits, and named once")
+        raise StreamError(name, "each attempt must be 32 hex digits and be named once")
     return ids

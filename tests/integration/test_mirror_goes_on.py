@@ -42,7 +42,7 @@ async def test_a_mirror_follows_its_source_and_tells_its_lag(setting: Any) -> No
         await come_to(client, "copy", 100)
         await turns_until(lambda: mirror.next == 100)
         assert (mirror.copied, mirror.lag, mirror.source_next) == (100, 0, 100)
-        with pytest.raises(StreamError, match="runs already"):
+        with pytest.raises(StreamError, match="already running"):
             await mirror.run()
         info = await client.streams.describe("copy")
         assert (info.lag, info.source, info.heard_us > 0) == (0, "log", True)
@@ -236,7 +236,7 @@ async def test_a_source_that_was_created_again_is_never_mixed_in(setting: Any) -
         with pytest.raises(StreamError) as told:
             await asyncio.wait_for(running, PATIENCE_S)
         assert isinstance(told.value, NoStream) or new.uuid in str(told.value)
-    with pytest.raises(StreamError, match=f"copy of log {old.uuid}, and log is log {new.uuid}"):
+    with pytest.raises(StreamError, match=f"{old.uuid}.*{new.uuid}"):
         await copy_all(client, "log", "copy")
     assert [m.payload for m in (await whole(client, "copy"))[0]] == [b"old"]
 
@@ -247,7 +247,7 @@ async def test_a_source_that_lost_its_end_is_told(setting: Any) -> None:
     await copy_all(client, "log", "copy")
     call = Copy(bytes.fromhex(made.uuid), 0, 5, [Hole(0, 5, 1)])
     await client.streams._stores.ask_stream("copy", "", call, Copied, timeout=5.0)
-    with pytest.raises(StreamError, match="it ends at 0, and its copy copy at 5"):
+    with pytest.raises(StreamError, match=r"offset 0.*at 5"):
         await copy_all(client, "log", "copy")
 
 

@@ -248,7 +248,9 @@ async def test_a_record_that_the_stream_never_recorded_is_not_shown(setting: Any
     logs["orders"].append([moved], 0)
     async with client.streams.read("orders", follow=False) as reader:
         assert [m.payload async for m in reader] == [b"true"]
-    assert [gap.cause for gap in reader.gaps] == ["unreadable: it is not of this stream"]
+    assert [gap.cause for gap in reader.gaps] == [
+        "unreadable: the record does not belong to this stream"
+    ]
 
 
 async def test_a_stream_takes_no_more_keys_than_its_relay_does(setting: Any) -> None:

@@ -48,7 +48,7 @@ async def test_a_rotated_key_opens_the_past_while_the_keyring_has_it(tmp_path: P
                 payloads = [m.payload async for m in reader]
             assert payloads == [b"under the new", b"published under the new"]
             assert [gap.cause for gap in reader.gaps] == [
-                f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in our keyring"
+                f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in this keyring"
             ]
 
 
@@ -74,7 +74,7 @@ async def test_a_reader_that_goes_on_opens_nothing_with_a_key_that_was_retired_m
             await writer.streams.append("orders", b"under the new")
             assert (await anext(arriving)).payload == b"under the new"
             assert [gap.cause for gap in reader.gaps] == [
-                f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in our keyring"
+                f"unreadable: sealed under key {old.key_id.hex()[:8]}, which is not in this keyring"
             ]
         proven = [s["keys"] for s in (await client.status())["sessions"]]
         assert [new.key_id.hex()[:8]] in proven

@@ -117,7 +117,7 @@ def test_rows_that_retention_took_fail_a_read_unless_it_was_told_to_go_on(
     # They were gone before.
     options: dict[str, Any] = {"stream": name, "startingOffsets": from_first(name)}
     text = failure(source(spark, stage, **options))
-    assert f"IRIS_DATA_LOSS: stream '{name}': retention took offsets 0 to {first}" in text
+    assert f"IRIS_DATA_LOSS: stream '{name}': retention removed offsets 0 to {first}" in text
     assert values(source(spark, stage, **options, failOnDataLoss=False)) == rows[first:]
     # `earliest` is what there is.
     assert values(source(spark, stage, stream=name)) == rows[first:]
@@ -136,7 +136,7 @@ def test_a_query_that_comes_back_too_late_fails_unless_it_was_told_to_go_on(
     until(lambda: oldest(client, name) > 100)
 
     text = expect_code(run(stream_source(spark, stage, **options), checkpoint), "IRIS_DATA_LOSS: ")
-    assert f"retention took offsets 100 to {oldest(client, name)}" in text
+    assert f"retention removed offsets 100 to {oldest(client, name)}" in text
     query = run(stream_source(spark, stage, **options, failOnDataLoss=False), checkpoint)
     finish(query)
     read = sum(p.numInputRows for p in query.recentProgress)
@@ -167,7 +167,7 @@ def test_a_stream_that_was_made_again_is_never_taken_for_the_first(
 
     text = batch.failure_after(make_again)
     assert any(code in text for code in ("IRIS_DATA_LOSS: ", "IRIS_NO_STREAM: "))
-    expect_code(run(frame, checkpoint), "IRIS_DATA_LOSS: ", "it was deleted and made again")
+    expect_code(run(frame, checkpoint), "IRIS_DATA_LOSS: ", "was deleted and created again")
     assert len(values(source(spark, stage, stream=name))) == 200
 
 
@@ -236,7 +236,7 @@ def test_rows_under_a_key_that_a_task_does_not_hold_are_an_error_of_authenticati
 
     text = Planned(spark, stage, tmp_path / "strict", **options).failure_after(forget)
     assert "IRIS_AUTH: " in text
-    assert f"sealed under key {key.key_id.hex()[:8]}, which is not in our keyring" in text
+    assert f"sealed under key {key.key_id.hex()[:8]}, which is not in this keyring" in text
     own_keys(rotated)
     lenient = Planned(spark, stage, tmp_path / "lenient", **options, failOnDataLoss="false")
     assert lenient.rows_after(forget) == late

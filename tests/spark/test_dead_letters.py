@@ -132,11 +132,11 @@ def test_a_task_whose_dead_letters_cannot_be_kept_fails(
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "one of them"),
-        ({"topic": "a", "stream": "b"}, "one of them"),
+        ({}, "exactly one of"),
+        ({"topic": "a", "stream": "b"}, "exactly one of"),
         ({"topic": "a"}, "_corrupt_value"),
         ({"topic": "a", "options": {"colour": "red"}}, "colour"),
-        ({"topic": "a", "parse": bytes, "schema": "a INT", "taken": True}, "'parsed' is there"),
+        ({"topic": "a", "parse": bytes, "schema": "a INT", "taken": True}, "column 'parsed'"),
     ],
 )
 def test_a_wrong_setting_is_refused_at_once(

@@ -266,7 +266,7 @@ def test_rows_are_sent_to_the_cluster_that_they_or_the_option_name(
 def test_rows_that_are_pushed_to_nobody_fail_their_task(
     spark: SparkSession, stage: Relay, name: str
 ) -> None:
-    with pytest.raises(Exception, match=f"IRIS_SINK: 5 pushes failed: {name}a: no members"):
+    with pytest.raises(Exception, match=f"IRIS_SINK: 5 pushes failed, .*: {name}a: no members"):
         save(frame_of(spark, 10), stage, cluster=f"{name}a", sendMode="push")
 
 
@@ -313,15 +313,19 @@ def test_at_least_once_into_a_stream_names_its_rows(
 
 def wrong(name: str) -> Iterator[tuple[list[str], dict[str, str], str]]:
     """Yield columns beside `value`, options, and what is said of them."""
-    yield ["1 n"], {"stream": name}, "column 'n' is not one that"
-    yield ["'t' topic"], {"stream": name}, "column 'topic' is not one that"
+    yield ["1 n"], {"stream": name}, "sendMode=append does not use column 'n'"
+    yield ["'t' topic"], {"stream": name}, "sendMode=append does not use column 'topic'"
     yield ["1 key"], {"stream": name}, "column 'key' is int, not string or binary"
-    yield ["1 headers"], {"stream": name}, "column 'headers' is not array<struct<"
+    yield ["1 headers"], {"stream": name}, "column 'headers' is int, not array<struct<"
     yield ["1 topic"], {"sendMode": "publish"}, "column 'topic' is int, not string"
-    yield [], {"sendMode": "push"}, "where to? Give the option cluster"
-    yield [], {"stream": name, "topic": "a"}, "stream, topic, cluster: give one"
-    yield [], {"stream": name, "sendmodes": "push"}, "sendmodes: the iris format has no such option here; did you mean sendMode?"  # fmt: skip
-    yield [], {"topic": "a", "delivery": "exactly_once"}, "delivery=exactly_once needs a stream"
+    yield [], {"sendMode": "push"}, "the rows have no destination; give the option cluster"
+    yield [], {"stream": name, "topic": "a"}, "stream, topic, cluster: give only one"
+    yield [], {"stream": name, "sendmodes": "push"}, "sendmodes: the iris format has no such option for writing; did you mean sendMode?"  # fmt: skip
+    yield (
+        [],
+        {"topic": "a", "delivery": "exactly_once"},
+        "delivery=exactly_once requires the option stream",
+    )
     yield [], {"topic": "a.>"}, ""
 
 

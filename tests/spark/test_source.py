@@ -301,11 +301,11 @@ def test_a_cluster_is_read_as_a_member_that_takes_its_share(
 
 WRONG = [
     # Spark tells a source its options in lower case.
-    ({"startingOffset": "earliest"}, "startingoffset: the iris format has no such option here; did you mean startingOffsets?"),
+    ({"startingOffset": "earliest"}, "startingoffset: the iris format has no such option for reading; did you mean startingOffsets?"),
     ({"maxOffsetsPerTrigger": "many"}, "maxOffsetsPerTrigger: "),
-    ({"startingOffsets": '{"other": {"0": 3}}'}, "startingOffsets: 'other' is not read"),
+    ({"startingOffsets": '{"other": {"0": 3}}'}, "startingOffsets: this query does not read 'other'"),
     ({"keyringFile": "keyring.toml"}, "keyringFile: "),
-    ({"subscribe": "a.>"}, "give one of the options stream, subscribe, "),
+    ({"subscribe": "a.>"}, "give exactly one of the options stream, subscribe, "),
     ({"valueFormat": "json", "valueSchema": "topic STRING"}, "valueSchema: "),
 ]  # fmt: skip
 

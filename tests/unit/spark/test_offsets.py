@@ -40,7 +40,7 @@ def test_a_foreign_checkpoint_is_refused(found: Any) -> None:
 
 def test_another_log_of_the_name_is_never_read_under_old_numbers() -> None:
     check_same_log("orders", Place("a", 1), "a")
-    with pytest.raises(SparkError, match=r"^IRIS_DATA_LOSS: .*made again"):
+    with pytest.raises(SparkError, match=r"^IRIS_DATA_LOSS: .*deleted and created again"):
         check_same_log("orders", Place("a", 1), "b")
 
 

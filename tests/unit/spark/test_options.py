@@ -66,7 +66,7 @@ def test_each_way_to_name_what_is_read(options: dict[str, str], kind: str) -> No
     [
         ({}, "stream, subscribe"),
         ({"stream": "a", "subscribe": "b"}, "not 2"),
-        ({"stream": ""}, "no name"),
+        ({"stream": ""}, "at least one name"),
         ({"stream": "a", "groupId": "g"}, "groupId"),
         ({"stream": "a", "endingOffsets": "latest"}, "no end"),
         ({"stream": "a", "endingTimestamp": "5"}, "no end"),
@@ -154,7 +154,7 @@ def test_where_rows_go_says_how(options: dict[str, str], send: str, exactly_once
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"stream": "s", "topic": "t"}, "give one"),
+        ({"stream": "s", "topic": "t"}, "give only one"),
         ({"stream": "s", "sendMode": "push"}, "sendMode"),
         ({"topic": "t", "sendMode": "push"}, "sendMode"),
         ({"cluster": "c", "sendMode": "publish"}, "sendMode"),
