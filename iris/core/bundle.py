@@ -152,9 +152,14 @@ def check_headers(headers: Headers) -> Headers:
     """Return `headers`; raises LocalProtocolError unless they are str to str and small enough."""
     for text in (*headers, *headers.values()):
         if type(text) is not str:
-            raise LocalProtocolError(f"header names and values are str, not {type(text).__name__}")
-    if headers_bytes(headers) > MAX_HEADERS_BYTES:
-        raise LocalProtocolError(f"headers are over {MAX_HEADERS_BYTES} bytes")
+            raise LocalProtocolError(
+                f"header names and values must be str, not {type(text).__name__}"
+            )
+    size = headers_bytes(headers)
+    if size > MAX_HEADERS_BYTES:
+        raise LocalProtocolError(
+            f"headers are over the limit of {MAX_HEADERS_BYTES} bytes: they take {size}"
+        )
     return headers
 
 
@@ -166,11 +171,11 @@ def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | Non
     """
     size = len(plain)
     if size < 16:
-        raise DecodeError(f"a bundle of {size} bytes")
+        raise DecodeError(f"a bundle of {size} bytes is shorter than the minimum of 16")
     count, flags, zero, first = _ONE.unpack_from(plain)
     if count == 1 and not flags & ~PACKED:
         if zero or first != size - 16:
-            raise DecodeError("bundle offsets do not fit its bytes")
+            raise DecodeError(f"offsets of a bundle do not match its size of {size} bytes")
         return [plain[16:]], None, flags & PACKED != 0
     payloads, _, headers, packed = decode_keyed(plain)
     return payloads, headers, packed
@@ -185,7 +190,7 @@ def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool]:
             return plain[16:], None, flags != 0
     payloads, headers, packed = decode_bundle(plain)
     if len(payloads) != 1:
-        raise DecodeError(f"{len(payloads)} messages where one is allowed")
+        raise DecodeError(f"a frame of this kind must carry 1 message, not {len(payloads)}")
     return payloads[0], headers[0] if headers else None, packed
 
 
@@ -208,10 +213,12 @@ def find_columns(plain: bytes) -> Columns:
     """
     size = len(plain)
     if size < 16:
-        raise DecodeError(f"a bundle of {size} bytes")
+        raise DecodeError(f"a bundle of {size} bytes is shorter than the minimum of 16")
     count, flags = _HEAD.unpack_from(plain)
     if flags & ~(HEADERS | PACKED | KEYS):
-        raise DecodeError(f"unknown bundle flags {flags:#x}")
+        raise DecodeError(
+            f"bundle flags {flags:#x} are not known; the sender may run a later version of Iris"
+        )
     payloads = _find(plain, 8, count)
     end = payloads.end
     keys = headers = None
@@ -222,7 +229,7 @@ def find_columns(plain: bytes) -> Columns:
         headers = _find(plain, end + (-end % 8), count)
         end = headers.end
     if end != size:
-        raise DecodeError(f"{size - end} bytes after the bundle's columns")
+        raise DecodeError(f"a bundle has {size - end} bytes after its last column")
     return Columns(count, flags, payloads, keys, headers)
 
 
@@ -231,7 +238,7 @@ def decode_headers(plain: bytes, column: Column) -> list[Headers | None]:
     try:
         return [_decode_headers(h) if h else None for h in _values(plain, column)]
     except (msgspec.DecodeError, UnicodeDecodeError) as err:
-        raise DecodeError(f"bundle headers: {err}") from err
+        raise DecodeError(f"headers of a bundle cannot be decoded: {err}") from err
 
 
 def _offsets(values: Sequence[bytes]) -> bytes:
@@ -244,10 +251,10 @@ def _offsets(values: Sequence[bytes]) -> bytes:
 def _find(plain: bytes, start: int, count: int) -> Column:
     base = start + 4 * (count + 1)
     if not count or base > len(plain):
-        raise DecodeError(f"a bundle of {count} messages in {len(plain)} bytes")
+        raise DecodeError(f"a bundle of {len(plain)} bytes cannot hold {count} messages")
     first, last = _I32.unpack_from(plain, start)[0], _I32.unpack_from(plain, base - 4)[0]
     if first or not 0 <= last <= len(plain) - base:
-        raise DecodeError("bundle offsets do not fit its bytes")
+        raise DecodeError(f"offsets of a bundle do not match its size of {len(plain)} bytes")
     return Column(start, base, base + last)
 
 
@@ -255,8 +262,8 @@ def _values(plain: bytes, column: Column) -> list[bytes]:
     offsets = array("i", plain[column.offsets : column.base])
     if _SWAP:
         offsets.byteswap()
-    places = offsets.tolist()
-    if places != sorted(places):
-        raise DecodeError("bundle offsets do not fit its bytes")
-    places = [column.base + place for place in places]
-    return list(map(plain.__getitem__, map(slice, places, islice(places, 1, None))))
+    ends = offsets.tolist()
+    if ends != sorted(ends):
+        raise DecodeError("offsets of a bundle are not in ascending order")
+    ends = [column.base + end for end in ends]
+    return list(map(plain.__getitem__, map(slice, ends, islice(ends, 1, None))))

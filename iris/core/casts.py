@@ -101,7 +101,9 @@ class Casts:
     def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
         """Open a bundle and check its place in its sender's sequence. The list is empty if the bundle was dropped."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
+            )
         kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
         flow = self._flow(alias, kind)
         self.received += count
@@ -120,7 +122,9 @@ class Casts:
             self._bundle_bytes = held_bytes(plain, end - start)
             payloads, headers, packed = decode_bundle(plain)
             if len(payloads) != count:
-                raise DecodeError(f"{len(payloads)} messages in a bundle of {count}")
+                raise DecodeError(
+                    f"a bundle holds {len(payloads)} messages, but its frame says {count}"
+                )
         except (OpenError, DecodeError) as err:
             self._refuse(flow, first, count, str(err))
             return flow, []
@@ -221,7 +225,9 @@ class Casts:
     def gap(self, gap: frames.Gap) -> None:
         """Report the losses that a relay announces."""
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
-            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+            raise PeerProtocolError(
+                f"GAP must name PUBLISH or BROADCAST, not frame kind 0x{gap.kind:02x}"
+            )
         if self._company is not None and gap.sender_id in self._company:
             return  # what is lost on that way was delivered here
         key = self._owner.find_key(gap.key_id)

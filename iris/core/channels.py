@@ -144,7 +144,7 @@ class Line:
 
     def _door(self, heard: object) -> None:
         if isinstance(heard, Refused) and heard.code == "invalid":
-            detail = f"its store does not support authenticated calls: upgrade the store ({heard.detail})"
+            detail = f"its store does not support authenticated calls; upgrade the store ({heard.detail})"
             heard = Refused("invalid", detail[:1024])
         if not isinstance(heard, Door):
             self._fail(heard)
@@ -165,7 +165,7 @@ class Line:
             self._fail(
                 Refused(
                     "order",
-                    "no key of this keyring signed the stream's description; add a key of the stream",
+                    "the stream's description is not signed by a key of this keyring; add a key of the stream to the keyring",
                 )
             )
             return
@@ -199,9 +199,13 @@ class Line:
             if isinstance(heard, Refused | RequestError):
                 detail = heard.detail
             else:
-                detail = str(heard) if isinstance(heard, OpenError) else "an unexpected answer"
+                detail = (
+                    str(heard) if isinstance(heard, OpenError) else "it sent an unexpected answer"
+                )
             failure = ConnectionLost(
-                self._shown, f"its store did not open a channel: {detail}", may_have_run=False
+                self._shown,
+                f"its store did not open a channel, so the call was not sent: {detail}",
+                may_have_run=False,
             )
         held, self.held = self.held, {}
         self._host.failed_to_open(self, held.values(), failure)

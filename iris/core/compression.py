@@ -66,10 +66,13 @@ def expanded(plain: bytes) -> bytes:
     try:
         # The frame's own word is what the library allocates by.
         if size > MAX_EXPANDED_BYTES or zstandard.frame_content_size(frame) != size:
-            raise DecodeError(f"a compressed bundle of {size} bytes, or so it says")
+            raise DecodeError(
+                f"a compressed bundle declares {size} bytes, which is over the limit of {MAX_EXPANDED_BYTES} "
+                "or differs from its zstd frame"
+            )
         body = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
     except zstandard.ZstdError as err:
-        raise DecodeError(f"a compressed bundle: {err}") from err
+        raise DecodeError(f"cannot decompress a bundle: {err}") from err
     return struct.pack("<II", count, flags & ~COMPRESSED) + body
 
 

@@ -96,7 +96,9 @@ class Conversation:
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before the greeting."""
-        raise PeerProtocolError("this session attaches to the relay of its own host")
+        raise PeerProtocolError(
+            "a session of this kind can attach only to the relay on its own host, not over TLS"
+        )
 
     @property
     def last_hop(self) -> int:
@@ -155,15 +157,18 @@ class Conversation:
         if handler is None or (
             self.state is CONNECTING and type(body) not in (frames.Welcome, frames.Error)
         ):
-            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
+            raise PeerProtocolError(
+                f"the relay sent {type(body).__name__}, which a session cannot receive in state {self.state.value!r}"
+            )
         handler(body)
 
     def _on_welcome(self, welcome: frames.Welcome) -> None:
         if self.state is not CONNECTING:
-            raise PeerProtocolError("a second WELCOME")
+            raise PeerProtocolError("the relay sent a second WELCOME")
         if welcome.version != PROTOCOL_VERSION:
             raise PeerProtocolError(
-                f"the relay speaks version {welcome.version}, we speak {PROTOCOL_VERSION}"
+                f"the relay speaks protocol version {welcome.version}, but this process speaks {PROTOCOL_VERSION}; "
+                "upgrade the older one"
             )
         self._check_welcome(welcome)
         self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
@@ -184,7 +189,7 @@ class Conversation:
         raise RelayUnavailable(f"the relay ended the session: {error.detail}")
 
     def _on_bye(self, bye: frames.Bye) -> None:
-        self.end(bye.reason or "the relay said goodbye", routed=True)
+        self.end(bye.reason or "the relay ended the session", routed=True)
 
     def _on_ack(self, ack: Any) -> None:
         entry = self._acks.get(ack.id)
@@ -193,7 +198,9 @@ class Conversation:
             return
         wanted, waiter, hops = entry
         if type(ack) is not wanted:
-            raise PeerProtocolError(f"{type(ack).__name__} came where {wanted.__name__} was due")
+            raise PeerProtocolError(
+                f"the relay answered request {ack.id} with {type(ack).__name__}, not {wanted.__name__}"
+            )
         del self._acks[ack.id]
         self._routed(hops)
         if not waiter.done():

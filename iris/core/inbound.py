@@ -106,7 +106,9 @@ class Inbound:
             PeerProtocolError: the kind cannot be declared.
         """
         if declared.kind not in DECLARED_KINDS:
-            raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
+            raise PeerProtocolError(
+                f"an alias cannot be declared for frame kind 0x{declared.kind:02x}"
+            )
         self._strange.pop(declared.alias, None)
         self._all_group_bytes -= self._group_bytes.pop(declared.alias, 0)
         if declared.groups:
@@ -182,5 +184,5 @@ class Inbound:
             declared = self._flows[alias]
         declared = declared or self._strange.get(alias)
         if declared is None or declared.kind not in kinds:
-            raise PeerProtocolError(f"alias {alias} was not declared for calls")
+            raise PeerProtocolError(f"alias {alias} was not declared for REQUEST or PUSH")
         return self.flow(alias, declared.kind)

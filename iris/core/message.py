@@ -54,7 +54,9 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
     try:
         return (value.encode(), False) if isinstance(value, str) else (_encode(value), True)
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
-        raise DecodeError(f"a {type(value).__name__} cannot be sent: {err}") from err
+        raise DecodeError(
+            f"cannot encode a value of type {type(value).__name__}; send bytes instead ({err})"
+        ) from err
 
 
 def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:

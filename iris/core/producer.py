@@ -239,7 +239,9 @@ class Producer(Generic[W]):
         if self._next < 0:
             # In another epoch the store cannot tell what it has of these from new ones.
             unsure = StreamUnavailable(
-                self.name, "nobody can say whether it was stored", may_have_run=True
+                self.name,
+                "its answer was lost and cannot be asked for again, so it may or may not be stored",
+                may_have_run=True,
             )
             for record in records:
                 if record.lost:
@@ -281,7 +283,9 @@ class Producer(Generic[W]):
         for record, outcome in zip(sent.records, outcomes, strict=True):
             if outcome.status in (STORED, DUPLICATE):
                 if outcome.value is None:
-                    detail = "it was stored, too long ago to say where"
+                    detail = (
+                        "it is stored, but so long ago that the store no longer knows its offset"
+                    )
                     self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
                 else:
                     self._stored(record, outcome.value)
@@ -292,10 +296,13 @@ class Producer(Generic[W]):
                     self._forgotten()
                 self._again = True
             elif outcome.status == FENCED:
-                self._over(record, StreamError(self.name, "another producer goes on under our id"))
+                self._over(
+                    record,
+                    StreamError(self.name, "another producer has taken over this producer's id"),
+                )
                 self._forgotten()
             else:
-                detail = f"the store answered with status {outcome.status}"
+                detail = f"the store answered with status {outcome.status}, which this version of Iris does not know"
                 self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
                 self._forgotten()
         self._call_over(sent, now_us)
@@ -368,7 +375,9 @@ class Producer(Generic[W]):
         """The store did not take these: those after them are out of order there, and are numbered anew."""
         for record in records:
             unsure = StreamUnavailable(
-                self.name, f"{error.detail}; it may be stored all the same", may_have_run=True
+                self.name,
+                f"{error.detail}; an earlier attempt may have stored it",
+                may_have_run=True,
             )
             self._over(record, unsure if record.lost else error)
         self._forgotten()

@@ -81,7 +81,10 @@ class Requests:
     ) -> Pending:  # fmt: skip
         """Send a request or a survey. Raises Overloaded when too many are in flight."""
         if len(self._pending) >= MAX_PENDING:
-            raise Overloaded(name, f"{MAX_PENDING} requests of this client are in flight")
+            raise Overloaded(
+                name,
+                f"this client has {MAX_PENDING} requests in flight, which is the limit; wait for some to end",
+            )
         deadline = self._session.mono_us + 1000 * timeout_ms
         pending = Pending(
             kind,
@@ -144,7 +147,9 @@ class Requests:
     def answered(self, buf: memoryview, start: int, end: int) -> None:
         """A reply, fault or answer to one of our requests or surveys."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
+            )
         _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
         self._session.received_alone += 1
         flow = self._session.flow(alias, kind)
@@ -171,9 +176,11 @@ class Requests:
         try:
             key = pending.key
             if flow.name != pending.name and flow.name != split_site(pending.name)[1]:
-                raise OpenError("an answer from another address")
+                raise OpenError(
+                    f"it was sealed for the address {flow.name!r}, not {pending.name!r}"
+                )
             if flow.key is not key and flow.key.key_id != key.key_id:
-                raise OpenError("an answer under another key")
+                raise OpenError("it was sealed under another key than the request")
             _, plain = flow.opener.open(
                 body, metadata + answer_suffix(pending.sender_id, pending.counter)
             )
@@ -184,7 +191,7 @@ class Requests:
                 self._resolve(
                     hop,
                     pending,
-                    error=ConnectionLost(pending.name, f"the reply is unreadable: {err}"),
+                    error=ConnectionLost(pending.name, f"the reply cannot be read: {err}"),
                 )
             return
         message = Message(payload, flow.name, headers, packed, flow.sender_id)
@@ -210,7 +217,7 @@ class Requests:
         """End a request whose answer came under a key that we do not have. In a survey, others may still answer."""
         pending = self._pending.get(hop)
         if pending is not None and pending.survey is None:
-            detail = "the reply came under another key than the request"
+            detail = "the reply was sealed under a key that this client does not have"
             self._resolve(hop, pending, error=ConnectionLost(pending.name, detail))
 
     def _resolve(self, hop: int, pending: Pending, *, error: IrisError) -> None:
@@ -231,7 +238,7 @@ class Requests:
                 name = push[0]
                 error = error_of(name, fail)
                 self._session.owner.lost(
-                    Lost("push", name, b"", 1, fail.detail or "refused", error)
+                    Lost("push", name, b"", 1, fail.detail or "the relay refused it", error)
                 )
             return
         again = (
@@ -308,16 +315,18 @@ def is_stale(fail: frames.Fail) -> bool:
 def error_of(name: str, fail: frames.Fail) -> RequestError:
     """Return what a relay's own answer means for the caller."""
     if fail.cause == Cause.NO_MEMBERS:
-        return NoMembers(name, fail.detail or "nobody serves it")
+        return NoMembers(name, fail.detail or "no member serves it")
     if fail.cause == Cause.OVERLOADED:
-        return Overloaded(name, fail.detail or "every member is full")
+        return Overloaded(name, fail.detail or "all members are at capacity")
     if fail.cause == Cause.EXPIRED:
-        late = RequestTimeout(name, fail.detail or "not started in time")
+        late = RequestTimeout(
+            name, fail.detail or "the member did not start it before the deadline"
+        )
         late.may_have_run = fail.may_have_run
         return late
     if fail.cause == Cause.LOST:
         return ConnectionLost(
-            name, fail.detail or "the member went away", may_have_run=fail.may_have_run
+            name, fail.detail or "the member disconnected", may_have_run=fail.may_have_run
         )
     ran = fail.may_have_run or is_stale(fail)
-    return RelayError(name, fail.detail or "refused", may_have_run=ran)
+    return RelayError(name, fail.detail or "the relay refused it", may_have_run=ran)

@@ -298,10 +298,12 @@ class Session(Medium):
     def _incoming(self, buf: memoryview, start: int, end: int) -> None:
         """A request, push or survey for one of our members."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
+            )
         kind, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
         if flags & FLAG_REFUSED:
-            raise PeerProtocolError("a refused message came to a session")
+            raise PeerProtocolError("the relay sent a session a message that is marked as refused")
         self.received_alone += 1
         flow = self.flow(alias, kind)
         if count != 1:
@@ -318,7 +320,7 @@ class Session(Medium):
         at, sizes = read_calls(buf, start, end)
         _, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
         if flags & FLAG_REFUSED:
-            raise PeerProtocolError("a refused message came to a session")
+            raise PeerProtocolError("the relay sent a session a message that is marked as refused")
         self.received_alone += count
         flow = self._inbound.flow_of(alias, RUN_KINDS)
         end_fields = single_end(buf, start)
@@ -404,7 +406,7 @@ class Session(Medium):
             return Refusal.CLOCK if self.minor >= CLOCK_MINOR else Refusal.UNREADABLE
         age_s = (self.now_us - sent_us) / 1e6
         delivery.fault(
-            f"refused: sent {age_s:+.1f} s from the member's clock; set the clocks",
+            f"refused: it was sent {age_s:+.1f} s from the member's clock; synchronize the clocks",
             may_have_run=False,
             member=f"{self.relay_id.hex()}.{delivery.flow.member}",
         )
@@ -460,13 +462,13 @@ class Session(Medium):
             return
         if welcome.relay_id != self._certified or not welcome.mono_us:
             raise PeerProtocolError(
-                "the WELCOME has no time, or does not name the relay of the TLS certificate"
+                "the relay's WELCOME has no clock reading, or names another relay than its TLS certificate"
             )
         if welcome.minor < BOUND_PROOF_MINOR:
             # Our proofs could be passed on, and a party in the middle can claim to be old.
             raise PeerProtocolError(
-                "the relay is too old for a session over TLS: it accepts proofs of keys that another relay "
-                "could reuse; upgrade the relay"
+                "the relay is too old for sessions over TLS, because another relay could reuse the key proofs that it accepts; "
+                "upgrade the relay"
             )
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
@@ -505,6 +507,8 @@ class Session(Medium):
 
     def _on_beat(self, beat: frames.Beat) -> None:
         if self._pulse is None:
-            raise PeerProtocolError("BEAT in a session of this host")
+            raise PeerProtocolError(
+                "the relay sent BEAT to a session on its own host; only sessions over TLS use it"
+            )
         self._pulse.heard(beat, self.mono_us)
         self.clock_us = self._pulse.clock_us

@@ -108,7 +108,8 @@ class StoreCalls:
     def _call(self, shown: str, timeout_ms: int, waiter: Waiter, writes: bool) -> Called:
         if len(self._pending) >= MAX_PENDING:
             raise Overloaded(
-                shown, f"{MAX_PENDING} calls of this client are in flight; wait for some to end"
+                shown,
+                f"this client has {MAX_PENDING} store calls in flight, which is the limit; wait for some to end",
             )
         session = self._session
         deadline_us = session.mono_us + 1000 * timeout_ms
@@ -201,7 +202,7 @@ class StoreCalls:
                 self._again(called, line)
                 return None
         self._session.drop("unauthenticated")
-        detail = "dropped an answer that its store did not authenticate; check whether the call was carried out"
+        detail = "an answer was dropped because the store did not authenticate it; check whether the call was carried out"
         called.waiter.set_exception(ConnectionLost(called.name, detail, may_have_run=called.sent))
         return None
 
@@ -215,7 +216,7 @@ class StoreCalls:
         """Send a call once more through a new channel if it changes nothing; otherwise end it, and let its caller decide."""
         if not called.body:
             detail = (
-                "its store no longer knows the channel (the store or its relay restarted): "
+                "the store no longer knows the channel, because the store or its relay restarted; "
                 "check whether the call was carried out, then repeat it"
             )
             called.waiter.set_exception(ConnectionLost(called.name, detail))
@@ -240,7 +241,9 @@ class StoreCalls:
     def answered(self, buf: memoryview, start: int, end: int) -> None:
         """A store's answer."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
+            )
         _, _, _, alias, hop, _ = HOP.unpack_from(buf, start)
         if alias not in self._session.replies:
             raise PeerProtocolError(f"alias {alias} was not declared for STREAM_REPLY")
@@ -275,7 +278,8 @@ class StoreCalls:
         late = [h for h, c in self._pending.items() if c.deadline_us + GRACE_US <= mono_us]
         for hop in late:
             if (called := self._pending.get(hop)) is not None:
-                self._end(hop, RequestTimeout(called.name, "the store did not answer in time"))
+                detail = f"the store did not answer within {called.timeout_ms / 1000:g} s"
+                self._end(hop, RequestTimeout(called.name, detail))
         soonest = min((c.deadline_us for c in self._pending.values()), default=NEVER_US)
         return soonest + GRACE_US if self._pending else NEVER_US
 

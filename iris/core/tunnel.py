@@ -148,7 +148,9 @@ class TunnelEnd:
         """The responder's message came (initiator): the headers go out as the first record; raises OpenError."""
         handshake = self._handshake
         if handshake is None or not self.initiator:
-            raise PeerProtocolError("a second TUNNEL_ACCEPT for one tunnel")
+            raise PeerProtocolError(
+                f"tunnel {self.hop} received a TUNNEL_ACCEPT that it does not wait for"
+            )
         handshake.read_message(message)
         self._split()
         self.headers = self._opening
@@ -182,9 +184,9 @@ class TunnelEnd:
         if self.broken:
             raise TunnelBroken(f"tunnel to {self.name}: {self.broken}")
         if self.finished or self.closed:
-            raise Closed(f"tunnel to {self.name}: this side finished sending")
+            raise Closed(f"tunnel to {self.name}: this side has finished sending")
         if self.peer_closed:
-            raise Closed(f"tunnel to {self.name}: the other side closed it")
+            raise Closed(f"tunnel to {self.name}: the peer closed it")
 
     def write(self, data: memoryview, start: int) -> tuple[int, bool]:
         """Put as much of the message `data` from `start` on the way as credit allows.
@@ -311,7 +313,7 @@ class TunnelEnd:
     def granted(self) -> None:
         """The relay has made a pair for this tunnel, and this end of it is being fetched; raises PeerProtocolError."""
         if self.direct is not None:
-            raise PeerProtocolError(f"a second PAIR for tunnel {self.hop}")
+            raise PeerProtocolError(f"the relay sent a second PAIR for tunnel {self.hop}")
         self.direct = Direct()
 
     def got(self, way: Way) -> None:
@@ -352,7 +354,9 @@ class TunnelEnd:
             return
         try:
             if self.direct is not None and self.direct.moved:
-                raise PeerProtocolError("a record through the relay after the last one")
+                raise PeerProtocolError(
+                    "a tunnel record came through the relay after the peer moved to the socket pair"
+                )
             self._items(self._recv.decrypt(record))
         except (OpenError, PeerProtocolError) as err:
             self.fail(str(err), tell=True)
@@ -369,7 +373,7 @@ class TunnelEnd:
     def ended_by_relay(self, cause: int) -> None:
         """TUNNEL_END came: well if the other side's close or both finishes came before it, else broken."""
         if not self.ended:
-            self.fail(_CAUSES.get(cause, "the other side ended it without closing"), tell=False)
+            self.fail(_CAUSES.get(cause, "the peer ended it without closing it"), tell=False)
 
     @property
     def begun(self) -> bool:
@@ -411,13 +415,19 @@ class TunnelEnd:
         pos, size = 0, len(plain)
         while pos < size:
             if size - pos < 5:
-                raise PeerProtocolError("a tunnel item is cut short")
+                raise PeerProtocolError(
+                    f"a tunnel record ends with {size - pos} bytes of an item header, which has 5"
+                )
             kind, length = _ITEM.unpack_from(plain, pos)
             pos += 5
             if length > size - pos:
-                raise PeerProtocolError("a tunnel item is longer than its record")
+                raise PeerProtocolError(
+                    f"a tunnel item of {length} bytes does not fit the {size - pos} bytes left of its record"
+                )
             if self.peer_finished and kind not in _AFTER_FINISH:
-                raise PeerProtocolError("a tunnel message after finish")
+                raise PeerProtocolError(
+                    f"a tunnel item of kind 0x{kind:02x} came after the peer finished sending"
+                )
             if kind & 0x0F == _CHUNK:
                 self._chunk(kind, plain, pos, length)
             else:
@@ -430,11 +440,13 @@ class TunnelEnd:
             or kind & ~(_FIRST | _LAST | 0x0F)
             or self._assembling == bool(kind & _FIRST)
         ):
-            raise PeerProtocolError("a tunnel chunk out of order")
+            raise PeerProtocolError(f"a tunnel chunk with flags 0x{kind:02x} is out of order")
         self._assembling = not kind & _LAST
         self.buffered += CHUNK_COST + length
         if self.buffered + self._consumed > self._window:
-            raise PeerProtocolError("more tunnel bytes than were granted")
+            raise PeerProtocolError(
+                f"the peer sent more tunnel bytes than the window of {self._window} allows"
+            )
         if self._chunks is None:
             self._chunks = deque()
         data: bytes | memoryview
@@ -448,12 +460,14 @@ class TunnelEnd:
         if kind == _CREDIT and len(body) == 4:
             self.credit += int.from_bytes(body, "little")
             if self.credit > MAX_WINDOW + FIRST_WINDOW:
-                raise PeerProtocolError("tunnel credit over the largest window")
+                raise PeerProtocolError(
+                    f"the peer granted {self.credit} bytes of tunnel credit; the limit is {MAX_WINDOW + FIRST_WINDOW}"
+                )
         elif kind == _HEADERS and self.headers is None and not self.initiator:
             try:
                 self.headers = _decode_headers(body)
             except (msgspec.DecodeError, UnicodeDecodeError) as err:
-                raise PeerProtocolError(f"tunnel headers: {err}") from err
+                raise PeerProtocolError(f"tunnel headers cannot be decoded: {err}") from err
         elif kind == _FINISH and not body and not self._assembling:
             self.peer_finished = True
             self._end_if_done()
@@ -474,7 +488,7 @@ class TunnelEnd:
             self.direct.way.read()
         else:
             raise PeerProtocolError(
-                f"a tunnel item of kind 0x{kind:02x} and {len(body)} bytes here"
+                f"a tunnel item of kind 0x{kind:02x} with {len(body)} bytes is not allowed in this state"
             )
 
     def release(self) -> None:
@@ -496,10 +510,10 @@ def _nobody() -> None:
 
 
 _CAUSES: Final[dict[int, str]] = {
-    Cause.NO_MEMBERS: "nobody serves tunnels there",
-    Cause.OVERLOADED: "every member is full",
-    Cause.EXPIRED: "nobody answered in time",
-    Cause.LOST: "the other side's session was lost",
+    Cause.NO_MEMBERS: "no member serves tunnels at this address",
+    Cause.OVERLOADED: "all members are at capacity",
+    Cause.EXPIRED: "no member answered before the deadline",
+    Cause.LOST: "the peer's session was lost",
     Cause.REFUSED: "the member refused it",
-    Cause.BROKEN: "the other side broke it",
+    Cause.BROKEN: "the peer broke it off",
 }

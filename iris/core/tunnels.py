@@ -107,14 +107,16 @@ class Tunnels:
     def opening(self, buf: memoryview, start: int, end: int) -> None:
         """Somebody opens a tunnel to one of our members; its handler starts when the first record has opened."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
+            )
         _, _, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         if deadline_us and self._session.clock_us:
             deadline_us += self._session.clock_us
         self._session.received_alone += 1
         flow = self._session.flow(alias, Kind.TUNNEL_OPEN)
         if hop in self.ends:
-            raise PeerProtocolError(f"tunnel {hop} is open already")
+            raise PeerProtocolError(f"the relay opened tunnel {hop}, which is already open")
         binding = self._session.owner.binding(flow)
         refusal = (
             Refusal.LEAVING if binding is None else binding.admit(Kind.TUNNEL_OPEN, end - start)
@@ -164,7 +166,7 @@ class Tunnels:
 
     def drop(self, end: TunnelEnd) -> None:
         """Give up a tunnel that was not opened in time."""
-        self._break(end.hop, "given up before it was open")
+        self._break(end.hop, "the caller gave it up before it was open")
 
     def _break(self, hop: int, reason: str) -> None:
         end = self._forget(hop)
@@ -224,7 +226,9 @@ class Tunnels:
     def frame(self, buf: memoryview, start: int, end: int) -> None:
         """A frame of a tunnel that is open, or opening."""
         if end - start < TUNNEL_BODY_AT:
-            raise PeerProtocolError("a tunnel frame is cut short")
+            raise PeerProtocolError(
+                f"a tunnel frame of {end - start} bytes is shorter than its {TUNNEL_BODY_AT} bytes of fixed fields"
+            )
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
         if kind != Kind.TUNNEL_END:
             self._session.received_alone += 1
@@ -276,7 +280,9 @@ class Tunnels:
         for hop, (until, _) in list(self._half_open.items()):
             if until <= mono_us:
                 self._settle(hop)
-                self._break(hop, "the other side did not finish the handshake")
+                self._break(
+                    hop, f"the peer did not finish the handshake within {HALF_OPEN_US / 1e6:g} s"
+                )
             elif until < soonest:
                 soonest = until
         return soonest

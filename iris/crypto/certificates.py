@@ -128,7 +128,9 @@ def site_authority(public_key: bytes, site: str) -> x509.Certificate:
         InvalidName: `site` is no site's name.
     """
     if len(public_key) != PUBLIC_KEY_BYTES:
-        raise LocalProtocolError(f"a public key is {PUBLIC_KEY_BYTES} bytes, not {len(public_key)}")
+        raise LocalProtocolError(
+            f"a public key must be {PUBLIC_KEY_BYTES} bytes, not {len(public_key)}"
+        )
     key = Ed25519PublicKey.from_public_bytes(public_key)
     return _signed_authority(key, _site_name(public_key, site), _ANYBODYS_KEY)
 
@@ -196,7 +198,7 @@ def parse_access(text: str) -> Access:
         access = None
     # Raised out here: the causes say nothing that helps, and may show what was read.
     if access is None:
-        raise KeyringError("not an access file, as `iris key access FILE` makes one")
+        raise KeyringError("not an access file; make one with `iris key access FILE`")
     return access
 
 
@@ -331,12 +333,12 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 def _check_relay_id(relay_id: bytes) -> None:
     if len(relay_id) != RELAY_ID_BYTES:
-        raise LocalProtocolError(f"a relay id is {RELAY_ID_BYTES} bytes, not {len(relay_id)}")
+        raise LocalProtocolError(f"a relay id must be {RELAY_ID_BYTES} bytes, not {len(relay_id)}")
 
 
 def _leaf_key(seed: bytes) -> Ed25519PrivateKey:
     if len(seed) != SECRET_BYTES:
-        raise LocalProtocolError(f"a seed is {SECRET_BYTES} bytes, not {len(seed)}")
+        raise LocalProtocolError(f"a seed must be {SECRET_BYTES} bytes, not {len(seed)}")
     return Ed25519PrivateKey.from_private_bytes(seed)
 
 

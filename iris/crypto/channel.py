@@ -107,14 +107,16 @@ class Channel:
     def open(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
         """Return the counter and the body. Raises OpenError unless the other side of this channel sent them."""
         if len(data) < SEALED_BYTES:
-            raise OpenError("an authenticated body is cut short")
+            raise OpenError(
+                f"an authenticated body of {len(data)} bytes is shorter than its head of {SEALED_BYTES}"
+            )
         mark, number, counter = _HEAD.unpack_from(data)
         body = data[SEALED_BYTES:]
         wanted = self._receive.code(data[:_MAC_AT], counter, end, body)
         if (mark, number) != (MARK, self.number) or not compare_digest(
             wanted, data[_MAC_AT:SEALED_BYTES]
         ):
-            raise OpenError("the body was not authenticated by the other side of this channel")
+            raise OpenError("the body was not authenticated by the peer of this channel")
         return counter, body
 
     def accept(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
@@ -182,7 +184,9 @@ def transcript(
     """Return what a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖ door (32) ‖ share (32)."""
     parts = (store, uuid, key_id, nonce, door, share)
     if tuple(map(len, parts)) != (32, 16, 16, NONCE_BYTES, NONCE_BYTES, 32):
-        raise LocalProtocolError("a part of the channel's transcript has the wrong length")
+        raise LocalProtocolError(
+            f"the parts of a channel's transcript must be 32, 16, 16, 32, 32 and 32 bytes, not {tuple(map(len, parts))}"
+        )
     return b"".join(parts)
 
 
@@ -191,7 +195,7 @@ def _keys(private: X25519PrivateKey, share: bytes, said: bytes) -> tuple[bytes, 
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError as err:  # a share of low order: everybody would know the secret
-        raise OpenError("the share is not a usable X25519 key") from err
+        raise OpenError("the peer's share is not a usable X25519 public key") from err
     digest = hashes.Hash(hashes.SHA256())
     digest.update(said)
     info = b"iris-stream-channel-1"

@@ -70,7 +70,7 @@ class Keyring:
         if not document.keys() <= {"default", "clusters", "topics"}:
             # Not named: whoever forgets a header may have a secret where the name belongs.
             raise KeyringError(
-                "expected only the tables [default], [clusters.NAME] and [topics.PREFIX]"
+                "a keyring may hold only the tables [default], [clusters.NAME] and [topics.PREFIX]"
             )
         entries: dict[str, Keys] = {}
         if "default" in document:
@@ -78,10 +78,14 @@ class Keyring:
         for table, prefix in (("clusters", ""), ("topics", TOPIC)):
             found = document.get(table, {})
             if not isinstance(found, dict):
-                raise KeyringError(f"{table} is not a table of entries")
+                raise KeyringError(
+                    f"{table} is not a table; write one table for each entry, as [{table}.NAME]"
+                )
             for name, body in found.items():
                 if table == "clusters" and _reserved(name):
-                    raise KeyringError(f"clusters: {name!r} cannot have an entry of its own")
+                    raise KeyringError(
+                        f"clusters: {name!r} cannot have an entry, because this name is reserved; rename the cluster"
+                    )
                 # Checked before it is named in an error about its keys.
                 entry = _check_entry(prefix + name)
                 entries[entry] = _parse_entry(ClusterKey, entry, body)
@@ -147,7 +151,7 @@ class Keyring:
         """
         keys = self._entries.get(_check_entry(name)) or self._inherited(name)
         if key in keys:
-            raise KeyringError(f"{name}: key {_short(key)} is already there")
+            raise KeyringError(f"{name}: key {_short(key)} is already in effect there")
         return self._with(name, (*keys, key))
 
     def promote(self, name: str, key_id: bytes | None = None) -> Self:
@@ -161,7 +165,9 @@ class Keyring:
         """
         keys = self._entry(name)
         if key_id is None and len(keys) == 1:
-            raise KeyringError(f"{name}: holds one key, {_short(keys[0])}; add another first")
+            raise KeyringError(
+                f"{name}: {_short(keys[0])} is its only key, and already seals; add another first"
+            )
         key = keys[-1] if key_id is None else _pick(name, keys, key_id)
         return self._with(name, (key, *(other for other in keys if other != key)))
 
@@ -205,7 +211,9 @@ class Keyring:
 
     def _entry(self, name: str) -> Keys:
         if not (keys := self._entries.get(_check_entry(name))):
-            raise KeyringError(f"{name}: no entry of this name; add a key to it first")
+            raise KeyringError(
+                f"{name}: the keyring has no entry with this name; add a key to it first"
+            )
         return keys
 
     def _with(self, name: str, keys: Keys) -> Self:
@@ -222,7 +230,7 @@ def parse_network_keys(toml_text: str) -> tuple[NetworkKey, ...]:
     """
     document = _parse_toml(toml_text)
     if document.keys() != {"network"}:
-        raise KeyringError("expected one table, [network]")
+        raise KeyringError("a network key file must hold one table, [network], and nothing else")
     return _check_keys("network", _parse_entry(NetworkKey, "network", document["network"]))
 
 
@@ -240,10 +248,10 @@ def parse_site_key(toml_text: str) -> SiteKey:
     """
     document = _parse_toml(toml_text)
     if document.keys() != {"site"}:
-        raise KeyringError("expected one table, [site]")
+        raise KeyringError("a site key file must hold one table, [site], and nothing else")
     keys = _parse_entry(SiteKey, "site", document["site"])
     if len(keys) != 1:
-        raise KeyringError("site: expected exactly one key")
+        raise KeyringError(f"site: must list exactly one key, not {len(keys)}")
     return keys[0]
 
 
@@ -313,9 +321,9 @@ def _check_entry(name: str) -> str:
 
 def _check_keys(name: str, keys: tuple[_AnyKey, ...]) -> tuple[_AnyKey, ...]:
     if not keys:
-        raise KeyringError(f"{name}: holds no key")
+        raise KeyringError(f"{name}: does not list a key; add one")
     if len(set(keys)) != len(keys):
-        raise KeyringError(f"{name}: lists a key twice")
+        raise KeyringError(f"{name}: lists the same key twice; remove one of the two")
     return keys
 
 
@@ -325,12 +333,12 @@ def _parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         # The position alone: the rest of the message may quote the text, and so a secret.
         found = re.search(r"line \d+, column \d+", str(error))
-    raise KeyringError(f"not TOML: {found[0] if found else 'it ends too early'}")
+    raise KeyringError(f"not valid TOML: {found[0] if found else 'it ends too early'}")
 
 
 def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey, ...]:
     if not isinstance(body, dict) or body.keys() != {"keys"} or not isinstance(body["keys"], list):
-        raise KeyringError(f'{name}: expected one line, keys = ["...", ...]')
+        raise KeyringError(f'{name}: must hold one setting, keys = ["...", ...], and nothing else')
     keys: list[_AnyKey] = []
     for number, text in enumerate(body["keys"], 1):
         try:
@@ -363,7 +371,7 @@ def _pick(name: str, keys: Keys, key_id: bytes) -> ClusterKey:
         if key.key_id == key_id:
             return key
     shown = key_id.hex()[:8] if len(key_id) == KEY_ID_BYTES else "of this id"
-    raise KeyringError(f"{name}: holds no key {shown}")
+    raise KeyringError(f"{name}: key {shown} is not listed there; `iris key show` lists the keys")
 
 
 def _short(key: ClusterKey) -> str:

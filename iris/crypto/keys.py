@@ -60,7 +60,7 @@ class _Secret:
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != SECRET_BYTES:
-            raise KeyringError(f"a {self._kind} is {SECRET_BYTES} bytes, not {len(secret)}")
+            raise KeyringError(f"a {self._kind} must be {SECRET_BYTES} bytes, not {len(secret)}")
         self._secret: Final = bytes(secret)
 
     @classmethod
@@ -72,7 +72,9 @@ class _Secret:
         """
         secret = _read_text(text)
         if secret is None:
-            raise KeyringError(f"a {cls._kind} is written as 43 characters of base64url (32 bytes)")
+            raise KeyringError(
+                f"a {cls._kind} must be written as 43 characters of base64url (32 bytes)"
+            )
         return cls(secret)
 
     def reveal(self) -> str:
@@ -95,7 +97,9 @@ class _Secret:
         return f"<{type(self).__name__} {self._public_id.hex()[:8]}…>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a {self._kind} is not pickled or copied")
+        raise TypeError(
+            f"a {self._kind} cannot be pickled or copied; pass the path of its key file instead"
+        )
 
 
 class ClusterKey(_Secret):
@@ -241,7 +245,7 @@ def parse_fingerprint(text: str) -> bytes:
     public_key = _read_text(text)
     if public_key is None:
         raise KeyringError(
-            "a site's fingerprint is 43 characters of base64url, as `iris federation key FILE` prints it"
+            "a site's fingerprint must be 43 characters of base64url; `iris federation key FILE` prints it"
         )
     return public_key
 
@@ -266,7 +270,7 @@ def verify_proof(
     """
     key_id = public_id(public_key)
     message = _proof(relay_id, session_id, challenge, key_id, channel)
-    _verify(public_key, signature, message, "the proof of the key id does not hold")
+    _verify(public_key, signature, message, "the proof of the key id is not valid for this session")
     return key_id
 
 
@@ -276,7 +280,7 @@ def verify_order(public_key: bytes, signature: bytes, order: bytes) -> bytes:
     Raises:
         OpenError: the signature is not this key's over this order, or one of the two is malformed.
     """
-    _verify(public_key, signature, _ORDER + order, "the signature of the order does not hold")
+    _verify(public_key, signature, _ORDER + order, "the signature of the order is not valid")
     return public_id(public_key)
 
 
@@ -290,7 +294,7 @@ def verify_countersignature(public_key: bytes, signature: bytes, order: bytes) -
         public_key,
         signature,
         _COUNTERSIGNED + order,
-        "the countersignature of the order does not hold",
+        "the countersignature of the order is not valid",
     )
     return public_id(public_key)
 
@@ -300,18 +304,30 @@ def verify_store_proof(
 ) -> None:  # fmt: skip
     """Return if the store of `public_key` signed this order in this session; raises OpenError otherwise."""
     message = _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
-    _verify(public_key, signature, message, "the store's proof does not hold")
+    _verify(
+        public_key, signature, message, "the store's proof is not valid for this session and order"
+    )
 
 
 def verify_caller(public_key: bytes, signature: bytes, transcript: bytes) -> bytes:
     """Return the id of the cluster key (16 bytes) that signed a caller's side of a channel; raises OpenError."""
-    _verify(public_key, signature, _CALLER + transcript, "the caller's signature does not hold")
+    _verify(
+        public_key,
+        signature,
+        _CALLER + transcript,
+        "the caller's signature of the channel is not valid",
+    )
     return public_id(public_key)
 
 
 def verify_channel(public_key: bytes, signature: bytes, transcript: bytes) -> None:
     """Return if the store of `public_key` signed its side of a channel; raises OpenError otherwise."""
-    _verify(public_key, signature, _STORE + transcript, "the store's signature does not hold")
+    _verify(
+        public_key,
+        signature,
+        _STORE + transcript,
+        "the store's signature of the channel is not valid",
+    )
 
 
 def _verify(public_key: bytes, signature: bytes, message: bytes, text: str) -> None:
@@ -356,13 +372,15 @@ def _proof(
     lengths = (len(relay_id), len(session_id), len(challenge))
     if lengths != (RELAY_ID_BYTES, SESSION_ID_BYTES, CHALLENGE_BYTES):
         raise LocalProtocolError(
-            f"relay id, session id and challenge are 16, 8 and 32 bytes, not {lengths}"
+            f"relay id, session id and challenge must be 16, 8 and 32 bytes, not {lengths}"
         )
     message = relay_id + session_id + challenge + key_id
     if not channel:
         return _PROOF + message
     if len(channel) != CHANNEL_BYTES:
-        raise LocalProtocolError(f"a channel is {CHANNEL_BYTES} bytes, not {len(channel)}")
+        raise LocalProtocolError(
+            f"a certificate hash must be {CHANNEL_BYTES} bytes, not {len(channel)}"
+        )
     return _BOUND_PROOF + message + channel
 
 

@@ -87,7 +87,7 @@ class CipherState:
             else:
                 self._nonce = nonce + 1
                 return plaintext
-        raise OpenError("not the next record of this tunnel")
+        raise OpenError("the record is not the next record of this tunnel")
 
     def poison(self) -> None:
         """Make every later `encrypt` raise; for the child of a fork, which shares our nonces."""
@@ -96,8 +96,12 @@ class CipherState:
     def _refuse(self, nonce: int) -> NoReturn:
         if nonce >= _MAX_NONCE:
             self._nonce = _MAX_NONCE
-            raise LocalProtocolError("2^64 - 1 records were exchanged; the tunnel must end")
-        raise LocalProtocolError(f"a record holds at most {MAX_PLAINTEXT_BYTES} bytes")
+            raise LocalProtocolError(
+                "the tunnel has carried 2^64 - 1 records, which is the limit; open another"
+            )
+        raise LocalProtocolError(
+            f"the plaintext of a tunnel record is over the limit of {MAX_PLAINTEXT_BYTES} bytes"
+        )
 
 
 class Handshake:
@@ -119,7 +123,9 @@ class Handshake:
             LocalProtocolError: one of them has another length.
         """
         if len(psk) != KEY_BYTES or len(ephemeral_secret) != KEY_BYTES:
-            raise LocalProtocolError("psk and ephemeral secret are 32 bytes each")
+            raise LocalProtocolError(
+                f"psk and ephemeral secret must be 32 bytes each, not {len(psk)} and {len(ephemeral_secret)}"
+            )
         self._initiator = initiator
         self._messages = 0  # how many of the two have passed
         self._hash = _EMPTY
@@ -156,7 +162,9 @@ class Handshake:
         """
         state, ephemeral = self._next(writes=True)
         if KEY_BYTES + len(payload) + TAG_BYTES > MAX_MESSAGE_BYTES:
-            raise LocalProtocolError(f"a Noise message has at most {MAX_MESSAGE_BYTES} bytes")
+            raise LocalProtocolError(
+                f"a handshake message is over the limit of {MAX_MESSAGE_BYTES} bytes"
+            )
         public = ephemeral.public_key().public_bytes_raw()
         state.mix_ephemeral(public)
         if self._messages == 1:
@@ -189,7 +197,9 @@ class Handshake:
                 return payload
         except (InvalidTag, ValueError):  # ValueError: a point of low order, so an all-zero secret
             pass
-        raise OpenError("not the next handshake message of this tunnel")
+        raise OpenError(
+            "the handshake message does not open: it was damaged or forged, or made for another tunnel or key"
+        )
 
     def split(self) -> tuple[CipherState, CipherState]:
         """Return (send, recv) for the records that follow, and forget the secrets.
@@ -200,7 +210,7 @@ class Handshake:
         """
         state = self._state
         if state is None or not self.finished:
-            raise LocalProtocolError("split comes once, after both handshake messages")
+            raise LocalProtocolError("split can be called once only, after both handshake messages")
         keys = _hkdf(state.chaining_key, _EMPTY, 2 * KEY_BYTES)
         first, second = CipherState(keys[:KEY_BYTES]), CipherState(keys[KEY_BYTES:])
         self._state = self._ephemeral = None
@@ -211,7 +221,7 @@ class Handshake:
         """Return a copy of the state, ready for the next message, and our ephemeral key."""
         ours = self._initiator == (self._messages == 0)
         if self._state is None or self._ephemeral is None or self.finished or ours is not writes:
-            raise LocalProtocolError("this handshake message is not due on this side")
+            raise LocalProtocolError("it is not this side's turn in the handshake")
         state = self._state.copy()
         if self._messages == 0:
             state.mix_key_and_hash(self._psk)
@@ -272,4 +282,6 @@ def _hkdf(chaining_key: bytes, material: bytes, length: int) -> bytes:
 
 
 def _refuse_poisoned(nonce: bytes, plaintext: Buffer, ad: Buffer | None) -> NoReturn:
-    raise LocalProtocolError("this process was forked; its tunnels belong to the parent")
+    raise LocalProtocolError(
+        "this process was forked, and its tunnels belong to the parent; open new ones"
+    )

@@ -131,13 +131,17 @@ class Sealer:
     def _claim_thread(self) -> None:
         # setdefault is atomic: of two threads that seal first at once, one wins and the other raises.
         if self._claim.setdefault(None, get_ident()) != get_ident():
-            raise LocalProtocolError("a sealer belongs to the thread that first sealed with it")
+            raise LocalProtocolError(
+                "a sealer may be used only by the thread that first sealed with it"
+            )
         self._owner = get_ident()
 
     def _widen(self, counter: int) -> None:
         if counter >= SEALS_PER_SENDER:
             self._counter = SEALS_PER_SENDER
-            raise LocalProtocolError("2^32 messages were sealed; draw a new sender id")
+            raise LocalProtocolError(
+                "2^32 messages were sealed under this sender id, which is the limit; draw a new one"
+            )
         header = encode_header(self._kid, counter)
         base, length = int.from_bytes(header) - counter, len(header)
         next_width = counter + 1 if counter < 8 else 1 << 8 * _width(counter)
@@ -194,7 +198,7 @@ class Opener:
                 return counter, self._decrypt(nonce, body[length:], aad)
         except (KeyError, IndexError, InvalidTag):
             pass
-        raise OpenError("not sealed for this address by this sender under this key")
+        raise OpenError("the message was not sealed for this address by this sender under this key")
 
 
 class ReplayWindow:
@@ -225,9 +229,9 @@ class ReplayWindow:
         if counter > self._highest:
             return
         if counter <= self._highest - self._size:
-            raise Stale("older than the replay window of its sender")
+            raise Stale("the message is older than its sender's replay window")
         if self._blocks.get(counter // _BLOCK_BITS, 0) >> counter % _BLOCK_BITS & 1:
-            raise Replayed("accepted before")
+            raise Replayed("the message was accepted before")
 
     def accept(self, counter: int) -> None:
         """Note that `counter` was accepted, if it was not before; raises as `check`."""
@@ -257,7 +261,9 @@ def encode_header(kid: int, ctr: int) -> bytes:
         LocalProtocolError: one of them is not an unsigned 64-bit number.
     """
     if not (0 <= kid <= _MAX_U64 and 0 <= ctr <= _MAX_U64):
-        raise LocalProtocolError("KID and CTR are unsigned 64-bit numbers")
+        raise LocalProtocolError(
+            f"KID and CTR must be unsigned 64-bit numbers, not {kid} and {ctr}"
+        )
     kid_nibble, kid_bytes = _encode_field(kid)
     ctr_nibble, ctr_bytes = _encode_field(ctr)
     return bytes((kid_nibble << 4 | ctr_nibble,)) + kid_bytes + ctr_bytes
@@ -271,7 +277,7 @@ def decode_header(data: Buffer) -> tuple[int, int, int]:
             write the shortest; holding them to it leaves one encoding per message.
     """
     if not data:
-        raise OpenError("truncated SFrame header")
+        raise OpenError("the SFrame header is truncated")
     kid, kid_end = _decode_field(data, data[0] >> 4, 1)
     ctr, end = _decode_field(data, data[0] & 15, kid_end)
     return kid, ctr, end
@@ -290,14 +296,18 @@ def derive_key_and_salt(base_key: bytes, kid: int) -> tuple[bytes, bytes]:
 
 def _sender_keys(key: ClusterKey, sender_id: bytes) -> tuple[bytes, int]:
     if len(sender_id) != SENDER_ID_BYTES:
-        raise LocalProtocolError(f"a sender id is {SENDER_ID_BYTES} bytes, not {len(sender_id)}")
+        raise LocalProtocolError(
+            f"a sender id must be {SENDER_ID_BYTES} bytes, not {len(sender_id)}"
+        )
     info = b"iris-seal-1" + sender_id
     base_key = HKDFExpand(hashes.SHA256(), _BASE_KEY_BYTES, info=info).derive(key.sealing_root)
     return base_key, int.from_bytes(sender_id[:8])
 
 
 def _refuse_poisoned(nonce: bytes, plaintext: Buffer, aad: Buffer) -> NoReturn:
-    raise LocalProtocolError("this process was forked; draw a new sender id")
+    raise LocalProtocolError(
+        "this process was forked, and its sender id belongs to the parent; draw a new one"
+    )
 
 
 def _width(number: int) -> int:
@@ -318,7 +328,7 @@ def _decode_field(data: Buffer, nibble: int, start: int) -> tuple[int, int]:
     field = data[start : start + width]
     number = int.from_bytes(field)
     if len(field) != width:
-        raise OpenError("truncated SFrame header")
+        raise OpenError("the SFrame header is truncated")
     if number < 8 or _width(number) != width:
-        raise OpenError("an SFrame header is not the shortest")
+        raise OpenError("a number in the SFrame header takes more bytes than it needs")
     return number, start + width

@@ -107,13 +107,15 @@ def decode_control(buf: memoryview, start: int, end: int) -> Control:
     kind = buf[start + KIND_AT]
     decoder = _DECODERS.get(kind)
     if decoder is None:
-        raise PeerProtocolError(f"unknown frame kind 0x{kind:02x}")
+        raise PeerProtocolError(f"frame kind 0x{kind:02x} is not known")
     if end - start > MAX_CONTROL_BYTES + PREFIX_BYTES and kind not in _LONG:
-        raise PeerProtocolError(f"a {Kind(kind).name} frame of {end - start} bytes is too long")
+        raise PeerProtocolError(
+            f"a {Kind(kind).name} frame of {end - start} bytes is over the limit of {MAX_CONTROL_BYTES + PREFIX_BYTES}"
+        )
     try:
         return decoder.decode(buf[start + PREFIX_BYTES : end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-        raise PeerProtocolError(f"bad {Kind(kind).name} frame: {err}") from err
+        raise PeerProtocolError(f"a {Kind(kind).name} frame cannot be decoded: {err}") from err
 
 
 def tunnel_frame(kind: int, hop: int, body: bytes) -> bytes:
@@ -201,7 +203,7 @@ class FrameReader:
             stop = pos + 4 + length
             if length < 2 or length > self.limit:
                 raise PeerProtocolError(
-                    f"a frame of {length} bytes; the limit here is {self.limit}"
+                    f"a frame declares {length} bytes; 2 to {self.limit} are allowed here"
                 )
             if stop > end:
                 if 4 + length > len(buf) - 4096:  # it would not fit: give it a buffer of its own

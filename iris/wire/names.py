@@ -49,7 +49,7 @@ def check_site(name: str) -> str:
     """Return `name`; raises InvalidName if it is no name of a site."""
     if not _SITE.fullmatch(name):
         raise InvalidName(
-            f"{name[:80]!r} is not a site: 1 to 32 of a-z, 0-9 and '-', beginning with a letter"
+            f"{name[:80]!r} is not a site name; use 1 to 32 of a-z, 0-9 and '-', beginning with a letter"
         )
     return name
 
@@ -126,15 +126,17 @@ def _check(name: object, grammar: re.Pattern[str], what: str) -> str:
     shown = name if len(name) <= 80 else name[:77] + "..."
     if not grammar.fullmatch(name):
         raise InvalidName(
-            f"{shown!r} is not a {what}: tokens joined by '.', without spaces"
+            f"{shown!r} is not a {what}; use tokens joined by '.', without spaces"
             + (
                 ", '*' or '>'"
                 if grammar is _NAME
-                else "; '*' stands for one token, a final '>' for the rest"
+                else ": '*' stands for one token, a final '>' for one or more"
             )
         )
     if len(name.encode()) > MAX_NAME_BYTES or name.count(".") >= MAX_TOKENS:
-        raise InvalidName(f"{what} {shown!r} is over {MAX_NAME_BYTES} bytes or {MAX_TOKENS} tokens")
+        raise InvalidName(
+            f"{what} {shown!r} is over the limit of {MAX_NAME_BYTES} bytes or {MAX_TOKENS} tokens"
+        )
     return name
 
 

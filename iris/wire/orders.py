@@ -86,10 +86,11 @@ def check_definition(definition: Definition) -> None:
     check_cluster(definition.name + DEAD)
     if definition.name.endswith(DEAD):
         raise InvalidName(
-            f"stream name {definition.name!r}: names that end in {DEAD!r} are of dead letters"
+            f"stream name {definition.name!r} is reserved, because names that end in {DEAD!r} belong to dead letters; "
+            "choose another name"
         )
     if definition.topic and definition.cluster:
-        raise ConfigError("a stream records a topic or a cluster, not both")
+        raise ConfigError("a stream can record a topic or a cluster, not both; set one of the two")
     if definition.topic:
         check_filter(definition.topic)
     if definition.cluster:
@@ -101,17 +102,25 @@ def check_definition(definition: Definition) -> None:
         if origin.cluster:
             check_cluster(origin.cluster)
     if len(definition.origins) > MAX_ORIGINS:
-        raise ConfigError(f"origins: a copy of a copy, more than {MAX_ORIGINS} times over")
+        raise ConfigError(
+            f"origins: {len(definition.origins)} copies of copies are over the limit of {MAX_ORIGINS}"
+        )
     if definition.mirror:
         if not _UUID.fullmatch(definition.mirror):
             raise ConfigError(f"mirror: {definition.mirror!r} is not a uuid of 32 hex digits")
         if not definition.origins or definition.origins[-1].uuid.hex() != definition.mirror:
-            raise ConfigError("mirror: the last of its origins is what a stream is a copy of")
+            raise ConfigError(
+                f"mirror: {definition.mirror} is not the last of the stream's origins"
+            )
         if definition.topic or definition.cluster:
-            raise ConfigError("a copy records no topic and no cluster")
+            raise ConfigError(
+                "mirror: a copy cannot record a topic or a cluster as well; leave both empty"
+            )
     for field in ("max_bytes", "max_messages", "max_age_us", "dedup_window_us"):
         if not 0 <= getattr(definition, field) < 1 << 63:
-            raise ConfigError(f"{field}: {getattr(definition, field)} is out of range")
+            raise ConfigError(
+                f"{field}: {getattr(definition, field)} is out of range; use 0 to 2^63 - 1"
+            )
 
 
 class Order(Struct, frozen=True):
@@ -161,4 +170,4 @@ def decode_order(order: bytes) -> Order:
     try:
         return _decode_order(order)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-        raise DecodeError(f"an order: {err}") from err
+        raise DecodeError(f"an order cannot be decoded: {err}") from err

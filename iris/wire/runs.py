@@ -78,9 +78,11 @@ def read_calls(buf: memoryview, start: int, end: int) -> tuple[int, tuple[int, .
     count, at = _counted(buf, start, end, LENGTH_BYTES)
     sizes = lengths(count).unpack_from(buf, start + BODY_AT)
     if at + sum(sizes) != end:
-        raise PeerProtocolError("a run's lengths do not add up to its body")
+        raise PeerProtocolError(
+            f"lengths in a run add up to {sum(sizes)} bytes, but its bodies take {end - at}"
+        )
     if HOP.unpack_from(buf, start)[4] + count > 1 << 64:
-        raise PeerProtocolError("a run's hop ids do not fit their field")
+        raise PeerProtocolError("the hop ids of a run go beyond 2^64 - 1")
     return at, sizes
 
 
@@ -92,20 +94,27 @@ def read_answers(
     hops = hop_ids(count).unpack_from(buf, start + BODY_AT)
     sizes = lengths(count).unpack_from(buf, start + BODY_AT + HOP_BYTES * count)
     if at + sum(sizes) != end:
-        raise PeerProtocolError("a run's lengths do not add up to its body")
+        raise PeerProtocolError(
+            f"lengths in a run add up to {sum(sizes)} bytes, but its bodies take {end - at}"
+        )
     return at, hops, sizes
 
 
 def _counted(buf: memoryview, start: int, end: int, entry_bytes: int) -> tuple[int, int]:
     """Return the count of a run, and where its first body begins: behind so many bytes for each."""
     if end - start < BODY_AT:
-        raise PeerProtocolError("a data frame is cut short")
+        raise PeerProtocolError(
+            f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
+        )
     (count,) = COUNT.unpack_from(buf, start + COUNT_AT)
     if not 0 < count <= MAX_RUN:
-        raise PeerProtocolError(f"a run of {count} calls; 1 to {MAX_RUN} are allowed")
+        raise PeerProtocolError(f"a run holds {count} calls or answers; 1 to {MAX_RUN} are allowed")
     at = start + BODY_AT + entry_bytes * count
     if end - start > BODY_AT + MAX_RUN_BYTES or at > end:
-        raise PeerProtocolError(f"a {Kind(buf[start + KIND_AT]).name} frame of {end - start} bytes")
+        raise PeerProtocolError(
+            f"a {Kind(buf[start + KIND_AT]).name} frame of {end - start} bytes is over the limit of "
+            f"{BODY_AT + MAX_RUN_BYTES}, or too short for the table of its {count} entries"
+        )
     return count, at
 
 

@@ -540,7 +540,7 @@ def decode_call(body: bytes | memoryview) -> Call:
     try:
         return _decode_call(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
-        raise DecodeError(f"a call to a store: {err}") from err
+        raise DecodeError(f"a call to a store cannot be decoded: {err}") from err
 
 
 def decode_answer(body: bytes | memoryview) -> Answer:
@@ -548,7 +548,7 @@ def decode_answer(body: bytes | memoryview) -> Answer:
     try:
         return _decode_answer(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
-        raise DecodeError(f"a store's answer: {err}") from err
+        raise DecodeError(f"a store's answer cannot be decoded: {err}") from err
 
 
 def decode_dead(body: bytes) -> DeadLetter:
@@ -556,4 +556,4 @@ def decode_dead(body: bytes) -> DeadLetter:
     try:
         return _decode_dead(body)
     except _BAD as err:
-        raise DecodeError(f"a dead letter: {err}") from err
+        raise DecodeError(f"a dead letter cannot be decoded: {err}") from err

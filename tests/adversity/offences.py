@@ -45,7 +45,7 @@ def _length(size: int, *, proven: bool) -> None:
         await wire.send(size.to_bytes(4, "little") + b"\x17\x00")
 
     name = f"a frame of {size} bytes {'after' if proven else 'before'} a proof"
-    OFFENCES[name] = send, f"^a frame of {size} bytes; the limit here is {limit}$"
+    OFFENCES[name] = send, f"^a frame declares {size} bytes; 2 to {limit} are allowed here$"
 
 
 for _size in (0, 1, FIRST_LIMIT + 1, (1 << 32) - 1):
@@ -54,7 +54,7 @@ for _size in (0, 1, LIMIT + 1, (1 << 32) - 1):
     _length(_size, proven=True)
 
 
-@offence("^a PING frame of 65543 bytes is too long$")
+@offence("^a PING frame of 65543 bytes is over the limit of 65542$")
 async def a_control_frame_over_64_KiB(wire: Wire) -> None:  # noqa: N802 - a unit
     await wire.prove()
     await wire.alive()
@@ -64,19 +64,19 @@ async def a_control_frame_over_64_KiB(wire: Wire) -> None:  # noqa: N802 - a uni
 # -- kinds and types -------------------------------------------------------------------------------------------
 
 
-@offence("^unknown frame kind 0x3f$")
+@offence("^frame kind 0x3f is not known$")
 async def an_unknown_control_kind(wire: Wire) -> None:
     await wire.greet()
     await wire.send(control_frame(0x3F, b"\x80"))
 
 
-@offence("^unknown frame kind 0x50$")
+@offence("^frame kind 0x50 is not known$")
 async def an_unknown_data_kind(wire: Wire) -> None:
     await wire.greet()
     await wire.send(data_frame(0x50))
 
 
-@offence("^unknown frame kind 0x00$")
+@offence("^frame kind 0x00 is not known$")
 async def a_first_frame_of_an_unknown_kind(wire: Wire) -> None:
     await wire.send(control_frame(0, b""))
 
@@ -87,58 +87,58 @@ async def a_frame_that_only_relays_send(wire: Wire) -> None:
     await wire.send(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20))
 
 
-@offence("^bad PING frame: ")
+@offence("^a PING frame cannot be decoded: ")
 async def a_wrong_type(wire: Wire) -> None:
     await wire.greet()
     await wire.send(control_frame(Kind.PING, msgspec.msgpack.encode({"id": "one"})))
 
 
-@offence("^bad SUBSCRIBE frame: ")
+@offence("^a SUBSCRIBE frame cannot be decoded: ")
 async def an_array_instead_of_a_map(wire: Wire) -> None:
     await wire.greet()
     await wire.send(control_frame(Kind.SUBSCRIBE, msgspec.msgpack.encode([1, "a"])))
 
 
-@offence("^bad PING frame: ")
+@offence("^a PING frame cannot be decoded: ")
 async def a_number_over_63_bits(wire: Wire) -> None:
     await wire.greet()
     await wire.send(control_frame(Kind.PING, msgspec.msgpack.encode({"id": 1 << 63})))
 
 
-@offence("^bad JOIN frame: ")
+@offence("^a JOIN frame cannot be decoded: ")
 async def a_missing_field(wire: Wire) -> None:
     await wire.greet()
     await wire.send(control_frame(Kind.JOIN, msgspec.msgpack.encode({"id": 1})))
 
 
-@offence("^bad PROVE frame: ")
+@offence("^a PROVE frame cannot be decoded: ")
 async def truncated_MessagePack(wire: Wire) -> None:  # noqa: N802 - its name
     await wire.greet()
     whole = encode_control(wire.proof(OTHER_KEY))
     await wire.send(control_frame(Kind.PROVE, whole[6:-1]))
 
 
-@offence("^bad PING frame: ")
+@offence("^a PING frame cannot be decoded: ")
 async def bytes_after_the_MessagePack(wire: Wire) -> None:  # noqa: N802 - its name
     await wire.greet()
     await wire.send(control_frame(Kind.PING, msgspec.msgpack.encode({"id": 1}) + b"\xc0"))
 
 
-@offence("^bad SUBSCRIBE frame: ")
+@offence("^a SUBSCRIBE frame cannot be decoded: ")
 async def a_text_that_is_not_UTF8(wire: Wire) -> None:  # noqa: N802 - its name
     await wire.greet()
     body = b"\x83\xa2id\x01\xa6filter\xa2\xc3\x28\xa7key_ids\x90"
     await wire.send(control_frame(Kind.SUBSCRIBE, body))
 
 
-@offence("^bad SUBSCRIBE frame: ")
+@offence("^a SUBSCRIBE frame cannot be decoded: ")
 async def an_array_of_four_billion(wire: Wire) -> None:
     await wire.greet()
     body = b"\x83\xa2id\x01\xa6filter\xa1a\xa7key_ids\xdd\xff\xff\xff\xff"
     await wire.send(control_frame(Kind.SUBSCRIBE, body))
 
 
-@offence("^bad HELLO frame: ")
+@offence("^a HELLO frame cannot be decoded: ")
 async def a_depth_of_ten_thousand(wire: Wire) -> None:
     await wire.send(control_frame(Kind.HELLO, b"\x81\xa1x" + b"\x91" * 10_000 + b"\xc0"))
 
@@ -256,7 +256,7 @@ async def a_topic_with_a_wildcard(wire: Wire) -> None:
     await wire.send(wire.declare(0, Kind.PUBLISH, "a.*"))
 
 
-@offence("is over 255 bytes or 32 tokens")
+@offence("is over the limit of 255 bytes or 32 tokens")
 async def a_topic_of_33_tokens(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.PUBLISH, ".".join("a" * 33)))

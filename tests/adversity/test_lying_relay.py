@@ -29,22 +29,22 @@ GREETINGS: dict[str, tuple[Control | bytes | None, str]] = {
     "garbage": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "a frame of"),
     "an endless frame": (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
     "an empty frame": (b"\0\0\0\0", "a frame of 0 bytes"),
-    "an unknown kind": (b"\x02\0\0\0\x3f\0", "unknown frame kind 0x3f"),
-    "no MessagePack": (b"\x03\0\0\0\x02\0\xc1", "bad WELCOME frame"),
+    "an unknown kind": (b"\x02\0\0\0\x3f\0", "frame kind 0x3f is not known"),
+    "no MessagePack": (b"\x03\0\0\0\x02\0\xc1", "a WELCOME frame cannot be decoded"),
     "another version": (
         frames.Welcome(2, 0, bytes(16), bytes(8), bytes(32), 1 << 20),
-        "speaks version 2",
+        "speaks protocol version 2",
     ),
     "a short challenge": (
         encode_control(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(31), 1 << 20)),
-        "bad WELCOME frame",
+        "a WELCOME frame cannot be decoded",
     ),
-    "an Ack before WELCOME": (frames.Ack(1), "a relay does not send Ack now"),
-    "a session's frame": (frames.Hello(1, 0), "a relay does not send Hello now"),
+    "an Ack before WELCOME": (frames.Ack(1), "the relay sent Ack,"),
+    "a session's frame": (frames.Hello(1, 0), "the relay sent Hello,"),
     "data before WELCOME": (HOP.pack(46, Kind.PUBLISH, 0, 0, 0, 0) + bytes(24), "alias 0"),
     "two WELCOMEs": (encode_control(WELCOME) * 2, "a second WELCOME"),
     "an Error": (frames.Error("not today"), "the relay ended the session: not today"),
-    "goodbye": (frames.Bye("no"), "a relay does not send Bye now"),
+    "goodbye": (frames.Bye("no"), "the relay sent Bye,"),
 }
 
 

@@ -284,7 +284,9 @@ async def test_the_pair_shut_down_by_somebody_breaks_both_ends(relay: Relay, of:
             ours._socket.shutdown(socket.SHUT_RDWR)
             await until(lambda: left.closed and right.closed)
             for tunnel in (left, right):
-                with pytest.raises(TunnelBroken, match=r"direct connection broke|other side broke"):
+                with pytest.raises(
+                    TunnelBroken, match=r"direct connection broke|peer broke it off"
+                ):
                     await tunnel.recv()
             raise TunnelBroken("as told")
     await until(lambda: not relay.router.direct.table.total)

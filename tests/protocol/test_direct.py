@@ -276,7 +276,7 @@ def test_a_pair_that_breaks_breaks_the_tunnel_at_both_ends(net: Network) -> None
     pairs, _, _, left, right = moved(net)
     pairs.pairs[0].over = True
     pairs.run()
-    assert {left.broken, right.broken} <= {"its direct connection broke", "the other side broke it"}
+    assert {left.broken, right.broken} <= {"its direct connection broke", "the peer broke it off"}
     assert left.broken
     assert right.broken
     assert net.router.direct.status()["open"] == 0
@@ -303,7 +303,7 @@ def test_a_record_through_the_relay_after_the_last_one_breaks_the_tunnel(net: Ne
     pairs, opener, _, left, right = moved(net)
     opener.say(tunnel_frame(Kind.TUNNEL_DATA, left.hop, bytes(64)))
     pairs.run()
-    assert "after the last one" in right.broken
+    assert "after the peer moved to the socket pair" in right.broken
     assert left.broken
 
 

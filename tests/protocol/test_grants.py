@@ -114,7 +114,7 @@ def test_an_order_that_its_key_did_not_sign_is_refused_and_grants_nothing() -> N
     proof = STORE.sign_proof(data, **session)
     for signature in (OTHER.sign_order(data), KEY.sign_order(data + b" "), KEY.sign_proof(**session)):  # fmt: skip
         told = store.ask(frames.Grant(7, data, KEY.public_key, signature, proof))
-        assert told == "the signature of the order does not hold"
+        assert told == "the signature of the order is not valid"
     assert not store.session.granted
     assert "not proven" in store.ask(frames.Join(1, "orders", [KEY.key_id], STREAM))
 

@@ -475,7 +475,9 @@ def test_an_older_self_of_a_producer_stores_nothing_and_is_told() -> None:
     fenced = world.add(b"1", b"2")
     world.run()
     for waiter in fenced:
-        assert str(waiter.got) == "stream orders: another producer goes on under our id"
+        assert (
+            str(waiter.got) == "stream orders: another producer has taken over this producer's id"
+        )
         assert not waiter.got.may_have_run
     assert world.log.stored == [b"0", b"of the other"]
     world.add(b"3")

@@ -412,10 +412,10 @@ BAD = {
     "no calls": (frame_of(Kind.CALLS, 0, b""), "a run of 0 calls"),
     "too many calls": (frame_of(Kind.CALLS, MAX_RUN + 1, bytes(4 * (MAX_RUN + 1))), "a run of 257 calls"),
     "no room for the lengths": (frame_of(Kind.CALLS, 9, bytes(35)), "a CALLS frame of"),
-    "lengths beyond the body": (frame_of(Kind.CALLS, 1, b"\x05\0\0\0abc"), "do not add up"),
-    "lengths short of the body": (frame_of(Kind.CALLS, 1, b"\x02\0\0\0abc"), "do not add up"),
+    "lengths beyond the body": (frame_of(Kind.CALLS, 1, b"\x05\0\0\0abc"), "lengths in a run add up to"),
+    "lengths short of the body": (frame_of(Kind.CALLS, 1, b"\x02\0\0\0abc"), "lengths in a run add up to"),
     "hop ids beyond their field": (
-        frame_of(Kind.CALLS, 2, bytes(8), hop=(1 << 64) - 1), "do not fit",
+        frame_of(Kind.CALLS, 2, bytes(8), hop=(1 << 64) - 1), "go beyond",
     ),
     "hop ids of the relay's": (frame_of(Kind.CALLS, 1, bytes(4), hop=1 << 63), "not declared|this relay chooses"),
     "an alias of nobody": (frame_of(Kind.CALLS, 1, bytes(4), alias=77), "was not declared"),

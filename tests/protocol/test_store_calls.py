@@ -285,7 +285,7 @@ def test_a_store_without_the_key_that_the_order_names_is_not_accepted(relay: Rel
         count = len(relay.recorded)
         answer = relay.ask(Caller(KEY), append(3), writes=True)
         assert isinstance(answer, Refused), case
-        assert "no key of this keyring signed" in answer.detail
+        assert "is not signed by a key of this keyring" in answer.detail
         assert len(relay.recorded) == count + 1, case  # the knock, and nothing of the call
 
 
@@ -326,7 +326,7 @@ def test_an_older_store_is_named_as_what_it_is(relay: Relay) -> None:
     relay.answers = replaced(Refused("invalid", "a call to a store: Invalid value 'knock'"))
     answer = relay.ask(Caller(KEY), streams.Describe())
     assert isinstance(answer, Refused)
-    assert "its store does not support authenticated calls: upgrade the store" in answer.detail
+    assert "its store does not support authenticated calls; upgrade the store" in answer.detail
 
 
 # -- replays of a whole conversation -----------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_more_than_was_granted_breaks_the_tunnel(net: Network) -> None:
     left.credit += 1
     left.write(memoryview(bytes(FIRST_WINDOW + 1)), 0)
     net.run()
-    assert "more tunnel bytes than were granted" in right.broken
+    assert "more tunnel bytes than the window" in right.broken
     assert left.broken
 
 
@@ -218,7 +218,7 @@ def test_close_by_either_side_delivers_what_came_before_and_leaves_nothing_behin
     assert drain(other) == [b"last"]
     assert other.peer_closed
     assert not other.broken
-    with pytest.raises(Closed, match="the other side closed it"):
+    with pytest.raises(Closed, match="the peer closed it"):
         other.check_sending()
     assert not opener.session.tunnels.ends
     assert not member.session.tunnels.ends
@@ -394,7 +394,7 @@ def test_the_relay_bounds_what_one_session_may_declare_as_one_tunnel_twice(net: 
     opener.session.out.hops = left.hop - 1
     opener.open_tunnel("db")
     net.run()
-    assert f"tunnel {left.hop} is open already" in opener.ended_because
+    assert f"tunnel {left.hop}, which is already open" in opener.ended_because
     assert isinstance(frames.Error(opener.ended_because), frames.Error)
     opener.session.end("over")
     net.run()

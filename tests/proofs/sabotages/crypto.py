@@ -192,7 +192,7 @@ SABOTAGES = (
         "order-signature",
         "iris/crypto/keys.py",
         "verify_order",
-        '_verify(public_key, signature, _ORDER + order, "the signature of the order does not hold")',
+        '_verify(public_key, signature, _ORDER + order, "the signature of the order is not valid")',
         "pass",
         ("tests/protocol/test_grants.py",),
         "an order that no key holder signed is accepted",

@@ -205,7 +205,7 @@ def test_only_one_thread_seals() -> None:
     thread = threading.Thread(target=seal)
     thread.start()
     thread.join()
-    assert "belongs to the thread" in str(errors[0])
+    assert "only by the thread that first sealed" in str(errors[0])
     assert [payloads for *_, payloads in Sent(out).bundles] == [[b"1"]]
 
 

@@ -341,7 +341,7 @@ WRONG = {
 def test_a_wrong_access_file_is_refused_without_a_word_of_it(text: str) -> None:
     with pytest.raises(KeyringError) as caught:
         parse_access(text)
-    assert str(caught.value) == "not an access file, as `iris key access FILE` makes one"
+    assert str(caught.value) == "not an access file; make one with `iris key access FILE`"
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
 

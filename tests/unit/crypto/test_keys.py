@@ -215,7 +215,10 @@ def test_a_revealed_key_parses_to_the_same_key(secret: bytes) -> None:
 def test_text_that_is_no_key_is_refused_without_being_repeated(text: object) -> None:
     with pytest.raises(KeyringError) as caught:
         ClusterKey.parse(text)
-    assert str(caught.value) == "a cluster key is written as 43 characters of base64url (32 bytes)"
+    assert (
+        str(caught.value)
+        == "a cluster key must be written as 43 characters of base64url (32 bytes)"
+    )
 
 
 def test_a_key_has_one_text_only() -> None:

@@ -286,9 +286,9 @@ def test_the_reserved_nonce_is_never_used() -> None:
     send._nonce = recv._nonce = (1 << 64) - 2
     assert recv.decrypt(send.encrypt(b"last")) == b"last"
     for _ in range(3):
-        with pytest.raises(LocalProtocolError, match="must end"):
+        with pytest.raises(LocalProtocolError, match="open another"):
             send.encrypt(b"one more")
-        with pytest.raises(LocalProtocolError, match="must end"):
+        with pytest.raises(LocalProtocolError, match="open another"):
             recv.decrypt(bytes(32))
 
 

@@ -304,7 +304,7 @@ def test_after_two_to_the_32_seals_a_sender_seals_no_more() -> None:
     last = sealer.seal(b"last", META)
     assert opener.open(last, META) == (SEALS_PER_SENDER - 1, b"last")
     for _ in range(3):
-        with pytest.raises(LocalProtocolError, match="new sender id"):
+        with pytest.raises(LocalProtocolError, match="draw a new one"):
             sealer.seal(b"one more", META)
     assert sealer.counter == SEALS_PER_SENDER
 

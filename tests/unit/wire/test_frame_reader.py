@@ -97,14 +97,14 @@ def test_unfinished_frames_of_two_connections_share_the_buffer_without_mixing() 
 @pytest.mark.parametrize("length", [LIMIT + 1, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_frame_over_the_limit_raises_before_a_byte_of_it_is_kept(length: int) -> None:
     sink = Sink()
-    with pytest.raises(PeerProtocolError, match=f"{length} bytes; the limit here is {LIMIT}"):
+    with pytest.raises(PeerProtocolError, match=f"declares {length} bytes; 2 to {LIMIT} are"):
         sink.feed(length.to_bytes(4, "little") + b"\x01\x00")
     assert sink.frames == []
 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_frame_without_kind_and_flags_raises(length: int) -> None:
-    with pytest.raises(PeerProtocolError, match=f"a frame of {length} bytes"):
+    with pytest.raises(PeerProtocolError, match=f"a frame declares {length} bytes"):
         Sink().feed(length.to_bytes(4, "little"))
 
 
