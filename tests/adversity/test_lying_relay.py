@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("nothing_hangs")]
 # -- greeting --------------------------------------------------------------------------------------------------
 
 GREETINGS: dict[str, tuple[Control | bytes | None, str]] = {
-    "garbage": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "a frame of"),
-    "an endless frame": (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
-    "an empty frame": (b"\0\0\0\0", "a frame of 0 bytes"),
+    "garbage": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "a frame declares"),
+    "an endless frame": (b"\xff\xff\xff\xff", "a frame declares 4294967295 bytes"),
+    "an empty frame": (b"\0\0\0\0", "a frame declares 0 bytes"),
     "an unknown kind": (b"\x02\0\0\0\x3f\0", "frame kind 0x3f is not known"),
     "no MessagePack": (b"\x03\0\0\0\x02\0\xc1", "a WELCOME frame cannot be decoded"),
     "another version": (

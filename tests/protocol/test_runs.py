@@ -409,8 +409,8 @@ def frame_of(kind: Kind, count: int, body: bytes, *, hop: int = 1, alias: int = 
 
 
 BAD = {
-    "no calls": (frame_of(Kind.CALLS, 0, b""), "a run of 0 calls"),
-    "too many calls": (frame_of(Kind.CALLS, MAX_RUN + 1, bytes(4 * (MAX_RUN + 1))), "a run of 257 calls"),
+    "no calls": (frame_of(Kind.CALLS, 0, b""), "a run holds 0 calls"),
+    "too many calls": (frame_of(Kind.CALLS, MAX_RUN + 1, bytes(4 * (MAX_RUN + 1))), "a run holds 257 calls"),
     "no room for the lengths": (frame_of(Kind.CALLS, 9, bytes(35)), "a CALLS frame of"),
     "lengths beyond the body": (frame_of(Kind.CALLS, 1, b"\x05\0\0\0abc"), "lengths in a run add up to"),
     "lengths short of the body": (frame_of(Kind.CALLS, 1, b"\x02\0\0\0abc"), "lengths in a run add up to"),
@@ -422,7 +422,7 @@ BAD = {
     "a run that is too long": (
         frame_of(Kind.CALLS, 1, (65_533).to_bytes(4, "little") + bytes(65_533)), "a CALLS frame of",
     ),
-    "no answers": (frame_of(Kind.ANSWERS, 0, b""), "a run of 0 calls"),
+    "no answers": (frame_of(Kind.ANSWERS, 0, b""), "a run holds 0 calls"),
     "answers under an alias of nobody": (frame_of(Kind.ANSWERS, 1, bytes(12), alias=77), "was not declared"),
     "answers without lengths": (frame_of(Kind.ANSWERS, 2, bytes(16)), "an? ANSWERS frame of"),
 }  # fmt: skip

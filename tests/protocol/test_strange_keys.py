@@ -136,5 +136,5 @@ def test_a_stores_answer_belongs_to_its_hop_id_under_any_key() -> None:
 def test_an_alias_for_a_kind_without_aliases_ends_the_session(kind: int) -> None:
     net = Network()
     alice = net.host("alice")
-    with pytest.raises(Exception, match="alias for frames of kind"):
+    with pytest.raises(Exception, match="cannot be declared for frame kind"):
         alice.hear(encode_control(frames.Declare(1, kind, "db", OTHER_KEY.key_id, SENDER)))
