@@ -27,6 +27,7 @@ def relay(
     ] = None,
     group: Annotated[str | None, typer.Option(help="Group whose users may connect, too.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json, or text: sentences for people.")] = None,
     join: Annotated[
         list[str] | None,
         typer.Option(
@@ -123,7 +124,7 @@ def relay(
     """
     try:
         overrides: dict[str, object] = {
-            "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "dev": dev or None,
+            "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
             "listen": listen or None, "data": data and data.absolute(), "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,

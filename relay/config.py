@@ -40,6 +40,7 @@ _MAX_NETWORKS = 32  # as many as an advert has room for
 _MIN_TIMEOUT_S = 0.001
 _MAX_TIMEOUT_S = 86_400.0
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_LOG_FORMATS = ("json", "text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,9 @@ class RelayConfig:
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
 
+    log_format: str = "json"
+    """"json": one object a line, for programs; "text": sentences, for people."""
+
     network_keys: tuple[NetworkKey, ...] = field(default=(), repr=False)
     """Keys of the networks whose relays are admitted. Kept out of `repr`, so out of logs. Read from key
     files by the caller, never from settings: an environment or a settings file is no place for keys."""
@@ -237,10 +241,11 @@ class RelayConfig:
         for join in self.join:
             parse_join(join)
         self._check_federation()
-        if self.log_level not in _LOG_LEVELS:
-            raise ConfigError(
-                f"log_level: {self.log_level!r} is not one of {', '.join(_LOG_LEVELS)}"
-            )
+        for name, allowed in (("log_level", _LOG_LEVELS), ("log_format", _LOG_FORMATS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}"
+                )
 
     @property
     def no_effect(self) -> tuple[str, ...]:

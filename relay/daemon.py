@@ -57,7 +57,7 @@ NOTHING_FOUND_S = 3.0
 LOOK_AGAIN_S = 10.0
 """Between two looks at this host's addresses."""
 JOIN_HINT = "iris relay --join HOST:PORT"
-LIVE = ("drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_level")
+LIVE = ("drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_format", "log_level")
 """Settings that a running relay takes up; the others need a restart."""
 _WILDCARDS = ("0.0.0.0", "::")
 _MAX_SIGHTED = 1024
@@ -116,8 +116,8 @@ class Relay:
         self._store: StoreSupervisor | None = None
         if config.data is not None:
             self._store = store = StoreSupervisor(
-                config.data.absolute(), config.socket_path, config.log_level, self._store_cannot
-            )
+                config.data.absolute(), config.socket_path, config.log_level, config.log_format, self._store_cannot
+            )  # fmt: skip
             self.hub.store_pid = lambda: store.pid
         self._socket: socketfile.SocketFile | None = None
         self._attendance = Attendance(config.socket_path, self.router)
@@ -251,8 +251,8 @@ class Relay:
         live = {name: getattr(config, name) for name in changed if name in LIVE}
         joined = "join" in live and self.links is not None
         self.config = self.hub.config = replace(self.config, **live)
-        if "log_level" in live:
-            configure(config.log_level)
+        if "log_level" in live or "log_format" in live:
+            configure(config.log_level, config.log_format)
         if joined and self.links is not None:
             self._task(self._join(self.links), "iris-join")
         told = {
@@ -437,7 +437,7 @@ def read_again(relay: Relay, environ: Mapping[str, str]) -> None:
 
 def run(config: RelayConfig, environ: Mapping[str, str]) -> None:
     """Run a relay in this process until it is told to stop: logging, memory settings, event loop."""
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     raise_descriptor_limit()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -1,4 +1,4 @@
-"""The relay's log: JSON lines on stderr, and peace from peers that repeat themselves.
+"""The relay's log on stderr, as JSON lines or as sentences, and a limit on warnings that peers cause.
 
 Modules log constant events with fields beside them,
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
+import string
 import sys
 from collections.abc import Hashable, Mapping
 from datetime import UTC, datetime
+
+from iris.wire.names import printable
 
 QUIET_LIMIT = 1024
 """Peer-triggered events that one `Quiet` remembers, about 200 bytes each."""
@@ -44,10 +47,49 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=_plain)
 
 
-def configure(level: str) -> logging.Handler:
-    """Send the process's log at `level` ("INFO") and above to stderr as JSON lines.
+class Sentences(logging.Formatter):
+    """One line for people: time (UTC), level, event, a sentence of `relay.log_texts`, then its unused fields as key=value.
 
-    Again is harmless: it replaces the handler that the last call installed. Returns the handler.
+    An event without a sentence, as those of other libraries, is shown with its logger and all its fields. The lines of a
+    traceback follow, indented, so that none of them can pass for a line of the log. Text of peers is shown without its
+    control characters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        from relay.log_texts import SENTENCES  # only if text is wanted: it takes memory
+
+        self._sentences = {
+            event: [
+                (text, _names(text)) for text in ((texts,) if isinstance(texts, str) else texts)
+            ]
+            for event, texts in SENTENCES.items()
+        }
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = record.getMessage()
+        fields: Mapping[str, object] = getattr(record, "fields", {})
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        start, used = f"{record.name}: {printable(event)}", frozenset[str]()
+        for text, names in self._sentences.get(event, ()):
+            if names <= fields.keys():
+                words = {name: _words(fields[name]) for name in names}
+                start, used = f"{event}: {text.format_map(words)}", names
+                break
+        parts = [time.removesuffix("+00:00") + "Z", record.levelname, start]
+        parts += [
+            f"{printable(name)}={_value(fields[name])}" for name in fields if name not in used
+        ]
+        lines = [" ".join(parts)]
+        for block in (record.exc_info and self.formatException(record.exc_info), record.stack_info):
+            lines += [f"    {printable(line)}" for line in (block or "").splitlines()]
+        return "\n".join(lines)
+
+
+def configure(level: str, log_format: str = "json") -> logging.Handler:
+    """Send the process's log at `level` ("INFO") and above to stderr, as JSON lines or, with "text", as sentences.
+
+    Calling it again replaces the handler that the last call installed. Returns the handler.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if handler.name == __name__]:
@@ -55,7 +97,7 @@ def configure(level: str) -> logging.Handler:
         handler.close()
     handler = logging.StreamHandler(sys.stderr)
     handler.name = __name__
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(Sentences() if log_format == "text" else JsonLines())
     root.addHandler(handler)
     root.setLevel(level)
     return handler
@@ -138,3 +180,33 @@ class Quiet:
 
 def _plain(value: object) -> str:
     return bytes(value).hex() if isinstance(value, bytes | bytearray | memoryview) else str(value)
+
+
+def _names(text: str) -> frozenset[str]:
+    """Return the fields that a sentence uses."""
+    return frozenset(name for _, name, _, _ in string.Formatter().parse(text) if name)
+
+
+def _words(value: object) -> str:
+    """Return a field's value as part of a sentence."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None | "":
+            return "-"
+        case Mapping():
+            return (
+                ", ".join(f"{_words(key)}: {_words(each)}" for key, each in value.items()) or "none"
+            )
+        case list() | tuple():
+            return ", ".join(map(_words, value)) or "none"
+    return printable(_plain(value))
+
+
+def _value(value: object) -> str:
+    """Return a field's value as it follows `key=`: a text with blanks or quotes in quotes, and all but texts as JSON."""
+    text = _plain(value) if isinstance(value, bytes | bytearray | memoryview) else value
+    if not isinstance(text, str):
+        return json.dumps(text, default=_plain, separators=(",", ":"))
+    bare = text.isprintable() and text and not set(text) & set(' "=')
+    return text if bare else json.dumps(text, ensure_ascii=not text.isprintable())

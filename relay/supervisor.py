@@ -56,13 +56,13 @@ class StoreSupervisor:
     """One store, kept running while `run` runs."""
 
     def __init__(
-        self, data: Path, socket_path: Path, log_level: str, cannot: Callable[[str, bool], None] = lambda why, final: None
+        self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None
     ) -> None:  # fmt: skip
         """`cannot` hears why the store cannot serve, and whether that stays so until somebody mends it; of "" when it can again."""
         self._data = data
         self._command = (
             sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
-            "--supervised",
+            "--log-format", log_format, "--supervised",
         )  # fmt: skip
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0

@@ -36,6 +36,7 @@ def iris1(
     ] = False,
     max_clients: Annotated[int, typer.Option(min=1, help="Connections at once.")] = 1024,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_format: options.LogFormat = "json",
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Be the relay that programs of the first Iris expect (iris-go, iris-java, iris-erl; protocol v1.0-draft2).
@@ -68,7 +69,7 @@ def iris1(
             allow_remote=allow_remote,
             max_clients=max_clients,
         )
-        run(config, relay, log_level)
+        run(config, relay, log_level, log_format)
     except IrisError as err:
         raise typer.Exit(int(report_error(err))) from err
 

@@ -20,6 +20,7 @@ def sp(
         Path, typer.Option("--config", "-c", metavar="FILE", help="TOML with a [\\[socket]] for each SP socket.")
     ],
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_format: options.LogFormat = "json",
     check: Annotated[bool, typer.Option("--check", help="Check the file and leave.")] = False,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
@@ -48,7 +49,7 @@ def sp(
         entries = load(config)
         if check:
             return Exit.OK
-        configure(log_level)
+        configure(log_level, log_format)
         os.umask(0o077)  # an ipc socket is ours alone before its permissions are set
         try:
             from relay.bridges.sp.process import serve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -35,6 +35,9 @@ Lines = Annotated[
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON, one object a line, instead of bytes.")
+]
+LogFormat = Annotated[
+    Literal["json", "text"], typer.Option(help="JSON lines, or sentences for people.")
 ]
 RelayPath = Annotated[
     str | None,

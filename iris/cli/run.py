@@ -31,6 +31,7 @@ def run(
         list[str], typer.Argument(metavar="MODULE[:SERVICE]…", help="Where the services are. SERVICE defaults to 'service'.")
     ],
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_format: options.LogFormat = "json",
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Serve services, found in a module of the current directory or of the environment.
@@ -52,7 +53,7 @@ def run(
             f"{log_level!r} is not a log level; use debug, info, warning or error",
             param_hint="--log-level",
         )
-    configure(log_level)
+    configure(log_level, log_format)
     keep_freed_memory()
 
     async def work() -> int:

@@ -36,6 +36,9 @@ def store(
         Path | None, typer.Option(help="The relay's socket. Default: where `iris relay` listens.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="json, or text: sentences for people.")
+    ] = None,
     supervised: Annotated[
         bool, typer.Option("--supervised", hidden=True, help="End when standard input ends.")
     ] = False,
@@ -56,14 +59,18 @@ def store(
             raise ConfigError("give the directory of its streams: --data DIR")
         process = _process()
         socket = relay or paths.default_socket(os.environ, os.geteuid())
-        chosen = load_config(
-            {"socket_path": socket.absolute(), "log_level": log_level}, os.environ, None
-        )
+        flags: dict[str, object] = {
+            "socket_path": socket.absolute(),
+            "log_level": log_level,
+            "log_format": log_format,
+        }
+        chosen = load_config(flags, os.environ, None)
         process.run(
             data.absolute(),
             chosen.socket_path,
             chosen.relay_user,
             chosen.log_level,
+            chosen.log_format,
             supervised=supervised,
         )
     except IrisError as err:

@@ -442,10 +442,10 @@ def _heed(
 
 
 def run(
-    directory: Path, relay: Path, relay_user: str, log_level: str, *, supervised: bool = False
-) -> None:
+    directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False
+) -> None:  # fmt: skip
     """Run a store in this process until it is told to stop."""
-    configure(log_level)
+    configure(log_level, log_format)
     raise_descriptor_limit()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

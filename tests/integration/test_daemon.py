@@ -6,6 +6,7 @@ import asyncio
 import grp
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -88,6 +89,41 @@ def test_a_running_relay_takes_up_some_settings_and_names_those_that_need_a_rest
         assert str(file) in logged(daemon, "relay.settings_unreadable")[0]["error"]
         assert daemon.stop() == 0
         assert not logged(daemon, "relay.stopped")  # which is INFO
+
+
+def test_the_log_of_a_relay_and_its_store_can_be_sentences(tmp_path: Path) -> None:
+    log = tmp_path / "text.log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relay", "--dev", "--log-format", "text", "--data", str(tmp_path / "data")],
+            env={"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}, stderr=stderr,
+        )  # fmt: skip
+        try:
+            wait_until(lambda: "store.attached: " in log.read_text())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("iris relay: ")]
+    for line in lines:
+        assert re.match(
+            r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ [a-z_]+\.[a-z_]+: [A-Z]", line
+        )
+    (started,) = (line for line in lines if "relay.started: " in line)
+    assert f"(pid {process.pid}) started and accepts sessions at {tmp_path}/iris/relay.sock." in started  # fmt: skip
+    assert any("store.attached: The store is attached" in line for line in lines)
+    assert "account=" in lines[-1]
+
+
+def test_a_running_relay_changes_to_sentences(tmp_path: Path) -> None:
+    file = tmp_path / "relay.toml"
+    file.write_text("")
+    with Daemon(tmp_path, settings={"IRIS_RELAY_CONFIG_FILE": str(file)}) as daemon:
+        file.write_text('log_format = "text"\n')
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "Changed: log_format." in daemon.log.read_text())
+        assert daemon.stop() == 0
 
 
 def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> None:

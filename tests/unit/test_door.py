@@ -31,7 +31,7 @@ class Place:
         self.held: list[object] | None = None
         self.opened = asyncio.Event()
         self.awaited = 0
-        store = StoreSupervisor(directory, directory / "x", "INFO") if data else None
+        store = StoreSupervisor(directory, directory / "x", "INFO", "json") if data else None
         socket_path = directory / "relay.sock"
         self.door = Door(self, self, store, socket_path, self.opened.set)  # type: ignore[arg-type]
 

@@ -69,9 +69,9 @@ async def _reload(client: iris.Client, bridge: Bridge) -> None:
     log.info("bridge.keys_reloaded", extra={"fields": {"left_behind": left_behind}})
 
 
-def run(config: Iris1Config, relay: str | None, log_level: str) -> None:
+def run(config: Iris1Config, relay: str | None, log_level: str, log_format: str) -> None:
     """Run a bridge in this process until it is told to stop."""
-    configure(log_level)
+    configure(log_level, log_format)
     raise_descriptor_limit()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(serve(config, relay))

@@ -115,6 +115,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "import_": ("!>",),
         "drain_timeout_s": 2.5,
         "log_level": "DEBUG",
+        "log_format": "text",
         "dev": False,
     }
     apart = {"config_file", "network_keys"}
@@ -271,6 +272,7 @@ def test_a_flag_that_is_no_setting_is_named() -> None:
         ("drain_timeout_s", float("nan")),
         ("drain_timeout_s", -1.0),
         ("log_level", "info"),
+        ("log_format", "xml"),
     ],
 )
 def test_a_value_out_of_its_range_names_its_field(name: str, value: Any) -> None:

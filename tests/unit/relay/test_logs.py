@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.logs import JsonLines, Quiet, configure
+from relay.logs import JsonLines, Quiet, Sentences, configure
 
 
 class Kept(logging.Handler):
@@ -78,6 +78,73 @@ def test_an_error_is_a_field_and_not_further_lines() -> None:
     line = JsonLines().format(logging.LogRecord("x", logging.ERROR, "", 0, "e", (), info))
     assert "\n" not in line
     assert "ValueError: two\nlines" in json.loads(line)["traceback"]
+
+
+def line_of(event: str, level: int = logging.WARNING, **fields: object) -> str:
+    """Return an event of now as `Sentences` shows it, without its time."""
+    record = logging.LogRecord("relay.net.hub", level, "", 0, event, (), None)
+    record.created = 1_764_000_000.123
+    record.fields = fields
+    line = Sentences().format(record)
+    assert line.startswith("2025-11-24T16:00:00.123Z ")
+    return line.partition(" ")[2]
+
+
+def test_a_sentence_has_its_fields_and_the_others_follow() -> None:
+    line = line_of(
+        "link.down", peer=b"\x1f\x2e", address="10.0.0.7:7430", reason="it broke", suppressed=3
+    )
+    assert (
+        line
+        == "WARNING link.down: The link to relay 1f2e (10.0.0.7:7430) is down: it broke. suppressed=3"
+    )
+
+
+def test_the_first_sentence_is_used_that_has_all_its_fields() -> None:
+    whole = line_of("link.refused", address="a:1", reason="wrong network", detail="of another key")
+    assert whole.endswith("A link with a:1 was refused: wrong network (of another key).")
+    assert line_of("link.refused", address="a:1", reason="x").endswith("was refused: x.")
+    assert (
+        line_of("link.refused", address="a:1") == "WARNING relay.net.hub: link.refused address=a:1"
+    )
+
+
+def test_an_event_without_a_sentence_is_shown_with_its_logger_and_fields() -> None:
+    line = line_of(
+        "orders.placed", logging.INFO, n=2, who="a b", odd='"', none=None, of=["x"], y=""
+    )
+    assert line == (
+        'INFO relay.net.hub: orders.placed n=2 who="a b" odd="\\"" none=null of=["x"] y=""'
+    )
+
+
+def test_values_in_a_sentence_are_words() -> None:
+    line = line_of("discovery.sighted", addresses=["a:1", "b:2"], source="", gone=False, relay="")
+    assert "at a:1, b:2 (source: -, left: no)." in line
+    assert "Changed: none." in line_of("relay.settings_read", changed=[], needs_restart=["port"])
+
+
+@given(st.text(alphabet=st.characters()), st.text(alphabet=st.characters()))
+def test_a_peer_cannot_make_a_line_of_the_text_log(label: str, value: str) -> None:
+    sound = {"peer": "1f", "address": "a", "label": label, "dialled": True}
+    for line in (
+        line_of("link.up", **sound),
+        line_of("link.up", other=value),
+        line_of("x" + value),
+    ):
+        assert line.isprintable()
+
+
+def test_a_traceback_follows_indented() -> None:
+    try:
+        raise ValueError("two\n2026-11-24T05:20:18.123Z lines")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "port.fault", (), info)
+    first, *others = Sentences().format(record).splitlines()
+    assert "port.fault: One connection was closed" in first
+    assert others
+    assert all(line.startswith("    ") for line in others)
 
 
 def test_the_configured_log_goes_to_stderr_once_however_often_it_is_configured(
