@@ -30,33 +30,36 @@ SHOWN = 20
 def store(
     context: typer.Context,
     data: Annotated[
-        Path | None, typer.Option(help="Where streams are kept.", file_okay=False)
+        Path | None, typer.Option(help="Directory of the streams.", file_okay=False)
     ] = None,
     relay: Annotated[
-        Path | None, typer.Option(help="The relay's socket. Default: where `iris relay` listens.")
+        Path | None,
+        typer.Option(help="The relay's socket. Default: the socket of `iris relay` on this host."),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
     log_format: Annotated[
         str | None, typer.Option(help="json, or text: sentences for people.")
     ] = None,
     supervised: Annotated[
-        bool, typer.Option("--supervised", hidden=True, help="End when standard input ends.")
+        bool, typer.Option("--supervised", hidden=True, help="Exit when standard input ends.")
     ] = False,
 ) -> None:
-    """Keep durable streams for the relay of this host, until SIGTERM or Ctrl-C (a second one ends it at once).
+    """Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal ends it at once.
 
-    `iris relay --data DIR` starts one by itself. It holds no cluster key: what it keeps stays sealed.
+    `iris relay --data DIR` starts a store by itself. A store has no cluster key, so it cannot read what it stores.
 
     \b
     Examples:
       iris store --data /var/lib/iris
-      iris store salvage /var/lib/iris       (while it is stopped)
+      iris store salvage /var/lib/iris       (while the store is stopped)
     """
     if context.invoked_subcommand:
         return
     try:
         if data is None:
-            raise ConfigError("give the directory of its streams: --data DIR")
+            raise ConfigError(
+                "--data is missing; give the directory of the streams, for example --data /var/lib/iris"
+            )
         process = _process()
         socket = relay or paths.default_socket(os.environ, os.geteuid())
         flags: dict[str, object] = {
@@ -83,17 +86,19 @@ def store(
 
 @app.command()
 def salvage(
-    data: Annotated[Path, typer.Argument(help="Where streams are kept.", file_okay=False)],
+    data: Annotated[Path, typer.Argument(help="Directory of the streams.", file_okay=False)],
     stream: Annotated[
-        str, typer.Argument(help="Name or uuid of one. Default: all that are damaged.")
+        str, typer.Argument(help="Name or uuid of one stream. Default: every damaged stream.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a stream.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per stream.")
+    ] = False,
 ) -> None:
-    """Make damaged streams readable again, while their store is stopped.
+    """Recover what can be read of damaged streams. Stop their store first.
 
-    Reads every stream. One that is damaged is written again with all that can be read, at the same offsets; readers are told
-    of the others as gaps, "damaged". It needs as much room again on the disk. The damaged files are kept as UUID.damaged-N:
-    delete them when you no longer need them. What is not damaged is left alone.
+    Reads every stream and rewrites each damaged one with everything that can still be read, at the same offsets. Readers receive
+    the lost offsets as gaps with the reason "damaged". This needs as much free disk space as the damaged streams use. The damaged
+    files are kept as UUID.damaged-N; delete them when you no longer need them. Undamaged streams are not changed.
 
     \b
     Examples:
@@ -152,7 +157,9 @@ def _process() -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name != "rocksdict":
             raise
-        raise ConfigError("streams need RocksDB: pip install 'iris-messaging[store]'") from err
+        raise ConfigError(
+            "a store requires RocksDB; install it with: pip install 'iris-messaging[store]'"
+        ) from err
     return process
 
 

@@ -40,7 +40,9 @@ def taken_item(item: streams.Item) -> Item:
         return Gap(item.offset, item.count, item.cause, item.stored_us)
     reason = Reason(item.reason)
     if reason == Reason.DEFERRED:
-        raise ValueError("items: what is deferred is there")
+        raise ValueError(
+            "items: a hole cannot have the reason DEFERRED; a copy contains the deferred records of its source"
+        )
     return Hole(item.offset, item.next, reason)
 
 
@@ -70,4 +72,4 @@ def told_outcome(outcome: Outcome) -> streams.Outcome:
         return streams.Outcome(streams.FENCED, outcome.epoch)
     if isinstance(outcome, Conflict):
         return streams.Outcome(streams.CONFLICT, outcome.next)
-    raise IrisError(f"an outcome of type {type(outcome).__name__}")
+    raise IrisError(f"unknown outcome of type {type(outcome).__name__}")

@@ -118,7 +118,7 @@ class Authority:
             if key_id not in charter.orders:
                 raise Refuse(
                     "order",
-                    f"the stream has no key {key_id.hex()[:8]}: sign with a key of the stream",
+                    f"key {key_id.hex()[:8]} is not a key of the stream; sign with a key of the stream",
                 )
             _check_step(charter, order)
             _check_fresh(order, now_us)
@@ -156,7 +156,7 @@ class Authority:
             if order.store != self._store:
                 raise Refuse("order", "the order is for another store")
             if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
-                raise Refuse("order", "the order is for another key, log or purpose")
+                raise Refuse("order", "the order is for another key, log or action")
             orders[key_id] = (order, one)
         return orders
 
@@ -181,7 +181,7 @@ def _is_kept(charter: Charter, key_id: bytes, one: SignedOrder) -> bool:
 
 def _check_revised(order: Order) -> None:
     if not order.revision:
-        raise Refuse("order", "the order has no revision: upgrade the client")
+        raise Refuse("order", "the order has no revision; upgrade the client")
 
 
 def _check_step(charter: Charter, order: Order) -> None:
@@ -189,8 +189,8 @@ def _check_step(charter: Charter, order: Order) -> None:
     due = there.revision + 1 if there is not None else 0
     if order.revision != due:
         detail = (
-            f"the order has revision {order.revision}, but the next is {due}: another client changed the stream. "
-            "Read it again and repeat the change"
+            f"the order has revision {order.revision}, but the next revision is {due}; another client changed the stream. "
+            "Read the stream again and repeat the change"
         )
         raise Refuse("revision", detail)
 
@@ -201,8 +201,8 @@ def _check_fresh(order: Order, now_us: int) -> None:
         apart = f"{abs(ahead_us) / 1e6:,.0f} s {'after' if ahead_us > 0 else 'before'}"
         raise Refuse(
             "order",
-            f"the order was issued {apart} the time of the store's clock; at most {ORDER_FRESH_US // 1_000_000} s are allowed: "
-            "set the clocks of both hosts",
+            f"the order was issued {apart} the time of the store's clock; at most {ORDER_FRESH_US // 1_000_000} s are allowed. "
+            "Synchronize the clocks of both hosts",
         )
 
 
@@ -212,8 +212,8 @@ def _check_countersigned(
     """Raise Refuse unless one of `keys` countersigned the order."""
     if not one.by:
         detail = (
-            f"key {key_id.hex()[:8]} is new to the stream: a key of the stream must countersign its order. "
-            "Run `iris stream keys` where both keys are"
+            f"key {key_id.hex()[:8]} is new to the stream, so a key of the stream must countersign its order; "
+            "run `iris stream keys` with a keyring that holds both keys"
         )
         raise Refuse("order", detail)
     try:
@@ -222,8 +222,8 @@ def _check_countersigned(
         raise Refuse("order", str(err)) from err
     if by not in keys:
         detail = (
-            f"key {key_id.hex()[:8]} is new to the stream, and so is the key that countersigned its order: "
-            "a key of the stream must countersign it"
+            f"key {key_id.hex()[:8]} is new to the stream, and the key that countersigned its order is not a key of the stream; "
+            "countersign it with a key of the stream"
         )
         raise Refuse("order", detail)
 

@@ -84,7 +84,7 @@ class Calls:
         """A call came."""
         try:
             if question.channel is None and not isinstance(question.call, UNSEALED):
-                self._unproven(question, "it was not authenticated")
+                self._unproven(question, "the call was not authenticated")
                 raise Refuse("invalid", UPGRADE)
             self.handlers[type(question.call)](question, question.call)
         except ChannelRefused as err:
@@ -129,7 +129,9 @@ class Calls:
         ):
             raise Refuse("no-stream", f"this store has no stream under key {key_id.hex()[:8]}")
         if uuid != streams.NO_LOG and key_id != question.key_id:
-            raise ChannelRefused("the call is addressed under another key than its caller's")
+            raise ChannelRefused(
+                "the call is addressed to another key than the one its caller signed with"
+            )
         question.answer(self.channels.open(question, call, uuid, self._clock.elapsed_us))
 
     def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
@@ -156,7 +158,9 @@ class Calls:
 
     def _on_create(self, question: Question, call: streams.Create) -> None:
         if question.name != self._address:
-            raise Refuse("order", "a stream is created at one store, by its own name")
+            raise Refuse(
+                "order", "a call that creates a stream must be addressed to the store itself"
+            )
         uuid = decode_order(call.orders[0].order).uuid
         orders = self._authority.read(call.orders, uuid)
         definition = one_definition(orders)
@@ -170,20 +174,32 @@ class Calls:
                 self._describe(question, stream)  # a retry
                 return
             raise Refuse(
-                "exists", f"stream {definition.name!r} is held here, as log {stream.uuid.hex()}"
+                "exists",
+                f"this store already has a stream {definition.name!r}, as log {stream.uuid.hex()}",
             )
         if uuid in self._catalogue.streams:
-            raise Refuse("order", "another stream of this store has this uuid")
+            raise Refuse(
+                "order",
+                "another stream of this store has this uuid; create the stream with a new uuid",
+            )
         if uuid in self._catalogue.ended:
-            raise Refuse("order", "this log was deleted; create the stream again, with a new uuid")
+            raise Refuse(
+                "order", "the log with this uuid was deleted; create the stream with a new uuid"
+            )
         if dead_uuid(uuid) in self._catalogue.streams or any(
             uuid == dead_uuid(u) for u in self._catalogue.streams
         ):
-            raise Refuse("order", "the dead letters of another stream have this uuid")
+            raise Refuse(
+                "order",
+                "the dead letters of another stream have this uuid; create the stream with a new uuid",
+            )
         charter = self._authority.create(orders, self._clock.wall_us)
         self._catalogue.check_keys(definition, set(orders))
         if len(self._catalogue.streams) >= MAX_STREAMS:
-            raise Refuse("full", f"this store keeps {MAX_STREAMS} streams already")
+            raise Refuse(
+                "full",
+                f"this store has {MAX_STREAMS} streams, the maximum; delete one, or use another store",
+            )
         stream = self._catalogue.make(uuid, encode_kept(charter.kept), charter)
         self._catalogue.place(stream)
 
@@ -203,7 +219,7 @@ class Calls:
         if stream is None:
             raise Refuse(
                 "no-stream",
-                f"no stream {question.name!r} under key {question.key_id.hex()[:8]} here",
+                f"this store has no stream {question.name!r} under key {question.key_id.hex()[:8]}",
             )
         return stream
 
@@ -213,7 +229,7 @@ class Calls:
     def _told(self, question: Question, stream: Stream, error: str) -> bool:
         """The relay has answered an order: pass that on, and return whether it accepts it."""
         if error:
-            question.refuse("order", f"the relay does not accept the order: {error}")
+            question.refuse("order", f"the relay refused the order: {error}")
         else:
             self._describe(question, stream)
         return not error
@@ -319,7 +335,7 @@ class Calls:
     def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
         stream = self._stream(question)
         if self._presence.leaving and call.wait_ms:
-            raise Refuse("leaving", "the relay stops")
+            raise Refuse("leaving", "the relay is stopping")
         stream.fetch(question, call, self._clock.wall_us, wait=self._presence.blocked)
 
     def _on_find(self, question: Question, call: streams.Find) -> None:
@@ -341,7 +357,7 @@ class Calls:
     def _on_consume(self, question: Question, call: streams.Consume) -> None:
         consuming = self._consuming(question)
         if self._presence.leaving and call.wait_ms:
-            raise Refuse("leaving", "the relay stops")
+            raise Refuse("leaving", "the relay is stopping")
         consuming.take(question, call, self._clock.elapsed_us, wait=self._presence.blocked)
 
     def _on_settle(self, question: Question, call: streams.Settle) -> None:

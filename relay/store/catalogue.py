@@ -85,7 +85,7 @@ class Catalogue:
             try:  # whose it is, so that it is listed as what it is
                 self.take_up(stream, Path(f"{path}{ORDERS}").read_bytes())
             except (OSError, msgspec.DecodeError, IrisError) as unknown:
-                stream.failed = f"{err}; and its orders: {unknown}"
+                stream.failed = f"{err}; its orders cannot be read either: {unknown}"
             log.error(
                 "store.stream_quarantined", extra={"fields": {"path": str(path), "error": str(err)}}
             )
@@ -93,10 +93,12 @@ class Catalogue:
             stream.opened(opened)
             try:
                 if opened.uuid != uuid:
-                    raise DecodeError("its directory bears another log's name")
+                    raise DecodeError(
+                        f"the log in this directory has another uuid, {opened.uuid.hex()}"
+                    )
                 self.take_up(stream, opened.definition)
             except (msgspec.DecodeError, IrisError) as err:
-                stream.failed = f"its orders do not hold: {err}"
+                stream.failed = f"its orders are not valid: {err}"
                 log.error(
                     "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
                 )
@@ -141,7 +143,7 @@ class Catalogue:
             self.place(stream)
             self.presence.serve_dead(stream, grave)
         if not grave.dead:
-            raise LogWriteFailed(grave.path, "it is not a log of dead letters")
+            raise LogWriteFailed(grave.path, "the log with this uuid is not for dead letters")
         grave.bury_here(stream, consumer, letters, self.clock.wall_us)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
@@ -152,7 +154,7 @@ class Catalogue:
         if len(key_ids) > MAX_KEY_IDS:
             raise Refuse(
                 "full",
-                f"{len(key_ids)} keys for {definition.topic or definition.name!r}: over {MAX_KEY_IDS}",
+                f"{len(key_ids)} keys for {definition.topic or definition.name!r}; the limit is {MAX_KEY_IDS}",
             )
 
     def place(self, stream: Stream) -> None:

@@ -96,7 +96,7 @@ class Chain:
                 else:
                     rows.next()
             if at > end:
-                raise LogDamaged(self.path, "an entry reaches over its end", end)
+                raise LogDamaged(self.path, "an entry extends past the end", end)
         except LogDamaged:
             raise
         except Exception as err:  # rocksdict raises nothing narrower
@@ -151,7 +151,7 @@ class Chain:
     def _load_offset(self, name: bytes) -> int:
         row = self.database.get(name)
         if row is None:
-            raise LogDamaged(self.path, f"its row {name.decode()!r} is missing")
+            raise LogDamaged(self.path, f"row {name.decode()!r} is missing")
         offset: int = KEY.unpack(row)[0]
         return offset
 
@@ -230,7 +230,9 @@ class Draft:
     def add_item(self, item: Item, now_us: int) -> None:
         """Add an item of another log as it stands there. Raises ValueError if it is malformed, or not what comes next."""
         if item.first != self.next or item.next <= item.first:
-            raise ValueError(f"items: {item.first} to {item.next} does not follow {self.next}")
+            raise ValueError(
+                f"items: expected an item that begins at offset {self.next}, got {item.first} to {item.next}"
+            )
         key = KEY.pack(item.first)
         if isinstance(item, Record):
             entry = Entry(
@@ -238,7 +240,9 @@ class Draft:
                 item.key_hash, item.tombstone, item.expires_us, item.due_us,
             )  # fmt: skip
             if check_entry(entry) != item.count:
-                raise ValueError(f"items: the record at {item.first} counts otherwise")
+                raise ValueError(
+                    f"items: the record at {item.first} has {item.count} messages, but its end fields count others"
+                )
             self.add_entry(entry, item.first, item.count, now_us, item.stored_us)
             return
         if isinstance(item, Gap):

@@ -31,7 +31,7 @@ MAX_SPENT: Final = 16_384
 DOOR_US: Final = 30_000_000
 UNSEALED: Final = (FindStore, Create, Knock, Open)
 """Calls without a channel: they reveal no secret, or each is signed."""
-UPGRADE: Final = "this store requires authenticated calls: upgrade the client"
+UPGRADE: Final = "this store requires authenticated calls; upgrade the client"
 
 
 class Channels:
@@ -76,9 +76,9 @@ class Channels:
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
             call.door, self._door(question, call.nonce, uuid, shown_us)
         ):
-            raise ChannelRefused("the door is unknown, or older than 30 seconds: knock again")
+            raise ChannelRefused("the door is unknown, or older than 30 s; knock again")
         if call.door in self._spent:
-            raise ChannelRefused("a channel was already opened through this door: knock again")
+            raise ChannelRefused("a channel was already opened through this door; knock again")
         try:
             channel, share, signature = accept_offer(
                 self._key, uuid, self._next, nonce=call.nonce, door=call.door, public_key=call.public_key,
@@ -102,7 +102,7 @@ class Channels:
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
         if channel is None or self._place(channel) != (question.name, question.key_id):
-            raise ChannelRefused("this channel is not open at this store and address: open another")
+            raise ChannelRefused("this channel is not open at this store and address; open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:

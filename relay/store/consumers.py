@@ -59,7 +59,9 @@ class Consumer:
         if not 0 <= start_offset <= log.next:
             raise ValueError(f"start_offset: {start_offset} is not between 0 and {log.next}")
         if not 0 < len(name.encode()) <= MAX_CURSOR_NAME_BYTES:
-            raise ValueError(f"name: not 1 to {MAX_CURSOR_NAME_BYTES} bytes")
+            raise ValueError(
+                f"name: {len(name.encode())} bytes; a consumer name has 1 to {MAX_CURSOR_NAME_BYTES}"
+            )
         self.name = name
         self.settings = settings
         self._log = log
@@ -91,13 +93,15 @@ class Consumer:
         try:
             consumer = cls(log, name, state.settings, state.start, now_us or 0, clock)
             if not state.start <= state.position <= log.next:
-                raise ValueError("it is ahead of its log")
+                raise ValueError(
+                    f"position {state.position} is not between its start {state.start} and the end of the log {log.next}"
+                )
             ahead_us = 0
             if now_us is not None:
                 ahead_us = max(consumer._table.wall_us, state.saved_us) - now_us
             consumer._table.restore(state.records, state.dead, log.next, ahead_us)
         except (ValueError, LookupError) as err:
-            raise CursorDamaged(name, f"it does not fit together or its log: {err}") from err
+            raise CursorDamaged(name, f"its state is inconsistent: {err}") from err
         consumer._handing.position = state.position
         consumer._handing.due = state.due
         log.cursors.listed(state.due[0])
@@ -117,7 +121,9 @@ class Consumer:
             LogDamaged: the log cannot be read there, and nothing was handed out.
         """
         if max_bytes < 1 or max_messages < 1:
-            raise ValueError("max_bytes, max_messages: at least 1")
+            raise ValueError(
+                f"max_bytes ({max_bytes}) and max_messages ({max_messages}) must be at least 1"
+            )
         self.expire(now_us)
         if not self._admit(worker):
             return Taken([], 0, 0, fenced=True)
@@ -331,16 +337,20 @@ class Consumer:
     def _handed(self, first: int, end: int) -> list[tuple[Open, int]]:
         """Return the records of these offsets and their messages. Raises ValueError if one was never handed out."""
         if not 0 <= first < end:
-            raise ValueError(f"first, next: from {first} until {end} there is nothing")
+            raise ValueError(f"first, next: {first} to {end} is not a range of offsets")
         found = []
         known = max(first, self.position)
         for record in self._table.within(first, end):
             mask = record.mask(first, end)
             if mask & record.fresh:
-                raise ValueError(f"offsets {first} to {end}: not all of them were handed out")
+                raise ValueError(
+                    f"offsets {first} to {end}: some of these messages were never dispatched"
+                )
             found.append((record, mask))
             if record.first <= known < record.next:
                 known = record.next
         if known < end and not self._handing.came_due(known, end):
-            raise ValueError(f"offsets {first} to {end}: {known} was never handed out")
+            raise ValueError(
+                f"offsets {first} to {end}: the message at {known} was never dispatched"
+            )
         return found

@@ -76,7 +76,10 @@ class Consuming:
         if not wait and self._answer(consumer, question, call, now_us, last=not call.wait_ms):
             return
         if len(waiting) >= MAX_WAITING:
-            question.refuse("leaving", f"{MAX_WAITING} workers wait here already")
+            question.refuse(
+                "leaving",
+                f"{MAX_WAITING} workers already wait for consumer {call.consumer!r}, the maximum",
+            )
         else:
             waiting.append(_Waiting(question, call, now_us + 1000 * call.wait_ms))
 
@@ -190,7 +193,7 @@ class Consuming:
                 if consumer is not None and not self._answer(
                     consumer, one.question, one.call, now_us, last=True
                 ):
-                    one.question.refuse("consumer", f"consumer {name!r} is gone")
+                    one.question.refuse("consumer", f"consumer {name!r} was deleted")
         for name, consumer in list(self._consumers.items()):
             deadline_us = consumer.deadline_us
             if deadline_us is not None and deadline_us <= now_us:
@@ -230,7 +233,9 @@ class Consuming:
         consumer = self._consumers.get(call.consumer) or self._load(call.consumer)
         if consumer is None:
             if not call.durable and len(self._used_us) >= MAX_EPHEMERAL:
-                raise ConsumerRefused(f"there are {MAX_EPHEMERAL} ephemeral consumers already")
+                raise ConsumerRefused(
+                    f"the stream has {MAX_EPHEMERAL} ephemeral consumers, the maximum; stop one or use a durable consumer"
+                )
             start = min(call.start, self._log.next)
             consumer = Consumer(self._log, call.consumer, settings, start, now_us, self._clock)
             if call.durable:
@@ -241,8 +246,8 @@ class Consuming:
             self._consumers[call.consumer] = consumer
         elif consumer.settings != settings:
             raise ConsumerRefused(
-                f"consumer {call.consumer!r} is there with other settings: {_differing(consumer.settings, settings)}; "
-                "use those, another name, or delete it, and its place, with `iris stream consumer delete`"
+                f"consumer {call.consumer!r} exists with other settings: {_differing(consumer.settings, settings)}; "
+                "use those settings or another name, or delete the consumer and its position with `iris stream consumer delete`"
             )
         if not call.durable:
             self._used_us[call.consumer] = now_us
@@ -315,7 +320,9 @@ def _check_ranges(ranges: Sequence[Range], end: int) -> None:
     last = 0
     for one in ranges:
         if not last <= one.first < one.next <= end:
-            raise ConsumerRefused(f"offsets {one.first} to {one.next}: not in order, or not there")
+            raise ConsumerRefused(
+                f"offsets {one.first} to {one.next} are not in ascending order and below the end of the stream, {end}"
+            )
         last = one.next
 
 

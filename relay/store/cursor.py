@@ -173,5 +173,5 @@ def unpack_bits(count: int, bitmap: bytes) -> int:
     full = (1 << count) - 1
     bits = int.from_bytes(bitmap, "little") or full
     if bits & ~full:
-        raise ValueError("a bitmap is longer than its record")
+        raise ValueError(f"a bitmap has more bits than its record has messages ({count})")
     return bits

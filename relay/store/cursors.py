@@ -30,9 +30,14 @@ class Cursors:
             LogWriteFailed: the former state may still be there.
         """
         if len(name.encode()) > MAX_CURSOR_NAME_BYTES or len(state) > MAX_CURSOR_BYTES:
-            raise ValueError(f"cursor {name[:64]!r}: name or state is too long")
+            raise ValueError(
+                f"cursor {name[:64]!r}: its name has {len(name.encode())} bytes and its state {len(state)}; "
+                f"the limits are {MAX_CURSOR_NAME_BYTES} and {MAX_CURSOR_BYTES}"
+            )
         if name not in self._names and len(self._names) >= MAX_CURSORS:
-            raise CursorsFull(self._chain.path, f"it keeps {MAX_CURSORS} cursors already")
+            raise CursorsFull(
+                self._chain.path, f"it has {MAX_CURSORS} cursors, the maximum; delete a consumer"
+            )
         batch = self._chain.database.batch()
         if self.listed_us:
             batch.put(b"l", self.listed_us.to_bytes(8, "big"))

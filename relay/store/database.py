@@ -86,9 +86,9 @@ def read_mark(path: str) -> Mark:
     try:
         packed = Path(path, MARK_NAME).read_bytes()
     except OSError as err:
-        raise LogDamaged(path, f"its mark cannot be read: {err}") from err
+        raise LogDamaged(path, f"its file {MARK_NAME} cannot be read: {err}") from err
     if len(packed) != _MARK.size + 4 or crc32(packed[:-4]) != int.from_bytes(packed[-4:], "little"):
-        raise LogDamaged(path, "its mark is damaged")
+        raise LogDamaged(path, f"its file {MARK_NAME} is damaged")
     return Mark(*_MARK.unpack_from(packed))
 
 
@@ -191,10 +191,10 @@ class Database:
             LogDamaged: anything else. Files that hold what the mark covers are as they were.
         """
         if not os.path.isdir(path):
-            raise LogMissing(path, "there is none")
+            raise LogMissing(path, "the directory does not exist")
         mark = read_mark(path)
         if not os.path.exists(os.path.join(path, "CURRENT")):
-            raise LogDamaged(path, "CURRENT is missing")
+            raise LogDamaged(path, "its file CURRENT is missing")
         try:
             if (foreign := foreign_record(path)) is not None:
                 raise LogDamaged(path, foreign)
@@ -206,16 +206,14 @@ class Database:
             raise LogDamaged(path, str(err)) from err
         if found < mark.sequence:
             database.close()
-            gone = (
-                f"{mark.sequence - found} synced writes are gone, up to offset {mark.next_offset}"
-            )
+            gone = f"{mark.sequence - found} synced writes are missing, up to offset {mark.next_offset}"
             raise LogDamaged(path, gone)
         database._uuid = mark.uuid
         try:
             database._mark_fd = os.open(os.path.join(path, MARK_NAME), os.O_RDWR | os.O_CLOEXEC)
         except OSError as err:
             database.close()
-            raise LogDamaged(path, f"its mark cannot be written: {err}") from err
+            raise LogDamaged(path, f"its file {MARK_NAME} cannot be written: {err}") from err
         return database
 
     @property
@@ -370,7 +368,7 @@ def _recovered(path: str, sequence: int) -> Rdict:
         return _rocksdb(path, mode, AccessType.read_write())
     except Exception as err:
         if "/LOCK:" in str(err):
-            raise LogBusy(path, "it is open elsewhere") from err
+            raise LogBusy(path, "it is open in another process, or twice in this one") from err
         refusal = err
     mode = DBRecoveryMode.point_in_time()
     look = _rocksdb(path, mode, AccessType.read_only(False))

@@ -17,9 +17,7 @@ from typing import Final
 
 from iris.errors import IrisError
 
-_SALVAGE: Final = (
-    "With its store stopped, `iris store salvage` makes what can be read a stream again"
-)
+_SALVAGE: Final = "Stop its store and run `iris store salvage` to recover what can be read"
 
 
 class LogError(IrisError):

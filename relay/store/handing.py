@@ -209,7 +209,7 @@ class Handing:
     def _take_record(self, item: Record, start: int, basket: _Basket, *, deferred: bool) -> bool:
         """Hand out a record from offset `start` on, or queue it behind its key; return False if there is no room for it."""
         if item.count > cursor.MAX_COUNT:
-            cause = f"not deliverable: a record that claims {item.count} messages"
+            cause = f"not deliverable: the record claims {item.count} messages, more than {cursor.MAX_COUNT}"
             basket.items.append(Gap(item.first, item.count, cause, item.stored_us))
             basket.messages += 1
             self.counts.skipped += item.count

@@ -32,10 +32,12 @@ class Identity(Struct, frozen=True):
     def unpack(cls, row: bytes) -> Identity:
         """Raises ValueError if the row is not one that this version wrote."""
         if len(row) < 4 + _IDENTITY.size or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
-            raise ValueError("its identity is damaged")
+            raise ValueError("row 'i', its identity, is damaged")
         version, uuid, epoch, created_us = _IDENTITY.unpack_from(row, 4)
         if version != _FORMAT:
-            raise ValueError(f"its format is {version}, not {_FORMAT}")
+            raise ValueError(
+                f"its format is version {version}, but this store reads version {_FORMAT}"
+            )
         return cls(uuid, epoch, created_us, row[4 + _IDENTITY.size :])
 
 

@@ -25,7 +25,7 @@ def foreign_record(folder: str) -> str | None:
         if path.suffix == ".log" or path.name.startswith("MANIFEST-"):
             at = _foreign_at(path)
             if at is not None:
-                return f"{path.name} has a record of a recycled log at byte {at}"
+                return f"{path.name} has a record at byte {at} of a type that occurs only in recycled logs"
     return None
 
 

@@ -81,7 +81,7 @@ class Store:
                 stream.stepped(step_us)
             fields = {
                 "by_s": round(step_us / 1e6, 3),
-                "effect": "leases, delays and waits go on as they were; ttl, deliver_at and max_age go by the new time",
+                "effect": "leases, delays and waits are unchanged; ttl, deliver_at and max_age follow the new time",
             }
             log.warning("store.clock_stepped", extra={"fields": fields})
 
@@ -128,7 +128,7 @@ class Store:
         missing = self.continuity.late()
         for stream in self.streams.values():
             if stream.uuid in missing:
-                self._missed(stream, "the store was not there yet")
+                self._missed(stream, "the store was not attached yet")
 
     def _refused(self, streams: Iterable[Stream]) -> None:
         """The relay sends these nothing of what they record."""
@@ -189,7 +189,7 @@ class Store:
         """The relay stops: nobody waits here any more."""
         self.presence.leaving = True
         for stream in self.streams.values():
-            stream.turn_away("the relay stops")
+            stream.turn_away("the relay is stopping")
 
     def left(self, hops: Set[int]) -> None:
         """Whoever made these calls waits no more, as the relay says."""

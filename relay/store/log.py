@@ -114,9 +114,9 @@ class Log:
             LogWriteFailed: the disk refused; nothing is at `path`.
         """
         if len(uuid) != ID_BYTES:
-            raise ValueError(f"uuid: {len(uuid)} bytes instead of {ID_BYTES}")
+            raise ValueError(f"uuid: {len(uuid)} bytes; a uuid has {ID_BYTES}")
         if os.path.lexists(path):
-            raise LogExists(path, "something is there already")
+            raise LogExists(path, "the path exists")
         made = f"{path}.new"
         shutil.rmtree(made, ignore_errors=True)
         try:
@@ -162,12 +162,12 @@ class Log:
             OSError: files are left; call again.
         """
         if not os.path.isdir(path):
-            raise LogMissing(path, "there is none")
+            raise LogMissing(path, "the directory does not exist")
         try:
             Rdict.destroy(path)
         except Exception as err:  # rocksdict raises nothing narrower
             if "/LOCK:" in str(err):
-                raise LogBusy(path, "it is open elsewhere") from err
+                raise LogBusy(path, "it is open in another process, or twice in this one") from err
         shutil.rmtree(path)
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class Log:
                 if outcome is None:
                     outcome = Stored(draft.next, draft.next + count)
                     if outcome.next > MAX_OFFSET:
-                        raise ValueError("end: the log has no such offsets")
+                        raise ValueError(f"end: the offsets of a log end at {MAX_OFFSET}")
                     if isinstance(entry, Note):
                         gap = Gap(draft.next, entry.count, entry.cause, now_us)
                         draft.add_item(gap, now_us)
@@ -281,7 +281,9 @@ class Log:
         for item in items:
             draft.add_item(item, now_us)
         if draft.next != end or end >= MAX_OFFSET:
-            raise ValueError(f"items: they end at {draft.next} instead of {end}")
+            raise ValueError(
+                f"items: they end at offset {draft.next}; they must end at {end}, below {MAX_OFFSET}"
+            )
         self._chain.finish(draft)
 
     # Staging
@@ -324,7 +326,7 @@ class Log:
         first = draft.next
         for entry, count in self.staged.read(writer, batch, attempts):
             if draft.next + count > MAX_OFFSET:
-                raise ValueError("end: the log has no such offsets")
+                raise ValueError(f"end: the offsets of a log end at {MAX_OFFSET}")
             draft.add_entry(entry, draft.next, count, now_us)
         last = Last(batch, first, draft.next, now_us, self.staged.commits(writer) + 1)
         self.staged.settle(draft.batch, writer, last)
@@ -487,7 +489,9 @@ class Log:
         self.uuid, self.epoch, self.created_us = found.uuid, found.epoch, found.created_us
         self.definition = found.definition
         if self.uuid != self._database.uuid:
-            raise LogDamaged(self._path, "its mark is another log's")
+            raise LogDamaged(
+                self._path, f"its file MARK belongs to log {self._database.uuid.hex()}"
+            )
 
     def _draft(self) -> Draft:
         draft = self._chain.draft()

@@ -153,7 +153,7 @@ class Presence:
         """Show a stream's orders, serve it and its dead letters, and receive what it records."""
         session = self.session
         if session is None:
-            then("there is no relay")
+            then("the store has no connection to a relay")
             return
         asks = Asks(then)
         definition, key_ids = stream.definition, stream.key_ids

@@ -167,7 +167,7 @@ class StoreProcess:
             self._leave_word(unread=True)
         try:
             if pump is not None and pump.connected:
-                pump.session.control(Bye("the store stops"))
+                pump.session.control(Bye("the store is stopping"))
                 pump.flush()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_S):
@@ -200,7 +200,7 @@ class StoreProcess:
                 if not welcomed.done():
                     raise RelayUnavailable(pump.reason or "the relay closed the connection")
         except BaseException:
-            pump.abort("could not be set up")
+            pump.abort("the session could not be set up")
             raise
         finally:
             closed.cancel()
@@ -301,8 +301,8 @@ def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
         streams = path.parent / STREAMS
         if any(is_stream(name) for name in os.listdir(streams)):
             raise ConfigError(
-                f"data: {path} is missing, and the streams in {streams} are signed for the store of that key: put it back from a "
-                f"copy. If there is none they cannot be served again; move {streams} away to begin without them"
+                f"data: {path} is missing, and the streams in {streams} are signed for the store with that key; restore the file "
+                f"from a backup. Without it these streams cannot be served again: move {streams} away to start without them"
             )
         write_beside(str(path), StoreKey(entropy(SECRET_BYTES)).reveal().encode() + b"\n")
     return keyfiles.load(path, _parse_key)
@@ -313,7 +313,7 @@ def _parse_key(text: str) -> StoreKey:
         return StoreKey.parse(text.strip())
     except KeyringError as err:
         raise KeyringError(
-            f"{err}: it is damaged, and streams are signed for the store of that key. Put the file back from a copy"
+            f"{err}: the file is damaged, and streams are signed for the store with that key; restore it from a backup"
         ) from None
 
 
@@ -337,7 +337,7 @@ def _lock(path: Path) -> int:
         pid = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
         raise DirectoryBusy(
-            f"data: a store has {path.parent} already: process {pid or 'unknown'}; stop it first (the relay, if that runs it)"
+            f"data: another store uses {path.parent}: process {pid or 'unknown'}; stop it first, or the relay that runs it"
         ) from err
     except BaseException:
         os.close(descriptor)
@@ -356,10 +356,10 @@ def held(directory: Path) -> Iterator[Path]:
     try:
         if not streams.is_dir():
             raise ConfigError(
-                f"data: {directory} is not the directory of a store: it has no {STREAMS}/"
+                f"data: {directory} is not a store's data directory: it has no {STREAMS}/"
             )
         if why := keyfiles.distrust(directory.resolve(), (os.geteuid(),), around=False):
-            raise ConfigError(f"data: {why}: run this as the user of its store")
+            raise ConfigError(f"data: {why}; run this as the user that runs the store")
         descriptor = _lock(directory / LOCK_FILE)
     except OSError as err:
         raise ConfigError(f"data: {directory}: {err.strerror or err}") from err

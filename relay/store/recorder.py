@@ -18,7 +18,7 @@ from relay.store.session import Bundle, Question
 MAX_SENDERS: Final = 65_536
 MOST: Final = 1 << 53
 """Nobody lost more than that: a count beyond is a sender's invention."""
-FULL: Final = "the disk took nothing"
+FULL: Final = "disk write failed"
 FRESH_US: Final = 600_000_000
 """Senders that were silent for twice as long make room in the table of sequences."""
 
@@ -178,7 +178,9 @@ class Recorder:
             if isinstance(entry, Entry) and entry.id_hash and isinstance(sink, Pending)
         )
         for pending in named:
-            pending.question.refuse("disk", f"the ids of messages cannot be read: {err}", sure=True)
+            pending.question.refuse(
+                "disk", f"the stored message ids cannot be read: {err}", sure=True
+            )
         if named:
             self.batch = [one for one in batch if one[1] not in named]
         return bool(named)

@@ -157,29 +157,35 @@ def check_entry(entry: Entry) -> int:
         ("producer", entry.stamp.producer if entry.stamp else bytes(ID_BYTES), ID_BYTES),
     ):
         if len(value) != size:
-            raise ValueError(f"{what}: {len(value)} bytes instead of {size}")
+            raise ValueError(f"{what}: {len(value)} bytes; it must have {size}")
     if len(entry.name.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"name: over {MAX_NAME_BYTES} bytes")
+        raise ValueError(
+            f"name: {len(entry.name.encode())} bytes; at most {MAX_NAME_BYTES} are allowed"
+        )
     if not 0 <= entry.kind < 256:
-        raise ValueError(f"kind: {entry.kind} is no byte")
+        raise ValueError(f"kind: {entry.kind} is not between 0 and 255")
     if min(entry.expires_us, entry.due_us) < 0 or max(entry.expires_us, entry.due_us) >= 1 << 63:
-        raise ValueError("expires_us, due_us: out of range")
+        raise ValueError(
+            f"expires_us ({entry.expires_us}) and due_us ({entry.due_us}) must be from 0 to 2^63 - 1"
+        )
     if entry.tombstone and entry.key_hash is None:
-        raise ValueError("tombstone: needs a key_hash")
+        raise ValueError("tombstone: a tombstone requires a key_hash")
     if entry.stamp and not (
         0 <= entry.stamp.epoch < 1 << 32 and 0 <= entry.stamp.sequence < 1 << 64
     ):
-        raise ValueError("stamp: epoch or sequence out of range")
+        raise ValueError(
+            f"stamp: epoch {entry.stamp.epoch} must be below 2^32, sequence {entry.stamp.sequence} below 2^64"
+        )
     count: int = END.unpack(entry.end)[2]
     if count < 1:
-        raise ValueError("end: a record holds at least one message")
+        raise ValueError(f"end: {count} messages; a record has at least one")
     return count
 
 
 def check_count(count: int | None) -> None:
     """Raise ValueError if a gap cannot stand for `count` messages."""
     if count is not None and not 0 <= count < 1 << 63:
-        raise ValueError(f"count: {count} is out of range")
+        raise ValueError(f"count: {count} is not from 0 to 2^63 - 1")
 
 
 def encode_record(key: bytes, entry: Entry, stored_us: int, *, deferred: bool) -> bytes:
@@ -239,8 +245,8 @@ def decode(key: bytes, value: bytes) -> Item:
             _, reason, end = _HOLE.unpack_from(value, 4)
             return Hole(first, end, Reason(reason))
     except (struct.error, IndexError) as err:
-        raise ValueError(f"cut short: {err}") from err
-    raise ValueError(f"unknown form {form}")
+        raise ValueError(f"truncated: {err}") from err
+    raise ValueError(f"unknown entry form {form}")
 
 
 def decode_staged(key: bytes, value: bytes) -> tuple[Entry, int]:
@@ -252,10 +258,10 @@ def decode_staged(key: bytes, value: bytes) -> tuple[Entry, int]:
     try:
         check_row(key, value)
         if value[4] != _FORM_RECORD:
-            raise ValueError(f"unknown form {value[4]}")
+            raise ValueError(f"unknown entry form {value[4]}")
         record = _decode_record(0, value)
     except (struct.error, IndexError) as err:
-        raise ValueError(f"cut short: {err}") from err
+        raise ValueError(f"truncated: {err}") from err
     entry = Entry(
         record.kind, record.name, record.key_id, record.sender_id, record.end, record.body, None,
         record.key_hash, record.tombstone, record.expires_us, record.due_us,

@@ -107,8 +107,8 @@ def salvage(
         chosen |= {dead_uuid(bytes.fromhex(uuid)).hex() for uuid in chosen} & uuids
         if not chosen:
             raise ConfigError(
-                f"data: {directory.parent} holds no stream {wanted!r}: give a name or a uuid. "
-                "A stream whose name cannot be read any more is found by its uuid, the name of its directory"
+                f"data: {directory.parent} has no stream {wanted!r}; give its name or uuid. "
+                "If its name cannot be read any more, give its uuid, which is the name of its directory"
             )
         uuids = chosen
     reports = []
@@ -143,7 +143,7 @@ def _salvage_one(path: Path, name: str) -> Report:
         with Wreck(str(path), str(look)) as wreck:
             _rebuild(wreck, path, made, report)
         if (wrong := _damage(made)) is not None:
-            raise LogDamaged(str(made), f"what was salvaged does not read back: {wrong}")
+            raise LogDamaged(str(made), f"the salvaged log is damaged too: {wrong}")
         report.kept_at = str(_swap(path, made))
         report.state = "salvaged"
     except (LogError, IrisError, OSError) as err:
@@ -169,7 +169,7 @@ def _damage(path: Path) -> str | None:
             opened.verify()
             if opened.uuid.hex() != path.name.removesuffix(_NEW):
                 raise ConfigError(
-                    f"{path}: the log in it is {opened.uuid.hex()}, not what its name says"
+                    f"{path}: the log in this directory has another uuid, {opened.uuid.hex()}"
                 )
     except LogBusy:
         raise
@@ -222,14 +222,12 @@ def _rebuild(wreck: Wreck, path: Path, made: Path, report: Report) -> None:
     end, report.end_from = _known_end(wreck, rows)
     first = next((item.first for _, _, item in wreck.entries()), None)
     if first is None and not end:
-        raise LogDamaged(
-            str(path), "neither an entry nor where it ended can be read: delete the stream"
-        )
+        raise LogDamaged(str(path), "no entry and no end offset can be read; delete the stream")
     oldest = _offset(wreck.get(b"o"))
     if oldest is None:
         oldest = end if first is None else first
         report.also.append(
-            f"which offset was the oldest: it begins with the first that can be read, {oldest}"
+            f"the oldest offset: the log now begins with the first that can be read, {oldest}"
         )
     database = make(str(made), identity, oldest)
     try:
@@ -287,15 +285,17 @@ def _identity(wreck: Wreck, path: Path, report: Report) -> Identity:
         found = Identity.unpack(row or b"")
         if found.uuid == uuid:
             return Identity(uuid, found.epoch + 1, found.created_us, found.definition)
-        raise ConfigError(f"{path}: the log in it is {found.uuid.hex()}, not what its name says")
+        raise ConfigError(f"{path}: the log in this directory has another uuid, {found.uuid.hex()}")
     except ValueError as err:
         try:
             definition = Path(f"{path}{ORDERS}").read_bytes()
             _decode_kept(definition)
         except (OSError, msgspec.DecodeError) as none:
-            raise LogDamaged(str(path), f"{err}, and so are the orders beside it: {none}") from none
+            raise LogDamaged(
+                str(path), f"{err}, and the orders beside it cannot be read: {none}"
+            ) from none
         report.also.append(
-            f"when it was created, and its epoch; its orders are those of {path.name}{ORDERS}"
+            f"its time of creation and its epoch; its orders come from {path.name}{ORDERS}"
         )
         # Epochs are counted, so the time in seconds is above all that were.
         return Identity(uuid, int(time.time()), 0, definition)
@@ -352,7 +352,7 @@ def _other_rows(wreck: Wreck, report: Report, now_us: int) -> Iterator[tuple[byt
         except IrisError:
             shown = name.decode(errors="replace")
             report.also.append(
-                f"where consumer {shown!r} was: delete it, and start it where it should"
+                f"the position of consumer {shown!r}: delete the consumer and create it again at the right offset"
             )
         yield b"c" + name, value
     producers = [(row, value) for row, value in wreck.rows(b"p") if len(value) >= _PRODUCER.size]
@@ -377,11 +377,11 @@ def _other_rows(wreck: Wreck, report: Report, now_us: int) -> Iterator[tuple[byt
             yield b"p" + row, value
         return
     report.also.append(
-        "perhaps the last steps of consumers (they get messages again), of writers (a batch that is committed again may be there twice), "
-        "and of what was staged; rows of some may be gone"
+        "perhaps the latest state of consumers (they receive messages again), of writers (a batch that is committed again may be stored "
+        "twice) and of staged records; some may be missing altogether"
     )
     report.also.append(
-        f"what {len(producers)} producers appended last: those that run go on, and are told of appends without an answer"
+        f"the last appends of {len(producers)} producers: running producers continue, and report appends that were not answered"
     )
 
 

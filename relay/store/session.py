@@ -194,7 +194,10 @@ class StoreSession(Conversation):
             return
         if len(body) > self.message_limit + FRAME_OVERHEAD - _HEAD_BYTES:
             body = encode(
-                Refused("full", f"the answer has {len(body)} bytes, over the limit of a message")
+                Refused(
+                    "full",
+                    f"the answer has {len(body)} bytes; a message has at most {self.message_limit}",
+                )
             )
         self._tick += 1
         place = (question.name, question.key_id)
@@ -233,7 +236,9 @@ class StoreSession(Conversation):
 
     def _bundle(self, buf: memoryview, start: int, end: int) -> Bundle:
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame has {end - start} bytes; its header alone has {BODY_AT}"
+            )
         _, kind, _, alias, hop, _ = HOP.unpack_from(buf, start)
         flow = self._flow(alias, kind)
         return Bundle(
@@ -258,7 +263,7 @@ class StoreSession(Conversation):
 
     def _push(self, buf: memoryview, start: int, end: int) -> None:
         if buf[start + FLAGS_AT] & FLAG_REFUSED:
-            raise PeerProtocolError("a refused message came to a session")
+            raise PeerProtocolError("a push with the refused flag came to a session")
         self.owner.pushed(self._bundle(buf, start, end))
 
     def _pushes(self, buf: memoryview, start: int, end: int) -> None:
@@ -267,7 +272,9 @@ class StoreSession(Conversation):
 
     def _call(self, buf: memoryview, start: int, end: int) -> None:
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame has {end - start} bytes; its header alone has {BODY_AT}"
+            )
         _, kind, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         flow = self._flow(alias, kind)
         question = Question(self, flow, hop, deadline_us, _UNREAD)
@@ -298,7 +305,7 @@ class StoreSession(Conversation):
     def _on_declare(self, declared: frames.Declare) -> None:
         if declared.kind not in DECLARED_KINDS or declared.alias >= MAX_ALIASES:
             raise PeerProtocolError(
-                f"alias {declared.alias} for frames of kind 0x{declared.kind:02x}"
+                f"DECLARE of alias {declared.alias} (the limit is {MAX_ALIASES}) for frames of kind 0x{declared.kind:02x}"
             )
         flows = self._flows
         if declared.alias >= len(flows):
@@ -307,7 +314,9 @@ class StoreSession(Conversation):
 
     def _on_gap(self, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
-            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+            raise PeerProtocolError(
+                f"a gap in frames of kind 0x{gap.kind:02x}; only publications and broadcasts have gaps"
+            )
         self.owner.gap(gap)
 
 

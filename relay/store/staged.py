@@ -171,7 +171,10 @@ class Staged:
             StagingRefused: "full" over a bound, "invalid" for a name, id or sequence that cannot be.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES or len(attempt) != ID_BYTES:
-            raise StagingRefused("invalid", f"a writer has 1 to {MAX_WRITER_BYTES} bytes")
+            raise StagingRefused(
+                "invalid",
+                f"a writer name has 1 to {MAX_WRITER_BYTES} bytes, an attempt id {ID_BYTES}",
+            )
         if self.replay(writer, batch) is not None:
             return 0
         known = self._staged.get(writer, {}).get(batch, {}).get(attempt)
@@ -180,11 +183,18 @@ class Staged:
         if not new:
             return 0
         if max(new) >= MAX_RECORDS:
-            raise StagingRefused("invalid", f"record {max(new)}: an attempt has {MAX_RECORDS}")
+            raise StagingRefused(
+                "invalid", f"record {max(new)}: an attempt has at most {MAX_RECORDS} records"
+            )
         if len(state.ahead) + len(new) > MAX_AHEAD:
-            raise StagingRefused("full", f"record {state.next} is missing, {MAX_AHEAD} wait for it")
+            raise StagingRefused(
+                "full",
+                f"record {state.next} is missing, and {MAX_AHEAD} later ones already wait for it",
+            )
         if state.bytes + sum(len(entry.body) for entry in new.values()) > COMMIT_BYTES:
-            raise StagingRefused("full", f"an attempt has at most {COMMIT_BYTES} bytes")
+            raise StagingRefused(
+                "full", f"an attempt has at most {COMMIT_BYTES} bytes; split the batch"
+            )
         start = _pack_batch(writer, batch) + attempt
         rows = []
         for number, entry in new.items():
@@ -195,7 +205,10 @@ class Staged:
             rows.append((number, place, row, sizes))
         size = sum(len(place) + 1 + len(row) for _, place, row, _ in rows)
         if self.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES:
-            raise StagingRefused("full", f"a stream stages at most {STAGED_BYTES} bytes")
+            raise StagingRefused(
+                "full",
+                f"a stream stages at most {STAGED_BYTES} bytes; commit or discard a batch first",
+            )
         self._batch(writer, batch)[attempt] = state
         for number, place, row, sizes in rows:
             self._waiting.append((b"t" + place, row))
@@ -234,9 +247,12 @@ class Staged:
             StagingRefused: "staged" names what is missing; "full" over a bound; "invalid" if one is named twice.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
-            raise StagingRefused("invalid", f"a writer has 1 to {MAX_WRITER_BYTES} bytes")
+            raise StagingRefused(
+                "invalid",
+                f"a writer name has 1 to {MAX_WRITER_BYTES} bytes, an attempt id {ID_BYTES}",
+            )
         if len({attempt for attempt, _ in attempts}) < len(attempts):
-            raise StagingRefused("invalid", "an attempt is named twice")
+            raise StagingRefused("invalid", "the call names an attempt twice")
         staged = self._staged.get(writer, {}).get(batch, {})
         size = 0
         for attempt, count in attempts:
@@ -244,17 +260,22 @@ class Staged:
             which = f"batch {batch} of writer {writer!r}, attempt {attempt.hex()}"
             if state is None:
                 if count:
-                    raise StagingRefused("staged", f"{which}: nothing of it is staged")
+                    raise StagingRefused("staged", f"{which}: it is not staged; stage it again")
                 continue  # an attempt that came to nothing, as it says
             if state.next < count:
                 raise StagingRefused(
-                    "staged", f"{which}: record {state.next} of {count} is missing"
+                    "staged", f"{which}: record {state.next} of {count} is missing; stage it again"
                 )
             if state.records > count:
-                raise StagingRefused("staged", f"{which}: {state.records} records, not {count}")
+                raise StagingRefused(
+                    "staged",
+                    f"{which}: {state.records} records are staged, but the commit names {count}",
+                )
             size += state.bytes
         if size > COMMIT_BYTES:
-            raise StagingRefused("full", f"{size} bytes: a batch has at most {COMMIT_BYTES}")
+            raise StagingRefused(
+                "full", f"the batch has {size} bytes; at most {COMMIT_BYTES} are allowed. Split it"
+            )
         self._room(writer, now_us)
 
     def read(
@@ -314,7 +335,10 @@ class Staged:
             StagingRefused: "invalid" for a name that cannot be.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
-            raise StagingRefused("invalid", f"a writer has 1 to {MAX_WRITER_BYTES} bytes")
+            raise StagingRefused(
+                "invalid",
+                f"a writer name has 1 to {MAX_WRITER_BYTES} bytes, an attempt id {ID_BYTES}",
+            )
         staged = self._staged.get(writer, {}).get(batch, {})
         chosen = {attempt for attempt in attempts or list(staged) if attempt in staged}
         if len(chosen) < len(staged):
@@ -400,7 +424,10 @@ class Staged:
         for name, after_us in ((once, FORGET_ONCE_US), (oldest, FORGET_US)):
             if name is not None and self._writers[name].committed_us + after_us < now_us:
                 return name
-        raise StagingRefused("full", f"{MAX_WRITERS} writers are remembered, none to be forgotten")
+        raise StagingRefused(
+            "full",
+            f"the stream remembers {MAX_WRITERS} writers, the maximum, and all committed too recently to be forgotten",
+        )
 
 
 def _pack_batch(writer: str, batch: int) -> bytes:

@@ -26,7 +26,9 @@ class Staging:
     def take(self, question: Question, call: Stage, entries: Sequence[Entry], now_us: int) -> int:
         """Take the entries of a Stage: it is answered by `written`, or `refuse`. Return the bytes that wait for it."""
         if any(new.expect is not None for new in call.records):
-            raise ValueError("expect: where a staged record comes to stand is not known yet")
+            raise ValueError(
+                "expect: a staged record has no offset until it is committed; stage it without `expect`"
+            )
         numbered = [(new.sequence, entry) for new, entry in zip(call.records, entries, strict=True)]
         size = self._log.stage(call.writer, call.batch, call.attempt, numbered, now_us)
         self._unanswered.append(question)

@@ -196,13 +196,13 @@ class Stream:
             if not self.definition.dedup_window_us:
                 question.refuse(
                     "invalid",
-                    f"stream {self.name!r} remembers no ids of messages: it has no dedup window",
+                    f"stream {self.name!r} has no dedup window, so it remembers no message ids; set one with `iris stream change --dedup-window`",
                 )
                 return
             if log.ids.count + len(call.records) > MAX_IDS:
                 question.refuse(
                     "full",
-                    f"stream {self.name!r} remembers {log.ids.count} ids of messages, of {MAX_IDS}; shorten its dedup window",
+                    f"stream {self.name!r} remembers {log.ids.count} message ids of at most {MAX_IDS}; shorten its dedup window",
                 )
                 return
         entries = []
@@ -232,12 +232,12 @@ class Stream:
         if self.definition.mirror:
             question.refuse(
                 "invalid",
-                f"{self.name!r} is a copy of log {self.definition.mirror}: it takes nothing else until it is promoted",
+                f"stream {self.name!r} is a copy of log {self.definition.mirror} and accepts nothing else until it is promoted (`iris stream promote`)",
             )
         elif self._open(question) is None:
             pass
         elif self.dead:
-            question.refuse("invalid", "dead letters are written by the store alone")
+            question.refuse("invalid", "only the store itself writes dead letters")
         else:
             return self.staging
         return None
@@ -247,13 +247,13 @@ class Stream:
         if self.definition.paused:
             question.refuse(
                 "paused",
-                f"it is paused; `iris stream resume {self.name}` has it take messages again",
+                f"the stream is paused; run `iris stream resume {self.name}` to record again",
             )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")
             # A commit that is repeated may have been written the first time.
             tried = not isinstance(question.call, streams.Append)
-            question.refuse("disk", failed or "it is not open", sure=not tried)
+            question.refuse("disk", failed or "the log is not open", sure=not tried)
         else:
             return self.log
         return None
@@ -267,8 +267,8 @@ class Stream:
         """
         mirror = self.definition.mirror
         if not mirror:
-            why = "it was promoted" if self.definition.origins else "it is no copy"
-            question.refuse("invalid", f"stream {self.name!r} takes no copies: {why}")
+            why = "it was promoted" if self.definition.origins else "it is not a copy"
+            question.refuse("invalid", f"stream {self.name!r} accepts no copied records: {why}")
         elif call.uuid.hex() != mirror:
             question.refuse(
                 "invalid",
@@ -294,7 +294,7 @@ class Stream:
     def bury_here(self, stream: Stream, consumer: str, letters: list[Dead], now_us: int) -> None:
         """Write dead letters of a consumer of `stream`: this log is theirs. Raises LogWriteFailed."""
         if self.log is None or self.log.failed:
-            raise LogWriteFailed(self.path, self.failed or "it failed before")
+            raise LogWriteFailed(self.path, self.failed or "an earlier write failed")
         entries = []
         for dead in letters:
             letter = DeadLetter(
@@ -326,7 +326,7 @@ class Stream:
             return
         try:
             if log is None or log.failed:
-                reason = (log.failed if log else self.failed) or "it is not open"
+                reason = (log.failed if log else self.failed) or "the log is not open"
                 raise LogWriteFailed(self.path, reason, sure=True)
             log.ids.now_us = self._elapsed_us(now_us)
             outcomes = log.append([entry for entry, _ in batch], now_us)
@@ -368,11 +368,11 @@ class Stream:
         if self.log is not None:
             room_to_open(self.path)
             if self.consuming is not None:
-                self.consuming.turn_away("the log is being opened again")
+                self.consuming.turn_away("the log is being reopened")
             if self.staging is not None:
-                self.staging.refuse("leaving", "the log is being opened again")
+                self.staging.refuse("leaving", "the log is being reopened")
             self._shut(self.log)
-        self.failed = "the log is being opened again"
+        self.failed = "the log is being reopened"
         try:
             log = Log.open(self.path)
         except LogError as err:
@@ -395,13 +395,15 @@ class Stream:
         if log is None:
             question.refuse("damaged", self.failed)
         elif call.start > log.next:
-            question.refuse("offset", f"{call.start} is beyond the end, {log.next}")
+            question.refuse("offset", f"offset {call.start} is beyond the end, {log.next}")
         elif wait or (call.start == log.next and call.wait_ms):
             if len(self._waiting) < MAX_WAITING:
                 until_us = self._elapsed_us(now_us) + 1000 * call.wait_ms
                 self._waiting.append((until_us, question, call))
             else:
-                question.refuse("leaving", f"{MAX_WAITING} readers wait here already")
+                question.refuse(
+                    "leaving", f"{MAX_WAITING} readers already wait for this stream, the maximum"
+                )
         else:
             self._answer(question, call, now_us)
 
@@ -511,4 +513,4 @@ class Stream:
 
 
 def _nowhere(consumer: str, dead: list[Dead]) -> None:
-    raise LogWriteFailed("", "nobody keeps its dead letters")
+    raise LogWriteFailed("", "the stream has no log for dead letters")

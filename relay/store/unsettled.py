@@ -24,7 +24,7 @@ from relay.store.cursor import Dead, Kept, Settings
 from relay.store.parts import Open, Part, lowest
 
 TIMED_OUT: Final = "not acknowledged in time"
-GONE: Final = "not acknowledged: the worker is gone"
+GONE: Final = "not acknowledged: the worker left"
 MAX_TRIES: Final = 10
 """Where there are dead letters, what was handed out so often and never confirmed is one, too: it may end whoever gets it."""
 HANDED_US: Final = 1
@@ -297,7 +297,7 @@ class Unsettled:
         part.due_us = due_us
         most = self._max_deliver
         if most and part.tries >= max(most, MAX_TRIES):
-            reason = f"handed out {part.tries} times, and no worker confirmed that it had it"
+            reason = f"dispatched {part.tries} times, but no worker confirmed it"
         if most and (part.deliveries >= most or part.tries >= max(most, MAX_TRIES)):
             part.reason = reason
             self._doomed.append(part)
@@ -367,7 +367,9 @@ class Unsettled:
         for kept in records:
             first += kept.gap
             if not 0 < kept.count <= cursor.MAX_COUNT or first + kept.count > end:
-                raise ValueError("a record is out of range")
+                raise ValueError(
+                    f"the record at {first} has {kept.count} messages; 1 to {cursor.MAX_COUNT} below offset {end} are possible"
+                )
             record = Open(first, kept.count, kept.key, kept.deferred)
             parts = []
             for bitmap, deliveries, due_us in kept.parts:

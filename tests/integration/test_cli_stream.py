@@ -271,7 +271,7 @@ def test_a_paused_stream_takes_nothing_and_tells_what_it_missed(shell: Shell) ->
     shell("stream", "pause", "ticks")
     assert facts(shell, "ticks")["paused"] is True
     refused = shell("stream", "append", "ticks", "x", code=1).decode()
-    assert "it is paused; `iris stream resume ticks` " in refused
+    assert "the stream is paused; run `iris stream resume ticks` " in refused
     assert refused.count("\n") == 1
     # Not even the store of a paused stream subscribes, and the command says so.
     assert (

@@ -245,22 +245,22 @@ async def test_a_stream_that_is_no_copy_takes_no_copies(setting: Any) -> None:
     with pytest.raises(StreamError, match="it is not a copy"):
         await client.streams.promote("mine")
     call = Copy(bytes.fromhex(made.uuid), 0, 5, [Hole(0, 5, 1)])
-    with pytest.raises(StreamError, match="takes no copies: it is no copy"):
+    with pytest.raises(StreamError, match="is not a copy"):
         await client.streams._stores.ask_stream("mine", "", call, Copied, timeout=5.0)
 
 
 @pytest.mark.parametrize(
     ("start", "next_", "items", "said"),
     [
-        (1, 6, [Hole(1, 4, 1), Hole(3, 6, 1)], "does not follow"),
-        (1, 6, [Hole(1, 4, 1), Hole(5, 6, 1)], "does not follow"),
-        (1, 6, [Hole(0, 6, 1)], "does not follow"),
-        (1, 6, [Hole(1, 5, 1)], "end at 5 instead of 6"),
-        (1, 4, [Hole(1, 5, 1)], "end at 5 instead of 4"),
-        (1, 1, [Hole(1, 1, 1)], "does not follow"),
+        (1, 6, [Hole(1, 4, 1), Hole(3, 6, 1)], "expected an item that begins at"),
+        (1, 6, [Hole(1, 4, 1), Hole(5, 6, 1)], "expected an item that begins at"),
+        (1, 6, [Hole(0, 6, 1)], "expected an item that begins at"),
+        (1, 6, [Hole(1, 5, 1)], "end at offset 5; they must end at 6"),
+        (1, 4, [Hole(1, 5, 1)], "end at offset 5; they must end at 4"),
+        (1, 1, [Hole(1, 1, 1)], "expected an item that begins at"),
         (1, 6, [Hole(1, 6, 4)], "deferred"),
         (1, 6, [Hole(1, 6, 9)], "9"),
-        (1, (1 << 63) - 1, [Hole(1, 6, 1)], "instead of"),
+        (1, (1 << 63) - 1, [Hole(1, 6, 1)], "must end at"),
     ],
 )
 async def test_items_that_do_not_lie_side_by_side_are_refused_and_change_nothing(

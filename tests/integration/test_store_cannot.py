@@ -29,7 +29,7 @@ def missing(data: Path) -> str:
 
 def cut_short(data: Path) -> str:
     os.truncate(data / "store.key", 20)
-    return "store.key: .*damaged.*Put the file back from a copy"
+    return "store.key: .*damaged.*restore it from a backup"
 
 
 def open_to_others(data: Path) -> str:
@@ -102,9 +102,9 @@ async def test_it_is_told_to_members_of_other_relays_and_a_store_that_waits_for_
         async with iris.connect(keyring=iris.Keyring.single(KEY), config=config) as one:
             mesh = other.router.mesh
             await eventually(
-                lambda: "a store has" in mesh.failed_stores() and mesh.starting_stores()
+                lambda: "another store uses" in mesh.failed_stores() and mesh.starting_stores()
             )
-            with pytest.raises(StreamUnavailable, match=r"still starting: .*a store has"):
+            with pytest.raises(StreamUnavailable, match=r"still starting: .*another store uses"):
                 await one.streams.describe("orders", timeout=0.5)
             (data / "streams" / ("0" * 32)).mkdir(parents=True)
             os.close(lock)

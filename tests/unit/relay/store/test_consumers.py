@@ -59,16 +59,16 @@ def test_what_was_never_handed_out_cannot_be_acked(log: Log) -> None:
     one = consumer(log, group=True)
     one.take(ANN, 1, 2, 1)
     for call in (one.ack, one.touch):
-        with pytest.raises(ValueError, match="handed out"):
+        with pytest.raises(ValueError, match="never dispatched"):
             call(ANN, 0, 3, 1)
-    with pytest.raises(ValueError, match="handed out"):
+    with pytest.raises(ValueError, match="never dispatched"):
         one.nack(ANN, 4, 5, 0, "", 1)
-    with pytest.raises(ValueError, match="handed out"):
+    with pytest.raises(ValueError, match="never dispatched"):
         one.ack_through(ANN, 4, 1)
     all_of(one)
-    with pytest.raises(ValueError, match="handed out"):
+    with pytest.raises(ValueError, match="never dispatched"):
         one.ack(ANN, 2, 3, 1)  # read, but behind its key
-    with pytest.raises(ValueError, match="there is nothing"):
+    with pytest.raises(ValueError, match="is not a range"):
         one.ack(ANN, 1, 1, 1)
     assert one.info().pending == 3
 
@@ -211,7 +211,7 @@ def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
     one.expire(8 * SECOND)
     assert [(d.offset, d.deliveries) for d in one.dead_letters()] == [(0, 2), (1, 2)]
     assert places(one.take(ANN, MANY, MANY, 8 * SECOND)) == [(2, 1, 2)]
-    with pytest.raises(ValueError, match="handed out"):
+    with pytest.raises(ValueError, match="never dispatched"):
         one.had(ANN, 0, 4, 8 * SECOND)
 
 
@@ -224,7 +224,7 @@ def test_what_nobody_ever_confirms_is_a_dead_letter_after_ten_workers(log: Log) 
     one.expire(1 + 10 * SECOND)
     (dead,) = one.dead_letters()
     assert (dead.deliveries, dead.reason) == (
-        0, "handed out 10 times, and no worker confirmed that it had it",
+        0, "dispatched 10 times, but no worker confirmed it",
     )  # fmt: skip
 
 

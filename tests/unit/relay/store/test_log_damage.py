@@ -80,7 +80,7 @@ def test_a_log_that_lost_its_last_synced_write_is_damaged_and_stays_so(
     wal = max(path.glob("*.log"), key=lambda file: file.stat().st_size)
     os.truncate(wal, wal.stat().st_size - 1)
     for _ in range(2):
-        with pytest.raises(LogDamaged, match="synced writes are gone"):
+        with pytest.raises(LogDamaged, match="synced writes are missing"):
             Log.open(str(path))
 
 

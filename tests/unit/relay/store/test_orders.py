@@ -68,7 +68,7 @@ STRANGE = {
     "another's name": (order(signer=STRANGER), "another key"),
     "another store": (order(store=StoreKey(b"x" * 32)), "another store"),
     "another log": (order(uuid=OTHER_UUID), "another key, log"),
-    "another purpose": (order(action=END), "purpose"),
+    "another purpose": (order(action=END), "action"),
     "a name outside the grammar": (order(definition=Definition("a b")), "name"),
     "no order": (structs.replace(order(), order=b"\xc1"), "signature"),
 }
@@ -90,9 +90,9 @@ def test_a_stream_is_created_by_true_orders_for_this_store_alone(tmp_path: Path,
     ("more", "text"),
     [
         ({"store": StoreKey(b"x" * 32)}, "another store"),
-        ({"uuid": OTHER_UUID}, "another key, log or purpose"),
-        ({"action": END}, "another key, log or purpose"),
-        ({"signer": STRANGER}, "another key, log or purpose"),
+        ({"uuid": OTHER_UUID}, "another key, log or action"),
+        ({"action": END}, "another key, log or action"),
+        ({"signer": STRANGER}, "another key, log or action"),
     ],
 )
 def test_a_stream_is_changed_by_orders_for_this_store_and_log_alone(
@@ -106,9 +106,9 @@ def test_a_stream_is_changed_by_orders_for_this_store_and_log_alone(
     ("more", "text"),
     [
         ({"store": StoreKey(b"x" * 32)}, "another store"),
-        ({"uuid": OTHER_UUID}, "another key, log or purpose"),
-        ({"action": "keep"}, "another key, log or purpose"),
-        ({"signer": STRANGER}, "another key, log or purpose"),
+        ({"uuid": OTHER_UUID}, "another key, log or action"),
+        ({"action": "keep"}, "another key, log or action"),
+        ({"signer": STRANGER}, "another key, log or action"),
     ],
 )
 def test_a_stream_is_ended_by_orders_for_this_store_and_log_alone(
@@ -193,7 +193,7 @@ def test_after_a_clock_was_set_back_orders_of_now_are_taken_and_those_of_before_
 
     for wrong_us in (NOW_US, NOW_US - hour_us + ORDER_FRESH_US + 1, FAR_US):
         late = order(definition=SMALL, revision=1, issued_us=wrong_us)
-        refused(change(late), "order", "set the clocks")
+        refused(change(late), "order", "clocks of both hosts")
     now = order(definition=SMALL, revision=1, issued_us=NOW_US - hour_us)
     assert isinstance(change(now), Described)
 
@@ -249,8 +249,14 @@ def test_a_change_without_a_revision_is_refused_with_the_advice_to_upgrade_the_c
 
 @pytest.mark.parametrize("revision", [2, 3, FAR_US, (1 << 63) - 1])
 def test_no_revision_is_skipped(keeper: Keeper, revision: int) -> None:
-    refused(keeper.change(order(definition=SMALL, revision=revision)), "revision", "the next is 1")
-    refused(keeper.delete(order(action=END, revision=revision)), "revision", "the next is 1")
+    refused(
+        keeper.change(order(definition=SMALL, revision=revision)),
+        "revision",
+        "the next revision is 1",
+    )
+    refused(
+        keeper.delete(order(action=END, revision=revision)), "revision", "the next revision is 1"
+    )
     assert keeper.max_messages == 1000
 
 
@@ -258,7 +264,7 @@ def test_of_two_changes_at_once_the_second_is_refused(keeper: Keeper) -> None:
     assert isinstance(keeper.change(countersigned()), Described)
     assert isinstance(keeper.change(order(definition=SMALL, revision=2)), Described)
     late = order(SECOND, structs.replace(DEFINITION, max_messages=7), revision=2)
-    refused(keeper.change(late, key=SECOND), "revision", "the next is 3")
+    refused(keeper.change(late, key=SECOND), "revision", "the next revision is 3")
     assert keeper.max_messages == 1
 
 
@@ -365,7 +371,9 @@ def test_no_other_countersignature_admits_a_key(keeper: Keeper, what: str) -> No
     for orders in ([bad], [bad, order(revision=1)], [countersigned(), bad], [bad, countersigned()]):
         refused(keeper.change(*orders), "order", "")
     assert key_ids(keeper) == {OWNER.key_id}
-    refused(keeper.delete(order(STRANGER, action=END, revision=1)), "order", "has no key")
+    refused(
+        keeper.delete(order(STRANGER, action=END, revision=1)), "order", "not a key of the stream"
+    )
 
 
 def test_the_relay_is_shown_the_order_of_a_new_key(keeper: Keeper) -> None:
@@ -397,9 +405,9 @@ def test_a_key_of_the_stream_ends_it_and_a_repeated_end_gets_the_first_answer(
 def test_nobody_ends_a_stream_under_a_key_that_it_does_not_have(keeper: Keeper) -> None:
     strange = order(STRANGER, action=END, revision=1)
     for orders in ([strange], [strange, order(action=END, revision=1)]):
-        refused(keeper.delete(*orders), "order", "has no key")
+        refused(keeper.delete(*orders), "order", "not a key of the stream")
     refused(
-        keeper.delete(countersigned(key=STRANGER, action=END)), "order", "has no key"
+        keeper.delete(countersigned(key=STRANGER, action=END)), "order", "not a key of the stream"
     )  # nobody means that
     assert UUID in keeper.store.streams
 
@@ -407,7 +415,7 @@ def test_nobody_ends_a_stream_under_a_key_that_it_does_not_have(keeper: Keeper) 
 def test_a_recorded_end_does_not_end_the_stream_after_a_change(keeper: Keeper) -> None:
     end = order(action=END, revision=1)
     keeper.change(order(definition=SMALL, revision=1))
-    refused(keeper.delete(end), "revision", "the next is 2")
+    refused(keeper.delete(end), "revision", "the next revision is 2")
     assert UUID in keeper.store.streams
 
 
@@ -488,7 +496,9 @@ def test_the_old_orders_of_a_damaged_log_name_its_owner(tmp_path: Path) -> None:
     keeper.start()
     stream = keeper.store.streams[UUID]
     assert (stream.log, stream.name, len(stream.orders)) == (None, "orders", 2)
-    refused(keeper.delete(order(STRANGER, action=END, revision=1)), "order", "has no key")
+    refused(
+        keeper.delete(order(STRANGER, action=END, revision=1)), "order", "not a key of the stream"
+    )
     assert isinstance(keeper.delete(order(action=END, revision=1)), Settled)
     keeper.store.close()
 
@@ -500,7 +510,7 @@ def test_the_orders_in_force_of_a_damaged_log_name_its_owner(keeper: Keeper) -> 
         file.write_bytes(b"damaged")
     keeper.start()
     assert (keeper.max_messages, len(key_ids(keeper))) == (1, 2)
-    refused(keeper.delete(order(action=END, revision=1)), "revision", "the next is 2")
+    refused(keeper.delete(order(action=END, revision=1)), "revision", "the next revision is 2")
     assert isinstance(keeper.delete(order(action=END, revision=2)), Settled)
 
 
@@ -565,7 +575,7 @@ def planted() -> dict[str, Kept]:
 def test_a_stream_whose_orders_do_not_hold_is_not_served(tmp_path: Path, what: str) -> None:
     keeper = written(tmp_path, encode(planted()[what]))
     stream = keeper.store.streams[UUID]
-    assert "its orders do not hold" in stream.failed
+    assert "its orders are not valid" in stream.failed
     assert (stream.orders, keeper.session.shown) == ({}, [])
     refused(keeper.delete(order(STRANGER, action=END, revision=1), key=STRANGER), "no-stream", "")
     keeper.store.close()
@@ -579,7 +589,7 @@ def test_a_damaged_log_is_not_taken_over_by_the_orders_beside_it(tmp_path: Path,
         file.write_bytes(b"damaged")
     keeper.start()
     stream = keeper.store.streams[UUID]
-    assert "and its orders: " in stream.failed
+    assert "its orders cannot be read either: " in stream.failed
     assert stream.orders == {}
     keeper.store.close()
 
@@ -601,7 +611,7 @@ def test_a_log_that_opens_again_uses_its_own_definition(
     moved.rename(path)
     keeper.store.tend()
     assert keeper.max_messages == 1
-    refused(keeper.change(order(revision=1)), "revision", "the next is 2")
+    refused(keeper.change(order(revision=1)), "revision", "the next revision is 2")
     assert isinstance(keeper.change(order(revision=2)), Described)
     assert isinstance(keeper.change(order(SECOND, revision=3), key=SECOND), Described)
 

@@ -81,4 +81,4 @@ def test_messages_that_a_full_disk_could_not_store_are_reported_when_it_has_room
     stream.reopen(7)
     stream.recorder.record(bundle(5), 8)
     stream.commit(8)
-    assert recorded(stream) == [b"sealed 0", (4, "the disk took nothing"), b"sealed 5"]
+    assert recorded(stream) == [b"sealed 0", (4, "disk write failed"), b"sealed 5"]

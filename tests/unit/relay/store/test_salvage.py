@@ -342,7 +342,7 @@ def test_without_its_identity_a_log_has_that_of_its_orders_and_an_epoch_above_al
     )
     (report,) = salvage(streams)
     assert report.epoch > 1_700_000_000
-    assert "when it was created" in report.also[0]
+    assert "time of creation" in report.also[0]
     with Log.open(str(streams / UUID.hex())) as log:
         assert (log.uuid, log.definition) == (UUID, b"\x80")
 

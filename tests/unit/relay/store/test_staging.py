@@ -120,10 +120,10 @@ def test_writers_know_nothing_of_each_other(log: Log) -> None:
 @pytest.mark.parametrize(
     ("attempts", "missing"),
     [
-        ([(A, 2), (C, 1)], f"attempt {C.hex()}: nothing of it is staged"),
+        ([(A, 2), (C, 1)], f"attempt {C.hex()}: it is not staged"),
         ([(A, 3)], f"attempt {A.hex()}: record 2 of 3 is missing"),
-        ([(A, 1)], f"attempt {A.hex()}: 2 records, not 1"),
-        ([(A, 0)], f"attempt {A.hex()}: 2 records, not 0"),
+        ([(A, 1)], f"attempt {A.hex()}: 2 records are staged, but the commit names 1"),
+        ([(A, 0)], f"attempt {A.hex()}: 2 records are staged, but the commit names 0"),
         ([(B, 3)], f"attempt {B.hex()}: record 1 of 3 is missing"),
     ],
     ids=["never staged", "cut short", "longer", "not empty", "with a gap"],
@@ -146,7 +146,7 @@ def test_a_commit_of_what_is_not_staged_names_it_and_changes_nothing(
 def test_an_attempt_is_of_one_writer_and_batch_and_is_named_once(log: Log) -> None:
     stage(log, A, b"a0")
     for writer, batch in (("etl", 2), ("other", 1)):
-        with pytest.raises(StagingRefused, match="nothing of it is staged"):
+        with pytest.raises(StagingRefused, match="it is not staged"):
             log.commit(writer, batch, [(A, 1)], 20)
     with pytest.raises(StagingRefused, match="twice") as refused:
         log.commit("etl", 1, [(A, 1), (A, 1)], 20)
@@ -202,7 +202,7 @@ def test_discarding_drops_the_attempts_that_are_named_or_all_of_the_batch(
         stage(log, attempt, b"0", b"1")
     stage(log, A, b"0", batch=2)
     assert log.discard("etl", 1, [A, b"d" * 16], 20) == 2
-    with pytest.raises(StagingRefused, match="nothing of it is staged"):
+    with pytest.raises(StagingRefused, match="it is not staged"):
         log.commit("etl", 1, [(A, 2)], 20)
     assert log.discard("etl", 1, [], 20) == 4
     assert log.discard("etl", 1, [], 20) == 0
