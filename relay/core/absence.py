@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from iris.wire.kinds import HERE, Kind
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh
 from relay.core.neighbor import Route
 from relay.core.sites import Sites
+
+_PLURAL: Final[dict[int, str]] = {
+    Kind.REQUEST: "requests",
+    Kind.PUSH: "pushes",
+    Kind.SURVEY: "surveys",
+    Kind.TUNNEL_OPEN: "tunnels",
+}
 
 
 def kind_name(kind: int) -> str:
@@ -44,7 +53,7 @@ class Absence:
     def waited_for(self, route: Route) -> str:
         """Return what a call has waited for until its deadline."""
         if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
-            return f"no store holds it yet, and a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
+            return f"no store holds it yet; a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
         return "the relay that served it did not come back before the deadline"
 
     def why(self, route: Route) -> str:
@@ -52,11 +61,11 @@ class Absence:
         if route.kind == Kind.STREAM:
             return f"no store holds it{self._mesh.failed_stores()}"
         if route.site not in ("", HERE, self._sites.site) and route.site not in self._sites.ways:
-            return f"no way to the site {route.site}"
-        text = f"no members of {route.name} take a {kind_name(route.kind)} under your key {route.key_id[:4].hex()}…"
+            return f"no gateway here is connected to site {route.site!r}; check the name, or add it to peer_site on a gateway"
+        text = f"no members of {route.name} serve {_PLURAL[route.kind]} under your key {route.key_id[:4].hex()}…"
         others = self._interest.others(route.name, (route.key_id,))
         for elsewhere in (self._mesh, self._sites):
             for short, more in elsewhere.others(route.name, (route.key_id,)).items():
                 others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
-        return f"{text}; there are {there}" if there else text
+        return f"{text}; members under other keys: {there}" if there else text

@@ -43,7 +43,9 @@ class Answers:
     def answered(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """A reply, fault or answer came from a member's session or over a link; it is the credit, too."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
+            )
         kind, alias, hop = ANSWER.unpack_from(buf, start)
         try:
             route = neighbor.routes[alias]
@@ -87,7 +89,7 @@ class Answers:
                 if survey is not None:
                     survey.lose(self._surveys.owing(handed))
                 else:
-                    detail = "the reply was dropped: we read too slowly"
+                    detail = "the reply was dropped because the caller read too slowly"
                     origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
         if survey is not None and handed.load.member is not None:
             del neighbor.handed[hop]  # over a link, more may come until its DONE
@@ -176,7 +178,7 @@ class Answers:
                 return
         self._accounts.drop("slow receiver", len(hops))
         for hop in hops:
-            detail = "the reply was dropped: we read too slowly"
+            detail = "the reply was dropped because the caller read too slowly"
             origin.control(Fail(hop, Cause.LOST, detail, True))
 
     def _misanswered(self, neighbor: Neighbor, route: Route, handed: Handed, hop: int) -> None:
@@ -187,8 +189,8 @@ class Answers:
         asked = handed.route
         if not neighbor.hop_class:
             raise PeerProtocolError(
-                f"{Kind(route.kind).name} of {route.name} under key {route.key_id[:4].hex()}… answers a "
-                f"{kind_name(asked.kind)} of {asked.name} under key {asked.key_id[:4].hex()}…"
+                f"{Kind(route.kind).name} for {route.name} under key {route.key_id[:4].hex()}… cannot answer a "
+                f"{kind_name(asked.kind)} for {asked.name} under key {asked.key_id[:4].hex()}…"
             )
         self._accounts.in_ += 1
         self._accounts.drop("misdirected answer", 1)
@@ -197,14 +199,16 @@ class Answers:
         del neighbor.handed[hop]
         self._ended(handed, 1)
         if not handed.origin.closed:
-            detail = "the answer had another name, key or kind than the question, and was dropped"
+            detail = "the answer was dropped because its name, key or kind does not match the call"
             handed.origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
         """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
         distinct = set(credit.hops)
         if len(distinct) < len(credit.hops) or not load.handed.keys() >= distinct:
-            raise PeerProtocolError(f"credit for a {kind_name(load.kind)} that was not handed over")
+            raise PeerProtocolError(
+                f"CREDIT for a {kind_name(load.kind)} that was not dispatched to this member, or is listed twice"
+            )
         hops = self._ran(session, credit, now_us) if credit.unstarted else credit.hops
         self._credit(session, load.kind, hops)
 
@@ -213,7 +217,7 @@ class Answers:
         unstarted = set(credit.unstarted)
         ran = [hop for hop in credit.hops if hop not in unstarted]
         if len(ran) + len(credit.unstarted) != len(credit.hops):
-            raise PeerProtocolError("a push is unstarted that the member is not done with")
+            raise PeerProtocolError("CREDIT.unstarted must be distinct hop ids from CREDIT.hops")
         for hop in credit.unstarted:
             handed = session.handed.pop(hop)
             told = handed.given_up
@@ -221,7 +225,9 @@ class Answers:
             if not handed.origin.closed and not told:
                 theirs = handed.theirs(hop)
                 if handed.deadline_us and handed.deadline_us <= now_us:
-                    fail = Fail(theirs, Cause.EXPIRED, "the deadline had passed at the member")
+                    fail = Fail(
+                        theirs, Cause.EXPIRED, "the deadline had passed when it reached the member"
+                    )
                 else:
                     fail = Fail(theirs, Cause.REFUSED, "the member did not run it")
                 handed.origin.control(fail)
@@ -231,7 +237,7 @@ class Answers:
         """Remove pushes that members behind a link, or in another site, have finished. Unknown ones are ignored."""
         hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.handed]
         if any(link.handed[hop].load.kind != Kind.PUSH for hop in hops):
-            raise PeerProtocolError("credit for a message that is not a push")
+            raise PeerProtocolError("CREDIT over a link for a call that is not a push")
         self._credit(link, Kind.PUSH, hops)
 
     def _credit(self, neighbor: Neighbor, kind: int, hops: Sequence[int]) -> None:

@@ -105,7 +105,9 @@ class Calls:
     ) -> None:
         """A request, push, survey, tunnel opening or a store's call came; or one that was refused where it was handed to."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
+            )
         _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         self._now_us = now_us
         if flags:
@@ -121,11 +123,11 @@ class Calls:
         if route is None or route.kind != kind:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
         if hop & neighbor.own_hop_mask == neighbor.own_hop:
-            raise PeerProtocolError("a hop id of those that this relay chooses")
+            raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
         if kind == Kind.TUNNEL_OPEN and (
             hop in neighbor.tunnels or self.parking.holds_opening(neighbor, hop)
         ):
-            raise PeerProtocolError(f"tunnel {hop} is open already")
+            raise PeerProtocolError(f"hop id {hop} is already in use by an open tunnel")
         self.accounts.in_ += 1
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
@@ -133,12 +135,14 @@ class Calls:
         limit = self.limit
         if neighbor.pending >= limit and not self._overdue.make_room_for(neighbor, limit, now_us):
             self.accounts.refused += 1
-            detail = f"{limit} messages of this session or link are waiting"
+            detail = f"{limit} calls of this connection are unanswered, which is the limit; wait for some to end"
             neighbor.control(Fail(hop, Cause.OVERLOADED, detail))
             return
         if deadline_us and deadline_us <= now_us:
             self.accounts.expired += 1
-            neighbor.control(Fail(hop, Cause.EXPIRED, "the deadline had passed at the relay"))
+            neighbor.control(
+                Fail(hop, Cause.EXPIRED, "the deadline had passed when it reached the relay")
+            )
             return
         self._resolve(route)
         if route.loads:
@@ -342,12 +346,12 @@ class Calls:
         handed = neighbor.handed.get(hop)
         if handed is None:
             if not neighbor.greeted:
-                raise PeerProtocolError("a data frame before HELLO")
+                raise PeerProtocolError("data frame before HELLO")
             self.accounts.in_ += 1
             self.accounts.drop("late answer", 1)
             return
         if handed.load.kind != buf[start + KIND_AT] or handed.length(hop) != end - start:
-            raise PeerProtocolError("a refused message came back changed")
+            raise PeerProtocolError("a refused call was returned with another kind or length")
         self.accounts.in_ += 1
         del neighbor.handed[hop]
         if handed.survey is not None:
@@ -380,12 +384,12 @@ class Calls:
             self._bounce(handed, buf, start, end, reason)
         elif reason == Refusal.EXPIRED:
             self.accounts.expired += 1
-            detail = "the deadline had passed at the member"
+            detail = "the deadline had passed when it reached the member"
             handed.origin.control(Fail(handed.hop, Cause.EXPIRED, detail))
         else:
             self.accounts.refused += 1
             ran = reason in (Refusal.REPLAYED, Refusal.STALE)
-            detail = _DETAILS.get(reason, "the member cannot open it")
+            detail = _DETAILS.get(reason, "the member could not decrypt it")
             handed.origin.control(Fail(handed.hop, Cause.REFUSED, detail, ran))
 
     def _unhanded(
@@ -393,19 +397,17 @@ class Calls:
     ) -> None:
         """Nobody here takes it: the caller hears so, or the relay it came from gets it back."""
         route = handed.route
-        places = (("members here", route.loads), ("other relays", route.peers), ("other sites", route.sites))  # fmt: skip
-        served = [f"{len(loads)} {what}" for what, loads in places if loads]
+        places = (("member on this relay", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
+        served = [_counted(len(loads), what) for what, loads in places if loads]
         if handed.origin.hop_class:
             self._bounce(handed, buf, start, end, reason if served else Refusal.LEAVING)
             return
         self.accounts.refused += 1
         if served:
-            detail = f"all are full or refused it: {', '.join(served)}"
+            detail = f"everybody who serves it is at capacity or refused it: {', '.join(served)}"
             far = (load.neighbor for load in (*route.peers, *route.sites))
             if any(is_over(neighbor, handed.origin, self._limits.pending) for neighbor in far):
-                detail += (
-                    "; your share of the calls on a connection there is used up, try again later"
-                )
+                detail += "; your share of the calls in flight to another relay or site is used up, try again later"
             handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
             return
         handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, self.absence.why(route)))
@@ -429,7 +431,9 @@ class Calls:
             self.accounts.out += 1
         else:
             self.accounts.refused += 1
-            handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, "the link is full"))
+            handed.origin.control(
+                Fail(handed.hop, Cause.OVERLOADED, "the send queue of the link is full")
+            )
 
     def release(self, handed: Handed, hop: int) -> None:
         """A member, or the relay behind a link, has this no more."""
@@ -482,6 +486,10 @@ class Calls:
         self.leaving.gone(neighbor, now_us)
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)
 """Calls over links to members of this relay: the other side hears how busy these are."""
 _LOST: Final[dict[int, str]] = {
@@ -491,6 +499,6 @@ _LOST: Final[dict[int, str]] = {
 }
 _DETAILS: Final[dict[int, str]] = {
     Refusal.STALE: STALE,
-    Refusal.REPLAYED: "the member has seen this message before",
-    Refusal.CLOCK: "it was sent too far from the member's clock; set the clocks",
+    Refusal.REPLAYED: "the member has already received this message",
+    Refusal.CLOCK: "the sender's and the member's clocks are too far apart; synchronize them",
 }

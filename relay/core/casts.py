@@ -57,7 +57,9 @@ class Casts:
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Publish or broadcast: to every target."""
         if end - start < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
+            )
         kind, alias, count = CAST.unpack_from(buf, start)
         try:
             route = neighbor.routes[alias]
@@ -69,7 +71,7 @@ class Casts:
         if route.version != interest.version:
             self._resolve(route)
         if not 0 < 4 * count < end - start:  # each message has an offset of 4 bytes
-            raise PeerProtocolError(f"{count} messages in a frame of {end - start} bytes")
+            raise PeerProtocolError(f"frame of {end - start} bytes cannot hold {count} messages")
         accounts = self._accounts
         accounts.in_ += count
         interest.tick = tick = interest.tick + 1

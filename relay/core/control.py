@@ -41,8 +41,10 @@ MAX_INFOS: Final = 4096
 """Members named in one frame."""
 MAX_STARTING: Final = 8
 """Relays with a store on its way that are named."""
-NOT_OURS: Final = "names are shown only to the relay's own user and to root, on its own host; run the command there"
-TOO_LONG: Final = "the full report does not fit a frame"
+NOT_OURS: Final = (
+    "names are shown only to the relay's own user and to root on its host; run the command there"
+)
+TOO_LONG: Final = "the full report does not fit in one frame"
 MAX_GROUPS: Final = 128
 """Queue groups of one session: all of them may have to be named in one DECLARE."""
 
@@ -91,20 +93,20 @@ class SessionControl:
             return
         handler = self._handlers.get(type(body))
         if handler is None:
-            raise PeerProtocolError(f"a session does not send {type(body).__name__} now")
+            raise PeerProtocolError(f"unexpected {type(body).__name__} frame from a session")
         try:
             handler(session, body)
         except LocalProtocolError as err:
-            raise PeerProtocolError(f"the answer is too long: {err}") from err
+            raise PeerProtocolError(f"the answer does not fit in a control frame: {err}") from err
 
     def _on_hello(self, session: Session, hello: frames.Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise PeerProtocolError(
-                f"you speak version {hello.version}, this relay speaks {PROTOCOL_VERSION}"
+                f"the client speaks protocol version {hello.version}, this relay {PROTOCOL_VERSION}; upgrade the older one"
             )
         if session.remote:
             if not hello.mono_us:
-                raise PeerProtocolError("HELLO over TLS without the time")
+                raise PeerProtocolError("HELLO over TLS must carry mono_us")
             session.pulse = Pulse(hello.mono_us, self._router.now_us)
             session.clock_us = session.pulse.clock_us
             self._router.watch_pulse(session)
@@ -139,7 +141,7 @@ class SessionControl:
     def _on_prove(self, session: Session, prove: frames.Prove) -> None:
         session.proofs += 1
         if session.proofs > self._router.limits.keys:
-            raise PeerProtocolError(f"more than {self._router.limits.keys} keys")
+            raise PeerProtocolError(f"a session may prove at most {self._router.limits.keys} keys")
         channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""
         try:
             key_id = verify_proof(
@@ -147,7 +149,7 @@ class SessionControl:
                 relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge, channel=channel,
             )  # fmt: skip
         except OpenError as err:
-            raise PeerProtocolError("the proof of a key does not hold") from err
+            raise PeerProtocolError("the proof does not match its key and our challenge") from err
         session.proven.add(key_id)
 
     def _on_grant(self, session: Session, grant: frames.Grant) -> None:
@@ -160,10 +162,10 @@ class SessionControl:
         )
         if declared.key_id not in session.proven and not open_to_all:
             raise PeerProtocolError(
-                f"alias under key {declared.key_id.hex()[:8]}, which was not proven"
+                f"alias under key {declared.key_id.hex()[:8]}, which this session has not proven"
             )
         if declared.hop_class != HopClass.LOCAL:
-            raise PeerProtocolError(f"hop class {declared.hop_class} in a session")
+            raise PeerProtocolError(f"a session may not declare hop class {declared.hop_class}")
         if declared.site not in ("", HERE) and (error := _grammar(check_site, declared.site)):
             raise PeerProtocolError(error)
         self._router.declare(session, declared)
@@ -171,14 +173,12 @@ class SessionControl:
     def _on_join(self, session: Session, join: frames.Join) -> None:
         error = barred(session, join)
         if not error and len(session.members) >= self._router.limits.joins:
-            error = f"this session already has {self._router.limits.joins} members"
+            error = f"this session already has {self._router.limits.joins} members, which is the limit; join from another process"
         key_ids = tuple(dict.fromkeys(join.key_ids))
         if not error:
             error = self._members_error(session, len(key_ids))
         if not error and not set(join.kinds) <= SERVED_KINDS:
-            error = (
-                "a member serves requests, pushes, surveys, broadcasts, tunnels and streams only"
-            )
+            error = "unknown kind in JOIN; a member can serve requests, pushes, surveys, broadcasts, tunnels and streams"
         if not error:
             error = _grammar(check_cluster, join.name)
         if error:
@@ -222,17 +222,17 @@ class SessionControl:
         if not error and subscribe.group:
             error = _grammar(check_group, subscribe.group)
         if not error and place in session.subscriptions:
-            error = f"already subscribed to {subscribe.filter!r}"
+            error = f"this session is already subscribed to {subscribe.filter!r}"
         places = _places(subscribe.filter, subscribe.key_ids)
         if not error and session.places + places > self._router.limits.subscriptions:
-            error = f"the subscriptions of this session are over {self._router.limits.subscriptions} tokens"
+            error = f"the subscriptions of this session would exceed {self._router.limits.subscriptions} tokens; use fewer or shorter filters"
         table = self._router.quotas.subscriptions
         if not error and not table.has_room(session.user, places):
-            error = table.full(session.user, "tokens of subscriptions")
+            error = table.full(session.user, "subscription tokens")
         groups = session.groups
         if not error and subscribe.group:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
-                error = f"this session is already in {MAX_GROUPS} queue groups"
+                error = f"this session is already in {MAX_GROUPS} queue groups, which is the limit; use another process"
             else:
                 error = self._router.telling.group_error(
                     subscribe.group, subscribe.key_ids, session.user
@@ -252,7 +252,11 @@ class SessionControl:
     def _on_unsubscribe(self, session: Session, unsubscribe: frames.Unsubscribe) -> None:
         key_ids = session.subscriptions.pop((unsubscribe.filter, unsubscribe.group), None)
         if key_ids is None:
-            session.control(frames.Ack(unsubscribe.id, f"not subscribed to {unsubscribe.filter!r}"))
+            session.control(
+                frames.Ack(
+                    unsubscribe.id, f"this session is not subscribed to {unsubscribe.filter!r}"
+                )
+            )
             return
         if unsubscribe.group:
             session.groups[unsubscribe.group] -= 1
@@ -276,17 +280,17 @@ class SessionControl:
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
         if self._unproven(session, [k for k in ask.key_ids if not ask.streams or k != NO_KEY]):
-            raise PeerProtocolError("members asked for under a key that was not proven")
+            raise PeerProtocolError("MEMBERS under a key that this session has not proven")
         if error := _grammar(check_cluster, ask.name):
             raise PeerProtocolError(error)
         if ask.watch and not ask.streams:
             if ask.id in session.watches:
-                raise PeerProtocolError(f"a second watch of the id {ask.id}")
+                raise PeerProtocolError(f"watch id {ask.id} is already in use")
             table = self._router.quotas.watches
             key_ids = tuple(dict.fromkeys(ask.key_ids))
             error = ""
             if len(session.watches) >= MAX_WATCHES:
-                error = f"this session already has {MAX_WATCHES} watches"
+                error = f"this session already has {MAX_WATCHES} watches, which is the limit"
             elif not table.has_room(session.user, len(key_ids)):
                 error = table.full(session.user, "watches, each counted once per key")
             if error:
@@ -311,7 +315,7 @@ class SessionControl:
 
     def _on_topic(self, session: Session, topic: frames.Topic) -> None:
         if self._unproven(session, (topic.key_id,)):
-            raise PeerProtocolError("a topic asked for under a key that was not proven")
+            raise PeerProtocolError("TOPIC under a key that this session has not proven")
         if error := _grammar(check_topic, topic.name):
             raise PeerProtocolError(error)
         self._router.audiences.ask(session, topic)
@@ -349,7 +353,7 @@ class SessionControl:
     def _unproven(self, session: Session, key_ids: Sequence[bytes]) -> str:
         for key_id in key_ids:
             if key_id not in session.proven:
-                return f"key {key_id.hex()[:8]} was not proven in this session"
+                return f"this session has not proven key {key_id.hex()[:8]}"
         return ""
 
 

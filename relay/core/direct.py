@@ -102,7 +102,7 @@ class DirectTunnels:
     def carried(self, session: Session, carried: frames.Carried) -> None:
         """One end says what passed; raises PeerProtocolError."""
         if not session.had_pairs:
-            raise PeerProtocolError("CARRIED in a session that was never given a pair")
+            raise PeerProtocolError("CARRIED from a session that never had a socket pair")
         for place, more in enumerate(
             (
                 carried.sent_records,

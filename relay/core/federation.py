@@ -68,7 +68,9 @@ class Federation:
     def wan_up(self, wan: Wan, cost_ms: int, now_us: int) -> None:
         """Both gateways have greeted, and the certificate named the other one's site: send our site's interest."""
         if wan.site == self._sites.site:
-            raise PeerProtocolError(f"a WAN connection to our own site, {wan.site}")
+            raise PeerProtocolError(
+                f"the peer's certificate names {wan.site!r}, which is this site; a WAN connection must lead to another site"
+            )
         if self._ours is None:
             room = Room(MAX_WANTED)
             self._ours = Summary(
@@ -99,11 +101,13 @@ class Federation:
     def on_interest(self, wan: Wan, change: frames.Interest, now_us: int) -> None:
         """The other site says what it wants."""
         if change.joined or change.left or change.topics or change.sites:
-            raise PeerProtocolError("a site is told as a whole, without its relays and members")
+            raise PeerProtocolError(
+                "INTEREST between sites may carry clusters and site_topics only"
+            )
         spoken = [entry.site for entry in change.clusters]
         spoken += [entry.site for entry in change.site_topics]
         if any(site != wan.site for site in spoken):
-            raise PeerProtocolError(f"{wan.site} speaks for another site")
+            raise PeerProtocolError(f"INTEREST from site {wan.site!r} describes another site")
         heard = wan.replica.hear(change)
         if heard is Heard.PART:
             wan.way.untaken += wan.replica.gather(change, MAX_WANTED)

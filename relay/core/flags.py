@@ -19,7 +19,7 @@ def clear_flags(neighbor: Neighbor, buf: memoryview, start: int) -> None:
     """Clear the flags of a frame that may have none. Raises PeerProtocolError, except for an older relay that forwarded them."""
     if not neighbor.hop_class or neighbor.minor:
         kind, flags = buf[start + KIND_AT], buf[start + FLAGS_AT]
-        raise PeerProtocolError(f"flags 0x{flags:02x} in a {Kind(kind).name} frame")
+        raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a {Kind(kind).name} frame")
     buf[start + FLAGS_AT] = 0
 
 
@@ -29,7 +29,7 @@ def refusal_of(neighbor: Neighbor, flags: int) -> int:
     if flags == FLAG_REFUSED | reason << 4 and reason in _REASONS:
         return reason
     if not neighbor.hop_class or neighbor.minor:
-        raise PeerProtocolError(f"flags 0x{flags:02x} in a refused frame")
+        raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a refused frame")
     return reason if reason in _REASONS else Refusal.UNREADABLE
 
 

@@ -24,9 +24,9 @@ _RECORDED: Final = frozenset({Kind.PUSH, Kind.BROADCAST})
 def take_grant(session: Session, grant: frames.Grant, relay_id: bytes) -> str:
     """Let a session do what an order names; return why not, or nothing."""
     if not session.ours:
-        return "a store runs as the relay's own user, or as root, on the relay's host"
+        return "a store must run as the relay's own user or as root, on the relay's host"
     if len(session.granted) > MAX_GRANTED:
-        return f"this session was granted {MAX_GRANTED} things already"
+        return f"this session already has {MAX_GRANTED} grants, which is the limit"
     try:
         key_id = verify_order(grant.public_key, grant.signature, grant.order)
         order = decode_order(grant.order)
@@ -37,7 +37,7 @@ def take_grant(session: Session, grant: frames.Grant, relay_id: bytes) -> str:
     except (DecodeError, OpenError) as err:
         return str(err)
     if order.key_id != key_id or order.action != KEEP:
-        return "the order is for another key, or none to keep a stream"
+        return "the order was signed by another key, or does not order a store to keep a stream"
     definition = order.definition
     uuids = (order.uuid.hex(), dead_uuid(order.uuid).hex())
     for name in (definition.name, definition.name + DEAD, *uuids):
@@ -58,10 +58,10 @@ def barred(session: Session, join: frames.Join) -> str:
         if key_id == NO_KEY:
             if kinds == {Kind.STREAM} and session.ours:
                 continue
-            return "under no key only a store of the relay's own user serves, and streams alone"
+            return "only a store of the relay's own user can serve without a key, and only streams"
         if kinds == {Kind.STREAM} and ("stream", join.name, key_id) in session.granted:
             continue
         if kinds <= _RECORDED and ("cluster", join.name, key_id) in session.granted:
             continue
-        return f"key {key_id.hex()[:8]} was not proven in this session"
+        return f"this session has not proven key {key_id.hex()[:8]}"
     return ""

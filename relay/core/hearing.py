@@ -231,7 +231,7 @@ class Hearing:
 def _check_member(entry: MemberEntry) -> None:
     check_named(check_cluster, entry.name)
     if not entry.kinds.keys() <= SERVED_KINDS:
-        raise PeerProtocolError("a member of an unknown kind")
+        raise PeerProtocolError(f"member {entry.serial} serves an unknown kind of call")
 
 
 def _check_topic(entry: TopicEntry) -> None:

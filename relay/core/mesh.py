@@ -150,7 +150,7 @@ class Mesh:
     def failed_stores(self) -> str:
         """Return which stores cannot serve, and why: up to two, this relay's first; empty if there are none."""
         failed = [(who, why) for who, _, why in self._stores() if why][:2]
-        return "".join(f"; the store of {who} cannot serve: {why}" for who, why in failed)
+        return "".join(f"; the store on {who} cannot serve: {why}" for who, why in failed)
 
     def _stores(self) -> list[tuple[str, bool, str]]:
         """Return for each relay its host, whether a store of it is on its way, and why that cannot serve: this one first."""

@@ -495,7 +495,7 @@ class Neighbor:
     def beat_came(self, beat: Beat, now_us: int) -> None:
         """Its heart beats, which says how its clock runs; raises PeerProtocolError from a session of this host, which has none."""
         if self.pulse is None:
-            raise PeerProtocolError("BEAT in a session of this host")
+            raise PeerProtocolError("BEAT from a session on this host")
         self.pulse.heard(beat, now_us)
         self.clock_us = self.pulse.clock_us
 

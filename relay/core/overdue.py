@@ -88,7 +88,7 @@ class Overdue:
                     self._forget(neighbor, hop, handed)
                 handed.give_up()
                 if not handed.origin.closed:
-                    detail = f"it had no deadline, and no answer came for {LIFE_US // 60_000_000} minutes"
+                    detail = f"no answer within {LIFE_US // 60_000_000} minutes; the call had no deadline"
                     handed.origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
         self.due_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 

@@ -86,8 +86,8 @@ class Parking:
         session, size, quota = entry.origin, len(entry.frame), self._quota
         if session.parked_bytes + size > quota.limit // 2:
             return (
-                f"calls of this session already hold {session.parked_bytes} bytes while they wait for a relay to come back; "
-                "try again later"
+                f"calls of this session that wait for a relay to come back already hold {session.parked_bytes} bytes, and "
+                f"{size} more are over the limit of {quota.limit // 2}; try again later"
             )
         if not quota.has_room(session.user, size):
             return quota.full(session.user, "bytes that wait for a relay to come back")

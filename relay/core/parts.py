@@ -192,7 +192,9 @@ class Parts:
         """A session takes one of its members away."""
         member = session.members.get(leave.member)
         if member is None or member.left:
-            session.control(frames.Ack(leave.id, f"member {leave.member} is not of this session"))
+            session.control(
+                frames.Ack(leave.id, f"this session does not have member {leave.member}")
+            )
             return
         if self.drains.hold(session, leave):
             return  # somebody may still call it who has not heard of the drain
@@ -226,7 +228,9 @@ class Parts:
     def declare(self, neighbor: Neighbor, declared: frames.Declare) -> Route:
         """Take an alias, and return where its frames go; raises PeerProtocolError."""
         if declared.kind not in DECLARED_KINDS:
-            raise PeerProtocolError(f"alias for frames of kind 0x{declared.kind:02x}")
+            raise PeerProtocolError(
+                f"DECLARE of an alias for frames of kind 0x{declared.kind:02x}, which have none"
+            )
         if declared.alias >= self.limits.aliases:
             raise PeerProtocolError(
                 f"alias {declared.alias} is over the limit of {self.limits.aliases}"

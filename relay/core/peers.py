@@ -55,15 +55,15 @@ class LinkControl:
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
-            raise PeerProtocolError(f"a relay does not send {type(body).__name__} now")
+            raise PeerProtocolError(f"unexpected {type(body).__name__} frame from a relay")
         handler(link, body)
 
     def _on_declare(self, link: Link, declared: frames.Declare) -> None:
         far = declared.hop_class == HopClass.TO_WAN
         if not far and declared.hop_class not in (HopClass.MESH, HopClass.FROM_WAN):
-            raise PeerProtocolError(f"hop class {declared.hop_class} over a link")
+            raise PeerProtocolError(f"hop class {declared.hop_class} is not allowed over a link")
         if bool(declared.site) != far or (far and declared.kind in _ANSWER_KINDS):
-            raise PeerProtocolError("a site that does not go with the hop class")
+            raise PeerProtocolError("DECLARE must name a site with hop class TO_WAN, and only then")
         route = self._router.declare(link, declared)
         if far:
             route.barred = self._router.sites.barred(declared, printable(declared.site))
@@ -82,7 +82,9 @@ class LinkControl:
 
     def _on_gap(self, link: Link, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
-            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+            raise PeerProtocolError(
+                f"GAP for frames of kind 0x{gap.kind:02x}; only PUBLISH and BROADCAST have gaps"
+            )
         self._casts.gap_from_link(link, gap)
 
     def _on_left(self, link: Link, left: frames.CallerLeft) -> None:
@@ -96,7 +98,7 @@ class LinkControl:
 
     def _on_error(self, link: Link, error: frames.Error) -> None:
         """The other relay says which rule we broke, and ends the link."""
-        link.port.abort(f"the other relay says: {error.detail}")
+        link.port.abort(f"the other relay reported: {error.detail}")
         self._router.link_down(link)
 
 
@@ -131,16 +133,18 @@ class WanControl:
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
-            raise PeerProtocolError(f"a gateway does not send {type(body).__name__} now")
+            raise PeerProtocolError(f"unexpected {type(body).__name__} frame from a gateway")
         handler(wan, body)
 
     def _on_declare(self, wan: Wan, declared: frames.Declare) -> None:
         # What comes from another site stays in this one.
         if declared.hop_class != HopClass.TO_WAN:
-            raise PeerProtocolError(f"hop class {declared.hop_class} from another site")
+            raise PeerProtocolError(
+                f"hop class {declared.hop_class} is not allowed from another site"
+            )
         if declared.site != self._router.site:
             raise PeerProtocolError(
-                f"a message for {declared.site!r}, and this is {self._router.site}"
+                f"DECLARE for site {declared.site!r} arrived at site {self._router.site!r}"
             )
         route = self._router.declare(wan, declared)
         if declared.kind not in _ANSWER_KINDS:
@@ -152,9 +156,13 @@ class WanControl:
 
     def _on_gap(self, wan: Wan, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
-            raise PeerProtocolError(f"a gap in frames of kind 0x{gap.kind:02x}")
+            raise PeerProtocolError(
+                f"GAP for frames of kind 0x{gap.kind:02x}; only PUBLISH and BROADCAST have gaps"
+            )
         if gap.site != self._router.site:
-            raise PeerProtocolError(f"a gap for {gap.site!r}, and this is {self._router.site}")
+            raise PeerProtocolError(
+                f"GAP for site {gap.site!r} arrived at site {self._router.site!r}"
+            )
         if gap.count and not self._router.sites.policy.entering(gap.kind, gap.name, gap.key_id):
             cause = printable(gap.cause)
             self._casts.gap_from_wan(
@@ -185,7 +193,7 @@ class WanControl:
 
     def _on_error(self, wan: Wan, error: frames.Error) -> None:
         """The other gateway says which rule we broke, and ends the connection."""
-        wan.port.abort(f"the other gateway says: {printable(error.detail)}")
+        wan.port.abort(f"the other gateway reported: {printable(error.detail)}")
         self._router.wan_down(wan)
 
 

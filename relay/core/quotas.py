@@ -70,12 +70,10 @@ class Table:
         if self.held.get(user, 0) and self.total < self.limit:
             share = all_but_a_quarter(self.limit)
             return (
-                f"the sessions of {user} have their share of the relay's {what} ({share} of {self.limit}); the rest is kept for "
-                "other users. Use fewer, or raise the relay's limit"
+                f"the sessions of {user} already use their share of the relay's {what} ({share} of {self.limit}, the rest is "
+                "reserved for other users); use fewer, or raise the relay's limit"
             )
-        return (
-            f"the relay's limit of {self.limit} {what} is reached; raise it, or use another relay"
-        )
+        return f"the relay's limit of {self.limit} {what} is reached; raise the limit, or use another relay"
 
     def status(self) -> dict[str, int]:
         """Return how full the table is, ready for JSON."""

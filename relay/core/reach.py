@@ -189,7 +189,9 @@ class Reach:
         if way is None:
             check_named(check_site, entry.site)
             if entry.site == self._sites.site:
-                raise PeerProtocolError(f"a gateway of {self._sites.site} calls it another site")
+                raise PeerProtocolError(
+                    f"a gateway of site {self._sites.site!r} advertises it as a remote site"
+                )
             if len(behind) >= MAX_SITES:
                 link.untaken += 1
                 return
@@ -217,7 +219,9 @@ class Reach:
         way = behind.get(site)
         if way is None:
             if not link.untaken:
-                raise PeerProtocolError(f"a gateway speaks for {site!r}, which it does not reach")
+                raise PeerProtocolError(
+                    f"a gateway advertises interest of site {site!r}, which it does not reach"
+                )
             link.untaken += 1
         return way
 

@@ -52,7 +52,7 @@ class Runs:
         count = len(sizes)
         mask, own = neighbor.own_hop_mask, neighbor.own_hop
         if hop & mask == own or hop + count - 1 & mask == own:
-            raise PeerProtocolError("a hop id of those that this relay chooses")
+            raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
         calls = self._calls
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))

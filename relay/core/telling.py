@@ -113,12 +113,12 @@ class Telling:
             if group in here:
                 continue
             if len(here) >= MAX_GROUPS_HERE:
-                return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key"
+                return f"the sessions of this relay are already in {MAX_GROUPS_HERE} queue groups under this key, which is the limit; use fewer groups"
             made = sum(next(iter(users)) == user for users in here.values())
             if made >= all_but_a_quarter(MAX_GROUPS_HERE):
                 return (
-                    f"the sessions of {user} are already in {made} queue groups under this key, and the rest of the relay's "
-                    f"{MAX_GROUPS_HERE} is kept for other users; use fewer groups"
+                    f"the sessions of {user} already use {made} of the relay's {MAX_GROUPS_HERE} queue groups under this key, and the rest "
+                    "is reserved for other users; use fewer groups"
                 )
         return ""
 

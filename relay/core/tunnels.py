@@ -65,7 +65,7 @@ class Tunnels:
         tunnel = neighbor.tunnels.get(hop)
         if tunnel is None:
             if not neighbor.greeted:
-                raise PeerProtocolError("a data frame before HELLO")
+                raise PeerProtocolError("data frame before HELLO")
             if not count and self._given_up(neighbor, hop):
                 return
             accounts.in_ += count
@@ -73,7 +73,7 @@ class Tunnels:
             return
         if not count and end - start > TUNNEL_BODY_AT + 1:
             # Ends go out whatever the queue of the other side: they stay small.
-            raise PeerProtocolError("a TUNNEL_END carries one byte, its cause")
+            raise PeerProtocolError("TUNNEL_END must carry at most one byte, its cause")
         accounts.in_ += count
         if hop & neighbor.own_hop_mask == neighbor.own_hop:
             other, other_hop, held = tunnel.opener, tunnel.opener_hop, tunnel.opener_held
@@ -97,9 +97,13 @@ class Tunnels:
         """End a session whose tunnel frame is too short or too long. If an older relay forwarded it, break only its tunnel."""
         size = end - start
         if size < TUNNEL_BODY_AT:
-            raise PeerProtocolError("a tunnel frame is cut short")
+            raise PeerProtocolError(
+                f"tunnel frame of {size} bytes is shorter than its {TUNNEL_BODY_AT}-byte header"
+            )
         if not neighbor.hop_class or neighbor.minor:
-            raise PeerProtocolError(f"a tunnel record of {size - TUNNEL_BODY_AT} bytes")
+            raise PeerProtocolError(
+                f"tunnel record of {size - TUNNEL_BODY_AT} bytes is over the limit of {MAX_RECORD_FRAME - TUNNEL_BODY_AT}"
+            )
         self._accounts.in_ += 1
         self._accounts.drop("tunnel record too long", 1)
         tunnel = neighbor.tunnels.get(HOP.unpack_from(buf, start)[4])

@@ -264,7 +264,7 @@ def check_entry(entry: SiteCluster | SiteTopic) -> None:
     if isinstance(entry, SiteCluster):
         check_named(check_cluster, entry.name)
         if not entry.kinds.keys() <= SERVED_KINDS:
-            raise PeerProtocolError("members of an unknown kind")
+            raise PeerProtocolError(f"members of {entry.name} serve an unknown kind of call")
         return
     check_named(check_filter, entry.filter)
     if entry.group:

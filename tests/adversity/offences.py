@@ -81,7 +81,7 @@ async def a_first_frame_of_an_unknown_kind(wire: Wire) -> None:
     await wire.send(control_frame(0, b""))
 
 
-@offence("^a session does not send Welcome now$")
+@offence("^unexpected Welcome frame from a session$")
 async def a_frame_that_only_relays_send(wire: Wire) -> None:
     await wire.greet()
     await wire.send(frames.Welcome(1, 0, bytes(16), bytes(8), bytes(32), 1 << 20))
@@ -156,24 +156,24 @@ async def a_publication_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
     await wire.send(data_frame(Kind.PUBLISH))
 
 
-@offence("^a data frame before HELLO$")
+@offence("^data frame before HELLO$")
 async def a_tunnel_record_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
     await wire.send(HOP.pack(22, Kind.TUNNEL_DATA, 0, 0, 1, 0))
 
 
-@offence("^a data frame before HELLO$")
+@offence("^data frame before HELLO$")
 async def a_refusal_before_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
     flags = FLAG_REFUSED | Refusal.FULL << 4
     await wire.send(data_frame(Kind.REQUEST, flags=flags, hop=RELAY_HOP + 1))
 
 
-@offence("^a session does not send Hello now$")
+@offence("^unexpected Hello frame from a session$")
 async def a_second_HELLO(wire: Wire) -> None:  # noqa: N802 - a kind
     await wire.greet()
     await wire.send(frames.Hello(1, 0))
 
 
-@offence("^you speak version 2, this relay speaks 1$")
+@offence("protocol version 2, this relay 1;")
 async def another_version(wire: Wire) -> None:
     await wire.send(frames.Hello(2, 0))
 
@@ -181,13 +181,13 @@ async def another_version(wire: Wire) -> None:
 # -- keys ------------------------------------------------------------------------------------------------------
 
 
-@offence("^the proof of a key does not hold$")
+@offence("^the proof does not match its key")
 async def a_forged_proof(wire: Wire) -> None:
     await wire.greet()
     await wire.send(frames.Prove(0, KEY.public_key, wire.proof(OTHER_KEY).signature))
 
 
-@offence("^the proof of a key does not hold$")
+@offence("^the proof does not match its key")
 async def a_proof_of_another_session(wire: Wire) -> None:
     async with Wire(wire.path) as other:
         await other.greet()
@@ -195,7 +195,7 @@ async def a_proof_of_another_session(wire: Wire) -> None:
         await wire.send(other.proof(OTHER_KEY))
 
 
-@offence("^more than 1024 keys$")
+@offence("at most 1024 keys$")
 async def a_proof_too_many(wire: Wire) -> None:
     from iris.crypto.keys import ClusterKey
 
@@ -204,14 +204,14 @@ async def a_proof_too_many(wire: Wire) -> None:
     await wire.send(*(wire.proof(key) for key in keys))
 
 
-@offence(f"^alias under key {KEY.key_id.hex()[:8]}, which was not proven$")
+@offence(f"^alias under key {KEY.key_id.hex()[:8]}, which this session has not proven$")
 async def an_alias_under_an_unproven_key(wire: Wire) -> None:
     await wire.prove()
     wire.key = KEY
     await wire.send(wire.declare(0, Kind.PUBLISH, "a"))
 
 
-@offence("^members asked for under a key that was not proven$")
+@offence("^MEMBERS under a key that this session has not proven$")
 async def members_under_an_unproven_key(wire: Wire) -> None:
     await wire.prove()
     await wire.send(frames.Members(1, "echo", [KEY.key_id]))
@@ -238,7 +238,7 @@ async def an_alias_used_for_another_kind(wire: Wire) -> None:
     await wire.send(wire.declare(0, Kind.PUSH, CLUSTER), wire.sealed(Kind.REQUEST, CLUSTER))
 
 
-@offence("^alias for frames of kind 0x4a$")
+@offence("kind 0x4a, which have none$")
 async def an_alias_for_tunnel_records(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.TUNNEL_DATA, CLUSTER))
@@ -268,7 +268,7 @@ async def members_of_a_name_outside_the_grammar(wire: Wire) -> None:
     await wire.send(frames.Members(1, "a b", [OTHER_KEY.key_id]))
 
 
-@offence("^a second watch of the id 1$")
+@offence("^watch id 1 is already in use$")
 async def two_watches_of_one_id(wire: Wire) -> None:
     await wire.prove()
     watch = frames.Members(1, CLUSTER, [OTHER_KEY.key_id], watch=True)
@@ -278,45 +278,45 @@ async def two_watches_of_one_id(wire: Wire) -> None:
 # -- data frames -----------------------------------------------------------------------------------------------
 
 
-@offence("^a data frame is cut short$")
+@offence("^data frame of [0-9]+ bytes is shorter than")
 async def a_publication_cut_short(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.PUBLISH, "a"), HOP.pack(22, Kind.PUBLISH, 0, 0, 0, 0))
 
 
-@offence("^a data frame is cut short$")
+@offence("^data frame of [0-9]+ bytes is shorter than")
 async def a_reply_cut_short(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.REPLY, CLUSTER), b"\x02\0\0\0" + bytes((Kind.REPLY, 0)))
 
 
-@offence("^a tunnel frame is cut short$")
+@offence("^tunnel frame of [0-9]+ bytes is shorter than")
 async def a_tunnel_record_cut_short(wire: Wire) -> None:
     await wire.prove()
     await wire.send(b"\x02\0\0\0" + bytes((Kind.TUNNEL_DATA, 0)))
 
 
-@offence("^a hop id of those that this relay chooses$")
+@offence("^hop id [0-9]+ is in the range reserved for this relay$")
 async def a_hop_id_of_the_relays_half(wire: Wire) -> None:
     await wire.prove()
     request = wire.sealed(Kind.REQUEST, "echo", hop=RELAY_HOP | 1)
     await wire.send(wire.declare(0, Kind.REQUEST, "echo"), request)
 
 
-@offence("^4294967295 messages in a frame of 92 bytes$")
+@offence("^frame of 92 bytes cannot hold 4294967295 messages$")
 async def a_bundle_of_four_billion_messages(wire: Wire) -> None:
     await wire.prove()
     bundle = wire.sealed(Kind.PUBLISH, "a", count=(1 << 32) - 1)
     await wire.send(wire.declare(0, Kind.PUBLISH, "a"), bundle)
 
 
-@offence("^0 messages in a frame of 92 bytes$")
+@offence("^frame of 92 bytes cannot hold 0 messages$")
 async def a_bundle_of_no_messages(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.PUBLISH, "a"), wire.sealed(Kind.PUBLISH, "a", count=0))
 
 
-@offence("^flags 0x01 in a PUBLISH frame$")
+@offence("^flags 0x01 are not allowed in a PUBLISH frame$")
 async def a_publication_that_goes_on(wire: Wire) -> None:
     await wire.prove()
     await wire.send(
@@ -324,35 +324,37 @@ async def a_publication_that_goes_on(wire: Wire) -> None:
     )
 
 
-@offence("^flags 0x02 in a refused frame$")
+@offence("^flags 0x02 are not allowed in a refused frame$")
 async def a_refusal_without_a_reason(wire: Wire) -> None:
     await wire.prove()
     await wire.send(data_frame(Kind.REQUEST, flags=FLAG_REFUSED, hop=RELAY_HOP + 1))
 
 
-@offence("^flags 0x12 in a REPLY frame$")
+@offence("^flags 0x12 are not allowed in a REPLY frame$")
 async def a_reply_that_is_given_back(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.REPLY, "a"))
     await wire.send(data_frame(Kind.REPLY, flags=FLAG_REFUSED | Refusal.FULL << 4))
 
 
-@offence("^FAULT of other under key e8d1ab2c… answers a request of offended under key e8d1ab2c…$")
+@offence(
+    "^FAULT for other under key e8d1ab2c… cannot answer a request for offended under key e8d1ab2c…$"
+)
 async def an_answer_of_another_cluster(wire: Wire) -> None:
     await answer_under(wire, Kind.FAULT, "other", Kind.REQUEST)
 
 
-@offence("^ANSWER of offended under key e8d1ab2c… answers a request of offended")
+@offence("^ANSWER for offended under key e8d1ab2c… cannot answer a request for offended")
 async def an_answer_to_a_survey_for_a_request(wire: Wire) -> None:
     await answer_under(wire, Kind.ANSWER, CLUSTER, Kind.REQUEST)
 
 
-@offence("^REPLY of offended under key e8d1ab2c… answers a push of offended")
+@offence("^REPLY for offended under key e8d1ab2c… cannot answer a push for offended")
 async def a_reply_to_a_push(wire: Wire) -> None:
     await answer_under(wire, Kind.REPLY, CLUSTER, Kind.PUSH)
 
 
-@offence("^STREAM_REPLY of offended under key e8d1ab2c… answers a survey of offended")
+@offence("^STREAM_REPLY for offended under key e8d1ab2c… cannot answer a survey for offended")
 async def a_stores_answer_to_a_survey(wire: Wire) -> None:
     await answer_under(wire, Kind.STREAM_REPLY, CLUSTER, Kind.SURVEY)
 
@@ -366,7 +368,7 @@ async def answer_under(wire: Wire, kind: int, name: str, asked: int) -> None:
     await wire.send(wire.declare(1, kind, name), data_frame(kind, bytes(40), alias=1, hop=hop))
 
 
-@offence("^tunnel 5 is open already$")
+@offence("^hop id 5 is already in use by an open tunnel$")
 async def one_tunnel_twice(wire: Wire) -> None:
     await wire.prove()
     await wire.join(CLUSTER, Kind.TUNNEL_OPEN)
@@ -374,7 +376,7 @@ async def one_tunnel_twice(wire: Wire) -> None:
     await wire.send(wire.declare(0, Kind.TUNNEL_OPEN, CLUSTER), opening, opening)
 
 
-@offence("^a TUNNEL_END carries one byte, its cause$")
+@offence("^TUNNEL_END must carry at most one byte")
 async def a_long_tunnel_end(wire: Wire) -> None:
     await wire.prove()
     await wire.join(CLUSTER, Kind.TUNNEL_OPEN)
@@ -386,14 +388,14 @@ async def a_long_tunnel_end(wire: Wire) -> None:
 # -- what members owe ------------------------------------------------------------------------------------------
 
 
-@offence("^credit for a push that was not handed over$")
+@offence("^CREDIT for a push that was not dispatched")
 async def credit_for_what_was_not_handed_over(wire: Wire) -> None:
     await wire.prove()
     member = await wire.join(CLUSTER, Kind.PUSH)
     await wire.send(frames.Credit(member, Kind.PUSH, [RELAY_HOP + 1]))
 
 
-@offence("^credit for a push that was not handed over$")
+@offence("^CREDIT for a push that was not dispatched")
 async def credit_for_more_than_was_handed_over(wire: Wire) -> None:
     await wire.prove()
     member = await wire.join(CLUSTER, Kind.PUSH)
@@ -403,7 +405,7 @@ async def credit_for_more_than_was_handed_over(wire: Wire) -> None:
     await wire.send(frames.Credit(member, Kind.PUSH, [hop, hop]))
 
 
-@offence("^credit for a request that was not handed over$")
+@offence("^CREDIT for a request that was not dispatched")
 async def credit_for_a_request(wire: Wire) -> None:
     await wire.prove()
     member = await wire.join(CLUSTER, Kind.REQUEST)
@@ -414,7 +416,7 @@ async def credit_for_a_request(wire: Wire) -> None:
     await wire.send(frames.Credit(member, Kind.REQUEST, [HOP.unpack_from(handed)[4]]))
 
 
-@offence("^a refused message came back changed$")
+@offence("^a refused call was returned with another kind or length$")
 async def a_refused_frame_sent_back_longer(wire: Wire) -> None:
     await wire.prove()
     await wire.join(CLUSTER, Kind.REQUEST)
@@ -427,7 +429,7 @@ async def a_refused_frame_sent_back_longer(wire: Wire) -> None:
     await wire.send(bytes(frame) + b"\0")
 
 
-@offence("^a refused message came back changed$")
+@offence("^a refused call was returned with another kind or length$")
 async def a_refused_frame_sent_back_as_another_kind(wire: Wire) -> None:
     await wire.prove()
     await wire.join(CLUSTER, Kind.REQUEST)

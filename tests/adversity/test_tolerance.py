@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[frames.Control, str]] = {
     ),
     "a subscription under an unproven key": (
         frames.Subscribe(9, "a", [OTHER_KEY.key_id, KEY.key_id]),
-        "was not proven in this session",
+        "this session has not proven",
     ),
     "a member outside the grammar": (
         frames.Join(9, "a.*", [OTHER_KEY.key_id], SERVING),
@@ -47,13 +47,13 @@ REFUSED: dict[str, tuple[frames.Control, str]] = {
     ),
     "a member under an unproven key": (
         frames.Join(9, "echo", [KEY.key_id], SERVING),
-        "was not proven in this session",
+        "this session has not proven",
     ),
     "a member that serves replies": (
         frames.Join(9, "a", [OTHER_KEY.key_id], {int(Kind.REPLY): Serving(1, 1)}),
-        "serves requests, pushes, surveys, broadcasts, tunnels and streams only",
+        "can serve requests, pushes, surveys, broadcasts, tunnels and streams",
     ),
-    "leaving what was not joined": (frames.Leave(9, 1), "member 1 is not of this session"),
+    "leaving what was not joined": (frames.Leave(9, 1), "does not have member 1"),
     "unsubscribing what was not subscribed": (
         frames.Unsubscribe(9, "news.>"),
         "not subscribed to 'news.>'",
@@ -85,7 +85,9 @@ async def test_nobody_leaves_for_another_session(relay: Path) -> None:
         serial = int(echo.member.rpartition(".")[2])
         await wire.prove(KEY)
         await wire.send(frames.Leave(9, serial))
-        assert (await wire.expect(frames.Ack)).error == f"member {serial} is not of this session"
+        assert (
+            await wire.expect(frames.Ack)
+        ).error == f"this session does not have member {serial}"
         await wire.send(frames.Credit(serial, Kind.PUSH, [1]))
         await wire.alive()
         await others.check()
@@ -98,10 +100,10 @@ async def test_a_second_subscription_of_one_filter_and_group_is_refused(relay: P
         in_group = frames.Subscribe(2, "a", [OTHER_KEY.key_id], "g")
         await wire.send(subscribe, subscribe, in_group, in_group)
         errors = [(await wire.expect(frames.Ack)).error for _ in range(4)]
-        assert errors == ["", "already subscribed to 'a'"] * 2
+        assert errors == ["", "this session is already subscribed to 'a'"] * 2
         await wire.send(frames.Unsubscribe(3, "a"), frames.Unsubscribe(4, "a"), subscribe)
         errors = [(await wire.expect(frames.Ack)).error for _ in range(3)]
-        assert errors == ["", "not subscribed to 'a'", ""]
+        assert errors == ["", "this session is not subscribed to 'a'", ""]
 
 
 async def test_a_session_is_in_at_most_128_queue_groups(relay: Path) -> None:
@@ -114,7 +116,7 @@ async def test_a_session_is_in_at_most_128_queue_groups(relay: Path) -> None:
             key = OTHER_KEY if number < 96 else KEY
             await wire.send(frames.Subscribe(number, "a", [key.key_id], group))
             error = (await wire.expect(frames.Ack)).error
-            assert error == ("this session is already in 128 queue groups" if number == 128 else "")
+            assert bool(error) == (number == 128), error
         # All of them fit one declaration, so a publication reaches them.
         await wire.send(wire.declare(3, Kind.PUBLISH, "a"))
         await wire.send(wire.sealed(Kind.PUBLISH, "a", alias=3))
@@ -223,7 +225,7 @@ async def test_a_request_sent_back_damaged_fails_for_its_sender_alone(relay: Pat
                 frame[5] = FLAG_REFUSED | Refusal.FULL << 4
                 frame[-1] ^= 1
                 await wire.send(bytes(frame))
-                with pytest.raises(iris.RelayError, match="cannot open"):
+                with pytest.raises(iris.RelayError, match="could not decrypt"):
                     await waiting
                 assert not ran
                 await wire.alive()

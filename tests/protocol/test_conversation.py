@@ -255,7 +255,7 @@ def test_credit_for_what_was_not_handed_over_is_the_members_error(net: Network) 
     service = member.serve("db")
     member.session.out.control(frames.Credit(service.member, Kind.PUSH, [1]))
     net.run()
-    assert "not handed over" in member.ended_because
+    assert "not dispatched" in member.ended_because
 
 
 def test_a_caller_with_too_much_on_the_way_is_overloaded_by_its_own_relay() -> None:
@@ -368,7 +368,7 @@ def test_a_duplicate_subscription_of_a_session_is_refused(net: Network) -> None:
             ack,
         )
     net.run()
-    assert acks[""].message.error == "already subscribed to 'a.>'"
+    assert acks[""].message.error == "this session is already subscribed to 'a.>'"
     assert acks["g"].message.error == "", "a group is another subscription"
 
 

@@ -121,7 +121,7 @@ def test_a_leave_that_is_repeated_is_not_kept_twice() -> None:
     assert second.message.error == ""
     net.pass_time(HEARD_US / 1e6)
     net.run()
-    assert "not of this session" in first.message.error
+    assert "does not have member 1" in first.message.error
 
 
 def test_a_session_of_an_older_minor_version_is_told_and_not_asked() -> None:

@@ -51,7 +51,7 @@ def test_a_key_is_checked_only_so_often_however_often_it_is_proven() -> None:
         host.session.out._proven.clear()
         host.session.out.prove(host.key)
     net.run()
-    assert "more than 3 keys" in host.ended_because
+    assert "at most 3 keys" in host.ended_because
 
 
 def test_a_session_has_a_limit_of_members() -> None:
@@ -63,7 +63,7 @@ def test_a_session_has_a_limit_of_members() -> None:
     kinds = {int(Kind.REQUEST): frames.Serving(1, 1)}
     host.session.ask(lambda number: frames.Join(number, "c", [KEY.key_id], kinds), ack)
     net.run()
-    assert ack.message.error == "this session already has 2 members"
+    assert "already has 2 members" in ack.message.error
     assert len(host.peer.members) == 2
 
 
@@ -74,7 +74,7 @@ def test_a_session_has_a_limit_of_filter_tokens() -> None:
     ack = Result()
     host.session.ask(lambda number: frames.Subscribe(number, "d.e", [KEY.key_id]), ack)
     net.run()
-    assert ack.message.error == "the subscriptions of this session are over 4 tokens"
+    assert "would exceed 4 tokens" in ack.message.error
     host.subscribe("d")
     assert len(host.peer.subscriptions) == 2
 

@@ -207,7 +207,7 @@ def test_only_a_session_of_the_relays_own_user_may_be_a_store() -> None:
 def test_under_no_key_streams_alone_are_served() -> None:
     store = party()
     assert store.ask(frames.Join(1, STORES, [NO_KEY], STREAM)) == ""
-    assert "no key" in store.ask(frames.Join(1, STORES, [NO_KEY], SHARE))
+    assert "without a key" in store.ask(frames.Join(1, STORES, [NO_KEY], SHARE))
     assert "not proven" in store.ask(frames.Subscribe(1, "a", [NO_KEY]))
 
 

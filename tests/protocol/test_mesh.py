@@ -565,7 +565,7 @@ def test_a_member_of_an_unknown_kind_ends_the_link() -> None:
     here.control(encode_control(frames.Interest(0, 9, joined=[member], reset=True)))
     net.run()
     assert there.link.closed
-    assert there.why == "a member of an unknown kind"
+    assert "unknown kind" in there.why
 
 
 def test_a_session_cannot_pose_as_a_link() -> None:
@@ -705,7 +705,7 @@ def test_a_tunnel_id_that_waits_here_is_not_opened_twice() -> None:
     assert opening.hop
     alice.say(data)
     assert alice.peer.closed
-    assert "open already" in alice.ended_because
+    assert "already in use" in alice.ended_because
 
 
 def test_loads_of_many_long_names_fit_their_frames() -> None:

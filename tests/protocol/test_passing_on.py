@@ -154,7 +154,7 @@ def test_credit_for_a_message_that_is_not_a_push_ends_its_sender() -> None:
     (hop,) = here.link.handed
     credit = encode_control(frames.Credit(0, Kind.PUSH, [hop]))
     here._frame(memoryview(bytearray(credit)), 0, len(credit))
-    assert "credit for a message that is not a push" in here.why
+    assert "a call that is not a push" in here.why
 
 
 # -- lists and losses of another site ------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_a_record_that_is_too_long_ends_its_sender() -> None:
     alice.say(tunnel_frame(Kind.TUNNEL_DATA, near.hop, bytes(longest)))
     assert not alice.ended_because
     alice.say(tunnel_frame(Kind.TUNNEL_DATA, near.hop, bytes(longest + 1)))
-    assert alice.ended_because == f"a tunnel record of {longest + 1} bytes"
+    assert f"tunnel record of {longest + 1} bytes" in alice.ended_because
     assert not here.why
     assert not there.why
 
@@ -259,7 +259,7 @@ def test_a_long_record_that_an_older_relay_forwards_breaks_only_its_tunnel(minor
     near.write(memoryview(b"x"), 0)
     net.run()
     if minor:
-        assert there.why == f"a tunnel record of {long} bytes"
+        assert f"tunnel record of {long} bytes" in there.why
         return
     here.tamper = lambda data: (data,)
     assert not there.why

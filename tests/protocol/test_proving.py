@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from protocol.kit import KEY, OTHER_KEY, Host, Network, Result, control_of
 
@@ -58,7 +60,7 @@ def test_a_proof_under_another_public_key_is_refused(net: Network) -> None:
 def test_an_alias_under_a_key_that_was_not_proven_is_refused(net: Network) -> None:
     host = net.host()
     host.say(encode_control(frames.Declare(0, Kind.PUBLISH, "a", KEY.key_id, bytes(16))))
-    assert f"{KEY.key_id.hex()[:8]}, which was not proven" in host.ended_because
+    assert f"{KEY.key_id.hex()[:8]}, which this session has not proven" in host.ended_because
 
 
 @pytest.mark.parametrize("what", ["join", "subscribe"])
@@ -79,7 +81,7 @@ def test_joining_or_subscribing_under_a_key_that_was_not_proven_is_refused(
         ack,
     )
     net.run()
-    assert f"{OTHER_KEY.key_id.hex()[:8]} was not proven" in ack.message.error
+    assert f"has not proven key {OTHER_KEY.key_id.hex()[:8]}" in ack.message.error
     assert not host.peer.members
     assert not host.peer.subscriptions
 
@@ -122,7 +124,7 @@ def test_a_frame_of_an_undeclared_alias_is_the_senders_error(net: Network, kind:
 def test_a_data_frame_cut_short_is_the_senders_error(net: Network, kind: Kind) -> None:
     host = net.host()
     host.say(b"\x08\0\0\0" + bytes((kind, 0)) + bytes(6))
-    assert "cut short" in host.ended_because
+    assert re.search("cut short|shorter than", host.ended_because)
 
 
 def test_an_answer_to_what_a_session_was_not_handed_is_dropped(net: Network) -> None:

@@ -162,9 +162,9 @@ def test_sessions_of_one_user_leave_a_quarter_to_others() -> None:
         assert [not error for error in errors] == [taken, taken], number
     error = crowd[-1].subscribe("t")
     assert "uid 1" in error
-    assert "tokens of subscriptions (12 of 16)" in error
+    assert "subscription tokens (12 of 16" in error
     assert [bool(other.subscribe(f"o.{n}")) for n in range(3)] == [False, False, True]
-    assert "the relay's limit of 16 tokens of subscriptions is reached" in other.subscribe("o")
+    assert "the relay's limit of 16 subscription tokens is reached" in other.subscribe("o")
     keys = tuple(ClusterKey(bytes([n]) * 32).key_id for n in range(4))
     named = [Party(router, "uid 1", keys) for _ in range(4)]
     refused = [party.join("db") for party in named]
@@ -198,7 +198,7 @@ def test_one_user_does_not_take_all_queue_groups_of_a_key() -> None:
         for number in range(telling.MAX_GROUPS_HERE)
     ]
     assert [not error for error in errors] == [True] * 96 + [False] * 32
-    assert "uid 1 are already in 96 queue groups" in errors[-1]
+    assert "uid 1 already use 96 of" in errors[-1]
     assert not parties[1].subscribe("jobs", "g0")
     assert not any(parties[2].subscribe("jobs", f"o{number}") for number in range(32))
     assert "already in 128 queue groups" in parties[2].subscribe("jobs", "another")
@@ -553,11 +553,11 @@ def test_a_watch_too_many_is_refused_and_its_session_goes_on(
     router = Network(limits=Limits(all_watches=8)).router
     first, second, other = Party(router), Party(router), Party(router, "uid 2")
     assert [bool(watch(first, n)) for n in range(1, 5)] == [False] * 3 + [True]
-    assert watch(first, 5) == "this session already has 3 watches"
+    assert watch(first, 5).startswith("this session already has 3 watches")
     assert [bool(watch(second, n)) for n in range(1, 4)] == [False] * 3
     third = Party(router)
     assert (
-        "sessions of uid 1 have their share of the relay's watches, each counted once per key (6 of 8)"
+        "sessions of uid 1 already use their share of the relay's watches, each counted once per key (6 of 8"
         in watch(third, 1)
     )
     assert [bool(watch(other, n)) for n in range(1, 4)] == [False, False, True]
@@ -589,7 +589,7 @@ def test_who_asks_for_a_watch_too_many_hears_so_and_no_other_watch_ends(
     second = session.watch("web", [KEY_ID], heard.append, refused=refused.append, stay=True)
     session.watch("web", [KEY_ID], heard.append, stay=True)  # who does not care
     net.run()
-    assert refused == ["this session already has 1 watches"]
+    assert [text.split(",")[0] for text in refused] == ["this session already has 1 watches"]
     session.unwatch(second)
     net.host("bob").serve("db")
     assert [len(each.joined) for each in heard] == [0, 1]

@@ -252,44 +252,44 @@ def gap(kind: int = Kind.PUBLISH, site: str = "ams") -> frames.Gap:
 
 MEMBER = MemberEntry(1, "db", [KEY_ID], {Kind.REQUEST: 1})
 BREACHES: dict[str, tuple[frames.Control, str]] = {
-    "a cluster of another site": (interest(clusters=[cluster("cph")]), "speaks for another site"),
-    "a cluster of our site": (interest(clusters=[cluster("ams")]), "speaks for another site"),
-    "a cluster of no site": (interest(clusters=[cluster("")]), "speaks for another site"),
-    "a topic of another site": (interest(site_topics=[topic("cph")]), "speaks for another site"),
-    "members": (interest(joined=[MEMBER]), "told as a whole"),
-    "members that left": (interest(left=[1]), "told as a whole"),
+    "a cluster of another site": (interest(clusters=[cluster("cph")]), "describes another site"),
+    "a cluster of our site": (interest(clusters=[cluster("ams")]), "describes another site"),
+    "a cluster of no site": (interest(clusters=[cluster("")]), "describes another site"),
+    "a topic of another site": (interest(site_topics=[topic("cph")]), "describes another site"),
+    "members": (interest(joined=[MEMBER]), "may carry clusters and site_topics only"),
+    "members that left": (interest(left=[1]), "may carry clusters and site_topics only"),
     "topics of a relay": (
         interest(topics=[TopicEntry("news", KEY_ID, "", 1)]),
-        "told as a whole",
+        "may carry clusters and site_topics only",
     ),
-    "what it reaches": (interest(sites=[SiteEntry("cph")]), "told as a whole"),
+    "what it reaches": (interest(sites=[SiteEntry("cph")]), "may carry clusters and site_topics only"),
     "no cluster name": (interest(clusters=[cluster(name="a b")]), "not a cluster"),
     "no filter": (interest(site_topics=[topic(name="a..b")]), "not a"),
     "no group": (interest(site_topics=[topic(group="a b")]), "not a"),
     "an unknown kind": (interest(clusters=[cluster(kinds={3: 1})]), "unknown kind"),
-    "a local class": (declare(hop_class=HopClass.LOCAL), "hop class 0 from another site"),
-    "the class of a mesh": (declare(hop_class=HopClass.MESH), "hop class 1 from another site"),
-    "what came from a WAN": (declare(hop_class=HopClass.FROM_WAN), "hop class 3 from another site"),
-    "an unknown class": (declare(hop_class=77), "hop class 77 from another site"),
-    "a message for a third site": (declare(site="cph"), "a message for 'cph', and this is ams"),
-    "an answer for a third site": (declare(kind=Kind.REPLY, site="cph"), "a message for 'cph'"),
-    "a message for no site": (declare(site=""), "a message for '', and this is ams"),
+    "a local class": (declare(hop_class=HopClass.LOCAL), "hop class 0 is not allowed from another site"),
+    "the class of a mesh": (declare(hop_class=HopClass.MESH), "hop class 1 is not allowed from another site"),
+    "what came from a WAN": (declare(hop_class=HopClass.FROM_WAN), "hop class 3 is not allowed from another site"),
+    "an unknown class": (declare(hop_class=77), "hop class 77 is not allowed from another site"),
+    "a message for a third site": (declare(site="cph"), "DECLARE for site 'cph' arrived at site 'ams'"),
+    "an answer for a third site": (declare(kind=Kind.REPLY, site="cph"), "DECLARE for site 'cph'"),
+    "a message for no site": (declare(site=""), "DECLARE for site '' arrived at site 'ams'"),
     "too high an alias": (declare(alias=1024), "over the limit"),
     "an alias for no kind": (declare(kind=0x30), "alias for frames of kind"),
     "an alias for no name": (declare(name="a b"), "not a cluster"),
-    "a loss of a third site": (gap(site="cph"), "a gap for 'cph', and this is ams"),
-    "a loss of requests": (gap(Kind.REQUEST), "a gap in frames of kind 0x40"),
-    "HELLO": (frames.Hello(1, 0), "does not send Hello"),
-    "LINK_HELLO": (frames.LinkHello(1, 0, SENDER, 0, 0, LIMIT), "does not send LinkHello"),
-    "PROVE": (frames.Prove(1, bytes(32), bytes(64)), "does not send Prove"),
-    "JOIN": (frames.Join(1, "db", [KEY_ID], {Kind.REQUEST: frames.Serving(1, 1)}), "does not send Join"),
-    "SUBSCRIBE": (frames.Subscribe(1, "news", [KEY_ID]), "does not send Subscribe"),
-    "MEMBERS": (frames.Members(1, "db", [KEY_ID]), "does not send Members"),
-    "STATUS": (frames.Status(1), "does not send Status"),
-    "DRAIN": (frames.Drain(1), "does not send Drain"),
-    "LOADS": (frames.Loads([]), "does not send Loads"),
-    "ASK_PEERS": (frames.AskPeers(), "does not send AskPeers"),
-    "PEERS": (frames.Peers([]), "does not send Peers"),
+    "a loss of a third site": (gap(site="cph"), "GAP for site 'cph' arrived at site 'ams'"),
+    "a loss of requests": (gap(Kind.REQUEST), "GAP for frames of kind 0x40"),
+    "HELLO": (frames.Hello(1, 0), "unexpected Hello frame"),
+    "LINK_HELLO": (frames.LinkHello(1, 0, SENDER, 0, 0, LIMIT), "unexpected LinkHello frame"),
+    "PROVE": (frames.Prove(1, bytes(32), bytes(64)), "unexpected Prove frame"),
+    "JOIN": (frames.Join(1, "db", [KEY_ID], {Kind.REQUEST: frames.Serving(1, 1)}), "unexpected Join frame"),
+    "SUBSCRIBE": (frames.Subscribe(1, "news", [KEY_ID]), "unexpected Subscribe frame"),
+    "MEMBERS": (frames.Members(1, "db", [KEY_ID]), "unexpected Members frame"),
+    "STATUS": (frames.Status(1), "unexpected Status frame"),
+    "DRAIN": (frames.Drain(1), "unexpected Drain frame"),
+    "LOADS": (frames.Loads([]), "unexpected Loads frame"),
+    "ASK_PEERS": (frames.AskPeers(), "unexpected AskPeers frame"),
+    "PEERS": (frames.Peers([]), "unexpected Peers frame"),
 }  # fmt: skip
 
 
@@ -342,8 +342,8 @@ def test_a_gateway_that_breaks_a_rule_loses_its_own_connection_and_no_other(
         (data(Kind.REQUEST, 7, 0), "alias 7 was not declared"),
         (data(Kind.PUBLISH, 0, 0), "alias 0 was not declared"),
         (data(Kind.REPLY, 0, 0), "alias 0 was not declared"),
-        (data(Kind.REQUEST, 0, 0)[:40], "cut short"),
-        (tunnel_frame(Kind.TUNNEL_DATA, 9, b"")[:8], "cut short"),
+        (data(Kind.REQUEST, 0, 0)[:40], "shorter than"),
+        (tunnel_frame(Kind.TUNNEL_DATA, 9, b"")[:8], "shorter than"),
     ],
 )
 def test_a_data_frame_that_means_nothing_ends_the_connection(
@@ -360,12 +360,14 @@ def test_a_hop_id_of_ours_or_a_tunnel_twice_ends_the_connection(net: Sites) -> N
     victim = Victim(net)
     victim.end.hear(declare(0))
     ours = hop_for(victim.end) ^ victim.end.link.own_hop_mask
-    assert "a hop id of those" in victim.end.hear_frame(data(Kind.REQUEST, 0, ours))
+    assert "range reserved for this relay" in victim.end.hear_frame(data(Kind.REQUEST, 0, ours))
     victim.works()
     again, _ = net.connect(0, 2)
     again.hear(declare(0, Kind.TUNNEL_OPEN, name="carols"))
     again.hear_frame(data(Kind.TUNNEL_OPEN, 0, hop_for(again)))
-    assert "is open already" in again.hear_frame(data(Kind.TUNNEL_OPEN, 0, hop_for(again)))
+    assert "already in use by an open tunnel" in again.hear_frame(
+        data(Kind.TUNNEL_OPEN, 0, hop_for(again))
+    )
     net.settle()
     assert not net.router.links[net.routers[1].relay_id].tunnels
 
@@ -394,7 +396,7 @@ def test_a_frame_that_was_refused_comes_back_as_it_was_or_not_at_all(net: Sites)
     net.settle()
     (hop,) = victim.end.link.handed
     changed = data(Kind.REQUEST, 0, hop, flags=FLAG_REFUSED | Refusal.FULL << 4)
-    assert "came back changed" in victim.end.hear_frame(changed)
+    assert "returned with another kind or length" in victim.end.hear_frame(changed)
     net.settle()
     assert answer.error is not None
     mallory.lose()
@@ -518,16 +520,19 @@ def test_a_survey_of_a_site_names_at_most_so_many_that_it_only_counts(
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (interest(sites=[SiteEntry("ams")]), "calls it another site"),
+        (interest(sites=[SiteEntry("ams")]), "advertises it as a remote site"),
         (interest(sites=[SiteEntry("no site")]), "site"),
         (interest(clusters=[cluster("ber")]), "which it does not reach"),
         (interest(site_topics=[topic("ber")]), "which it does not reach"),
         (interest(sites=[SiteEntry("ber")], clusters=[cluster(name="a b")]), "not a cluster"),
-        (declare(hop_class=HopClass.TO_WAN, site=""), "does not go with the hop class"),
-        (declare(hop_class=HopClass.MESH, site="ber"), "does not go with the hop class"),
-        (declare(hop_class=HopClass.FROM_WAN, site="ams"), "does not go with the hop class"),
-        (declare(kind=Kind.REPLY, site="ber"), "does not go with the hop class"),
-        (declare(hop_class=HopClass.LOCAL, site=""), "hop class 0 over a link"),
+        (declare(hop_class=HopClass.TO_WAN, site=""), "must name a site with hop class TO_WAN"),
+        (declare(hop_class=HopClass.MESH, site="ber"), "must name a site with hop class TO_WAN"),
+        (
+            declare(hop_class=HopClass.FROM_WAN, site="ams"),
+            "must name a site with hop class TO_WAN",
+        ),
+        (declare(kind=Kind.REPLY, site="ber"), "must name a site with hop class TO_WAN"),
+        (declare(hop_class=HopClass.LOCAL, site=""), "hop class 0 is not allowed over a link"),
     ],
 )
 def test_a_relay_of_our_own_site_that_breaks_a_rule_loses_its_link(
@@ -577,7 +582,7 @@ def test_what_is_sent_on_to_a_site_that_is_not_reached_comes_back_or_is_counted(
 def test_a_connection_to_our_own_site_is_refused() -> None:
     net = Sites("ams", "ams")
     end = WanEnd(net, net.router)
-    with pytest.raises(PeerProtocolError, match="our own site"):
+    with pytest.raises(PeerProtocolError, match="which is this site"):
         net.router.wan_up(end, net.routers[1].hello(0), "ams", 0)
     assert not net.router.wans
     assert net.router.deadline_us > net.router.now_us
@@ -664,7 +669,7 @@ def test_an_error_of_the_other_gateway_ends_the_connection_with_its_words(net: S
     end, _ = net.connect(0, 2)
     end.hear(frames.Error("you broke\x1b[2J it"))
     assert end.finished
-    assert end.why.startswith("the other gateway says: you broke")
+    assert end.why.startswith("the other gateway reported: you broke")
     assert "\x1b" not in end.why
     assert not net.router.sites.ways
 

@@ -394,7 +394,7 @@ def test_the_relay_bounds_what_one_session_may_declare_as_one_tunnel_twice(net: 
     opener.session.out.hops = left.hop - 1
     opener.open_tunnel("db")
     net.run()
-    assert f"tunnel {left.hop} is open already" in opener.ended_because
+    assert f"hop id {left.hop} is already in use" in opener.ended_because
     assert isinstance(frames.Error(opener.ended_because), frames.Error)
     opener.session.end("over")
     net.run()
