@@ -23,7 +23,6 @@ from iris.errors import ConfigError, IrisError
 from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
 from relay import notify
-from relay.attendance import Attendance
 from relay.config import RelayConfig
 from relay.core.limits import Limits
 from relay.core.policy import Policy
@@ -33,8 +32,8 @@ from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
 from relay.discovery.zeroconf import MulticastDiscovery
-from relay.door import Door
 from relay.logs import configure
+from relay.membercount import MemberCount
 from relay.net import socketfile
 from relay.net.addresses import show
 from relay.net.gateways import GatewayHub
@@ -43,9 +42,10 @@ from relay.net.links import LinkHub
 from relay.net.ports import Driver
 from relay.net.remote import RemoteListener
 from relay.net.sessions import SessionHub
-from relay.net.tls import garbled_names_told
+from relay.net.tls import counting_garbled_names
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.settings import load_config
+from relay.startup import StartupGate
 from relay.stopping import Stopping
 from relay.supervisor import StoreSupervisor
 
@@ -120,10 +120,12 @@ class Relay:
             )  # fmt: skip
             self.hub.store_pid = lambda: store.pid
         self._socket: socketfile.SocketFile | None = None
-        self._attendance = Attendance(config.socket_path, self.router)
-        self._door = Door(self.hub, self.router, self._store, config.socket_path, self._opened)
+        self._member_count = MemberCount(config.socket_path, self.router)
+        self._startup_gate = StartupGate(
+            self.hub, self.router, self._store, config.socket_path, self._opened
+        )
         for hub in self._hubs:
-            hub.changed = self._door.links_changed
+            hub.changed = self._startup_gate.links_changed
         self._tasks: list[asyncio.Task[None]] = []
         self._found: asyncio.TimerHandle | None = None
         self._started_s = time.monotonic()
@@ -141,7 +143,7 @@ class Relay:
                 self.gateways.listen()
             if self.remote is not None:
                 self.remote.listen(self.config.listen)
-            self._door.start(linked=self.links is not None)
+            self._startup_gate.start(linked=self.links is not None)
         except BaseException:
             for hub in self._hubs:
                 hub.stop_listening()
@@ -172,22 +174,22 @@ class Relay:
             "pid": os.getpid(),
         }
         log.info("relay.started", extra={"fields": fields})
-        self._attendance.start()  # nothing was read yet: sessions come with the next turns of the loop
+        self._member_count.start()  # nothing was read yet: sessions come with the next turns of the loop
 
     def _opened(self) -> None:
         """Sessions are read from now on."""
         if self.remote is not None:
             self.remote.accept()
-        self._attendance.let_in()
+        self._member_count.sessions_admitted()
 
     async def stop(self, *, drain_s: float | None = None) -> None:
         """Take no new session or link, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         if self._store is not None:
-            self._store.let_go()
-        self._attendance.freeze()
-        unread = self._door.unread
-        self._door.freeze()
+            self._store.stop_restarting()
+        self._member_count.freeze()
+        unread = self._startup_gate.unread
+        self._startup_gate.freeze()
         try:
             self.hub.stop_listening()
             if self._socket is not None:
@@ -209,7 +211,7 @@ class Relay:
             for task in self._tasks:
                 task.cancel()
             self._tasks.clear()
-            self._door.freeze()
+            self._startup_gate.freeze()
             self.hub.end()
             for hub in self._hubs:
                 hub.end()
@@ -224,7 +226,7 @@ class Relay:
             extra={"fields": {"relay": self.router.relay_id.hex(), "account": account}},
         )
 
-    def garbled_name(self) -> None:
+    def count_garbled_name(self) -> None:
         """A stranger named a network by what is no text at all."""
         if self.links is not None:
             self.links.refusals["garbled name"] = self.links.refusals.get("garbled name", 0) + 1
@@ -380,7 +382,7 @@ class Relay:
             "socket": str(self.config.socket_path),
             "uptime_s": round(up_s, 3),
             "protocol_errors": self.hub.protocol_errors,
-            "turned_away": self.hub.turned_away,
+            "turned_away": self.hub.refused,
             "users": self.hub.users.status(),
             "queues": self.driver.budget.report(),
         }
@@ -408,7 +410,7 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     stop = stop_on_signals(loop)
     relay = Relay(config)
     loop.add_signal_handler(signal.SIGHUP, read_again, relay, environ)
-    with garbled_names_told(relay.garbled_name):
+    with counting_garbled_names(relay.count_garbled_name):
         await relay.start()
         tidying = asyncio.create_task(give_back_when_idle(), name="iris-memory")
         notify.ready(environ)

@@ -46,7 +46,7 @@ class Stopping:
         while time.monotonic() < until_s and quiet < DRAIN_QUIET_POLLS:
             self._router.drains.answer_byes()
             self._driver.settle()
-            if self._idle and not self._staying:
+            if self._idle and not self._remaining:
                 break
             if not told:
                 told = True  # who watches would take a drain for a hang
@@ -57,16 +57,16 @@ class Stopping:
                 }
                 log.info("relay.draining", extra={"fields": fields})
             await asyncio.sleep(POLL_S)
-            quiet = quiet + 1 if self._idle and not any(map(self._held, self._staying)) else 0
+            quiet = quiet + 1 if self._idle and not any(map(self._held, self._remaining)) else 0
         self._driver.turn()
         ended = self._cut(bound_s)
         await self._end_stores(ended and self._router.alone)
 
     @property
-    def _staying(self) -> list[SessionPort]:
+    def _remaining(self) -> list[SessionPort]:
         """Sessions that have not ended, but for those that were never begun and those of stores, which end last."""
         ports = self._sessions.ports
-        return [port for port in ports if port.session.greeted and not _records(port)]
+        return [port for port in ports if port.session.greeted and not _is_store_only(port)]
 
     def _held(self, port: SessionPort) -> bool:
         """Whether a session has to be read until it ends: it says goodbye itself, or it may have sent what nobody would miss."""
@@ -82,7 +82,7 @@ class Stopping:
     def _cut(self, bound_s: float) -> bool:
         """The grace is over: what is still under way is said, and that nobody knows what else was sent. Return whether all had ended."""
         # A store is told that nothing is missing: what is taken after that would be.
-        self._sessions.let_in_no_more()
+        self._sessions.cut_ungreeted()
         drains = self._router.drains
         drains.answer_byes(over=True)
         calls, tunnels = self._router.under_way
@@ -90,8 +90,8 @@ class Stopping:
         if calls or tunnels:
             fields = {"calls": calls, "tunnels": tunnels, "after_s": bound_s}
             log.warning("relay.cut", extra={"fields": fields})
-        ended = all(port.session.closed for port in self._staying)
-        unread = [port for port in self._staying if self._held(port)]
+        ended = all(port.session.closed for port in self._remaining)
+        unread = [port for port in self._remaining if self._held(port)]
         if unread:
             told_of = {"sessions": len(unread), "labels": [p.session.label for p in unread[:8]], "after_s": bound_s}  # fmt: skip
             log.warning("relay.unread", extra={"fields": told_of})
@@ -103,7 +103,7 @@ class Stopping:
 
     async def _end_stores(self, complete: bool) -> None:
         """Say goodbye to stores, and return when they have taken all that was sent to them, or take no more."""
-        stores = [port for port in self._sessions.ports if _records(port)]
+        stores = [port for port in self._sessions.ports if _is_store_only(port)]
         for port in stores:
             self._router.end(port.session, complete=complete and not port.held_messages)
         self._driver.settle()
@@ -112,6 +112,6 @@ class Stopping:
             await asyncio.sleep(POLL_S)
 
 
-def _records(port: SessionPort) -> bool:
+def _is_store_only(port: SessionPort) -> bool:
     """Whether a session is a store's, which ends last. Whoever publishes is none: what it sent is to be read before."""
     return port.session.stores and not port.session.casts

@@ -31,9 +31,9 @@ LASTED_S: Final = 10.0
 STOP_S: Final = 10.0
 STREAMS: Final = "streams"
 """In the data directory: a directory for each log."""
-WHOLE: Final = "complete"
+COMPLETE_FILE: Final = "complete"
 """In the data directory, from the end of a relay that has read everybody to the start of its next store: what its streams lack nothing up to."""
-WHOLE_BYTES: Final = 1 << 16
+COMPLETE_FILE_BYTES: Final = 1 << 16
 UNREAD: Final = b"unread\n"
 """At its standard input: what a relay says to its store that has not come yet."""
 
@@ -42,14 +42,14 @@ EXIT_USAGE: Final = 2
 """It could not begin, and has said why."""
 
 
-class _Said(msgspec.Struct):
+class _StatusLine(msgspec.Struct):
     """A line of the store's standard output."""
 
     cannot: str
     final: bool
 
 
-_decode: Final = msgspec.json.Decoder(_Said).decode
+_decode: Final = msgspec.json.Decoder(_StatusLine).decode
 
 
 class StoreSupervisor:
@@ -69,7 +69,7 @@ class StoreSupervisor:
         self._last_exit: int | None = None
         self._stopping = False
         self._cannot = ""
-        self._say_cannot = cannot
+        self._on_cannot_serve = cannot
 
     async def run(self) -> None:
         """Keep the store running. Runs until cancelled or stopped; an end that nobody asked for is logged."""
@@ -82,7 +82,7 @@ class StoreSupervisor:
                 )
             except OSError as err:
                 log.error("store.not_started", extra={"fields": {"error": str(err)}})
-                self._heard(f"it cannot be started: {err}", final=False)
+                self._set_cannot_serve(f"it cannot be started: {err}", final=False)
             else:
                 self._starts += 1
                 await self._listen(self._process)
@@ -91,7 +91,7 @@ class StoreSupervisor:
                 if self._stopping:
                     return
                 if self._last_exit != EXIT_USAGE:
-                    self._heard("", final=False)
+                    self._set_cannot_serve("", final=False)
                 fields = {"exit": self._last_exit, "data": str(self._data)}
                 log.error("store.ended", extra={"fields": fields})
             if time.monotonic() - began_s > LASTED_S:
@@ -107,17 +107,17 @@ class StoreSupervisor:
             return False
 
     @property
-    def left_by(self) -> str:
+    def complete_for(self) -> str:
         """Id of the relay up to whose end its streams lack nothing, as the store before this one said; empty if it did not."""
         try:
-            with (self._data / WHOLE).open("rb") as file:
-                return str(json.loads(file.read(WHOLE_BYTES))["relay"])
+            with (self._data / COMPLETE_FILE).open("rb") as file:
+                return str(json.loads(file.read(COMPLETE_FILE_BYTES))["relay"])
         except (OSError, ValueError, TypeError, KeyError):
             return ""
 
-    def forget(self) -> None:
+    def forget_completeness(self) -> None:
         """Something may have been published that the next store does not hear of: there may be a gap. Raises OSError."""
-        forget_whole(self._data / WHOLE)
+        remove_complete_file(self._data / COMPLETE_FILE)
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Read what the store says of itself until it ends: one JSON object a line. What is none is not for us."""
@@ -130,14 +130,14 @@ class StoreSupervisor:
                 said = _decode(line)
             except (ValueError, msgspec.DecodeError):
                 continue
-            self._heard(said.cannot, final=said.final)
+            self._set_cannot_serve(said.cannot, final=said.final)
 
-    def _heard(self, why: str, *, final: bool) -> None:
+    def _set_cannot_serve(self, why: str, *, final: bool) -> None:
         if why != self._cannot:
             self._cannot = why
-            self._say_cannot(why, final)
+            self._on_cannot_serve(why, final)
 
-    def let_go(self) -> None:
+    def stop_restarting(self) -> None:
         """Start it no more: whoever stops the relay may stop the store, too."""
         self._stopping = True
 
@@ -184,8 +184,8 @@ class StoreSupervisor:
         }
 
 
-def forget_whole(path: Path) -> None:
-    """Remove the file `WHOLE`, for good. Idempotent; raises OSError."""
+def remove_complete_file(path: Path) -> None:
+    """Remove the file `COMPLETE_FILE`, for good. Idempotent; raises OSError."""
     try:
         path.unlink()
     except FileNotFoundError:

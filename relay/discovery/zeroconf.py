@@ -53,9 +53,9 @@ from relay.discovery.adverts import (
     instance_name,
 )
 from relay.discovery.feed import Feed
-from relay.discovery.heard import Heard
-from relay.discovery.hush import hush
 from relay.discovery.interfaces import Address, Damper, scan
+from relay.discovery.sightings import Sightings
+from relay.discovery.zeroconflog import zeroconf_log
 from relay.logs import Quiet
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class MulticastDiscovery:
         self._ask_s = ask_s
         self._rng = random.Random() if rng is None else rng
         self._feed = Feed()
-        self._heard = Heard(relay_id, port, networks, self._feed)
+        self._sightings = Sightings(relay_id, port, networks, self._feed)
         self._damper = Damper()
         self._zeroconf: AsyncZeroconf | None = None
         self._opened = asyncio.Event()
@@ -124,7 +124,7 @@ class MulticastDiscovery:
         self._registered: AsyncServiceInfo | None = None
         self._broadcasts: set[asyncio.Future[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._hushing = False
+        self._filtering_log = False
         self._closing = False
         self._closed = asyncio.Event()
 
@@ -134,8 +134,8 @@ class MulticastDiscovery:
         self._rejoin_at_s = 0.0
         self._ask_at_s = 0.0
         self._ask_now = asyncio.Event()
-        self._asks = 0
-        self._names = 0
+        self._asked_since_browse = 0
+        self._names_seen = 0
         self._errors: dict[str, str] = {}
         self._quiet = Quiet(limit=16)
         self._asked = 0
@@ -143,8 +143,8 @@ class MulticastDiscovery:
     def sightings(self) -> AsyncIterator[Sighting]:
         """Yield relays as `Discovery` says. A relay's sightings replace each other by its id."""
         if not self._tasks and not self._closing:
-            self._hushing = True
-            hush.begin()
+            self._filtering_log = True
+            zeroconf_log.begin()
             for work in (self._watch, self._ask, self._follow_up):
                 task = asyncio.create_task(work(), name=f"discovery.{work.__name__.strip('_')}")
                 task.add_done_callback(self._ended)
@@ -158,7 +158,7 @@ class MulticastDiscovery:
             ValueError: none, or more than 32; nothing changed.
         """
         encode_txt(Advert(self._relay_id, networks, self._site))
-        self._heard.networks = networks
+        self._sightings.networks = networks
         self._stale = True
         self._wake.set()
 
@@ -189,8 +189,8 @@ class MulticastDiscovery:
                     self._zeroconf.zeroconf.generate_unregister_all_services()
                     await self._zeroconf.async_close()
             finally:
-                if self._hushing:
-                    hush.end()
+                if self._filtering_log:
+                    zeroconf_log.end()
                 self._closed.set()
 
     def status(self) -> dict[str, object]:
@@ -202,7 +202,7 @@ class MulticastDiscovery:
             "tried": [
                 str(address)
                 for address in sorted(settled)
-                if address in self._heard.ours or not address.up
+                if address in self._sightings.ours or not address.up
             ],
             "interfaces": [
                 {
@@ -210,16 +210,16 @@ class MulticastDiscovery:
                     "address": address.ip,
                     "up": address.up,
                     "multicast": address.multicast,
-                    "used": address in self._heard.ours,
+                    "used": address in self._sightings.ours,
                 }
                 for address in sorted(settled)
             ],
             "announced": [] if self._registered is None else self._registered.parsed_addresses(),
             "port": self._port,
-            "sighted": len(self._heard.known),
+            "sighted": len(self._sightings.known),
             "waiting": len(self._feed),
             "asked": self._asked,
-            "dropped": dict(sorted(self._heard.dropped.items())),
+            "dropped": dict(sorted(self._sightings.dropped.items())),
             "errors": dict(sorted(self._errors.items())),
         }
 
@@ -232,7 +232,7 @@ class MulticastDiscovery:
             now_s = time.monotonic()
             if changed or self._stale or (self._rejoin.failures and now_s >= self._rejoin_at_s):
                 await self._apply(changed or self._stale)
-            if self._names >= _MAX_NAMES:
+            if self._names_seen >= _MAX_NAMES:
                 self._purge()
                 self._browse(ask=False)
             wait_s = self._confirm_s if self._damper.unsettled else self._poll_s
@@ -257,11 +257,11 @@ class MulticastDiscovery:
         self._stale = False
         settled = self._damper.settled or frozenset()
         addresses = announced(settled)
-        before = self._heard.ours
-        self._heard.ours = frozenset(a for a in settled if a.up and a.ip in addresses)
-        choice = _sockets_for(self._heard.ours)
-        moved = {a.ip for a in before - self._heard.ours} & {
-            a.ip for a in self._heard.ours - before
+        before = self._sightings.ours
+        self._sightings.ours = frozenset(a for a in settled if a.up and a.ip in addresses)
+        choice = _sockets_for(self._sightings.ours)
+        moved = {a.ip for a in before - self._sightings.ours} & {
+            a.ip for a in self._sightings.ours - before
         }
         try:
             zeroconf = await self._open()
@@ -276,7 +276,7 @@ class MulticastDiscovery:
             if moved:
                 # The same address on another interface, or on one that was made anew: zeroconf compares
                 # addresses only, and would keep a socket that hears nothing.
-                await zeroconf.async_update_interfaces(_sockets_for(before & self._heard.ours))
+                await zeroconf.async_update_interfaces(_sockets_for(before & self._sightings.ours))
             await zeroconf.async_update_interfaces(choice)
             senders = {sender.interface_key for sender in zeroconf.zeroconf.engine.senders}
             if self._registered is None and addresses:
@@ -320,7 +320,7 @@ class MulticastDiscovery:
             SERVICE_TYPE,
             instance_name(self._relay_id),
             port=self._port,
-            properties=encode_txt(Advert(self._relay_id, self._heard.networks, self._site)),
+            properties=encode_txt(Advert(self._relay_id, self._sightings.networks, self._site)),
             server=f"{self._relay_id.hex()}.local.",
             other_ttl=_PTR_TTL_S,
             parsed_addresses=list(addresses),
@@ -346,7 +346,7 @@ class MulticastDiscovery:
         self._stop_browsing()
         if self._zeroconf is None:
             return
-        self._names = 0
+        self._names_seen = 0
         self._browser = AsyncServiceBrowser(
             self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._on_change]
         )
@@ -356,7 +356,7 @@ class MulticastDiscovery:
         if sender is not None:
             sender.cancel()
         if ask:
-            self._asks = 0
+            self._asked_since_browse = 0
             self._ask_at_s = time.monotonic()
             self._ask_now.set()
 
@@ -369,7 +369,7 @@ class MulticastDiscovery:
         """Ask who is there: often at first, then ever so rarely. The answers come to the browser."""
         while True:
             wait_s = self._ask_at_s - time.monotonic()
-            if wait_s > 0 or self._zeroconf is None or not self._heard.ours:
+            if wait_s > 0 or self._zeroconf is None or not self._sightings.ours:
                 self._ask_now.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s if wait_s > 0 else None):
@@ -378,8 +378,8 @@ class MulticastDiscovery:
             self._purge()
             self._ask_at_s = time.monotonic() + self._ask_interval_s()
             # Unicast answers spare the others, but may go to another responder on this host.
-            kind = DNSQuestionType.QM if self._asks else DNSQuestionType.QU
-            self._asks += 1
+            kind = DNSQuestionType.QM if self._asked_since_browse else DNSQuestionType.QU
+            self._asked_since_browse += 1
             self._asked += 1
             asking = AsyncServiceBrowser(
                 self._zeroconf.zeroconf,
@@ -393,15 +393,15 @@ class MulticastDiscovery:
                 await asking.async_cancel()
 
     def _ask_interval_s(self) -> float:
-        if self._asks < len(_ASK_STEPS_S):
-            return _ASK_STEPS_S[self._asks]
+        if self._asked_since_browse < len(_ASK_STEPS_S):
+            return _ASK_STEPS_S[self._asked_since_browse]
         return (
             self._ask_s
-            * max(1.0, len(self._names_heard()) / _ADVERTS_PER_ASK)
+            * max(1.0, len(self._cached_names()) / _ADVERTS_PER_ASK)
             * self._rng.uniform(0.8, 1.2)
         )
 
-    def _names_heard(self) -> list[DNSPointer]:
+    def _cached_names(self) -> list[DNSPointer]:
         """Return the names in zeroconf's cache."""
         if self._zeroconf is None:
             return []
@@ -410,13 +410,13 @@ class MulticastDiscovery:
 
     def _purge(self) -> None:
         """Make the cache forget the names that are no relays of ours, if there are very many."""
-        heard = self._names_heard()
-        if len(heard) - len(self._heard.known) <= MAX_STRANGERS or self._zeroconf is None:
+        heard = self._cached_names()
+        if len(heard) - len(self._sightings.known) <= MAX_STRANGERS or self._zeroconf is None:
             return
-        ours = {instance_name(relay_id) for relay_id in (self._relay_id, *self._heard.known)}
+        ours = {instance_name(relay_id) for relay_id in (self._relay_id, *self._sightings.known)}
         strangers = [record for record in heard if record.alias not in ours]
         self._zeroconf.zeroconf.cache.async_remove_records(strangers)
-        self._heard.dropped["purged"] += len(strangers)
+        self._sightings.dropped["purged"] += len(strangers)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -427,13 +427,13 @@ class MulticastDiscovery:
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
         if state_change is ServiceStateChange.Added:
-            self._names += 1
-        self._heard.changed(zeroconf, name, removed=state_change is ServiceStateChange.Removed)
+            self._names_seen += 1
+        self._sightings.changed(zeroconf, name, removed=state_change is ServiceStateChange.Removed)
 
     async def _follow_up(self) -> None:
         await self._opened.wait()
         assert self._zeroconf is not None
-        await self._heard.follow_up(self._zeroconf.zeroconf)
+        await self._sightings.follow_up(self._zeroconf.zeroconf)
 
 
 def _sockets_for(ours: frozenset[Address]) -> list[str | int]:

@@ -75,7 +75,7 @@ def listen_at(setting: str, host: str, port: int, unread_bytes: int = 0) -> sock
         OSError: the address or the port cannot be had.
     """
     try:
-        family, _, _, _, place = socket.getaddrinfo(
+        family, _, _, _, sockaddr = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
     except (socket.gaierror, ValueError) as err:
@@ -87,7 +87,7 @@ def listen_at(setting: str, host: str, port: int, unread_bytes: int = 0) -> sock
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if unread_bytes:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, unread_bytes)
-        listener.bind(place)
+        listener.bind(sockaddr)
         listener.setblocking(False)
         listener.listen(BACKLOG)
     except BaseException:
@@ -96,12 +96,14 @@ def listen_at(setting: str, host: str, port: int, unread_bytes: int = 0) -> sock
     return listener
 
 
-async def connect(loop: asyncio.AbstractEventLoop, connection: socket.socket, place: Any) -> None:
+async def connect(
+    loop: asyncio.AbstractEventLoop, connection: socket.socket, sockaddr: Any
+) -> None:
     """Connect a non-blocking socket; raises OSError.
 
     Not the event loop's own: uvloop's drops the scope of link-local IPv6 addresses.
     """
-    error = connection.connect_ex(place)
+    error = connection.connect_ex(sockaddr)
     if error == errno.EINPROGRESS:
         writable = asyncio.Event()
         loop.add_writer(connection, writable.set)

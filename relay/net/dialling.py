@@ -94,18 +94,18 @@ class Target:
     source: str
     relay_id: bytes | None
     """Who it is: known from the start, or of a seed who answered last."""
-    told_by_peer: bool = False
+    from_peer: bool = False
     network: bytes = b""
     """The one that it was linked under last."""
-    told: tuple[tuple[str, int], ...] = ()
+    advertised: tuple[tuple[str, int], ...] = ()
     """The addresses that were announced last."""
     good: tuple[str, int] | None = None
     """Address at which it was reached last, if its id was known before."""
     known: bool = False
     """Whether its relay was ever linked."""
-    parted: bool = False
+    said_goodbye: bool = False
     """Whether an advert said goodbye in its name."""
-    parted_s: float = -math.inf
+    goodbye_s: float = -math.inf
     news_s: float = -math.inf
     """Time of the last immediate dial because of news."""
     lost_s: float = -math.inf
@@ -194,7 +194,7 @@ class Dialler:
             if target is not None and seen.relay_id is None:
                 target.addresses = tuple(a for a in target.addresses if a not in seen.addresses)
             if target is not None and target.known and seen.source == ADVERT:
-                target.parted, target.parted_s = True, time.monotonic()
+                target.said_goodbye, target.goodbye_s = True, time.monotonic()
             elif target is not None and (seen.relay_id is not None or not target.addresses):
                 self._forget(target)
         elif seen.relay_id != self._own_id and seen.addresses:
@@ -224,7 +224,7 @@ class Dialler:
         same = [t for t in self._targets.values() if t.relay_id == relay_id]
         for target in same:
             target.known, target.news_s = True, -math.inf
-            if target.told_by_peer and len(same) > 1 and not target.dialling:
+            if target.from_peer and len(same) > 1 and not target.dialling:
                 self._forget(target)
                 same = [t for t in same if t is not target]
 
@@ -248,7 +248,7 @@ class Dialler:
         shown = [
             t
             for t in self._targets.values()
-            if not t.parted and not (t.relay_id and self._linked(t.relay_id))
+            if not t.said_goodbye and not (t.relay_id and self._linked(t.relay_id))
         ]
         return {
             "targets": len(self._targets),
@@ -276,17 +276,17 @@ class Dialler:
         networks: tuple[bytes, ...],
         source: str,
         relay_id: bytes | None,
-        told_by_peer: bool,
+        from_peer: bool,
     ) -> None:
         if self._stopped:
             return
         target = self._targets.get(key)
         if target is not None:
-            news = target.told != addresses or target.networks != networks
-            target.told = addresses
+            news = target.advertised != addresses or target.networks != networks
+            target.advertised = addresses
             target.addresses, target.networks, target.source = addresses, networks, source
-            target.told_by_peer = told_by_peer
-            target.parted = False
+            target.from_peer = from_peer
+            target.said_goodbye = False
             now_s = time.monotonic()
             if target.known and target.good and target.good not in addresses:
                 # Try the last good address last: the advert may come from somebody else.
@@ -298,8 +298,8 @@ class Dialler:
                 target.failures = 0
                 self._schedule(target, 0)
             return
-        made = Target(key, addresses, networks, source, relay_id, told_by_peer)
-        made.told = addresses
+        made = Target(key, addresses, networks, source, relay_id, from_peer)
+        made.advertised = addresses
         made.known = relay_id is not None and self._linked(relay_id)
         if len(self._targets) >= MAX_TARGETS and not self._make_room(made):
             self.ignored += 1
@@ -314,13 +314,13 @@ class Dialler:
 
         A target from a peer displaces only other targets from peers, and none that was linked and has not failed since.
         """
-        for_peer = made.told_by_peer
-        for told in (True,) if for_peer else (False,) if made.stranger else (True, False):
+        for_peer = made.from_peer
+        for from_peer in (True,) if for_peer else (False,) if made.stranger else (True, False):
             for target in self._targets.values():
                 if made.stranger and not target.stranger:
                     continue
                 linked = target.relay_id is not None and self._linked(target.relay_id)
-                if target.told_by_peer == told and not linked and not target.dialling:
+                if target.from_peer == from_peer and not linked and not target.dialling:
                     if for_peer and not target.failures and target.lost_s > -math.inf:
                         continue
                     self._forget(target)
@@ -342,7 +342,7 @@ class Dialler:
     # -- dialling --------------------------------------------------------------------------------------------
 
     def _backoff_s(self, target: Target) -> float:
-        longest_s = PEER_BACKOFF_MAX_S if target.told_by_peer else BACKOFF_MAX_S
+        longest_s = PEER_BACKOFF_MAX_S if target.from_peer else BACKOFF_MAX_S
         if target.stranger:
             longest_s = STRANGER_BACKOFF_MAX_S
         if time.monotonic() - target.lost_s < LATELY_S:
@@ -393,7 +393,7 @@ class Dialler:
             target.dialling = False
         linked = target.relay_id is not None and self._linked(target.relay_id)
         target.error = "" if linked else outcome.what
-        if not linked and not target.failures and not target.told_by_peer:
+        if not linked and not target.failures and not target.from_peer:
             fields = {"source": target.source, "error": target.error}
             if target.stranger:  # there may be any number of them
                 event = f"{self._kind}.not_reached"
@@ -407,9 +407,9 @@ class Dialler:
                 self.up(outcome.relay_id)
         else:
             # It failed, or was up for less than a turn of the loop.
-            away_s = time.monotonic() - max(target.lost_s, target.parted_s)
-            if (target.told_by_peer and target.failures >= PEER_FAILURES) or (
-                target.parted and away_s > GOODBYE_S
+            away_s = time.monotonic() - max(target.lost_s, target.goodbye_s)
+            if (target.from_peer and target.failures >= PEER_FAILURES) or (
+                target.said_goodbye and away_s > GOODBYE_S
             ):
                 self._forget(target)
                 return
@@ -455,7 +455,7 @@ class Dialler:
                 who = "ourselves" if found.what == OURSELVES else "another relay"
                 outcome = Outcome(f"{show(*address)}: {who}")
                 if (
-                    target.told_by_peer or target.parted
+                    target.from_peer or target.said_goodbye
                 ):  # it is gone, and another relay has its address: no hurry
                     target.lost_s = -math.inf
                     target.failures = max(target.failures, 6)

@@ -161,14 +161,14 @@ class Lanes:
             if not lane.frames:
                 del self._lanes[lane.key]
             elif through:
-                self._place(lane)
+                self._queue_lane(lane)
             else:
                 self._active.append(lane)
             if through:
                 if self._blocked:
                     blocked, self._blocked = self._blocked, []
                     for waiting in blocked:
-                        self._place(waiting)
+                        self._queue_lane(waiting)
                 if self._behind:
                     self._release(chunks)
                 self._start_more()
@@ -216,7 +216,7 @@ class Lanes:
         if lane is None:
             lane = self._lanes[key] = _Lane(key)
             lane.frames.append(entry)
-            self._place(lane)
+            self._queue_lane(lane)
         else:
             lane.frames.append(entry)
         lane.answers = lane.answers or frame[KIND_AT] == Kind.ANSWER
@@ -225,7 +225,7 @@ class Lanes:
         self.bytes += len(frame)
         self.messages += count
 
-    def _place(self, lane: _Lane) -> None:
+    def _queue_lane(self, lane: _Lane) -> None:
         """Put a lane, none of whose first frame is through, where that frame belongs."""
         first = lane.frames[0]
         if first.blocked:

@@ -123,13 +123,13 @@ class GatewayPort(LinkPort):
         # Where this relay links with its own network is no other site's business.
         return msgspec.structs.replace(super()._hello(), addresses=[])
 
-    def _understood(self, hello: frames.LinkHello) -> frames.LinkHello:
+    def _checked_hello(self, hello: frames.LinkHello) -> frames.LinkHello:
         if hello.site != self.site:
             raise Refused("another site's name", f"the certificate is of a gateway of {self.site}")
         return msgspec.structs.replace(hello, addresses=[])
 
-    def told(self) -> dict[str, object]:
-        return {"site": self.site, **super().told()}
+    def log_fields(self) -> dict[str, object]:
+        return {"site": self.site, **super().log_fields()}
 
     def status(self) -> dict[str, object]:
         """Return what the connection does, ready for JSON; bytes are those on the wire."""
@@ -274,7 +274,7 @@ class GatewayHub(Hub):
     def _neighbor(self, relay_id: bytes) -> Wan | None:
         return self.router.wans.get(relay_id)
 
-    def _judge(self, port: LinkPort, hello: frames.LinkHello) -> None:
+    def _check_hello(self, port: LinkPort, hello: frames.LinkHello) -> None:
         site, relay_id = cast(GatewayPort, port).site, hello.relay_id
         known = self.router.wans.get(relay_id)
         if (known is not None and known.site != site) or relay_id in self.router.mesh.copies:
@@ -290,7 +290,7 @@ class GatewayHub(Hub):
     def _down(self, neighbor: Neighbor) -> None:
         self.router.wan_down(cast(Wan, neighbor))
 
-    def _too_many(self) -> LinkPort:
+    def _half_open_to_drop(self) -> LinkPort:
         counts = Counter(_host(port.address) for port in self._half_open)
         most = counts.most_common(1)[0][0]
         return next(port for port in self._half_open if _host(port.address) == most)

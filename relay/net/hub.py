@@ -94,10 +94,10 @@ class Hub:
         """Tell the router that it is down. Idempotent."""
         raise NotImplementedError
 
-    def _judge(self, port: LinkPort, hello: frames.LinkHello) -> None:
+    def _check_hello(self, port: LinkPort, hello: frames.LinkHello) -> None:
         """Raise Refused if the relay of a HELLO that holds is not to be connected."""
 
-    def _too_many(self) -> LinkPort:
+    def _half_open_to_drop(self) -> LinkPort:
         """Return which stranger has to go for the next one: the oldest."""
         return next(iter(self._half_open))
 
@@ -125,7 +125,7 @@ class Hub:
             len(self._half_open) + len(self._acceptor.attaching) >= MAX_HALF_OPEN
             and self._half_open
         ):
-            self._too_many().refuse(Refused("too many half-open"))
+            self._half_open_to_drop().refuse(Refused("too many half-open"))
         try:
             prepare(connection, far=self.far)
         except OSError as err:
@@ -151,7 +151,7 @@ class Hub:
         if self._timer is None:
             self._timer = self._loop.call_later(HELLO_S, self._sweep)
 
-    def known(self, port: LinkPort) -> None:
+    def no_longer_half_open(self, port: LinkPort) -> None:
         """A connection is no stranger any more, or gone."""
         self._half_open.pop(port, None)
 
@@ -190,7 +190,7 @@ class Hub:
 
         Of connections dialled by the same side the newer wins, of both sides' dials that of the lower relay id.
         """
-        self._judge(port, hello)
+        self._check_hello(port, hello)
         older = self._port_of(hello.relay_id)
         own_id = self.router.relay_id
         if older is not None:
@@ -210,7 +210,7 @@ class Hub:
         neighbor = self._up(port, hello)
         neighbor.address = port.address
         self._dialler.up(hello.relay_id)
-        told = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.told()}
+        told = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.log_fields()}
         log.info("%s.up", self.kind, extra={"fields": told})
         self.changed()
         return neighbor
@@ -230,7 +230,7 @@ class Hub:
         """Dial a numeric address; `make` gives the port of a connection that was begun at a time (us)."""
         port = None
         try:
-            family, _, _, _, place = socket.getaddrinfo(
+            family, _, _, _, sockaddr = socket.getaddrinfo(
                 *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )[0]
             connection = socket.socket(family, socket.SOCK_STREAM)
@@ -240,7 +240,7 @@ class Hub:
             prepare(connection, far=self.far)
             dial_us = time.monotonic_ns() // 1000
             async with asyncio.timeout(self.connect_s):
-                await connect(self._loop, connection, place)
+                await connect(self._loop, connection, sockaddr)
             port = make(dial_us)
             async with asyncio.timeout(HELLO_S):
                 made = port

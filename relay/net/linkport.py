@@ -81,7 +81,7 @@ class Owner(Protocol):
     @property
     def kind(self) -> str: ...
     def half_open(self, port: LinkPort) -> None: ...
-    def known(self, port: LinkPort) -> None: ...
+    def no_longer_half_open(self, port: LinkPort) -> None: ...
     def linked(self, relay_id: bytes) -> bool: ...
     def refused(self, address: str, reason: str, detail: str) -> None: ...
     def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor: ...
@@ -134,20 +134,20 @@ class LinkPort(LongFramePort):
         self._context = context
         self.credentials = credentials
         self._secured: Secured
-        self._shaking = True
+        self._handshaking = True
         self._broken = False
         """TLS has failed: nothing can be written any more."""
         self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self._entry: Callable[[memoryview, int, int], None]
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
-        self._heard_bytes = 0
+        self._portion_used = 0
         """Of this portion."""
         self._portion_bytes = PORTION_BYTES
-        self._later: deque[memoryview] = deque()
+        self._deferred: deque[memoryview] = deque()
         """Frames behind the portion, of one fill of the receive buffer: meanwhile nothing is read."""
-        self._hears: Callable[[memoryview, int, int], None] | None = None
+        self._deferred_handler: Callable[[memoryview, int, int], None] | None = None
         """What is to hear frames that are held, meanwhile."""
-        self._waiting: asyncio.TimerHandle | None = None
+        self._portion_timer: asyncio.TimerHandle | None = None
         self._up_s = 0.0
         self._finish_timer: asyncio.TimerHandle | None = None
 
@@ -192,12 +192,12 @@ class LinkPort(LongFramePort):
         if self.link is not None and self.link.pulse is not None:
             # Part of a frame is a sign of life, too.
             self.link.pulse.last_us = self._router.now_us
-        self._heard_bytes = 0
+        self._portion_used = 0
         try:
             self._secured.received(self._driver.buffer.view[:nbytes])
-            if self._waiting is not None and nbytes:
+            if self._portion_timer is not None and nbytes:
                 return
-            if not self._shaking or self._shake():
+            if not self._handshaking or self._continue_handshake():
                 self._read()
         except PeerProtocolError as err:
             self._driver.settle()
@@ -225,8 +225,8 @@ class LinkPort(LongFramePort):
         if self.link is None and not (self.ended or self.dialled):
             self._hub.refused(self.address, "closed before HELLO", self.reason)
         self._closed = True
-        self._hear_no_more()
-        self._gone()
+        self._stop_reading()
+        self._link_ended()
         self._driver.settle()
         self._held += self._lanes.messages
         self._lanes.clear()
@@ -234,13 +234,13 @@ class LinkPort(LongFramePort):
 
     # -- becoming a link -------------------------------------------------------------------------------------
 
-    def _shake(self) -> bool:
+    def _continue_handshake(self) -> bool:
         """Go on with TLS; once it is done, greet. Raises Refused."""
         if self.in_bytes > FIRST_LIMIT_BYTES:
             raise Refused("too long a handshake")
         if not self._secured.handshake():
             return False
-        self._shaking = False
+        self._handshaking = False
         tls = self._secured.tls
         try:
             check_alpn(tls, self.alpn)
@@ -291,17 +291,17 @@ class LinkPort(LongFramePort):
             raise PeerProtocolError("both sides dialled, or neither")
         if not self.dialled:
             self.dial_us = body.dial_us
-        self.link = link = self._hub.greeted(self, self._understood(body))
-        self._hub.known(self)
+        self.link = link = self._hub.greeted(self, self._checked_hello(body))
+        self._hub.no_longer_half_open(self)
         self._up_s = time.monotonic()
-        self._entry = self._router.entry(link, self._heard)
+        self._entry = self._router.entry(link, self._count_portion)
         self._longest_bytes = 4 + FRAME_OVERHEAD + body.message_limit
         self._whole_bytes = min(WHOLE_BYTES, self._longest_bytes)
         self._reader.limit = MAX_REPORT_BYTES
         self._reader.on_frame = self._frame
         self._settle_dial(Outcome(UP, self.relay_id))
 
-    def _understood(self, hello: frames.LinkHello) -> frames.LinkHello:
+    def _checked_hello(self, hello: frames.LinkHello) -> frames.LinkHello:
         """Return what the router is told of a greeting that holds. Raises Refused.
 
         The address that we see is added to those that the relay gives: it is the one that is known to work.
@@ -333,11 +333,11 @@ class LinkPort(LongFramePort):
         else:
             self._hub.refused(self.address, why.reason, str(why))
         self._settle_dial(Outcome(why.reason, self.relay_id or None))
-        self._hub.known(self)
+        self._hub.no_longer_half_open(self)
         if not self.made:
             self._closed = True  # its connection is closed as soon as it is made
             return
-        if not (self._shaking or self._broken):
+        if not (self._handshaking or self._broken):
             # No BYE: the other side may hold this one as its link, and must not think that this relay stops.
             self._put(encode_control(frames.Error(str(why)[:1024])), 0, None)
         self.finish()
@@ -346,7 +346,7 @@ class LinkPort(LongFramePort):
     # -- frames in -------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        if self._hears is not None and not self._caught_up():
+        if self._deferred_handler is not None and not self._read_deferred():
             return
         reader = self._reader
         while True:
@@ -354,12 +354,15 @@ class LinkPort(LongFramePort):
             got = self._secured.read_into(buffer)
             if got > 0:
                 reader.received(got)
-            if self._hears is not None and not self.ended:
-                if self._later:
+            if self._deferred_handler is not None and not self.ended:
+                if self._deferred:
                     self._transport.pause_reading()
-                    self._wait()
+                    self._pause_portions()
                     return
-                reader.on_frame, self._hears = self._hears, None  # nothing came behind the portion
+                reader.on_frame, self._deferred_handler = (
+                    self._deferred_handler,
+                    None,
+                )  # nothing came behind the portion
             if got < len(buffer) or self._closed or self._finishing:
                 break
             self._driver.settle()  # what was forwarded lies in the buffer that is filled next
@@ -376,28 +379,34 @@ class LinkPort(LongFramePort):
                 buf, start, end = whole, 0, len(whole)
         self._entry(buf, start, end)
 
-    def _heard(self, size: int) -> None:
+    def _count_portion(self, size: int) -> None:
         """A frame about interest or addresses was taken."""
-        self._heard_bytes += size + PORTION_FRAME_BYTES
-        if self._heard_bytes >= self._portion_bytes and self._hears is None and not self.ended:
-            self._hears, self._reader.on_frame = self._reader.on_frame, self._hold
+        self._portion_used += size + PORTION_FRAME_BYTES
+        if (
+            self._portion_used >= self._portion_bytes
+            and self._deferred_handler is None
+            and not self.ended
+        ):
+            self._deferred_handler, self._reader.on_frame = self._reader.on_frame, self._defer
 
-    def _hold(self, buf: memoryview, start: int, end: int) -> None:
+    def _defer(self, buf: memoryview, start: int, end: int) -> None:
         """It came behind the end of a portion."""
-        self._later.append(memoryview(bytearray(buf[start:end])))
+        self._deferred.append(memoryview(bytearray(buf[start:end])))
 
-    def _wait(self) -> None:
+    def _pause_portions(self) -> None:
         """Others are heard before the next portion, which begins as if nothing had come."""
-        self._waiting = asyncio.get_running_loop().call_later(PORTION_S, self.buffer_updated, 0)
+        self._portion_timer = asyncio.get_running_loop().call_later(
+            PORTION_S, self.buffer_updated, 0
+        )
 
-    def _caught_up(self) -> bool:
+    def _read_deferred(self) -> bool:
         """Hear what is held, up to the end of a portion. Returns whether that was all."""
-        hears, later = self._hears, self._later
+        hears, later = self._deferred_handler, self._deferred
         assert hears is not None
         while later:
-            if self._heard_bytes >= self._portion_bytes:
+            if self._portion_used >= self._portion_bytes:
                 self._portion_bytes += self._portion_bytes >> 3
-                self._wait()
+                self._pause_portions()
                 return False
             frame = later.popleft()
             hears(frame, 0, len(frame))
@@ -405,19 +414,19 @@ class LinkPort(LongFramePort):
                 return False
         self._portion_bytes = PORTION_BYTES
         self._reader.on_frame = hears
-        self._hear_on()
+        self._resume_reading()
         return True
 
-    def _hear_on(self) -> None:
-        self._hears = self._waiting = None
+    def _resume_reading(self) -> None:
+        self._deferred_handler = self._portion_timer = None
         self._transport.resume_reading()
 
-    def _hear_no_more(self) -> None:
+    def _stop_reading(self) -> None:
         self._reader.on_frame = self._ignore
-        self._later.clear()
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._hear_on()  # closed with something unread, it would take back what was written last
+        self._deferred.clear()
+        if self._portion_timer is not None:
+            self._portion_timer.cancel()
+            self._resume_reading()  # closed with something unread, it would take back what was written last
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
         """Nothing counts any more."""
@@ -426,7 +435,7 @@ class LinkPort(LongFramePort):
 
     def finish(self) -> None:
         self.reason = self.reason or "the other relay said goodbye"
-        self._hear_no_more()
+        self._stop_reading()
         super().finish()
         if self._finish_timer is None:
             loop = asyncio.get_running_loop()
@@ -446,19 +455,19 @@ class LinkPort(LongFramePort):
             self.control(encode_control(frames.Bye(reason)))
         self.finish()
         self._driver.turn()
-        self._gone()
+        self._link_ended()
 
     def abort(self, reason: str) -> None:
         if not self._closed:
             self.reason = self.reason or reason
             self._closed = True
-            self._hear_no_more()
-            self._hub.known(self)
+            self._stop_reading()
+            self._hub.no_longer_half_open(self)
             self._settle_dial(Outcome(reason, self.relay_id or None))
             if self.made:
                 self._transport.abort()
 
-    def told(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """Return what the log says of it when it is up."""
         return {"address": self.address, "dialled": self.dialled}
 
@@ -493,9 +502,9 @@ class LinkPort(LongFramePort):
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _gone(self) -> None:
+    def _link_ended(self) -> None:
         """It is a link no more: the router hears of it, and whoever dials."""
-        self._hub.known(self)
+        self._hub.no_longer_half_open(self)
         self._settle_dial(Outcome(self.reason, self.relay_id or None))
         link = self.link
         if link is not None:
@@ -519,4 +528,4 @@ class LinkPort(LongFramePort):
             self.reason = f"protocol error: {err}"
             self.control(encode_control(frames.Error(str(err)[:1024])))
             self.finish()
-            self._gone()
+            self._link_ended()

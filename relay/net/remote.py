@@ -91,7 +91,7 @@ class RemoteListener:
 
     def _accepted(self, connection: socket.socket, address: Any) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not self._hub.has_place():
+        if not self._hub.has_room():
             connection.close()
             return
         if len(self._half_open) >= MAX_HALF_OPEN:

@@ -56,7 +56,7 @@ class SessionHub:
         self.ports: set[SessionPort] = set()
         self.quiet = Quiet()
         self.protocol_errors = 0
-        self.turned_away = 0
+        self.refused = 0
         self.attaching = 0
         """Connections accepted whose ports are not made yet."""
         self.held: list[tuple[socket.socket, SessionPort]] | None = None
@@ -85,7 +85,7 @@ class SessionHub:
         peer = Peer(connection)
         if peer.pid == self.store_pid():
             peer.user = RELAYS_STORE
-        if peer.user != RELAYS_STORE and not self.has_place(peer.user):
+        if peer.user != RELAYS_STORE and not self.has_room(peer.user):
             connection.close()
             return
         self.attaching += 1
@@ -104,7 +104,7 @@ class SessionHub:
 
     def _begin(self, connection: socket.socket, port: SessionPort) -> None:
         task = self._acceptor.attach(connection, lambda: port, self._not_attached)
-        task.add_done_callback(lambda task: self._never(port))
+        task.add_done_callback(lambda task: self._release_slot(port))
 
     def _starved(self, err: OSError) -> None:
         self.quiet.warning(
@@ -121,19 +121,19 @@ class SessionHub:
         event = "link.slow" if slow.link else "session.slow"
         self.quiet.warning(log, event, (slow.label, slow.pid), time.monotonic(), fields)
 
-    def let_in_no_more(self) -> None:
+    def cut_ungreeted(self) -> None:
         """Cut whoever has not greeted, and those that are being accepted as they come. Nothing of theirs was taken. Idempotent."""
         self.over = True
         for port in list(self.ports):
             if not port.session.greeted:
                 port.abort("the relay stops")
 
-    def has_place(self, user: str = "") -> bool:
+    def has_room(self, user: str = "") -> bool:
         """Whether there is a place for one more session, of `user` if known. A refusal is counted and logged."""
         limit = self.config.max_sessions
         if len(self.ports) + self.attaching < limit and (not user or self.users.has_room(user)):
             return True
-        self.turned_away += 1
+        self.refused += 1
         fields = {"max_sessions": limit, "user": user, "of_this_user": self.users.held.get(user, 0)}
         self.quiet.warning(log, "sessions.full", user, time.monotonic(), fields)
         return False
@@ -141,7 +141,7 @@ class SessionHub:
     def _not_attached(self, err: OSError) -> None:
         self.quiet.warning(log, "session.not_attached", "", time.monotonic(), {"error": str(err)})
 
-    def _never(self, port: SessionPort) -> None:
+    def _release_slot(self, port: SessionPort) -> None:
         """If it is not, a connection will never be made: its place is free."""
         if port.attaching:
             self.attaching -= 1
@@ -183,7 +183,7 @@ class SessionHub:
         held, self.held = self.held or [], None
         for connection, port in held:
             connection.close()
-            self._never(port)
+            self._release_slot(port)
         self._acceptor.cancel()
         for port in list(self.ports):
             port.abort("the relay stopped")
@@ -267,7 +267,7 @@ class SessionPort(ConnectionPort):
             return
         user = f"access file {access_id.hex()}"
         if not self._hub.users.has_room(user):
-            self._hub.turned_away += 1
+            self._hub.refused += 1
             self._protocol_error(PeerProtocolError(self._hub.users.full(user, "sessions")))
             return
         self._hub.users.take(user)

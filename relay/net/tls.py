@@ -64,7 +64,7 @@ __all__ = [
     "GatewayCredentials",
     "PeerPin",
     "check_alpn",
-    "garbled_names_told",
+    "counting_garbled_names",
     "gateway_server_context",
     "link_server_context",
     "make_access",
@@ -294,7 +294,7 @@ def refusal(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def garbled_names_told(told: Callable[[], None]) -> Iterator[None]:
+def counting_garbled_names(told: Callable[[], None]) -> Iterator[None]:
     """While entered, call `told` for each server name that is not ASCII, where `ssl` prints a traceback.
 
     The handshake is refused in any case; without this anybody who connects could fill our stderr. It

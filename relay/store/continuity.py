@@ -4,7 +4,7 @@
     SUBSCRIBE, JOIN ──► ACK, fresh: the relay routed nothing of that kind before ── the stream goes on without a gap
 
 In all other cases a gap of unknown count stands between them. The file names the relay that said BYE: the next relay at its socket
-removes it if there was another in between (`relay.door`).
+removes it if there was another in between (`relay.startup`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relay.store.database import write_beside
 from relay.store.stream import Stream
-from relay.supervisor import WHOLE_BYTES, forget_whole
+from relay.supervisor import COMPLETE_FILE_BYTES, remove_complete_file
 
 
 class Continuity:
@@ -32,11 +32,11 @@ class Continuity:
         """Read what the store before this one left, once: whatever happens from here on, the file says nothing any more. Raises OSError."""
         try:
             with path.open("rb") as file:
-                said = json.loads(file.read(WHOLE_BYTES))
+                said = json.loads(file.read(COMPLETE_FILE_BYTES))
             relay, ends = said["relay"], dict(said["streams"])
         except (OSError, ValueError, TypeError, KeyError):
             relay, ends = "", {}
-        forget_whole(path)
+        remove_complete_file(path)
         self._relay = str(relay)
         self.whole = {
             s.uuid for s in streams if s.whole and s.log and ends.get(s.uuid.hex()) == s.log.next

@@ -26,7 +26,7 @@ from relay.store.errors import LogError
 from relay.store.presence import Presence, told
 from relay.store.session import Bundle, StoreSession
 from relay.store.stream import Stream
-from relay.supervisor import STREAMS, WHOLE
+from relay.supervisor import COMPLETE_FILE, STREAMS
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Store:
         self.clock = Clock()
         self.presence = Presence(key, self.address, self._late, self._refused)
         self.continuity = Continuity()
-        self._left = directory / WHOLE
+        self._left = directory / COMPLETE_FILE
         self.catalogue = Catalogue(
             directory / STREAMS, Authority(key.public_key), self.presence, self.clock
         )

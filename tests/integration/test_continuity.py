@@ -245,7 +245,7 @@ async def test_a_store_that_does_not_come_back_holds_nobody_up_for_long(
             await began.wait()
             await run(self)
 
-        monkeypatch.setattr("relay.door.WORD_S", 0.05)
+        monkeypatch.setattr("relay.startup.WORD_S", 0.05)
         monkeypatch.setattr(StoreSupervisor, "run", later)
         config = RelayConfig(
             socket_path=on.daemon.socket, data=tmp_path / "data", dev=True, drain_timeout_s=10

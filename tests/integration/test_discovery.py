@@ -12,10 +12,10 @@ import pytest
 from zeroconf import DNSOutgoing, DNSPointer
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from relay.discovery import Sighting, heard
+from relay.discovery import Sighting, sightings
 from relay.discovery.adverts import SERVICE_TYPE, Advert, encode_txt, instance_name
-from relay.discovery.heard import MAX_FOLLOW_UPS
 from relay.discovery.interfaces import Address
+from relay.discovery.sightings import MAX_FOLLOW_UPS
 from relay.discovery.zeroconf import MulticastDiscovery
 
 pytestmark = pytest.mark.timeout(60)
@@ -226,7 +226,7 @@ async def test_a_flood_of_names_is_bounded_and_hides_no_relay(lan: Lan) -> None:
         await asyncio.sleep(0)
     # no more than this wait for the rest of their advert, the others are dropped at once
     await relay.counts("incomplete", 500)
-    assert len(relay.discovery._heard._follow_ups) <= MAX_FOLLOW_UPS
+    assert len(relay.discovery._sightings._follow_ups) <= MAX_FOLLOW_UPS
     friend = lan.relay(network)
     await relay.sees_relay(friend.relay_id)
     await friend.sees_relay(relay.relay_id)
@@ -320,7 +320,7 @@ async def test_it_keeps_asking_so_that_a_parted_lan_meets_again(lan: Lan) -> Non
 async def test_a_full_table_refuses_further_relays_and_counts_them(
     lan: Lan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heard, "MAX_ADVERTS", 2)
+    monkeypatch.setattr(sightings, "MAX_ADVERTS", 2)
     network = os.urandom(16)
     relays = [lan.relay(network) for _ in range(4)]
     for relay in relays:

@@ -79,13 +79,13 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
     waits: list[LinkPort] = []
     port = link(two, one)
     assert port is not None
-    wait = port._wait
+    wait = port._pause_portions
 
     def counted() -> None:
         waits.append(port)
         wait()
 
-    port._wait = counted  # type: ignore[method-assign]
+    port._pause_portions = counted  # type: ignore[method-assign]
 
     async def hear(message: iris.Message) -> None:
         numbers.append(int(message.payload))
@@ -101,7 +101,7 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
         await eventually(lambda: len(numbers) == 1000)
         assert numbers == list(range(1000))
         assert waits
-        assert port._waiting is None
+        assert port._portion_timer is None
         assert port._portion_bytes == PORTION_BYTES
     for relay in (one, two):
         assert relay.router.accounts.balance() == 0
@@ -132,15 +132,15 @@ async def test_a_link_that_is_cut_while_a_burst_is_heard_comes_back(site: Site, 
 
         publishing = asyncio.create_task(publish())
         async with asyncio.timeout(PATIENCE_S):
-            while not hearing._later:  # noqa: ASYNC110 - it lasts for milliseconds
+            while not hearing._deferred:  # noqa: ASYNC110 - it lasts for milliseconds
                 await asyncio.sleep(0)
         cut = link(*((one, two), (two, one))[side])
         assert cut is not None
         cut.abort("cut by the test")
         await publishing
         await eventually(lambda: hearing not in hub(two).ports and linked(one, two))
-        assert not hearing._later
-        assert hearing._waiting is None
+        assert not hearing._deferred
+        assert hearing._portion_timer is None
 
         async def again() -> bool:
             await here.publish("news.0", b"1000")

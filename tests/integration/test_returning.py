@@ -15,7 +15,7 @@ from support.relays import KEY, Daemon, client
 from support.waiting import PATIENCE_S, eventually
 
 import iris
-from relay.attendance import FILE_BYTES
+from relay.membercount import FILE_BYTES
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -61,7 +61,7 @@ async def test_one_user_leaves_a_quarter_of_the_sessions_to_others() -> None:
         await relay.start()
         try:
             async with crowd(4242, config.socket_path, 20):
-                await eventually(lambda: relay.hub.turned_away == 8)
+                await eventually(lambda: relay.hub.refused == 8)
                 assert relay.hub.users.held == {"uid 4242": 12}
                 async with (
                     Wire(config.socket_path) as wire,
@@ -73,7 +73,7 @@ async def test_one_user_leaves_a_quarter_of_the_sessions_to_others() -> None:
                     assert status["users"]["held"] == 14
                     # Its share is its own: a third user has what is left.
                     async with crowd(4243, config.socket_path, 4):
-                        await eventually(lambda: relay.hub.turned_away == 10)
+                        await eventually(lambda: relay.hub.refused == 10)
                         await wire.send(frames.Ping(1))
                         assert (await wire.expect(frames.Pong)).id == 1
             await eventually(lambda: not relay.hub.users.held)

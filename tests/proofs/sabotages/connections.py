@@ -182,7 +182,7 @@ SABOTAGES = (
     Sabotage(
         "gateway-hello",
         "relay/net/gateways.py",
-        "GatewayPort._understood",
+        "GatewayPort._checked_hello",
         "hello.site != self.site",
         "False",
         ("tests/adversity/test_gateways.py::test_a_hello_that_does_not_hold_is_refused_and_told",),

@@ -166,7 +166,7 @@ SABOTAGES = (
     Sabotage(
         "gateway-relay-id",
         "relay/net/gateways.py",
-        "GatewayHub._judge",
+        "GatewayHub._check_hello",
         "(known is not None and known.site != site) or relay_id in self.router.mesh.copies",
         "False",
         (

@@ -9,7 +9,7 @@ import pytest
 from zeroconf import ServiceStateChange
 from zeroconf.asyncio import AsyncServiceInfo
 
-from relay.discovery import heard
+from relay.discovery import sightings
 from relay.discovery.adverts import MAX_ADDRESSES, SERVICE_TYPE, Advert, encode_txt, instance_name
 from relay.discovery.interfaces import Address
 from relay.discovery.zeroconf import MulticastDiscovery
@@ -51,7 +51,7 @@ class Cache:
 @pytest.fixture
 def discovery() -> MulticastDiscovery:
     made = MulticastDiscovery(OURS, (NETWORK,), 7)
-    made._heard.ours = frozenset({ETH})
+    made._sightings.ours = frozenset({ETH})
     return made
 
 
@@ -62,61 +62,63 @@ def goodbye(discovery: MulticastDiscovery, name: str) -> None:
 def test_of_an_advert_with_a_thousand_addresses_a_few_are_kept(
     discovery: MulticastDiscovery,
 ) -> None:
-    discovery._heard._judge(advert(5, addresses(1000)))
-    assert len(discovery._heard.known) == 1
-    assert len(discovery._heard.known[relay_id(5)].addresses) <= 8
-    assert sum(map(len, discovery._heard._places)) <= MAX_ADDRESSES
+    discovery._sightings._evaluate(advert(5, addresses(1000)))
+    assert len(discovery._sightings.known) == 1
+    assert len(discovery._sightings.known[relay_id(5)].addresses) <= 8
+    assert sum(map(len, discovery._sightings._by_endpoints)) <= MAX_ADDRESSES
     # Its place is still known for the same: one that is back under a new id takes it over.
-    discovery._heard._judge(advert(6, addresses(1000)[::-1]))
-    assert list(discovery._heard.known) == [relay_id(6)]
+    discovery._sightings._evaluate(advert(6, addresses(1000)[::-1]))
+    assert list(discovery._sightings.known) == [relay_id(6)]
     goodbye(discovery, instance_name(relay_id(6)))
-    assert not discovery._heard.known
-    assert not discovery._heard._places
-    assert not discovery._heard._place_of
-    assert not discovery._heard._replaced
+    assert not discovery._sightings.known
+    assert not discovery._sightings._by_endpoints
+    assert not discovery._sightings._endpoints_of
+    assert not discovery._sightings._replaced
 
 
 def test_a_flood_of_adverts_and_of_those_that_replace_each_other_is_bounded(
     discovery: MulticastDiscovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heard, "MAX_ADVERTS", 50)
+    monkeypatch.setattr(sightings, "MAX_ADVERTS", 50)
     for number in range(2, 300):
-        discovery._heard._judge(advert(number, addresses(1, f"10.0.1.{number % 200}"), port=number))
-    assert len(discovery._heard.known) == 50
+        discovery._sightings._evaluate(
+            advert(number, addresses(1, f"10.0.1.{number % 200}"), port=number)
+        )
+    assert len(discovery._sightings.known) == 50
     assert discovery.status()["dropped"] == {"table_full": 248}
     for number in range(300, 600):  # each says that it listens where the one before it does
-        discovery._heard._judge(advert(number, addresses(1, "10.0.1.2"), port=2))
+        discovery._sightings._evaluate(advert(number, addresses(1, "10.0.1.2"), port=2))
     assert (
-        len(discovery._heard.known)
-        == len(discovery._heard._places)
-        == len(discovery._heard._place_of)
+        len(discovery._sightings.known)
+        == len(discovery._sightings._by_endpoints)
+        == len(discovery._sightings._endpoints_of)
     )
-    assert len(discovery._heard.known) <= 50
-    assert len(discovery._heard._replaced) <= 51
+    assert len(discovery._sightings.known) <= 50
+    assert len(discovery._sightings._replaced) <= 51
 
 
 def test_two_that_say_they_replaced_each_other_end_in_one(discovery: MulticastDiscovery) -> None:
     for _ in range(50):
         for number in (5, 6):
-            discovery._heard._judge(advert(number, addresses(1)))
-    assert list(discovery._heard.known) == [relay_id(6)]
-    assert discovery._heard._replaced == {relay_id(5): relay_id(6)}
+            discovery._sightings._evaluate(advert(number, addresses(1)))
+    assert list(discovery._sightings.known) == [relay_id(6)]
+    assert discovery._sightings._replaced == {relay_id(5): relay_id(6)}
     assert discovery.status()["dropped"] == {"replaced": 49}
     # Whoever says goodbye for the one that stays brings back only who is heard again.
     goodbye(discovery, instance_name(relay_id(6)))
-    discovery._heard._judge(advert(5, addresses(1)))
-    assert list(discovery._heard.known) == [relay_id(5)]
+    discovery._sightings._evaluate(advert(5, addresses(1)))
+    assert list(discovery._sightings.known) == [relay_id(5)]
 
 
 def test_goodbyes_of_nobody_cost_a_look_up_each(discovery: MulticastDiscovery) -> None:
-    discovery._heard._judge(advert(5, addresses(1)))
+    discovery._sightings._evaluate(advert(5, addresses(1)))
     waiting = len(discovery._feed)
     for number in range(1000, 3000):
         goodbye(discovery, instance_name(relay_id(number)))
     goodbye(discovery, instance_name(OURS))  # nobody says it for us
-    assert list(discovery._heard.known) == [relay_id(5)]
+    assert list(discovery._sightings.known) == [relay_id(5)]
     assert len(discovery._feed) == waiting
-    assert not discovery._heard._replaced
+    assert not discovery._sightings._replaced
 
 
 @pytest.mark.parametrize(
@@ -141,4 +143,4 @@ def test_a_name_that_is_none_of_a_relay_is_counted_and_nothing_else(
 ) -> None:
     discovery._on_change(Cache(), SERVICE_TYPE, name, state)  # type: ignore[arg-type]
     assert discovery.status()["dropped"] == {"bad_name": 1}
-    assert not discovery._heard._follow_ups
+    assert not discovery._sightings._follow_ups

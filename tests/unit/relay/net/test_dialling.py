@@ -276,7 +276,7 @@ async def test_a_relay_that_is_heard_again_after_a_goodbye_is_kept(net: Net) -> 
     target = await linked(net, X, GOOD)
     advert(net, X, GOOD, gone=True)
     advert(net, X, GOOD)
-    assert not target.parted
+    assert not target.said_goodbye
     assert wait_or_none(target) is None
 
 

@@ -236,7 +236,7 @@ async def test_a_link_is_alive_when_any_part_of_a_frame_comes(
         def read_into(self, buffer: memoryview) -> int:
             return 0
 
-    rig.port._shaking = False
+    rig.port._handshaking = False
     monkeypatch.setattr(rig.port, "_secured", Clear(), raising=False)
     rig.port.buffer_updated(100)
     assert link.pulse.last_us == rig.router.now_us > 0
@@ -285,9 +285,9 @@ class Heard:
         """What happens once a frame was heard."""
         port.link = rig.router.link_up(port, frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB))
         port.made = True
-        port._shaking = False
+        port._handshaking = False
         monkeypatch.setattr(rig.router, "_link_table", [self._take] * 256)
-        port._entry = rig.router.entry(port.link, port._heard)
+        port._entry = rig.router.entry(port.link, port._count_portion)
         port._reader.on_frame = port._frame
         port._reader.limit = MIB
         monkeypatch.setattr(port, "_secured", Clear(), raising=False)
@@ -400,7 +400,7 @@ async def test_a_connection_that_ends_while_frames_wait_hears_none_of_them(
     await until(lambda: heard.port.ended)
     await asyncio.sleep(4 * PORTION_S)
     assert heard.numbers == list(range(at + 1))
-    assert not heard.port._later
+    assert not heard.port._deferred
     heard.port.connection_lost(None)
 
 
@@ -412,7 +412,7 @@ async def test_a_connection_cut_by_the_other_side_while_frames_wait_hears_none_o
     heard.port.connection_lost(ConnectionResetError())
     await asyncio.sleep(4 * PORTION_S)
     assert heard.numbers == first != list(range(30))
-    assert not heard.port._later
+    assert not heard.port._deferred
 
 
 async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_told(
@@ -435,8 +435,8 @@ async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(
 ) -> None:
     heard.come(*range(30))
     first = list(heard.numbers)
-    assert heard.port._waiting is not None
-    waiting = heard.port._waiting
+    assert heard.port._portion_timer is not None
+    waiting = heard.port._portion_timer
     heard.port.leave("stopping")
     heard.rig.driver.settle()
     await asyncio.sleep(4 * PORTION_S)

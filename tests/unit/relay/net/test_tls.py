@@ -38,7 +38,7 @@ from relay.net.tls import (
     SESSION_ALPN,
     Credentials,
     check_alpn,
-    garbled_names_told,
+    counting_garbled_names,
     link_server_context,
     make_access,
     peer_access_id,
@@ -551,7 +551,7 @@ def test_a_garbled_server_name_is_refused_and_told_once_without_a_traceback(
 ) -> None:
     told: list[None] = []
     hook = sys.unraisablehook
-    with garbled_names_told(lambda: told.append(None)):
+    with counting_garbled_names(lambda: told.append(None)):
         met = meet(
             US.dialling,
             link_server_context([THEM]),
@@ -574,7 +574,7 @@ def test_other_errors_that_nobody_can_raise_are_shown_as_before(
         SimpleNamespace(exc_value=ValueError("x"), object=None),
         SimpleNamespace(exc_value=decoding, object=print),
     ]
-    with garbled_names_told(lambda: told.append(None)):
+    with counting_garbled_names(lambda: told.append(None)):
         for other in others:
             sys.unraisablehook(other)
     assert shown == others

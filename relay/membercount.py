@@ -31,7 +31,7 @@ FILE_BYTES: Final = 1024
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Attendance:
+class MemberCount:
     """Keeps the count of one relay's members from `start` to `freeze`."""
 
     def __init__(self, socket_path: Path, router: Router) -> None:
@@ -55,7 +55,7 @@ class Attendance:
             fields = {"members": members, "sessions": sessions, "within_s": RETURN_S}
             log.info("relay.waits", extra={"fields": fields})
 
-    def let_in(self) -> None:
+    def sessions_admitted(self) -> None:
         """Sessions are read from now on: before that no member could come back."""
         if self._returning is not None:
             self._returning.cancel()

@@ -10,7 +10,7 @@ from relay.logs import Quiet
 log = logging.getLogger("relay.discovery.zeroconf")  # operators know it by this name
 
 
-class Hush(logging.Filter):
+class ZeroconfLogFilter(logging.Filter):
     """The filter of zeroconf's log. `begin` and `end` go together."""
 
     def __init__(self) -> None:
@@ -35,4 +35,4 @@ class Hush(logging.Filter):
         return False
 
 
-hush = Hush()
+zeroconf_log = ZeroconfLogFilter()

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from relay import door
-from relay.door import Door
-from relay.supervisor import STREAMS, WHOLE, StoreSupervisor
+from relay import startup
+from relay.startup import StartupGate
+from relay.supervisor import COMPLETE_FILE, STREAMS, StoreSupervisor
 
 RELAY = bytes(range(16))
 FILE = "relay.sock.links"
 
 
 class Place:
-    """A door with what it looks at; `open` once sessions are read."""
+    """A startup gate with what it looks at; `open` once sessions are read."""
 
     def __init__(self, directory: Path, *, data: bool = False) -> None:
         self.directory = directory
@@ -33,7 +33,7 @@ class Place:
         self.awaited = 0
         store = StoreSupervisor(directory, directory / "x", "INFO", "json") if data else None
         socket_path = directory / "relay.sock"
-        self.door = Door(self, self, store, socket_path, self.opened.set)  # type: ignore[arg-type]
+        self.gate = StartupGate(self, self, store, socket_path, self.opened.set)  # type: ignore[arg-type]
 
     def release(self) -> None:
         self.held = None
@@ -44,7 +44,7 @@ class Place:
     def link(self, *, known: bool = True) -> None:
         self.alone = False
         self.links[bytes([len(self.links)])] = SimpleNamespace(replica=SimpleNamespace(known=known))
-        self.door.links_changed()
+        self.gate.links_changed()
 
     @property
     def kept(self) -> dict[str, object] | None:
@@ -54,11 +54,11 @@ class Place:
 
 async def test_nobody_waits_where_nothing_was_and_nothing_is_kept(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    assert place.door.unread
-    place.door.start(linked=True)
+    assert place.gate.unread
+    place.gate.start(linked=True)
     assert place.opened.is_set()
     assert place.held is None
-    assert not place.door.unread
+    assert not place.gate.unread
     assert place.kept is None
 
 
@@ -66,22 +66,22 @@ async def test_links_of_the_relay_before_are_waited_for_and_those_of_now_are_kep
     tmp_path: Path,
 ) -> None:
     first = Place(tmp_path)
-    first.door.start(linked=True)
+    first.gate.start(linked=True)
     first.link()
     first.link()
     assert first.kept == {"links": 2, "relay": ""}
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
-    first.door.freeze()
+    first.gate.freeze()
     first.links.clear()
-    first.door.links_changed()  # they go because the relay does
+    first.gate.links_changed()  # they go because the relay does
     assert first.kept == {"links": 2, "relay": ""}
 
     second = Place(tmp_path)
-    second.door.start(linked=True)
+    second.gate.start(linked=True)
     assert second.held == []
     second.link()
     second.link(known=False)
-    await asyncio.sleep(3 * door.LOOK_S)
+    await asyncio.sleep(3 * startup.LOOK_S)
     assert not second.opened.is_set()
     assert second.kept == {"links": 2, "relay": ""}  # if it is killed now
     second.links[b"\x01"].replica.known = True
@@ -89,7 +89,7 @@ async def test_links_of_the_relay_before_are_waited_for_and_those_of_now_are_kep
         await second.opened.wait()
     assert second.held is None
     second.links.clear()
-    second.door.links_changed()
+    second.gate.links_changed()
     assert second.kept is None
 
 
@@ -97,46 +97,48 @@ async def test_links_of_the_relay_before_are_waited_for_and_those_of_now_are_kep
 async def test_what_does_not_come_back_is_not_waited_for_any_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
-    monkeypatch.setattr(door, "BACK_S", 0.02)
-    monkeypatch.setattr(door, "WORD_S", 0.05)
+    monkeypatch.setattr(startup, "BACK_S", 0.02)
+    monkeypatch.setattr(startup, "WORD_S", 0.05)
     (tmp_path / FILE).write_text(json.dumps({"links": 3, "relay": left}))
     (tmp_path / STREAMS / "one").mkdir(parents=True)
-    (tmp_path / WHOLE).write_text(json.dumps({"relay": left, "streams": {}}))
+    (tmp_path / COMPLETE_FILE).write_text(json.dumps({"relay": left, "streams": {}}))
     place = Place(tmp_path, data=True)
-    place.door.start(linked=True)
+    place.gate.start(linked=True)
     assert place.held == []
     async with asyncio.timeout(10):
         await place.opened.wait()
-    assert not (tmp_path / WHOLE).exists()  # its store would not hear of what is published now
+    assert not (
+        tmp_path / COMPLETE_FILE
+    ).exists()  # its store would not hear of what is published now
     assert place.kept == {"links": 0, "relay": RELAY.hex()}
     assert place.awaited == 3  # what is published from now on is told to them when they are back
 
 
 async def test_a_store_that_somebody_has_to_mend_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / STREAMS / "one").mkdir(parents=True)
-    (tmp_path / WHOLE).write_text(json.dumps({"relay": "", "streams": {}}))
+    (tmp_path / COMPLETE_FILE).write_text(json.dumps({"relay": "", "streams": {}}))
     place = Place(tmp_path, data=True)
-    place.door.start(linked=True)
+    place.gate.start(linked=True)
     assert place.held == []
     place.stores.ours_cannot = True
-    async with asyncio.timeout(door.BACK_S / 2):
+    async with asyncio.timeout(startup.BACK_S / 2):
         await place.opened.wait()
-    assert not (tmp_path / WHOLE).exists()
+    assert not (tmp_path / COMPLETE_FILE).exists()
 
 
 async def test_a_relay_that_stops_before_lets_nobody_in(tmp_path: Path) -> None:
     (tmp_path / STREAMS / "one").mkdir(parents=True)
     place = Place(tmp_path, data=True)
-    place.door.start(linked=False)
-    assert place.door.unread
-    place.door.freeze()
+    place.gate.start(linked=False)
+    assert place.gate.unread
+    place.gate.freeze()
     place.stores.ours_is_up = True
-    await asyncio.sleep(3 * door.LOOK_S)
+    await asyncio.sleep(3 * startup.LOOK_S)
     assert not place.opened.is_set()
-    assert place.door.unread
+    assert place.gate.unread
     assert place.kept is None
     place.alone = False  # what was published elsewhere may have been meant for its streams
-    assert not place.door.unread
+    assert not place.gate.unread
 
 
 @pytest.mark.parametrize(
@@ -151,11 +153,11 @@ async def test_a_relay_that_stops_before_lets_nobody_in(tmp_path: Path) -> None:
 async def test_what_a_store_left_counts_if_no_other_relay_was_there_since(
     tmp_path: Path, kept: str | int | None, stays: bool
 ) -> None:
-    (tmp_path / WHOLE).write_text(json.dumps({"relay": RELAY.hex(), "streams": {}}))
+    (tmp_path / COMPLETE_FILE).write_text(json.dumps({"relay": RELAY.hex(), "streams": {}}))
     if kept is not None:
         (tmp_path / FILE).write_text(json.dumps({"links": 0, "relay": kept}))
-    Place(tmp_path, data=True).door.start(linked=False)
-    assert (tmp_path / WHOLE).exists() == stays
+    Place(tmp_path, data=True).gate.start(linked=False)
+    assert (tmp_path / COMPLETE_FILE).exists() == stays
 
 
 async def test_a_relay_without_a_store_says_that_it_was_there_to_who_had_one(
@@ -163,7 +165,7 @@ async def test_a_relay_without_a_store_says_that_it_was_there_to_who_had_one(
 ) -> None:
     (tmp_path / FILE).write_text(json.dumps({"links": 0, "relay": bytes(16).hex()}))
     place = Place(tmp_path)
-    place.door.start(linked=False)
+    place.gate.start(linked=False)
     assert place.kept == {"links": 0, "relay": RELAY.hex()}
 
 
@@ -173,5 +175,5 @@ async def test_a_relay_without_a_store_says_that_it_was_there_to_who_had_one(
 async def test_a_file_that_says_nothing_is_no_reason_to_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     place = Place(tmp_path)
-    place.door.start(linked=True)
+    place.gate.start(linked=True)
     assert place.opened.is_set()

@@ -36,7 +36,7 @@ FILE_BYTES: Final = 256
 UNKNOWN: Final = "unknown"
 
 
-class Door:
+class StartupGate:
     """Holds the sessions of one relay from `start` until what was there before is back; `opened` is called then."""
 
     def __init__(
@@ -72,13 +72,13 @@ class Door:
         if linked:
             self._links_due = links
         if self._store is not None:
-            if relay and relay != self._store.left_by:
+            if relay and relay != self._store.complete_for:
                 try:
-                    self._store.forget()
+                    self._store.forget_completeness()
                 except OSError as err:
                     raise ConfigError(f"data: {err}") from err
             self._store_due = self._store.has_streams
-            self._store_s = WORD_S if self._store.left_by else BACK_S
+            self._store_s = WORD_S if self._store.complete_for else BACK_S
         self._began_s = time.monotonic()
         self._hub.held = []
         if self._store_due or self._links_due:
@@ -126,7 +126,7 @@ class Door:
         """The store is not there, and others are let in: its streams may miss something."""
         if self._store_due and self._store is not None:
             try:
-                self._store.forget()
+                self._store.forget_completeness()
             except OSError as err:
                 log.error("door.not_forgotten", extra={"fields": {"error": str(err)}})
 

@@ -34,7 +34,7 @@ _RESOLVE_BATCH: Final = 16
 _RECHECK_S: Final = 1.5
 
 
-class Heard:
+class Sightings:
     """What is known of the other relays. `ours` are the addresses that we announce, `networks` those that we hold the keys of."""
 
     def __init__(self, relay_id: bytes, port: int, networks: tuple[bytes, ...], feed: Feed) -> None:
@@ -46,8 +46,8 @@ class Heard:
         self._port = port
         self._feed = feed
         # of what is in `known`: two relays cannot have all of these in common
-        self._places: dict[frozenset[tuple[str, int]], bytes] = {}
-        self._place_of: dict[bytes, frozenset[tuple[str, int]]] = {}
+        self._by_endpoints: dict[frozenset[tuple[str, int]], bytes] = {}
+        self._endpoints_of: dict[bytes, frozenset[tuple[str, int]]] = {}
         # old id -> the id that took its addresses and port over
         self._replaced: dict[bytes, bytes] = {}
         # name -> (when, whether to ask the network if the cache does not know)
@@ -76,10 +76,10 @@ class Heard:
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         if not info.load_from_cache(zeroconf) or info.port is None:
             return False
-        self._judge(info)
+        self._evaluate(info)
         return True
 
-    def _judge(self, info: AsyncServiceInfo) -> None:
+    def _evaluate(self, info: AsyncServiceInfo) -> None:
         """Tell the reader of an advert if it is well formed, of a network of ours, and news."""
         try:
             relay_id = relay_id_in(info.name)
@@ -112,8 +112,8 @@ class Heard:
         # As announced: a link-local address has a scope only when it was heard over IPv6.
         # As many as an honest one announces: an advert may have a thousand.
         listed = sorted(info.parsed_addresses())[:MAX_ADDRESSES]
-        place = frozenset((ip, info.port) for ip in listed)
-        replaced = self._places.get(place)
+        endpoints = frozenset((ip, info.port) for ip in listed)
+        replaced = self._by_endpoints.get(endpoints)
         if replaced is not None:
             # Two cannot listen there: it crashed and is back under a new id. Were the new one a lie,
             # then the same addresses would still be dialled.
@@ -122,9 +122,9 @@ class Heard:
             if len(self._replaced) > MAX_ADVERTS:
                 del self._replaced[next(iter(self._replaced))]
         self.known[relay_id] = sighting
-        self._places[place] = relay_id
-        self._place_of[relay_id] = place
-        self._tell(sighting)
+        self._by_endpoints[endpoints] = relay_id
+        self._endpoints_of[relay_id] = endpoints
+        self._report(sighting)
 
     def _is_our_own(self, ip: str, port: int) -> bool:
         return port == self._port and any(
@@ -135,14 +135,16 @@ class Heard:
         known = self.known.pop(relay_id, None)
         if known is None:
             return
-        self._places.pop(self._place_of.pop(relay_id), None)
+        self._by_endpoints.pop(self._endpoints_of.pop(relay_id), None)
         if not silently:
             # Whoever was said to be replaced may be heard again, from its next answer on.
             for old in [old for old, new in self._replaced.items() if new == relay_id]:
                 del self._replaced[old]
-            self._tell(Sighting(known.addresses, relay_id, known.networks, known.source, gone=True))
+            self._report(
+                Sighting(known.addresses, relay_id, known.networks, known.source, gone=True)
+            )
 
-    def _tell(self, sighting: Sighting) -> None:
+    def _report(self, sighting: Sighting) -> None:
         if not self._feed.put(sighting.relay_id, sighting):
             self._drop("reader_lags")
 
@@ -182,6 +184,6 @@ class Heard:
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         if await info.async_request(zeroconf, _RESOLVE_MS) and info.port is not None:
-            self._judge(info)
+            self._evaluate(info)
         else:
             self._drop("incomplete")
