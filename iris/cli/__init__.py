@@ -1,4 +1,4 @@
-"""The `iris` command: one verb a module, imported when it is called; `--help` imports them all."""
+"""The `iris` command. Each verb is a module, which is imported when the verb is called; `--help` imports all of them."""
 
 from __future__ import annotations
 
@@ -32,54 +32,62 @@ VERBS: Final = {
     "bench": "iris.cli.bench",
     "demo": "iris.cli.demo",
 }
-"""Verb -> the module with a function of that name, or with an `app` of further verbs."""
+"""Verb -> its module. The module has a function named after the verb, or an `app` with sub-verbs."""
 
-HELP = """Talk to clusters by name, from a shell.
+HELP = """Send messages to clusters by name, and run relays and services.
 
-    Payloads come from an argument or from standard input, results go to
-    standard output: bytes as they are, or with --json one object a line.
-    Errors are one line on stderr.
+    A payload is an argument or standard input. Results go to standard output:
+    as raw bytes, or with --json as one JSON object per line. An error is one
+    line on stderr; `iris --verbose VERB ...` also prints what caused it.
 
     \b
     Start here:
-      iris demo                          see everything at work on real data
-      iris relay --dev                   a relay, with throw-away keys
-      iris run greetings:greeter         a member (README.md has greetings.py)
-      iris request greeter world
-      iris stream create orders          a log on disk (relay --data DIR)
+      iris demo                     see everything at work, on real data
+      iris relay --dev              start a relay with throw-away keys
+      iris run greetings:greeter    serve a cluster (README.md has greetings.py)
+      iris request greeter world    send that cluster a request
 
     \b
     Exit codes:
-      0    it worked
-      1    the answer was an error (survey: one of them; demo: figures differ;
-           a stream's store refused, or the offset was not the expected one;
-           federation ping: a site is not linked)
-      2    usage or configuration: names, keys, files, no relay
-      3    nobody is there: no members, no such stream, no store
-      4    overloaded: every member is full; nothing ran, no stream has changed
-      5    timeout; a stream may have changed
-      6    connection lost: a member or relay went away, a tunnel broke
+      0    success
+      1    refused or failed: a member, relay or store answered with an error
+      2    wrong usage or configuration: argument, name, key, file; no relay
+      3    not found: no members, no such stream, no store
+      4    overloaded: nothing ran and no stream changed; try again later
+      5    timeout: it may have run, and a stream may have changed
+      6    connection lost: a member or relay left, or a tunnel broke
       130  interrupted
 
     \b
+    Exit code 1 also reports these results:
+      survey                  a member answered with an error
+      stream append --expect  the message would have got another offset
+      federation ping         a site is not linked
+      demo                    figures differ from the file
+
+    \b
     Environment:
-      IRIS_RELAY   the relay: path of its socket, or tls://host:port; of several
-                   one that answers: tls://a:7431,tls://dns:NAME:7431
-      IRIS_CONFIG  directory of keyring.toml, network.toml and access.pem; without
-                   it $XDG_CONFIG_HOME/iris, else ~/.config/iris
-      IRIS_ACCESS  access file for tls://; without it access.pem of that directory
+      IRIS_RELAY    the relay to use: path of its socket, or tls://HOST:PORT.
+                    Several, with commas: one that answers is used.
+                    tls://dns:NAME:PORT stands for all addresses of NAME.
+                    Default: your own relay, else the relay of this host.
+      IRIS_CONFIG   directory of keyring.toml, network.toml and access.pem.
+                    Default: $XDG_CONFIG_HOME/iris, else ~/.config/iris.
+      IRIS_ACCESS   access file for tls:// relays.
+                    Default: access.pem in the configuration directory.
+      IRIS_VERBOSE  1: same as --verbose
     """
 
 
 class Verbs(TyperGroup):
-    """Finds a verb's module by its name, so that one verb does not wait for the imports of all."""
+    """Import a verb's module by the verb's name, so that one verb does not wait for the imports of all the others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs, in the order of the help."""
+        """Return the verbs in the order in which the help shows them."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a verb by its name, or None."""
+        """Return the command for a verb; None if there is no such verb."""
         if cmd_name not in VERBS:
             return None
         module = import_module(VERBS[cmd_name])
@@ -107,10 +115,10 @@ def _version(wanted: bool) -> None:
 @app.callback(help=HELP)
 def iris(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", envvar=VARIABLE, show_envvar=False, help="Under the line of an error, print its causes: exceptions, and where they were raised.")
+        bool, typer.Option("--verbose", "-v", envvar=VARIABLE, show_envvar=False, help="Below the line of an error, print the exceptions that caused it and where they were raised.")
     ] = False,
 ) -> None:  # fmt: skip
     """Handle the options that come before a verb."""

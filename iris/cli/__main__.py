@@ -1,4 +1,4 @@
-"""`python -m iris.cli`: the `iris` command where it is not on the PATH."""
+"""`python -m iris.cli`: run the `iris` command without having it on the PATH."""
 
 from iris.cli import main
 

@@ -1,4 +1,4 @@
-"""`iris bridge`: processes that let programs of other protocols take part."""
+"""`iris bridge`: processes that connect programs of other protocols to clusters and topics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from iris.cli.exits import report_error
 from iris.errors import IrisError
 
 app = typer.Typer(
-    name="bridge", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Let programs of other protocols take part.
+    name="bridge", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Connect programs of other protocols to clusters and topics.
 
-    A bridge is a process with a keyring, like any other program here: it seals
-    what its clients send, and opens what is for them.
+    A bridge is a program with a keyring: it seals what its clients send and
+    opens what they receive.
 
     \b
     Examples:
@@ -29,25 +29,26 @@ app = typer.Typer(
 def iris1(
     listen: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS:PORT", help="Where clients connect. Repeatable. Default: 127.0.0.1:55555 and [::1]:55555.", show_default=False),
+        typer.Option(metavar="ADDRESS:PORT", help="Address on which clients connect. Repeatable. Default: 127.0.0.1:55555 and [::1]:55555.", show_default=False),
     ] = None,
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Listen on other addresses than loopback: there is no authentication.")
+        bool, typer.Option("--allow-remote", help="Allow addresses other than loopback. Clients are not authenticated.")
     ] = False,
-    max_clients: Annotated[int, typer.Option(min=1, help="Connections at once.")] = 1024,
+    max_clients: Annotated[int, typer.Option(min=1, help="Limit of connections at a time.")] = 1024,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_format: options.LogFormat = "json",
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Be the relay that programs of the first Iris expect (iris-go, iris-java, iris-erl; protocol v1.0-draft2).
+    """Serve programs of the first Iris: iris-go, iris-java, iris-erl (protocol v1.0-draft2).
 
-    Their clusters and topics are ours: a Go service and a Python service are
-    members of one cluster. That protocol knows no authentication: whoever can
-    connect acts with this process's keys, so it listens on loopback.
+    They share clusters and topics with programs of this Iris: a Go service and
+    a Python service can be members of one cluster. Their protocol has no
+    authentication. Every program that can connect acts with the keys of this
+    process, so it listens on loopback unless you say otherwise.
 
-    SIGTERM or Ctrl-C finishes what was accepted and ends with exit code 0; a
-    second one ends at once. SIGHUP takes up a changed keyring. Logs are JSON
-    lines on stderr. docs/bridges.md says what maps to what.
+    SIGTERM or Ctrl-C finishes what was accepted and exits with code 0; a second
+    one exits at once. SIGHUP reloads the keyring. Logs are JSON lines on
+    stderr. docs/bridges.md shows how the protocols map to each other.
 
     \b
     Examples:

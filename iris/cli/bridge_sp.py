@@ -1,4 +1,4 @@
-"""`iris bridge sp`: programs of nanomsg, nng and Mangos in clusters and topics."""
+"""`iris bridge sp`: connect programs of nanomsg, nng and Mangos to clusters and topics."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from iris.errors import ConfigError
 
 def sp(
     config: Annotated[
-        Path, typer.Option("--config", "-c", metavar="FILE", help="TOML with a [\\[socket]] for each SP socket.")
+        Path, typer.Option("--config", "-c", metavar="FILE", help="TOML file with a [\\[socket]] table for each SP socket.")
     ],
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_format: options.LogFormat = "json",
-    check: Annotated[bool, typer.Option("--check", help="Check the file and leave.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the file and exit.")] = False,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Bridge Scalability Protocols: REQ, SURVEYOR, PUB, PUSH, BUS and PAIR programs in clusters and topics.
+    """Connect programs of the Scalability Protocols (nanomsg, nng, Mangos): REQ, SURVEYOR, PUB, PUSH, BUS, PAIR.
 
-    SIGTERM or Ctrl-C ends it with exit code 0; a second one ends it at once.
-    SIGHUP takes up a changed keyring, SIGUSR1 logs what each socket has done.
-    Logs are JSON lines on stderr.
-    docs/bridges-sp.md says how to point a program at it.
+    SIGTERM or Ctrl-C exits with code 0 when messages in flight are done; a
+    second one exits at once. SIGHUP reloads the keyring, SIGUSR1 logs the
+    counters of each socket. Logs are JSON lines on stderr.
+    docs/bridges-sp.md shows how to point a program at the bridge.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ def sp(
         if check:
             return Exit.OK
         configure(log_level, log_format)
-        os.umask(0o077)  # an ipc socket is ours alone before its permissions are set
+        os.umask(0o077)  # until its permissions are set, an ipc socket is for this user only
         try:
             from relay.bridges.sp.process import serve
         except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`iris broadcast`: a message for every member."""
+"""`iris broadcast`: send a message to every member."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def broadcast(
 ) -> None:
     """Send a message to every member of a cluster that serves broadcasts.
 
-    Succeeds once the relay has routed it; if no member is there to hear it, it says so.
+    Succeeds when the relay has routed it. If no member serves broadcasts, a
+    line on stderr says so.
 
     \b
     Examples:
@@ -36,15 +37,16 @@ def broadcast(
     async def call(client: iris.Client, body: Any) -> None:
         await client.broadcast(cluster, body, headers=headers, scope=scope)
 
-    async def heard(client: iris.Client) -> int | None:
+    async def receivers(client: iris.Client) -> int | None:
         site, name = check_address(cluster)
         if site not in ("", HERE):
             return None
-        there = await client.members(name, timeout=timeout)
-        # What those of other sites serve is not known here.
-        return there.serving("broadcast") + (0 if scope == "site" else sum(there.sites.values()))
+        members = await client.members(name, timeout=timeout)
+        # Members of other sites are known only by their number, not by what they serve.
+        remote = 0 if scope == "site" else sum(members.sites.values())
+        return members.serving("broadcast") + remote
 
     send(
         call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
-        heard=heard, hearers="members", unheard=f"no member of {cluster} serves broadcasts",
+        receivers=receivers, counted_as="members", none=f"no member of {cluster} serves broadcasts",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Exit codes, and the one place where a verb's coroutine is run and its errors become one line on stderr."""
+"""Exit codes, and the function that runs a verb's coroutine and prints its error as one line on stderr."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from iris.errors import (
 
 
 class Exit(IntEnum):
-    """What scripts can tell apart; `iris --help` documents it."""
+    """Exit codes of `iris`, for scripts; `iris --help` documents them."""
 
     OK = 0
     ANSWER = 1
@@ -59,13 +59,13 @@ _BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
 
 
 def exit_code(error: IrisError) -> Exit:
-    """Return the exit code of an error; USAGE for what is wrong on this side: names, keys, settings, no relay.
+    """Return the exit code for an error; USAGE for a mistake on this side: a name, a key, a setting, no relay.
 
-    Of a store that did not do it in time, whether it may be done is what a script has to know: TIMEOUT says so, OVERLOADED not.
+    A store that did not answer in time is a TIMEOUT if the change may have been made, and OVERLOADED if it was not made.
     """
     if isinstance(error, StreamUnavailable):
         if isinstance(error.__cause__, NoStream) and not error.may_have_run:
-            return Exit.NO_MEMBERS  # no store is there at all
+            return Exit.NO_MEMBERS  # there is no store at all
         return Exit.TIMEOUT if error.may_have_run else Exit.OVERLOADED
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.USAGE)
 
@@ -83,7 +83,7 @@ def report_error(error: IrisError) -> Exit:
 
 
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
-    """Run a verb on uvloop and end it with the exit code that it returns, or that its error stands for."""
+    """Run a verb on uvloop and exit with the code that it returns, or with the code of its error."""
     code: int
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -93,14 +93,14 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     except (KeyboardInterrupt, asyncio.CancelledError):
         code = Exit.INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has enough: `iris subscribe … | head -1`. Python would complain once more at exit.
+        # The reader of our output has left, as in `iris subscribe … | head -1`. Python would print an error at exit, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = Exit.OK
     raise typer.Exit(int(code))
 
 
 async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends, or SIGINT or SIGTERM cancels it: both are success. A second signal ends the process."""
+    """Run `work` until it ends or a SIGINT or SIGTERM cancels it; both are success. A second signal ends the process at once."""
     task = asyncio.ensure_future(work)
     stopped = False
 
@@ -124,7 +124,7 @@ async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, where it exists."""
+    """Return uvloop's event loop factory; None on Windows, where uvloop does not exist."""
     if sys.platform == "win32":
         return None
     import uvloop

@@ -1,4 +1,4 @@
-"""`iris federation`: the key by which other sites know this one, and the sites that the relay of this host sees."""
+"""`iris federation`: make the key of this site, and show the other sites that the relay of this host knows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from iris.cli.exits import Exit, complain, run
 from iris.wire.names import printable
 
 app = typer.Typer(
-    name="federation", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Join sites, each a network of relays, over gateways.
+    name="federation", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Connect sites, each a network of relays, through gateways.
 
-    Each site makes a key and gives its fingerprint to the others. Gateways are
-    relays with --gateway or --peer-site.
+    Each site makes a key and gives its fingerprint to the others. A gateway is
+    a relay that is started with --gateway or --peer-site.
 
     \b
     Examples:
@@ -34,16 +34,16 @@ app = typer.Typer(
 @app.command()
 def key(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The key file: made, mode 0600, if there is none.")
+        Path, typer.Argument(metavar="FILE", help="Key file. If it does not exist, it is created with mode 0600.")
     ],
     json: options.AsJson = False,
 ) -> None:  # fmt: skip
-    """Print the fingerprint of a site's key, for the other sites to pin; makes the key if FILE is not there.
+    """Print the fingerprint of this site's key, which the other sites pin. Makes the key if FILE does not exist.
 
-    The file is for the gateways of this site alone (relay --site-key). Who has
-    it can pose as this site. The fingerprint is no secret, but has to reach the
-    other sites unchanged. To change the key, let them pin the new fingerprint
-    beside the old one first.
+    Only the gateways of this site need the file (iris relay --site-key).
+    Anyone who has it can pose as this site. The fingerprint is not secret, but
+    must reach the other sites unchanged. Before you change the key, let them
+    pin the new fingerprint beside the old one.
 
     \b
     Examples:
@@ -60,7 +60,7 @@ def key(
         else:
             output.write(site_key.fingerprint.encode() + b"\n")
             if new:
-                complain(f"{file} is new: for this site's gateways, and nobody else")
+                complain(f"created {file}; give it to the gateways of this site only")
         return Exit.OK
 
     run(work)
@@ -72,10 +72,10 @@ def list_(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Show the other sites: what they cost, how far they are, what they serve, and over which connections.
+    """Show the other sites: cost, round trip, clusters, topics, and the connections to them.
 
-    What should be linked and is not, and who was refused, is known to the
-    gateways of this site: ask there.
+    Only a gateway of this site knows which sites should be linked and are not,
+    and which peers it refused. Run it on a gateway's host to see these.
 
     \b
     Examples:
@@ -100,13 +100,15 @@ def list_(
 def ping(
     site: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SITE", help="Sites to look at. Default: all.", show_default=False),
+        typer.Argument(metavar="SITE", help="Sites to show. Default: all.", show_default=False),
     ] = None,
     timeout: options.Timeout = 5.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Print the round trip to each other site, as the last beats measured it. Exit code 1: a site is not linked.
+    """Print the round trip to each other site, as the last heartbeats measured it.
+
+    The exit code is 1 if a site is not linked.
 
     \b
     Examples:
@@ -117,7 +119,7 @@ def ping(
     async def work() -> int:
         report = await _report(relay, timeout)
         found = {known["site"]: known for known in _sites(report)}
-        missing = {"linked": False, "errors": ["the relay knows no such site"]}
+        missing = {"linked": False, "errors": ["the relay does not know this site"]}
         sites = [found.get(name, {"site": name, **missing}) for name in site or found]
         width = max((len(printable(known["site"])) for known in sites), default=0)
         for known in sites:
@@ -127,12 +129,12 @@ def ping(
                     {"site": known["site"], "linked": known["linked"], "rtt_ms": rtt_ms}
                 )
             elif rtt_ms is not None:
-                _say(f"{known['site']:<{width}}  {rtt_ms:.1f} ms")
+                _print_line(f"{known['site']:<{width}}  {rtt_ms:.1f} ms")
             else:
                 why = f": {'; '.join(known['errors'])}" if known["errors"] else ""
-                _say(f"{known['site']:<{width}}  not linked{why}")
+                _print_line(f"{known['site']:<{width}}  not linked{why}")
         if not sites:
-            complain("the relay knows no other site")
+            complain("the relay does not know any other site")
         return Exit.OK if all(known["linked"] for known in sites) else Exit.ANSWER
 
     run(work)
@@ -143,34 +145,34 @@ async def _report(relay: str | None, timeout: float) -> dict[str, Any]:
         report = await client.status(timeout=timeout)
     if "limited" in report:
         raise iris.IrisError(
-            f"the relay does not show other sites to this connection: {report['limited']}"
+            f"the relay does not show other sites to this connection ({report['limited']}); ask on the host of a relay"
         )
     return report
 
 
 def _sites(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is known of every other site: those that the relay has a way to, and at a gateway those that it should have one to."""
+    """Return a document for every other site: those that the relay has a route to and, at a gateway, all that are configured."""
     suspended = set(report.get("sites_suspended", ()))
     found: dict[str, dict[str, Any]] = {}
     for known in report.get("sites", ()):
         found[known["site"]] = {**known, "linked": bool(known["ways"]), "errors": []}
     for peer in report.get("gateways", {}).get("peers", ()):
         name = peer["site"]
-        site = found.setdefault(name, _nowhere(name, peer["cost_ms"]))
+        site = found.setdefault(name, _unlinked(name, peer["cost_ms"]))
         site["errors"] += [
             f"{each['address']}: {each['error']}" for each in peer["addresses"] if each["error"]
         ]
         if not site["linked"] and not peer["addresses"]:
-            site["errors"].append("it has not dialled us")
+            site["errors"].append("it has not connected to this gateway")
     for name in suspended - found.keys():
-        found[name] = _nowhere(name, 0)
+        found[name] = _unlinked(name, 0)
     for site in found.values():
         site["suspended"] = site["site"] in suspended
     return sorted(found.values(), key=lambda site: str(site["site"]))
 
 
-def _nowhere(name: str, cost_ms: int) -> dict[str, Any]:
-    """Return what is known of a site that there is no way to."""
+def _unlinked(name: str, cost_ms: int) -> dict[str, Any]:
+    """Return the document of a site without a route."""
     counts = {"cost_ms": cost_ms, "rtt_us": 0, "ways": [], "clusters": 0, "topics": 0}
     return {"site": name, **counts, "linked": False, "errors": []}
 
@@ -179,7 +181,7 @@ def _print_table(report: dict[str, Any], sites: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     console = output.console()
-    here = report.get("site") or "this relay is in no site that has a name"
+    here = report.get("site") or "(none: this relay has no --site)"
     console.print(f"site {here}", markup=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("SITE", no_wrap=True)
@@ -188,7 +190,9 @@ def _print_table(report: dict[str, Any], sites: list[dict[str, Any]]) -> None:
     table.add_column("OVER", no_wrap=True)
     for site in sites:
         state = "suspended" if site["suspended"] else "not linked"
-        over = ", ".join(_way(report, way) for way in site["ways"]) if site["linked"] else state
+        over = (
+            ", ".join(_route(report, route) for route in site["ways"]) if site["linked"] else state
+        )
         rtt = f"{site['rtt_us'] / 1000:.1f} ms" if site["linked"] else "-"
         counts = (len(site["ways"]), site["clusters"], site["topics"])
         table.add_row(
@@ -201,21 +205,21 @@ def _print_table(report: dict[str, Any], sites: list[dict[str, Any]]) -> None:
             console.print(printable(f"not linked: {site['site']}: {error}"), markup=False)
     refused = report.get("gateways", {}).get("refused", {})
     if refused:
-        told = ", ".join(f"{count} {why}" for why, count in refused.items())
-        console.print(f"refused as gateways: {told}", markup=False)
+        reasons = ", ".join(f"{count} {why}" for why, count in refused.items())
+        console.print(f"refused as gateways: {reasons}", markup=False)
 
 
-def _way(report: dict[str, Any], way: dict[str, Any]) -> str:
-    """Return one way for people: the address of a connection of this relay, or the gateway of this site that has one."""
-    if way["own"]:
+def _route(report: dict[str, Any], route: dict[str, Any]) -> str:
+    """Describe a route: the address of this relay's own connection, or the gateway of this site that has one."""
+    if route["own"]:
         for connection in report.get("gateways", {}).get("connections", ()):
-            if connection["peer"] == way["relay"]:
+            if connection["peer"] == route["relay"]:
                 return str(connection["address"])
     for link in report.get("links", ()):
-        if link["peer"] == way["relay"]:
+        if link["peer"] == route["relay"]:
             return f"gateway {link['label']}"
-    return f"relay {way['relay'][:8]}…"
+    return f"relay {route['relay'][:8]}…"
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     output.write(printable(text).encode(errors="surrogateescape") + b"\n")

@@ -1,4 +1,4 @@
-"""`iris key`: make, show and rotate keys. Prints names and ids, never a secret."""
+"""`iris key`: make, show and rotate keys. It prints names and ids, never a secret."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from iris.errors import KeyringError, RelayUnavailable
 app = typer.Typer(
     name="key", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Make, show and rotate keys.
 
-    A rotation is three steps without downtime: add, promote, retire. After
-    each, let every member read it again: SIGHUP to `iris run`.
+    To replace a key without downtime: add, promote, retire. After each step,
+    copy the keyring to every host and let every program reload it, for
+    `iris run` with SIGHUP.
 
     \b
     Examples:
@@ -36,21 +37,21 @@ app = typer.Typer(
 )  # fmt: skip
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="'default', a cluster, or 'topic:PREFIX'.")
+    str, typer.Argument(metavar="NAME", help="'default', a cluster name, or 'topic:PREFIX'.")
 ]
 KeyId = Annotated[
     str,
-    typer.Option("--key", metavar="ID", help="Id of the key, or how it begins. Default: the one added last."),
+    typer.Option("--key", metavar="ID", help="Id of the key, or its first digits. Default: the key added last."),
 ]  # fmt: skip
 
 
 @app.command()
 def new() -> None:
-    """Write a new keyring and a new network key into the configuration directory; refuses to overwrite.
+    """Write a new keyring and a new network key to the configuration directory. Existing files are not overwritten.
 
-    That directory is $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else
-    ~/.config/iris. They are for the processes of this user; a relay needs
-    network.toml, clients keyring.toml.
+    The directory is $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else
+    ~/.config/iris. Programs of this user find the keys there: a relay needs
+    network.toml, a client or member keyring.toml.
 
     \b
     Examples:
@@ -71,7 +72,14 @@ def new() -> None:
 
 @app.command()
 def show(json: options.AsJson = False) -> None:
-    """Show the keys that programs of this user find: name, key id, what the key does.
+    """Show the keys that programs of this user find: name, key id, role.
+
+    \b
+    Roles:
+      seals   messages are sealed with this key
+      opens   messages sealed with this key can be opened
+      dials   relays dial with this network key
+      admits  relays that dial with this network key are admitted
 
     \b
     Examples:
@@ -82,14 +90,14 @@ def show(json: options.AsJson = False) -> None:
     async def work() -> int:
         path = keyring_path()
         rows = [
-            (name, key.key_id.hex(), "opens" if place else "seals")
+            (name, key.key_id.hex(), "opens" if index else "seals")
             for name, keys in keyfiles.load_keyring(path).entries().items()
-            for place, key in enumerate(keys)
+            for index, key in enumerate(keys)
         ]
         network = path.with_name(keyfiles.NETWORK_FILE)
         if network.exists():
-            for place, key in enumerate(keyfiles.load_network_keys(network)):
-                rows.append(("(network)", key.fingerprint.hex(), "admits" if place else "dials"))
+            for index, key in enumerate(keyfiles.load_network_keys(network)):
+                rows.append(("(network)", key.fingerprint.hex(), "admits" if index else "dials"))
         width = max((len(name) for name, _, _ in rows), default=0)
         for name, key_id, role in rows:
             if json:
@@ -103,9 +111,9 @@ def show(json: options.AsJson = False) -> None:
 
 @app.command()
 def add(name: Name) -> None:
-    """Make a key for NAME that opens and does not seal yet: the first step of a rotation.
+    """Make a key for NAME that opens messages but does not seal yet: the first step of a rotation.
 
-    The first key of a name that had none in effect seals at once.
+    If NAME has no key in effect, the new key seals at once.
 
     \b
     Examples:
@@ -121,7 +129,7 @@ def add(name: Name) -> None:
         sealing = changed.entries()[name][0] == key
         _say(f"{name}: added {key.key_id.hex()}, which {'seals' if sealing else 'opens'}")
         if not sealing:
-            _say(f"next: give {path} to every member, then `iris key promote {name}`")
+            _say(f"next: copy {path} to every member, then `iris key promote {name}`")
         return Exit.OK
 
     run(work)
@@ -132,15 +140,18 @@ def promote(
     name: Name,
     key: KeyId = "",
     force: Annotated[
-        bool, typer.Option("--force", help="Even if members that lack the key cannot read us then.")
+        bool,
+        typer.Option(
+            "--force", help="Promote even if members without the key could not read your messages."
+        ),
     ] = False,
     relay: options.RelayPath = None,
 ) -> None:
     """Seal with the key added last: the second step of a rotation.
 
-    Refuses while members that the relay knows hold only old keys, or if that
-    cannot be known; --force does it anyway. Durable streams under the old key
-    are kept under the new one, too.
+    Refused while the relay knows members that hold only old keys, or if that
+    cannot be checked; --force promotes anyway. Durable streams kept under the
+    old key are then kept under the new one, too.
 
     \b
     Examples:
@@ -152,12 +163,12 @@ def promote(
         with editing() as (path, keyring):
             changed = keyring.promote(name, _find(keyring, name, key))
             chosen = changed.entries()[name][0]
-            await _tell_streams(changed, relay)
+            await _share_stream_keys(changed, relay)
             if not force:
                 await _check_everybody_holds(keyring, name, chosen, relay)
             keyfiles.save_keyring(path, changed)
         _say(f"{name}: {chosen.key_id.hex()} seals")
-        _say(f"next: give {path} to every member, then `iris key retire {name}`")
+        _say(f"next: copy {path} to every member, then `iris key retire {name}`")
         return Exit.OK
 
     run(work)
@@ -167,7 +178,7 @@ def promote(
 def retire(name: Name, key: KeyId = "") -> None:
     """Remove an old key, by default the last of NAME: the third step of a rotation.
 
-    Never the one that seals.
+    The key that seals cannot be removed.
 
     \b
     Examples:
@@ -178,13 +189,13 @@ def retire(name: Name, key: KeyId = "") -> None:
     async def work() -> int:
         with editing() as (path, keyring):
             changed = keyring.retire(name, _find(keyring, name, key))
-            gone = set(keyring.entries()[name]) - set(changed.entries()[name])
+            retired = set(keyring.entries()[name]) - set(changed.entries()[name])
             keyfiles.save_keyring(path, changed)
-        for old in gone:
+        for old in retired:
             _say(f"{name}: {old.key_id.hex()} is retired")
         _say(
-            "next: let every process reload its keys (SIGHUP). It forgets the retired keys when its running work has ended. "
-            "To see who still uses one, look under KEYS in `iris status` on each host"
+            "next: let every process reload its keys (SIGHUP); it drops the retired keys when its running work has ended. "
+            "KEYS in `iris status` shows on each host which programs still use one"
         )
         return Exit.OK
 
@@ -193,17 +204,17 @@ def retire(name: Name, key: KeyId = "") -> None:
 
 @app.command()
 def access(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, mode 0600.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create, with mode 0600.")],
 ) -> None:
-    """Write an access file: it lets processes on hosts without a relay reach one over TLS. Refuses to overwrite.
+    """Write an access file, with which programs on hosts without a relay connect to one over TLS.
 
-    It admits sessions, never relays, and does not hold the network key; they
-    need a keyring, too. Made with the key that relays dial with. Each host is
-    better off with a file of its own: its id, printed here, tells them apart.
-    There is no taking one back but a new network key.
+    An existing FILE is not overwritten. An access file admits programs, never
+    relays. It does not contain the network key, and it does not replace a
+    keyring. Make a file for each host: the id printed here tells them apart.
+    You cannot revoke one file; a new network key revokes all of them.
 
-    Over there IRIS_ACCESS names the file, or it is access.pem in the
-    configuration directory; IRIS_RELAY=tls://host:port names the relay.
+    On the other host, set IRIS_ACCESS to the file or save it as access.pem in
+    the configuration directory, and set IRIS_RELAY=tls://HOST:PORT.
 
     \b
     Examples:
@@ -214,7 +225,7 @@ def access(
         network = keyfiles.config_directory(os.environ) / keyfiles.NETWORK_FILE
         if not network.exists():
             raise KeyringError(
-                f"no network key at {network}; make one with `iris key new`, or run this where your relays have theirs"
+                f"no network key at {network}; make one with `iris key new`, or run this on a host where a relay has one"
             )
         key = keyfiles.load_network_keys(network)[0]
         access_id = remote.create_access(file, key)
@@ -225,10 +236,10 @@ def access(
 
 
 def keyring_path() -> Path:
-    """Return the keyring that clients of this user find: the configuration's, else that of `iris relay --dev`.
+    """Return the path of the keyring that clients of this user use: in the configuration directory, else of `iris relay --dev`.
 
     Raises:
-        KeyringError: there is neither.
+        KeyringError: neither exists.
     """
     path = keyfiles.config_directory(os.environ) / keyfiles.KEYRING_FILE
     dev = paths.dev_key_directory(os.environ, os.geteuid()) / keyfiles.KEYRING_FILE
@@ -243,7 +254,7 @@ def keyring_path() -> Path:
 
 @contextlib.contextmanager
 def editing() -> Iterator[tuple[Path, Keyring]]:
-    """Give the keyring and its path, under a lock: two that edit at a time would lose a key."""
+    """Lock the keyring and yield its path and content. Without the lock, two edits at a time would lose a key."""
     path = keyring_path()
     directory = os.open(
         os.path.dirname(os.path.realpath(path)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -256,7 +267,7 @@ def editing() -> Iterator[tuple[Path, Keyring]]:
 
 
 def _find(keyring: Keyring, name: str, text: str) -> bytes | None:
-    """Return the id of the key of NAME that begins with `text`; None if no text was given."""
+    """Return the id of the key of `name` whose hexadecimal form begins with `text`; None if `text` is empty."""
     if not text:
         return None
     found = [
@@ -265,31 +276,33 @@ def _find(keyring: Keyring, name: str, text: str) -> bytes | None:
         if key.key_id.hex().startswith(text.lower())
     ]
     if len(found) != 1:
-        raise KeyringError(f"{name}: {len(found)} keys begin with {text!r}; see `iris key show`")
+        raise KeyringError(
+            f"{name}: {len(found)} keys begin with {text!r}, not 1; `iris key show` lists them"
+        )
     return found[0]
 
 
-async def _tell_streams(keyring: Keyring, relay: str | None) -> None:
-    """Have every stream that is kept under our keys kept under all of them."""
+async def _share_stream_keys(keyring: Keyring, relay: str | None) -> None:
+    """Let every stream that is kept under one of our keys be kept under all of them."""
     try:
         async with iris.connect(relay, keyring=keyring) as client:
             for info in await client.streams.share_keys():
                 _say(f"stream {info.name}: kept under {len(info.key_ids)} keys")
     except RelayUnavailable:
         _say(
-            "no relay: streams under the old key, if there are any, record nothing under the new one"
+            "no relay is running: durable streams kept under the old key do not record messages under the new key"
         )
-        _say("when there is a relay: iris stream keys")
+        _say("next: when a relay is running, `iris stream keys`")
 
 
 async def _check_everybody_holds(
     keyring: Keyring, name: str, key: ClusterKey, relay: str | None
 ) -> None:
-    """Raise KeyringError unless every member that NAME's keys are for holds `key`, too."""
+    """Raise KeyringError unless every member that uses the keys of `name` also holds `key`."""
     if name.startswith(TOPIC):
         raise KeyringError(
-            f"{name}: relays do not tell who subscribes under which key. When every subscriber has taken up the new keyring, "
-            "use --force"
+            f"{name}: cannot check which subscribers hold the new key, because relays do not show it; "
+            "use --force when every subscriber has reloaded the new keyring"
         )
     try:
         async with iris.connect(relay, keyring=keyring) as client:
@@ -298,9 +311,8 @@ async def _check_everybody_holds(
                 report = await client.status()
                 if "clusters" not in report:
                     raise KeyringError(
-                        "cannot check who holds the new key: the relay does not show all clusters to this connection "
-                        f"({report['limited']}). "
-                        "If every member holds it, use --force"
+                        "cannot check which members hold the new key: the relay does not show all clusters to this "
+                        f"connection ({report['limited']}); use --force if every member holds it"
                     )
                 known = report["clusters"]
                 clusters = [cluster for cluster in known if cluster not in keyring.entries()]
@@ -312,12 +324,12 @@ async def _check_everybody_holds(
             ]
     except RelayUnavailable as error:
         raise KeyringError(
-            f"cannot tell who holds the new key: {error}. If every member does, use --force"
+            f"cannot check which members hold the new key: {error}. Use --force if every member holds it"
         ) from error
     if behind:
         raise KeyringError(
-            f"{len(behind)} members hold only old keys and could not read what is sealed with {key.key_id.hex()[:8]}…: "
-            f"{'; '.join(behind[:5])}{' …' if len(behind) > 5 else ''}. Give them the keyring and let them reload it (SIGHUP), "
+            f"{len(behind)} members hold only old keys and could not open messages sealed with {key.key_id.hex()[:8]}…: "
+            f"{'; '.join(behind[:5])}{' …' if len(behind) > 5 else ''}. Copy the keyring to them and reload it (SIGHUP), "
             "or use --force"
         )
 

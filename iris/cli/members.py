@@ -1,4 +1,4 @@
-"""`iris members`: who is in a cluster."""
+"""`iris members`: list the members of a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from iris.wire.names import printable
 def members(
     cluster: options.Cluster,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow who comes (+) and goes (-) until Ctrl-C.")
+        bool,
+        typer.Option(
+            "--watch", "-w", help="Print members as they join (+) and leave (-), until Ctrl-C."
+        ),
     ] = False,
     timeout: options.Timeout = 5.0,
     json: options.AsJson = False,
@@ -28,9 +31,9 @@ def members(
 ) -> None:
     """List the members of a cluster: id, what they serve, keys, relay, program.
 
-    Those of other sites are known by their number. Ends with exit code 3 if
-    there is none anywhere. With --watch, every member of this site that is
-    there at the start counts as one that comes.
+    For other sites only the number of members is known. The exit code is 3 if
+    the cluster has no members at all. --watch covers this site, and begins
+    with a + line for each present member.
 
     \b
     Examples:
@@ -53,7 +56,7 @@ def members(
         elif found:
             _print_table(found)
         for site, count in {} if json else found.sites.items():
-            output.write(f"{count} in the site {printable(site)}\n".encode())
+            output.write(f"{count} members in site {printable(site)}\n".encode())
         if found or found.sites:
             return Exit.OK
         complain(f"no members of {cluster}" + _elsewhere(found.others))
@@ -63,7 +66,7 @@ def members(
 
 
 def as_document(member: MemberInfo) -> dict[str, Any]:
-    """Return what `--json` shows of a member."""
+    """Return the JSON document of a member."""
     return {
         "member": member.member,
         "serves": served(member),
@@ -75,31 +78,33 @@ def as_document(member: MemberInfo) -> dict[str, Any]:
 
 
 def served(member: MemberInfo) -> list[str]:
-    """Return the names of the kinds that a member serves, as `Members.serving` takes them."""
+    """Return the kinds of message that a member serves, by the names that `Members.serving` accepts."""
     return [
         "tunnel" if kind == Kind.TUNNEL_OPEN else Kind(kind).name.lower() for kind in member.kinds
     ]
 
 
-async def takes(client: iris.Client, cluster: str) -> str:
-    """Return what the members under our keys take, to be added to "no members … take it"; "" if there are none."""
+async def hint(client: iris.Client, cluster: str) -> str:
+    """Return which kinds the members under our keys serve, as an addition to a NoMembers; "" if there are no members."""
     try:
         found = await client.members(cluster, timeout=1.0)
-    except IrisError:  # it is only a hint
+    except IrisError:  # the original error matters more
         return ""
     kinds = ", ".join(dict.fromkeys(kind for member in found for kind in served(member)))
     count = f"{len(found)} member{'s' if len(found) > 1 else ''}"
-    return f"{cluster} has {count}, taking: {kinds or 'publications'}" if found else ""
+    return f"{cluster} has {count}, serving: {kinds or 'publications'}" if found else ""
 
 
 @contextlib.asynccontextmanager
-async def saying_what_they_take(client: iris.Client, cluster: str) -> AsyncIterator[None]:
-    """Add `takes` to a NoMembers: a wrong verb reads like a wrong name without it."""
+async def hint_at_served(client: iris.Client, cluster: str) -> AsyncIterator[None]:
+    """Add `hint` to a NoMembers, so that a verb that no member serves is not mistaken for a wrong name."""
     try:
         yield
     except NoMembers as error:
-        hint = await takes(client, cluster)
-        raise NoMembers(cluster, f"{error.detail}; {hint}") if hint else error from error.__cause__
+        served = await hint(client, cluster)
+        raise (
+            NoMembers(cluster, f"{error.detail}; {served}") if served else error
+        ) from error.__cause__
 
 
 async def _follow(cluster: str, relay: Any, *, as_json: bool) -> None:
@@ -139,8 +144,8 @@ def _print_table(found: iris.Members) -> None:
 
 
 def _elsewhere(others: dict[str, int]) -> str:
-    """Return what a wrong key looks like."""
+    """Return a hint that members exist under other keys; "" if there are none."""
     if not others:
         return ""
-    there = ", ".join(f"{count} under {key}…" for key, count in sorted(others.items()))
-    return f" under your keys; there are {there} (compare with `iris key show`)"
+    known = ", ".join(f"{count} under {key}…" for key, count in sorted(others.items()))
+    return f" under your keys; members under other keys: {known}; compare `iris key show`"

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share, and what their texts mean."""
+"""Arguments and options that several verbs share, and the functions that parse them."""
 
 from __future__ import annotations
 
@@ -16,66 +16,79 @@ MAX_PAYLOAD_BYTES: Final = 64 << 20
 Cluster = Annotated[str, typer.Argument(metavar="CLUSTER", help="Name of the cluster.")]
 Scope = Annotated[
     iris.Scope,
-    typer.Option("--scope", help="Members of this site alone, or of all.", show_default=True),
+    typer.Option(
+        "--scope", help="Reach members of this site only, or of all sites.", show_default=True
+    ),
 ]
 Payload = Annotated[
     str | None,
-    typer.Argument(metavar="PAYLOAD", help="What to send. Absent or '-': standard input.", show_default=False),
+    typer.Argument(metavar="PAYLOAD", help="The payload to send. Without it, or with '-': standard input.", show_default=False),
 ]  # fmt: skip
-Timeout = Annotated[float, typer.Option("--timeout", "-t", min=0.001, help="Seconds.")]
+Timeout = Annotated[float, typer.Option("--timeout", "-t", min=0.001, help="Seconds to wait.")]
 HeaderList = Annotated[
     list[str] | None,
-    typer.Option("--header", "-H", metavar="NAME=VALUE", help="Header to send along; repeatable."),
+    typer.Option(
+        "--header", "-H", metavar="NAME=VALUE", help="Add a header to the message. Repeatable."
+    ),
 ]
 Pack = Annotated[
-    bool, typer.Option("--pack", help="PAYLOAD is JSON: send it as an object (MessagePack).")
+    bool,
+    typer.Option(
+        "--pack", help="Parse the payload as JSON and send it as an object (MessagePack)."
+    ),
 ]
 Lines = Annotated[
-    bool, typer.Option("--lines", help="Every line of standard input is a message of its own.")
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON, one object a line, instead of bytes.")
+    bool, typer.Option("--lines", help="Send each line of standard input as a message.")
 ]
 LogFormat = Annotated[
-    Literal["json", "text"], typer.Option(help="JSON lines, or sentences for people.")
+    Literal["json", "text"], typer.Option(help="Log as JSON lines, or as sentences for people.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 RelayPath = Annotated[
     str | None,
-    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://host:port (several: with commas). Default: $IRIS_RELAY, your own, the host's.", show_default=False),
+    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://HOST:PORT; separate several with commas. Default: $IRIS_RELAY, else your own relay, else the relay of this host.", show_default=False),
 ]  # fmt: skip
 
 
 def parse_headers(texts: list[str] | None) -> dict[str, str] | None:
-    """Return the headers of `--header` options; raises BadParameter (exit code 2) for one without a '='."""
+    """Return the headers given by `--header` options; None if there are none.
+
+    Raises:
+        BadParameter: a header is not NAME=VALUE (exit code 2).
+    """
     headers: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--header")
+            raise typer.BadParameter(
+                f"{text!r} is not a header; write NAME=VALUE", param_hint="--header"
+            )
         headers[name] = value
     return headers or None
 
 
 def read_payload(text: str | None, *, pack: bool) -> Any:
-    """Return what is to be sent: bytes, or with `pack` the object that the JSON stands for.
+    """Return the payload to send: bytes, or with `pack` the object that the JSON text describes.
 
-    Reads standard input to its end if `text` is None or "-".
+    If `text` is None or "-", standard input is read to its end, up to 64 MiB.
     """
     if text is None or text == "-":
         data = sys.stdin.buffer.read(MAX_PAYLOAD_BYTES + 1)
         if len(data) > MAX_PAYLOAD_BYTES:
             raise typer.BadParameter(
-                "standard input is over 64 MiB; send it with `iris tunnel --raw`",
+                "standard input is larger than 64 MiB; send it with `iris tunnel --raw`",
                 param_hint="PAYLOAD",
             )
     else:
-        data = os.fsencode(text)  # arguments need not be UTF-8
+        data = os.fsencode(text)  # an argument may hold bytes that are not UTF-8
     return unpack(data) if pack else data
 
 
 def unpack(data: bytes) -> Any:
-    """Return the object that a JSON text stands for; raises BadParameter."""
+    """Return the object that a JSON text describes; raises BadParameter if it is not JSON."""
     try:
         return json.loads(data)
     except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint="--pack") from error
+        raise typer.BadParameter(
+            f"the payload is not JSON: {error}", param_hint="--pack"
+        ) from error

@@ -1,4 +1,4 @@
-"""What goes to standard output: bytes as they came, or one JSON object a line; tables for people."""
+"""Standard output: raw bytes, one JSON object per line, or tables for people."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ if TYPE_CHECKING:
 
 
 def write(data: bytes) -> None:
-    """Write bytes, at once: a reader of our pipe waits for them."""
+    """Write bytes to standard output and flush, so that the reader of a pipe gets them at once."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def cell(value: object) -> Text:
-    """Return a table's cell that shows what others wrote as it is: no markup, no control characters."""
+    """Return a table cell for text from elsewhere: control characters are replaced, and markup is not interpreted."""
     from rich.text import Text
 
     return Text(printable(str(value)))
 
 
 def write_json(document: object) -> None:
-    """Write one line of JSON."""
+    """Write a document as one line of JSON."""
     write(msgspec.json.encode(document) + b"\n")
 
 
 def as_document(message: Message, **more: object) -> dict[str, Any]:
-    """Return what `--json` shows of a message: name, payload, how the payload is written, headers.
+    """Return the JSON document of a message: name, payload, encoding of the payload, member, headers, and `more`.
 
-    `encoding` is "utf-8" (payload is the text), "base64" (of bytes that are no text), "object" (the object that was sent)
-    or "msgpack" (base64 of an object's MessagePack, when JSON cannot say it).
+    | encoding | payload is |
+    |---|---|
+    | "utf-8" | the text that was sent |
+    | "base64" | base64 of bytes that are not UTF-8 |
+    | "object" | the object that was sent |
+    | "msgpack" | base64 of an object's MessagePack that JSON cannot represent |
     """
     payload, encoding = _readable(message)
     document: dict[str, Any] = {"name": message.name, "payload": payload, "encoding": encoding}
@@ -53,7 +57,7 @@ def as_document(message: Message, **more: object) -> dict[str, Any]:
 
 
 def as_bytes(message: Message) -> bytes:
-    """Return a message as a person or a pipe wants it: bytes as they were sent, objects as JSON."""
+    """Return the payload as it was sent, or as JSON if it is an object."""
     if not message.packed:
         return message.payload
     payload, encoding = _readable(message)
@@ -61,7 +65,7 @@ def as_bytes(message: Message) -> bytes:
 
 
 def show(message: Message, *, as_json: bool, end: bytes = b"\n") -> None:
-    """Write one message; `end` follows it unless it is JSON, which always ends its line."""
+    """Write one message and then `end`; with `as_json`, a line of JSON."""
     if as_json:
         write_json(as_document(message))
     else:
@@ -69,7 +73,7 @@ def show(message: Message, *, as_json: bool, end: bytes = b"\n") -> None:
 
 
 def show_bytes(data: bytes, *, as_json: bool) -> None:
-    """Write one message of a tunnel as a line."""
+    """Write one tunnel message as a line."""
     if as_json:
         payload, encoding = _text(data)
         write_json({"payload": payload, "encoding": encoding})
@@ -78,12 +82,12 @@ def show_bytes(data: bytes, *, as_json: bool) -> None:
 
 
 def line_end(data: bytes) -> bytes:
-    """Return what a single answer ends with: nothing for a pipe, a line end for a person's terminal."""
+    """Return the line end to write after a reply: a newline on a terminal, nothing in a pipe."""
     return b"\n" if sys.stdout.isatty() and not data.endswith(b"\n") else b""
 
 
 def console() -> Console:
-    """Return a rich console on stdout; what goes into a pipe is not folded at 80 columns."""
+    """Return a rich console on stdout, 160 columns wide if stdout is not a terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)

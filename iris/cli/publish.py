@@ -1,4 +1,4 @@
-"""`iris publish`: a message for every subscriber of a topic."""
+"""`iris publish`: publish messages to a topic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from iris.cli.sending import send
 
 
 def publish(
-    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Dotted name, no wildcards.")],
+    topic: Annotated[
+        str, typer.Argument(metavar="TOPIC", help="Topic: a dotted name without wildcards.")
+    ],
     payload: options.Payload = None,
     lines: options.Lines = False,
     timeout: options.Timeout = 5.0,
@@ -22,14 +24,18 @@ def publish(
     pack: options.Pack = False,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Wait for subscribers that ask for it, while they are full."),
+        typer.Option(
+            "--wait",
+            help="While a subscriber is full, wait for it instead of dropping, if it subscribed with --wait.",
+        ),
     ] = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
     """Publish to a topic.
 
-    Succeeds once the relay has routed it; if nobody subscribes, it says so.
+    Succeeds when the relay has routed it. If there is no subscriber, a line on
+    stderr says so.
 
     \b
     Examples:
@@ -42,7 +48,7 @@ def publish(
     async def call(client: iris.Client, body: Any) -> None:
         await client.publish(topic, body, headers=headers, when_full="wait" if wait else "drop")
 
-    async def heard(client: iris.Client) -> int:
+    async def receivers(client: iris.Client) -> int:
         return (await client.audience(topic, timeout=timeout)).subscribers
 
     stalls = _Stalls(logging.WARNING)
@@ -50,21 +56,21 @@ def publish(
     try:
         send(
             call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
-            heard=heard, unheard=f"nobody subscribes to {topic}",
+            receivers=receivers, none=f"nobody subscribes to {topic}",
         )  # fmt: skip
     finally:
         logging.getLogger("iris").removeHandler(stalls)
 
 
 class _Stalls(logging.Handler):
-    """Says for people that a subscriber holds up what is published; other events as ever."""
+    """Print a line when a subscriber is full for too long; pass other log events on unchanged."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.msg == "client.publish_stalled":
             fields = record.__dict__["fields"]
             complain(
-                f"a subscriber of {fields['topic']} had no room for {fields['stall_s']:g} s; "
-                "messages are dropped for it until it has"
+                f"a subscriber of {fields['topic']} was full for {fields['stall_s']:g} s; "
+                "its messages are dropped until it has room"
             )
         elif logging.lastResort is not None:
             logging.lastResort.handle(record)

@@ -1,4 +1,4 @@
-"""`iris push`: work for one member, without a reply."""
+"""`iris push`: send a message to one member, without a reply."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def push(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Hand a message to one member of a cluster; there is no reply.
+    """Send a message to one member of a cluster, without waiting for a reply.
 
-    Succeeds once the relay has handed it over. --timeout is how long it may
-    wait for a free member.
+    Succeeds when the relay has dispatched it to a member. --timeout is how
+    long it may wait for a member with room.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`iris request`: one question to one member."""
+"""`iris request`: send a request to one member and print its reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
-from iris.cli.members import saying_what_they_take
+from iris.cli.members import hint_at_served
 
 
 def request(
@@ -18,15 +18,19 @@ def request(
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
     idempotent: Annotated[
-        bool, typer.Option("--idempotent", help="It may run again elsewhere if a member is lost.")
+        bool,
+        typer.Option(
+            "--idempotent",
+            help="The request may run twice: send it to another member if the first is lost.",
+        ),
     ] = False,
     pack: options.Pack = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Ask one member of a cluster and print its reply.
+    """Send a request to one member of a cluster and print its reply.
 
-    A raw reply is printed as it came, an object as JSON.
+    A reply of bytes is printed unchanged, an object as JSON.
 
     \b
     Examples:
@@ -38,7 +42,7 @@ def request(
     headers = options.parse_headers(header)
 
     async def work() -> int:
-        async with iris.connect(relay) as client, saying_what_they_take(client, cluster):
+        async with iris.connect(relay) as client, hint_at_served(client, cluster):
             reply: iris.Message = await client.request(
                 cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
             )  # fmt: skip

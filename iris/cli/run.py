@@ -1,4 +1,4 @@
-"""`iris run`: serve services until told to stop."""
+"""`iris run`: import services from Python modules and serve them until a signal stops the process."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 
 def run(
     services: Annotated[
-        list[str], typer.Argument(metavar="MODULE[:SERVICE]…", help="Where the services are. SERVICE defaults to 'service'.")
+        list[str], typer.Argument(metavar="MODULE[:SERVICE]…", help="Module with an iris.Service, and its name there. Default name: 'service'.")
     ],
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_format: options.LogFormat = "json",
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Serve services, found in a module of the current directory or of the environment.
+    """Serve one or more services, imported from the current directory or the Python environment.
 
-    SIGTERM or Ctrl-C leaves the clusters, finishes what was accepted and ends
-    with exit code 0; a second one ends at once. SIGHUP takes up a changed
-    keyring without losing a message. Logs are JSON lines on stderr.
+    SIGTERM or Ctrl-C stops accepting messages, finishes those accepted and
+    exits with code 0; a second one exits at once. SIGHUP reloads the keyring
+    without losing a message. Logs are JSON lines on stderr.
 
     \b
     Examples:
@@ -57,33 +57,36 @@ def run(
     keep_freed_memory()
 
     async def work() -> int:
-        await serve([find_service(place) for place in services], relay)
+        await serve([find_service(path) for path in services], relay)
         return Exit.OK
 
     run_work(work)
 
 
-def find_service(place: str) -> iris.Service:
-    """Return the service at "module:name" or "module", importing from the current directory first.
-
-    What the module raises is told as a ConfigError, after its own frames on stderr; its SystemExit passes.
+def find_service(path: str) -> iris.Service:
+    """Return the service at "module:name", or at "module:service" for "module". The current directory is searched first.
 
     Raises:
-        ConfigError: there is no such module or name, it is not an `iris.Service`, or that has no handler.
+        ConfigError: the module or the name does not exist, importing failed (its last frames are then on stderr), the object
+            is not an `iris.Service`, or the service has no handlers. A SystemExit of the module is passed on.
     """
-    module_name, _, path = place.partition(":")
-    path = path or "service"
+    module_name, _, attribute = path.partition(":")
+    attribute = attribute or "service"
     module = _import(module_name)
     found: object = module
-    for name in path.split("."):
+    for name in attribute.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, iris.Service):
-        there = [name for name, value in vars(module).items() if isinstance(value, iris.Service)]
-        hint = f"it has: {', '.join(there)}" if there else "it has none at all"
-        raise ConfigError(f"{module_name} has no iris.Service called {path!r}; {hint}")
+        known = [name for name, value in vars(module).items() if isinstance(value, iris.Service)]
+        hint = (
+            f"it has: {', '.join(known)}"
+            if known
+            else "it has none; define one with iris.Service(CLUSTER)"
+        )
+        raise ConfigError(f"{module_name} has no iris.Service called {attribute!r}; {hint}")
     if not found.handlers and not found.topics:
         raise ConfigError(
-            f"{module_name}:{path} has no handlers, so it would serve nothing. Decorate a function with `@{path}.on_request`, or another on_…"
+            f"{module_name}:{attribute} has no handlers; decorate a function with @{attribute}.on_request or another @{attribute}.on_…"
         )
     return found
 
@@ -94,41 +97,45 @@ def _import(name: str) -> ModuleType:
         sys.path.insert(0, directory)
     if "/" in name or name.startswith(".") or not name:
         raise ConfigError(
-            f"{name!r} is not a module name; write it as in an import statement: package.module"
+            f"{name!r} is not a module name; write it as in an import statement, such as package.module"
         )
     try:
         return importlib.import_module(name)
     except Exception as error:
-        # If what is missing is not a part of `name`, the module was found, and something that it imports was not.
+        # Otherwise the module exists, and something that it imports does not.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             hint = (
                 f"; leave out the '.py': {name.removesuffix('.py')}" if name.endswith(".py") else ""
             )
             raise ConfigError(
-                f"no module {name!r} in {directory} or the environment{hint}"
+                f"no module {name!r} in {directory} or the Python environment{hint}"
             ) from None
         typer.echo(_own_frames(error), err=True, nl=False)
-        hint = f"`python -c 'import {name}'` shows the whole traceback"
+        hint = "`iris --verbose run …` prints the whole traceback"
         if isinstance(error, RuntimeError) and "event loop" in str(error):
-            hint = 'does it call asyncio.run() when imported? Put that under `if __name__ == "__main__":`'
+            hint = (
+                'if it calls asyncio.run() at import, put that under `if __name__ == "__main__":`'
+            )
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"cannot import {name}: {text}; {hint}") from error
 
 
 def _own_frames(error: BaseException) -> str:
-    """Return the last three frames of the user's own code, as a traceback shows them; of libraries if there are none."""
-    places = {sysconfig.get_path(path) for path in ("stdlib", "platstdlib", "purelib", "platlib")}
-    others = ("<frozen ", os.path.dirname(iris.__file__), *places)
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is ours
+    """Return the last three frames of the user's code, formatted as in a traceback; those of libraries if it has none."""
+    installed = {
+        sysconfig.get_path(path) for path in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+    others = ("<frozen ", os.path.dirname(iris.__file__), *installed)
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is in this module
     own = [frame for frame in frames if not frame.filename.startswith(others)]
     lines = traceback.format_list((own or frames)[-3:])
-    if isinstance(error, SyntaxError):  # its place is in no frame
+    if isinstance(error, SyntaxError):  # its position is not in a frame
         lines = traceback.format_exception_only(error)[:-1]
     return "".join(lines)
 
 
 async def serve(services: list[iris.Service], relay: str | None) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP reloads the keys."""
+    """Serve until SIGTERM or SIGINT; a second one exits at once. SIGHUP reloads the keys."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     reloads: set[asyncio.Task[None]] = set()
@@ -162,7 +169,7 @@ async def serve(services: list[iris.Service], relay: str | None) -> None:
 async def _reload(client: iris.Client) -> None:
     try:
         await client.reload_keys()
-    except IrisError as error:  # the old keys still serve
+    except IrisError as error:  # the old keys remain in use
         log.error("run.keys_not_reloaded", extra={"fields": {"error": str(error)}})
     else:
         log.info("run.keys_reloaded")

@@ -1,4 +1,4 @@
-"""What push, broadcast and publish share: messages from an argument or from lines, then a flush and an account."""
+"""The common part of push, broadcast and publish: read messages, send them, flush, report losses and receivers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import iris
 from iris.causes import print_causes
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
-from iris.cli.members import takes
+from iris.cli.members import hint
 from iris.errors import NoMembers, RelayError
 
 
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
-    as_json: bool, relay: str | None, heard: Callable[[iris.Client], Awaitable[int | None]] | None = None, hearers: str = "subscribers",
-    unheard: str = "",
+    as_json: bool, relay: str | None, receivers: Callable[[iris.Client], Awaitable[int | None]] | None = None, counted_as: str = "subscribers",
+    none: str = "",
 ) -> None:  # fmt: skip
-    """Send one message, or one a line, by `call`; return when the relay has routed them.
+    """Send one message, or one per line of standard input, with `call`; return when the relay has routed them.
 
-    `heard` says how many hear them, or None where that is not known; the report shows it as `hearers`. If it is nobody, `unheard`
-    is said. The exit code is that of the last loss which was told; each loss is a line on stderr.
+    `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as `counted_as`;
+    if it is 0, `none` is printed on stderr. Each loss is a line on stderr, and the exit code is that of the last loss.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
@@ -55,23 +55,23 @@ def send(
 
         async with iris.connect(relay) as client:
             client.on_loss = on_loss
-            there: int | None = None
-            if heard is not None:
-                with contextlib.suppress(RelayError):  # it is too old to say
-                    there = await heard(client)
+            count: int | None = None
+            if receivers is not None:
+                with contextlib.suppress(RelayError):  # an older relay does not know
+                    count = await receivers(client)
             async for message in messages():
                 await call(client, message)
                 sent += 1
             await client.flush(timeout=timeout)
             for name in unserved:
-                if hint := await takes(client, name):
-                    complain(hint)
+                if served := await hint(client, name):
+                    complain(served)
             report = {"sent": sent, "lost": lost}
-            if heard is not None and there is not None:
-                # Whoever came since, too; who has what it wanted may be gone by now.
-                report[hearers] = max(there, await heard(client) or 0)
-                if not report[hearers]:
-                    complain(unheard)
+            if receivers is not None and count is not None:
+                # The larger number counts: some may have joined meanwhile, others may have received enough and left.
+                report[counted_as] = max(count, await receivers(client) or 0)
+                if not report[counted_as]:
+                    complain(none)
         if as_json:
             output.write_json(report)
         return code

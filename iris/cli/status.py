@@ -1,4 +1,4 @@
-"""`iris status`: what the relay of this host sees."""
+"""`iris status`: show the state of a relay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RATE_S: Final = 0.5
-"""Between the two reports that rates of links are made of."""
+"""Time between the two reports from which the rates of links are computed."""
 
 
 def status(
@@ -24,7 +24,10 @@ def status(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Show the relay: its sessions, clusters, links to other relays and the account of its messages.
+    """Show the relay: sessions, clusters, links to other relays, other sites, and counts of messages.
+
+    Anything unusual is a line of its own: slow receivers, full queues, limits
+    that were reached, refused connections. docs/operation.md explains them.
 
     \b
     Examples:
@@ -91,8 +94,10 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             console.print(table)
     for target in report.get("dialling", {}).get("unlinked", ()):
         if target["error"]:
-            said = f"not linked: {target['source']}: {target['error']} ({target['failures']} tries)"
-            console.print(printable(said), markup=False)
+            line = (
+                f"not linked: {target['source']}: {target['error']} ({target['failures']} attempts)"
+            )
+            console.print(printable(line), markup=False)
     found = report.get("discovery", {}).get("nothing_found")
     if found:
         tried = ", ".join(found["tried"]) or "nothing"
@@ -102,17 +107,17 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         )
     gateways = report.get("gateways", {})
     reached = {site["site"] for site in report.get("sites", ()) if site["ways"]}
-    nowhere = [peer["site"] for peer in gateways.get("peers", ()) if peer["site"] not in reached]
-    if nowhere:
-        said = f"\nsites not linked: {', '.join(nowhere)}; `iris federation list` says why"
-        console.print(said, markup=False)
-    for said in (*_slow(report), *_waiting(report), *_over(report), *_queues(report)):
-        console.print(f"\n{printable(said)}", markup=False)
+    unlinked = [peer["site"] for peer in gateways.get("peers", ()) if peer["site"] not in reached]
+    if unlinked:
+        line = f"\nsites not linked: {', '.join(unlinked)}; `iris federation list` shows why"
+        console.print(line, markup=False)
+    for line in (*_slow(report), *_waiting(report), *_over(report), *_queues(report)):
+        console.print(f"\n{printable(line)}", markup=False)
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
         ("as sessions", report.get("sessions_refused", {})),
         ("as gateways", gateways.get("refused", {})),
-        ("of other sites", report.get("sites_refused", {})),
+        ("from other sites", report.get("sites_refused", {})),
     ):
         refused = ", ".join(f"{count} {printable(why)}" for why, count in reasons.items())
         if refused:
@@ -128,24 +133,24 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _waiting(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line if publishers wait for subscribers now."""
+    """Yield a line if publishers are waiting for subscribers."""
     count = report.get("publishers_waiting")
     if count:
-        yield f"publishers waiting: {count} topics whose subscribers have no room, or are left out"
+        yield f"publishers waiting: {count} topics whose subscribers are full, or are being dropped for"
 
 
 def _queues(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line about all queues together, if something is queued or the limit was ever reached."""
+    """Yield a line with the total of all queues, if anything is queued or the limit was ever reached."""
     queues = report.get("queues")
     if queues and (queues["bytes"] or queues["full"] or queues["shed"]):
         yield (
             f"queued in all: {queues['bytes'] / 1e6:.1f} of {queues['limit_bytes'] / 1e6:.1f} MB; "
-            f"{queues['full']} frames found the limit reached, {queues['shed']} queued messages were dropped for others"
+            f"{queues['full']} frames arrived at the limit, {queues['shed']} queued messages were dropped to make room"
         )
 
 
 def _direct(direct: dict[str, Any]) -> str:
-    """Return a line with what the ends of direct tunnels reported; the relay's account of messages does not include it."""
+    """Return a line with what the ends of direct tunnels report; the relay's message counts do not include it."""
     return (
         f"direct tunnels: {direct['open']} open (limit {direct['limit']}), {direct['made']} in all; their ends report "
         f"{direct['sent_records']} records sent ({direct['sent_bytes'] / 1e6:,.1f} MB) and {direct['received_records']} "
@@ -154,7 +159,7 @@ def _direct(direct: dict[str, Any]) -> str:
 
 
 def _slow(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each receiver for which messages were dropped, also when it has caught up or is gone."""
+    """Yield a line for each receiver for which messages were dropped, also after it has caught up or left."""
     for slow in report.get("slow", ()):
         who = [f"pid {slow['pid']}"] if slow["pid"] else []
         who += [each for each in (slow["user"], slow["address"]) if each]
@@ -168,30 +173,30 @@ def _slow(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _over(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each share or bound that was exceeded; see §13 of docs/protocol.md."""
+    """Yield a line for each limit, or user's share of one, that was reached; see §13 of docs/protocol.md."""
     tables = {**report.get("quotas", {}), "sessions": report.get("users", {})}
     for name, table in tables.items():
         if table.get("refused"):
             what = name.replace("_", " ")
             yield (
-                f"{what}: {table['refused']} refused because the limit, or a user's share of it, was reached "
+                f"{what}: {table['refused']} refused at the limit, or at a user's share of it "
                 f"(now {table['held']} of {table['limit']})"
             )
     for link in report.get("links", ()):
         if link.get("untaken") or link.get("over_share"):
             yield f"link to {link['label']}: {_refused(link)}"
     if report.get("sites_untold"):
-        yield f"{report['sites_untold']} addresses and topics of this site are over the limit and not announced to other sites"
+        yield f"{report['sites_untold']} addresses and topics of this site are over the limit and not advertised to other sites"
     for site in report.get("sites", ()):
         if site.get("untaken") or site.get("untold") or site.get("over_share"):
             yield (
                 f"site {site['site']}: {_refused(site)}; "
-                f"{site.get('untold', 0)} entries are not announced to other relays"
+                f"{site.get('untold', 0)} of its entries are not advertised to other relays"
             )
 
 
 def _refused(side: dict[str, Any]) -> str:
-    """Say what a link or site was refused."""
+    """Return what was refused of a link or site."""
     return (
         f"refused {side.get('untaken', 0)} entries over the limit, "
         f"and {side.get('over_share', 0)} calls over their sender's share"
@@ -199,7 +204,7 @@ def _refused(side: dict[str, Any]) -> str:
 
 
 def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:
-    """Return the table of links; rates are those between the two reports."""
+    """Return the table of links, with rates between the two reports."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, title="links", title_justify="left")
@@ -245,7 +250,7 @@ def _links(report: dict[str, Any], before: dict[str, Any]) -> Table:
 
 
 def _sites(report: dict[str, Any]) -> Table:
-    """Return the table of other sites; how each is reached says `iris federation list`."""
+    """Return the table of other sites; `iris federation list` shows the routes to each."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, title="other sites", title_justify="left")
@@ -256,7 +261,9 @@ def _sites(report: dict[str, Any]) -> Table:
     for site in report.get("sites", ()):
         counts = (str(site[name]) for name in ("clusters", "topics"))
         lost = [c["loss"] for c in connections if c["site"] == site["site"] and "loss" in c]
-        loss = f"{max(lost):.2%}" if lost else "-"  # a gateway knows it of its own connections
+        loss = (
+            f"{max(lost):.2%}" if lost else "-"
+        )  # only a gateway knows the loss, of its own connections
         distance = (f"{site['rtt_us'] / 1000:.1f} ms", loss, f"{site['cost_ms']} ms")
         table.add_row(output.cell(site["site"]), *distance, str(len(site["ways"])), *counts)
     for site in report.get("sites_suspended", ()):

@@ -1,4 +1,4 @@
-"""Standard input for an event loop, whatever it is: terminal, pipe or file."""
+"""Read standard input in an event loop: a terminal, a pipe or a file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AHEAD: Final = 8
 
 
 async def chunks() -> AsyncIterator[bytes]:
-    """Iterate over standard input as it comes, up to 64 KiB at a time, reading at most 512 KiB ahead.
+    """Iterate over standard input in chunks of up to 64 KiB, reading at most 512 KiB ahead.
 
-    A thread reads, because an event loop takes no plain files. It reads the descriptor, not `sys.stdin`: a thread that
-    waits inside that object's lock makes the interpreter's exit fail.
+    A thread reads, because an event loop cannot wait for a plain file. It reads the descriptor, not `sys.stdin`: a thread
+    that waits inside that object's lock makes the interpreter's exit fail.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes | OSError] = asyncio.Queue()
@@ -35,7 +35,7 @@ async def chunks() -> AsyncIterator[bytes]:
                 found = error
             try:
                 loop.call_soon_threadsafe(queue.put_nowait, found)
-            except RuntimeError:  # the loop was closed: nobody wants it any more
+            except RuntimeError:  # the loop is closed, so nothing reads this any more
                 return
             if not found or isinstance(found, OSError):
                 return
@@ -52,10 +52,10 @@ async def chunks() -> AsyncIterator[bytes]:
 
 
 async def lines() -> AsyncIterator[bytes]:
-    """Iterate over the lines of standard input, without their ends. The last may lack one.
+    """Iterate over the lines of standard input without their line ends; the last line need not have one.
 
     Raises:
-        MessageTooLarge: a line is over 64 MiB.
+        MessageTooLarge: a line is longer than 64 MiB.
     """
     held: list[bytes] = []
     held_bytes = 0
@@ -64,7 +64,9 @@ async def lines() -> AsyncIterator[bytes]:
         held.append(first)
         held_bytes += len(first)
         if held_bytes > MAX_LINE_BYTES:
-            raise MessageTooLarge(f"a line of standard input is over {MAX_LINE_BYTES} bytes")
+            raise MessageTooLarge(
+                f"a line of standard input is longer than {MAX_LINE_BYTES} bytes; send it with `iris tunnel --raw`"
+            )
         if rest:
             yield b"".join(held)
             for line in rest[:-1]:

@@ -1,4 +1,4 @@
-"""`iris subscribe`: print what is published."""
+"""`iris subscribe`: print the messages that are published to a topic."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ def subscribe(
     pattern: Annotated[
         str,
         typer.Argument(
-            metavar="FILTER", help="Topic; '*' stands for one token, a final '>' for the rest."
+            metavar="FILTER",
+            help="Topic or filter: '*' matches one token, a final '>' all that follow.",
         ),
     ],
     count: Annotated[
-        int | None, typer.Option("--count", "-n", min=1, help="Stop after so many messages.")
+        int | None, typer.Option("--count", "-n", min=1, help="Stop after N messages.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", "-t", min=0.001, help="Stop after so many seconds.")
+        float | None,
+        typer.Option("--timeout", "-t", min=0.001, help="Stop after this many seconds."),
     ] = None,
     group: Annotated[
-        str, typer.Option("--group", help="Share the messages with the others of this queue group.")
+        str,
+        typer.Option(
+            "--group", help="Queue group: each message goes to one subscriber of the group."
+        ),
     ] = "",
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait", help="Publishers that ask for it wait rather than lose what does not fit."
+            "--wait",
+            help="While this subscriber is full, publishers with --wait wait instead of dropping.",
         ),
     ] = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Print what is published to matching topics, one message a line, until Ctrl-C.
+    """Print messages published to matching topics, one per line, until Ctrl-C.
 
-    Messages that were lost on the way are told on stderr. Ends with exit code
-    5 if --timeout passes before --count messages came.
+    Lost messages are reported on stderr. The exit code is 5 if --timeout
+    passes before --count messages have arrived.
 
     \b
     Examples:
@@ -55,7 +61,7 @@ def subscribe(
         async with (
             iris.connect(relay) as client,
             client.subscribe(
-                pattern, group=group, on_gap=_tell, when_full="wait" if wait else "drop"
+                pattern, group=group, on_gap=_report_loss, when_full="wait" if wait else "drop"
             ) as messages,
         ):
             async for message in messages:
@@ -74,13 +80,13 @@ def subscribe(
             if isinstance(error, RequestTimeout):
                 raise
             if count is not None:
-                complain(f"{seen} of {count} messages came within {timeout:g} s")
+                complain(f"received {seen} of {count} messages within {timeout:g} s")
                 return Exit.TIMEOUT
         return Exit.OK
 
     run(work)
 
 
-def _tell(loss: iris.Lost) -> None:
+def _report_loss(loss: iris.Lost) -> None:
     number = "an unknown number of" if loss.count is None else loss.count
     complain(f"lost {number} messages to {loss.name}: {loss.cause}")

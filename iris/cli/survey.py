@@ -1,11 +1,11 @@
-"""`iris survey`: one question to every member."""
+"""`iris survey`: ask every member and print the answers."""
 
 from __future__ import annotations
 
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run
-from iris.cli.members import saying_what_they_take
+from iris.cli.members import hint_at_served
 
 
 def survey(
@@ -18,10 +18,10 @@ def survey(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Ask all members of a cluster and print their answers, one a line, as they come.
+    """Ask every member of a cluster and print each answer on a line, as it arrives.
 
-    Members that answer with an error (exit code 1) or not in time (5) are
-    named on stderr.
+    Members that answer with an error, or do not answer in time, are named on
+    stderr. The exit code is then 1 or 5.
 
     \b
     Examples:
@@ -32,7 +32,7 @@ def survey(
     headers = options.parse_headers(header)
 
     async def work() -> int:
-        async with iris.connect(relay) as client, saying_what_they_take(client, cluster):
+        async with iris.connect(relay) as client, hint_at_served(client, cluster):
             answers = client.survey(cluster, body, timeout=timeout, headers=headers, scope=scope)
             async for message in answers:
                 output.show(message, as_json=json)

@@ -1,4 +1,4 @@
-"""`iris tunnel`: standard input to one member, and what it sends back to standard output."""
+"""`iris tunnel`: connect standard input and output to one member."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import typer
 import iris
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, run
-from iris.cli.members import saying_what_they_take
+from iris.cli.members import hint_at_served
 from iris.errors import Closed
 
 
 def tunnel(
     cluster: options.Cluster,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Bytes in, bytes out: no lines, any size.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Carry bytes of any size, not lines.")] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", "-t", min=0.001, help="Seconds until a member accepts.")
+        float,
+        typer.Option(
+            "--timeout", "-t", min=0.001, help="Seconds to wait for a member to accept the tunnel."
+        ),
     ] = 5.0,
     header: options.HeaderList = None,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Open a tunnel to one member: lines of standard input go there, what comes back is printed.
+    """Open a tunnel to one member: send it the lines of standard input, and print what it sends back.
 
-    Every line is a message. At the end of standard input this side finishes,
-    and what still comes is printed until the member finishes, too. With --raw
-    input travels as it comes, in messages of up to 64 KiB, and what comes back
-    is written without line ends in between. The slower side sets the pace.
+    Each line is a message. At the end of standard input this side finishes,
+    and prints what it receives until the member finishes, too. With --raw the
+    input is sent in messages of up to 64 KiB, and what comes back is written
+    without line ends. A slow reader on either side slows down the other.
 
     \b
     Examples:
@@ -43,13 +44,13 @@ def tunnel(
     async def work() -> int:
         async with (
             iris.connect(relay) as client,
-            saying_what_they_take(client, cluster),
+            hint_at_served(client, cluster),
             client.tunnel(cluster, timeout=timeout, headers=headers) as line,
         ):
             sending = asyncio.create_task(_send(line, raw=raw))
             try:
                 await _receive(line, raw=raw, as_json=json)
-                if line.closed:  # nobody reads what may still come on stdin
+                if line.closed:  # the member reads no more, so the rest of stdin is not needed
                     sending.cancel()
                 await asyncio.wait((sending,))
                 if not sending.cancelled():
@@ -67,7 +68,7 @@ async def _send(line: iris.Tunnel, *, raw: bool) -> None:
             await line.send(data)
         await line.finish()
     except Closed:
-        return  # the member has what it wanted
+        return  # the member closed the tunnel
 
 
 async def _receive(line: iris.Tunnel, *, raw: bool, as_json: bool) -> None:

@@ -402,7 +402,7 @@ def test_publish_says_when_a_subscriber_has_had_no_room_for_too_long(
     assert publisher.returncode == 0
     assert (
         said
-        == b"iris: a subscriber of bulk had no room for 1 s; messages are dropped for it until it has\n"
+        == b"iris: a subscriber of bulk was full for 1 s; its messages are dropped until it has room\n"
     )
     reader.kill()
     reader.communicate()
@@ -529,7 +529,7 @@ def test_a_verb_that_no_member_takes_names_those_that_they_take(
     observer.wait_for_members("hearer", 1, timeout=PATIENCE_S)
     said = shell(verb, "hearer", stdin=b"x", code=3).decode()
     assert "no members of hearer serve " in said
-    assert "hearer has 1 member, taking: broadcast\n" in said
+    assert "hearer has 1 member, serving: broadcast\n" in said
     process.terminate()
     end(process)
 
@@ -606,7 +606,7 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
     ("where", "said"),
     [
         ("nowhere", "no module 'nowhere'"), ("services:nothing", "no iris.Service called 'nothing'"),
-        ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "it has none at all"),
+        ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "it has none; define one"),
         ("services:noted", "no iris.Service called 'noted'; it has: echo"), ("services.py", "leave out the '.py': services"),
         ("./services.py", "write it as in an import statement"), ("services:idle", "services:idle has no handlers"),
     ],

@@ -151,7 +151,7 @@ def test_sites_are_listed_with_their_cost_and_connections_and_pinged(
     (line,) = (line.split() for line in status.stdout.splitlines() if line.startswith("us "))
     assert line[4:] == ["10", "ms", "1", "0", "0"]
     assert "no other relay found" not in status.stdout
-    assert "sites not linked: ap; `iris federation list` says why" in status.stdout
+    assert "sites not linked: ap; `iris federation list` shows why" in status.stdout
     with socket.socket() as stranger:
         stranger.connect(("127.0.0.1", int(sites[0].address.rpartition(":")[2])))
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -171,7 +171,7 @@ def test_sites_are_listed_with_their_cost_and_connections_and_pinged(
     assert (answer["site"], answer["linked"]) == ("us", True)
     assert answer["rtt_ms"] > 0
     pinged = federation("ping", "mars", "--relay", one.socket)
-    assert (pinged.exit_code, pinged.stdout) == (Exit.ANSWER, "mars  not linked: the relay knows no such site\n")  # fmt: skip
+    assert (pinged.exit_code, pinged.stdout) == (Exit.ANSWER, "mars  not linked: the relay does not know this site\n")  # fmt: skip
 
 
 def test_a_gateway_whose_settings_are_wrong_says_which(sites: tuple[Site, Site]) -> None:

@@ -182,7 +182,7 @@ def test_a_gap_is_told_in_one_line_without_control_characters() -> None:
         (("append", "s", "x", "--deliver-at", "1066-10-14"), "not a time"),
         (("append", "s", "x", "--tombstone"), "add --key"),
         (("append", "s", "x", "--lines"), "leave MESSAGE out"),
-        (("append", "s", "--lines", "--key", "k"), "without --key"),
+        (("append", "s", "--lines", "--key", "k"), "--key is for a single message"),
         (("append", "s", "x", "-H", "oops"), "NAME=VALUE"),
         (("append", "s", "{", "--pack"), "not JSON"),
         (("append", "s", "x", "--ttl", "0s"), "ttl"),
@@ -468,14 +468,14 @@ def test_a_line_over_the_limit_is_named_and_nothing_after_it_is_stored(
     process = shell.start("stream", "append", stream, "--lines")
     out, err = process.communicate(b"a\n" + bytes(2 << 20) + b"\nb\n", timeout=20)
     assert (process.returncode, out) == (2, b"0 0\n")
-    assert re.match(rb"iris: line 2: 2097152 bytes are over the limit .* \(1 messages were", err)
+    assert re.match(rb"iris: line 2: .*2097152 bytes .*over the limit .* \(1 appended", err)
     assert err.count(b"\n") == 1
     assert shell("stream", "read", stream) == b"a\n"
 
 
 def test_lines_for_a_stream_that_is_not_there_are_exit_code_3(shell: Shell) -> None:
     said = shell.process("stream", "append", "nothing", "--lines", stdin=b"a\nb\n", code=3)
-    assert b"(0 messages were appended)" in said
+    assert b"(0 appended" in said
     assert said.count(b"\n") == 1
 
 
@@ -597,7 +597,7 @@ def test_a_bad_line_is_named_and_nothing_after_it_is_appended(
     assert (process.returncode, out) == (2, b"2 appended\n"), err
     assert err.startswith(b"iris: line 3: ")
     assert said in err.decode()
-    assert err.endswith(b"(2 messages were appended)\n")
+    assert b"(2 appended" in err
     assert err.count(b"\n") == 1
     assert facts(shell, stream)["next"] == 2
 
@@ -607,7 +607,7 @@ def test_an_import_leaves_tombstones_out_and_says_so(shell: Shell, stream: str) 
     shell("stream", "append", stream, "--key", "k", "--tombstone")
     exported = shell("stream", "export", stream)
     said = shell.process("stream", "import", stream, stdin=exported)
-    assert said == b"1 appended, 1 tombstones left out\n"
+    assert said == b"1 appended, 1 tombstones skipped\n"
     assert shell("stream", "read", stream) == b"a\n\na\n"
 
 

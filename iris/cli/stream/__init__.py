@@ -1,6 +1,6 @@
-"""`iris stream`: durable streams.
+"""`iris stream`: create, read and write durable streams.
 
-texts      options that several verbs share
+texts      options and texts that several verbs share
 reading    read, export
 writing    append, import
 mirroring  mirror, promote
@@ -23,10 +23,11 @@ from iris.streams import StreamInfo
 from iris.wire.names import printable
 
 app = typer.Typer(
-    name="stream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Keep what is sent, and read it later: durable streams.
+    name="stream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Keep messages on disk and read them later: durable streams.
 
-    A stream is a log on the disk of a store (`iris relay --data DIR`): of what
-    is published to a topic, of what a cluster gets, or of what is appended.
+    A stream is a log that a store keeps on disk (iris relay --data DIR). It
+    records a topic, or the pushes and broadcasts of a cluster, or holds the
+    messages that you append.
 
     \b
     Examples:
@@ -43,26 +44,26 @@ app = typer.Typer(
 def create(
     name: texts.Name,
     topic: Annotated[
-        str, typer.Option("--topic", metavar="FILTER", help="Record what is published to matching topics.")
+        str, typer.Option("--topic", metavar="FILTER", help="Record messages published to matching topics.")
     ] = "",
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="CLUSTER", help="Record its share of the pushes of this cluster, and its broadcasts.")
+        str, typer.Option("--cluster", metavar="CLUSTER", help="Record this cluster: the stream is a member, so it gets a share of the pushes, and all broadcasts.")
     ] = "",
     max_bytes: texts.MaxBytes = None,
     max_messages: texts.MaxMessages = None,
     max_age: texts.MaxAge = None,
     compact: Annotated[
-        bool, typer.Option("--compact", help="Of the messages with one key keep the last.")
+        bool, typer.Option("--compact", help="Keep only the last message of each key.")
     ] = False,
     dedup_window: texts.DedupWindow = None,
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Make a stream and print its uuid. What is over a limit goes, oldest first.
+    """Make a stream and print its uuid. When it reaches a limit, its oldest messages are deleted.
 
-    If it is there already and is defined alike, that is fine; otherwise it
-    ends with exit code 1.
+    A stream that exists with the same definition is a success; with another
+    definition the exit code is 1.
 
     \b
     Examples:
@@ -94,9 +95,9 @@ def list_streams(
 ) -> None:
     """List the streams under your keys, by name.
 
-    Into a pipe it is a line of titles, if there is a stream, and then a line
-    each, separated by tabs: name, uuid, what it records, messages, bytes,
-    oldest offset, next offset, state, host.
+    In a pipe, columns are separated by tabs, below a line of titles: name,
+    uuid, what it records, messages, bytes, oldest offset, next offset, state,
+    host. Without streams nothing is printed.
 
     \b
     Examples:
@@ -126,13 +127,13 @@ def info(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Show a stream: what it records and keeps, its offsets, and how its store is.
+    """Show a stream: what it records, its limits and offsets, its state and its store.
 
-    Of a copy it shows the lag: the messages by which it was behind when its
-    mirror was heard of last, and when that was.
+    For a copy it also shows the lag: how many messages the copy was behind
+    its source when its mirror last reported, and the time of that report.
 
-    Into a pipe it is a line each, a name and a value with a tab between, in
-    bytes and seconds; limits of 0 are none.
+    In a pipe, each line is a name, a tab and a value, in bytes and seconds.
+    A limit of 0 means no limit.
 
     \b
     Examples:
@@ -162,14 +163,14 @@ def change(
     max_messages: texts.MaxMessages = None,
     max_age: texts.MaxAge = None,
     compact: Annotated[
-        bool | None, typer.Option("--compact/--no-compact", help="Of the messages with one key keep the last.", show_default=False)
+        bool | None, typer.Option("--compact/--no-compact", help="Keep only the last message of each key, or all.", show_default=False)
     ] = None,
     dedup_window: texts.DedupWindow = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Change what a stream keeps; what is not named stays as it is.
+    """Change the limits of a stream. Limits that you do not name stay as they are.
 
     \b
     Examples:
@@ -179,7 +180,9 @@ def change(
     given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
-        raise typer.BadParameter("nothing to change: name a limit", param_hint="--max-…")
+        raise typer.BadParameter(
+            "nothing to change; give at least one limit, such as --max-age 7d", param_hint="--max-…"
+        )
     _do(lambda client: client.streams.change(name, **changes, uuid=uuid, timeout=timeout), relay)
 
 
@@ -189,21 +192,21 @@ def pause(
     consumers: Annotated[
         bool,
         typer.Option(
-            "--consumers", help="Go on recording, and hand nothing to consumers: nothing is lost."
+            "--consumers", help="Pause only the consumers; recording continues, so nothing is lost."
         ),
     ] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Stop recording until `resume`, or with --consumers only consuming.
+    """Pause a stream until `resume`: stop recording, or with --consumers stop only its consumers.
 
-    Without --consumers what is published meanwhile is LOST to the stream (a
-    gap says so), pushes go to other members, and appends are refused. Readers
-    and consumers go on with what is there.
+    Without --consumers, messages published meanwhile are LOST to the stream,
+    which reports them as a gap. Pushes go to other members, and appends are refused.
+    Readers and consumers continue with the messages that are stored.
 
-    With --consumers nothing is lost: the stream records and takes appends, and
-    readers read; consumers are handed nothing until `resume`, and then all of it.
+    With --consumers nothing is lost: the stream records, accepts appends and
+    serves readers. Consumers receive the messages after `resume`.
 
     \b
     Examples:
@@ -223,7 +226,7 @@ def resume(
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Record, append and hand out to consumers again, whichever was paused.
+    """Resume a paused stream: recording, appends and consumers.
 
     \b
     Examples:
@@ -234,9 +237,9 @@ def resume(
 
 @app.command()
 def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> None:
-    """Have every stream kept under all keys that your keyring has for it, and name those that lacked one.
+    """Let every stream be kept under all keys that your keyring has for it. Prints the streams that lacked one.
 
-    `iris key promote` does so, too, when there is a relay.
+    `iris key promote` does this, too, if a relay is running.
 
     \b
     Examples:
@@ -255,12 +258,12 @@ def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> No
 @app.command()
 def delete(
     name: texts.Name,
-    yes: Annotated[bool, typer.Option("--yes", help="Yes, all of it.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm the deletion.")] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Remove a stream: its messages, its dead letters and its consumers.
+    """Delete a stream with its messages, dead letters and consumers. This cannot be undone.
 
     \b
     Examples:
@@ -268,7 +271,8 @@ def delete(
     """
     if not yes:
         raise typer.BadParameter(
-            f"this removes {name} and all that it holds; say so with --yes", param_hint="--yes"
+            f"this deletes stream {name} with all its messages; confirm with --yes",
+            param_hint="--yes",
         )
     _do(lambda client: client.streams.delete(name, uuid=uuid, timeout=timeout), relay)
 
@@ -283,7 +287,7 @@ app.add_typer(consumers.app)
 
 
 def _do(call: Callable[[iris.Client], Awaitable[object]], relay: str | None) -> None:
-    """Do something that has nothing to print."""
+    """Run a call that has nothing to print."""
 
     async def work() -> int:
         async with iris.connect(relay) as client:
@@ -310,7 +314,7 @@ def _state(info: StreamInfo) -> str:
 
 
 def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
-    """Return what `iris stream info` shows, for people or for scripts."""
+    """Return the (name, value) lines of `iris stream info`, formatted for people or for scripts."""
 
     def limit(value: Any, plain: str, shown: Callable[[Any], str]) -> str:
         if not human:
@@ -356,20 +360,20 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
 
 
 def _copy_facts(info: StreamInfo) -> list[tuple[str, str]]:
-    """Return what is said of a copy alone."""
+    """Return the lines that only a copy has."""
     if not info.mirror:
         return []
-    heard = texts.time_text(info.heard_us) if info.heard_us else None
+    last_report = texts.time_text(info.heard_us) if info.heard_us else None
     return [
         ("source", info.source),
         ("source-uuid", info.mirror),
         ("lag", "unknown" if info.lag is None else str(info.lag)),
-        ("heard", heard or "not since the store started"),
+        ("heard", last_report or "not since the store started"),
     ]
 
 
 def _print_streams(found: list[StreamInfo]) -> None:
-    """Print streams: for people without uuids, unless there are two of a name."""
+    """Print streams. People see uuids only if two streams have one name."""
     human = sys.stdout.isatty()
     named = not human or len({info.name for info in found}) < len(found)
     rows = []

@@ -1,4 +1,4 @@
-"""`iris stream consumer`: who consumes a stream, and how far they are."""
+"""`iris stream consumer`: list and delete the consumers of a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from iris.wire.names import printable
 COLUMNS: Final = ("name", "kind", "floor", "position", "lag", "pending", "redelivering", "workers", "dead")  # fmt: skip
 
 app = typer.Typer(
-    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Show and forget the consumers of a stream.
+    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""List and delete the consumers of a stream.
 
     \b
     Examples:
@@ -34,12 +34,17 @@ def list_consumers(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """List the consumers of a stream: how far they are, and what their workers hold.
+    """List the consumers of a stream: how far each is, and what its workers hold.
 
-    Into a pipe it is a line of titles, if there is a consumer, and then a line
-    each, separated by tabs: name, kind, floor (below it everything is done),
-    position, lag (messages that are not done), pending (in the hands of
-    workers), redelivering, workers, dead (dead letters).
+    \b
+    Columns, separated by tabs in a pipe:
+      floor         every message below this offset is done
+      position      next offset to deliver
+      lag           messages that are not done
+      pending       messages delivered to workers and not done
+      redelivering  messages waiting to be delivered again
+      workers       connected workers
+      dead          dead letters
 
     \b
     Examples:
@@ -68,7 +73,7 @@ def delete_consumer(
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Forget a consumer, and where it is: its workers end, one of that name starts anew.
+    """Delete a consumer and its position. Its workers end; a new consumer of that name begins again.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`iris stream mirror` and `iris stream promote`: a copy of another site's stream, and the day that it is needed."""
+"""`iris stream mirror` and `iris stream promote`: copy a stream of another site, and make the copy a stream of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from iris.cli.exits import Exit, complain, run, until_stopped
 from iris.cli.stream import texts
 from iris.streams import Mirror
 
-TELL_S: Final = 1.0
-"""Between two lines of --verbose."""
+PROGRESS_S: Final = 1.0
+"""Shortest time between two lines of --verbose."""
 PATIENCE_S: Final = 30.0
 
 Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="The stream to copy: SITE:NAME for that of another site.")
+    str, typer.Argument(metavar="SOURCE", help="The stream to copy; SITE:NAME for a stream of another site.")
 ]  # fmt: skip
 
 
@@ -27,32 +27,32 @@ def mirror(
     source: Source,
     name: texts.Name,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Continue with new messages, until Ctrl-C.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Tell on stderr what was copied, and the lag.")
+        bool, typer.Option("--verbose", "-v", help="Report progress and lag on stderr.")
     ] = False,
     max_bytes: texts.MaxBytes = None,
     max_messages: texts.MaxMessages = None,
     max_age: texts.MaxAge = None,
     compact: Annotated[
-        bool | None, typer.Option("--compact/--no-compact", help="Of the messages with one key keep the last.", show_default=False)
+        bool | None, typer.Option("--compact/--no-compact", help="Keep only the last message of each key, or all.", show_default=False)
     ] = None,
     uuid: Annotated[
-        str, typer.Option("--uuid", metavar="HEX", help="Which log, where two stores hold one of the source's name.", show_default=False)
+        str, typer.Option("--uuid", metavar="HEX", help="Which source stream, if two stores have one of this name.", show_default=False)
     ] = "",
     timeout: Annotated[
-        float | None, typer.Option("--timeout", "-t", min=0.001, help="How many seconds a relay or store may be away: 30; with --follow for ever.", show_default=False)
+        float | None, typer.Option("--timeout", "-t", min=0.001, help="Seconds that a relay or store may be away. Default: 30, or forever with --follow.", show_default=False)
     ] = None,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Copy a stream of another site into NAME, here: for the day the site is lost.
+    """Copy a stream of another site to NAME in this site, in case that site is lost.
 
-    The copy is made if it is not there, and has the same messages at the same
-    offsets, still sealed. It takes nothing else until `iris stream promote`.
-    Run again, it goes on where the copy ends. `iris stream info NAME` shows the
-    lag, which is what would be lost with the source now. Limits are those of
-    the copy; without any it keeps all that it ever got.
+    NAME is created if it does not exist. It gets the same messages at the same
+    offsets, still sealed, and accepts no others until `iris stream promote`.
+    Run the command again to continue where the copy ends. `iris stream info
+    NAME` shows the lag: the messages that you would lose with the source now.
+    Limits apply to the copy; without limits it keeps every message.
 
     \b
     Examples:
@@ -80,27 +80,27 @@ def mirror(
 
 async def _copy(mirror: Mirror, *, verbose: bool) -> None:
     found = asyncio.Event()
-    telling = asyncio.create_task(_tell(mirror, found)) if verbose else None
+    progress = asyncio.create_task(_report_progress(mirror, found)) if verbose else None
     try:
         async with mirror:
             found.set()
             await mirror.run()
     finally:
-        if telling is not None:
-            telling.cancel()
+        if progress is not None:
+            progress.cancel()
             if found.is_set():
                 complain(_figures(mirror))
 
 
-async def _tell(mirror: Mirror, found: asyncio.Event) -> None:
-    """Tell how far it is, and what it waits for, when that has changed."""
-    told = ""
+async def _report_progress(mirror: Mirror, found: asyncio.Event) -> None:
+    """Print how far the copy is and what it waits for, each time that this changes."""
+    printed = ""
     while True:
         parts = [_figures(mirror)] if found.is_set() else []
         parts += [f"{mirror.name}: waiting: {mirror.waiting}"] if mirror.waiting else []
-        if parts and (said := "; ".join(parts)) != told:
-            complain(told := said)
-        await asyncio.sleep(TELL_S)
+        if parts and (line := "; ".join(parts)) != printed:
+            complain(printed := line)
+        await asyncio.sleep(PROGRESS_S)
 
 
 def _figures(mirror: Mirror) -> str:
@@ -110,17 +110,17 @@ def _figures(mirror: Mirror) -> str:
 def promote(
     name: texts.Name,
     record: Annotated[
-        bool, typer.Option("--record/--no-record", help="Record here what the source recorded: its topic or cluster.")
+        bool, typer.Option("--record/--no-record", help="Record the topic or cluster that the source recorded.")
     ] = True,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Make a copy a stream of its own, and print its next offset: its source is gone.
+    """Make a copy a stream of its own, when its source is lost, and print its next offset.
 
-    It goes on there, takes appends, and records what its source did, in this
-    site. What the source had beyond is not in it and cannot come later, and
-    the copy takes no more copies. Again it changes nothing.
+    It continues at that offset, accepts appends, and records in this site what
+    its source recorded. Messages that were not copied before cannot be copied
+    later. Promoting a stream twice changes nothing.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`iris stream read` and `iris stream export`: messages to standard output, word of what is missing to stderr."""
+"""`iris stream read` and `iris stream export`: write messages to standard output, and report gaps on stderr."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _encode_line: Final = msgspec.json.Encoder().encode
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of an export. `payload` is base64 in JSON; of a `packed` one it is the MessagePack of the object that was sent."""
+    """A line of an export. `payload` is base64 in JSON; if `packed`, it is the MessagePack of the object that was sent."""
 
     payload: bytes
     offset: int = 0
     time: str | None = None
-    """When it was stored, ISO 8601."""
+    """Time at which the message was stored, ISO 8601."""
     name: str = ""
     headers: dict[str, str] | None = None
     packed: bool = False
@@ -34,22 +34,22 @@ def read(
     name: texts.Name,
     start: texts.StartAt = "first",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Continue with new messages, until Ctrl-C.")
     ] = False,
     count: Annotated[
-        int | None, typer.Option("--count", "-n", min=1, help="Stop after so many messages.")
+        int | None, typer.Option("--count", "-n", min=1, help="Stop after N messages.")
     ] = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 30.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Print the messages of a stream, one a line, up to where it ends now.
+    """Print the messages of a stream, one per line, up to its present end.
 
-    With --json an object each: offset, time (when it was stored), sent, name,
-    payload, encoding and, where there are any, headers and tombstone. What is
-    missing is told on stderr only, a line for every gap: standard output has
-    messages and nothing else. --timeout is how long relay and store may be away.
+    With --json each message is an object: offset, time (when it was stored),
+    sent, name, payload, encoding and, if present, headers and tombstone.
+    Missing messages are reported on stderr, one line for each gap. --timeout
+    is how long the relay and the store may be away.
 
     \b
     Examples:
@@ -83,14 +83,15 @@ def export(
     timeout: options.Timeout = 30.0,
     relay: options.RelayPath = None,
 ) -> None:
-    """Write the messages of a stream, opened, as JSON lines that `iris stream import` reads.
+    """Write the messages of a stream as JSON lines, which `iris stream import` reads. The messages are NOT sealed.
 
-    A line is an object: offset, time (when it was stored, ISO 8601), name (the
-    topic, cluster or stream it was sent to), headers, packed (whether payload
-    is the MessagePack of an object), payload (base64), tombstone. Keys, expiry
-    and delivery times are not in it. What is missing is told on stderr.
+    Each line is an object: offset, time (when it was stored, ISO 8601), name
+    (the topic, cluster or stream it was sent to), headers, packed (true if
+    payload is the MessagePack of an object), payload (base64), tombstone.
+    Keys, expiry and delivery times are not exported. Missing messages are
+    reported on stderr.
 
-    What is written is in clear: whoever reads the file needs no key.
+    Anyone who can read the file can read the messages, without a key.
 
     \b
     Examples:
@@ -115,7 +116,7 @@ def export(
 
 
 def as_document(message: StreamMessage) -> dict[str, Any]:
-    """Return what `--json` shows of a message of a stream."""
+    """Return the JSON document of a stream's message."""
     document: dict[str, Any] = {
         "offset": message.offset,
         "time": texts.time_text(message.stored_us),
@@ -136,12 +137,12 @@ async def _copy(
     name: str, start: Any, line: Callable[[StreamMessage], bytes], *, follow: bool, count: int | None, uuid: str, patience: float,
     relay: str | None,
 ) -> None:  # fmt: skip
-    """Write the lines of messages, all of a fetch at once."""
+    """Write messages as lines, those of a fetch at once."""
     left = count
     async with (
         iris.connect(relay) as client,
         client.streams.read(
-            name, start, follow=follow, uuid=uuid, patience=patience, on_gap=_tell
+            name, start, follow=follow, uuid=uuid, patience=patience, on_gap=_report_gap
         ) as reader,
     ):
         async for messages in reader.batches():
@@ -153,5 +154,5 @@ async def _copy(
                 return
 
 
-def _tell(gap: StreamGap) -> None:
+def _report_gap(gap: StreamGap) -> None:
     complain(texts.gap_text(gap))

@@ -1,4 +1,4 @@
-"""Options that several verbs of streams share, what their texts mean, and how figures are shown to people."""
+"""Options that several verbs of `iris stream` share, how they are parsed, and how figures are printed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def parse_size(text: str) -> int:
-    """Return bytes, 0 for none; raises BadParameter (exit code 2)."""
+    """Return a size in bytes, 0 for "none"; raises BadParameter (exit code 2)."""
     if text in _NONE:
         return 0
     found = _SIZE.fullmatch(text)
@@ -36,7 +36,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_age(text: str) -> float:
-    """Return seconds, 0 for none; raises BadParameter."""
+    """Return a duration in seconds, 0 for "none"; raises BadParameter."""
     if text in _NONE:
         return 0.0
     found = _AGE.fullmatch(text)
@@ -48,7 +48,7 @@ def parse_age(text: str) -> float:
 
 
 def parse_time(text: str) -> datetime:
-    """Return an ISO 8601 time, of this host's zone if it names none; raises BadParameter."""
+    """Return an ISO 8601 time, in this host's time zone if it names none; raises BadParameter."""
     try:
         moment = datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
@@ -59,7 +59,7 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_start(text: str) -> str | int | datetime:
-    """Return where to start, as `Streams.read` takes it; raises BadParameter."""
+    """Return the start of a read, as `Streams.read` accepts it; raises BadParameter."""
     if text in ("first", "last", "new"):
         return text
     if text.isascii() and text.isdigit() and len(text) < 19:
@@ -74,27 +74,27 @@ def parse_start(text: str) -> str | int | datetime:
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the stream.")]
 Uuid = Annotated[
-    str, typer.Option("--uuid", metavar="HEX", help="Which log, where two stores hold one of the name.", show_default=False)
+    str, typer.Option("--uuid", metavar="HEX", help="Which stream, if two stores have one of this name.", show_default=False)
 ]  # fmt: skip
 MaxBytes = Annotated[
-    int | None, typer.Option("--max-bytes", metavar="SIZE", parser=parse_size, help="Keep at most so much: 10GiB, 512MiB; 0 is no limit.", show_default=False)
+    int | None, typer.Option("--max-bytes", metavar="SIZE", parser=parse_size, help="Keep at most this much: 512MiB, 10GiB; 0 for no limit.", show_default=False)
 ]  # fmt: skip
 MaxMessages = Annotated[
-    int | None, typer.Option("--max-messages", metavar="N", min=0, help="Keep at most so many; 0 is no limit.", show_default=False)
+    int | None, typer.Option("--max-messages", metavar="N", min=0, help="Keep at most N messages; 0 for no limit.", show_default=False)
 ]  # fmt: skip
 MaxAge = Annotated[
-    float | None, typer.Option("--max-age", metavar="AGE", parser=parse_age, help="Keep for so long: 90s, 30m, 12h, 7d; 0 is no limit.", show_default=False)
+    float | None, typer.Option("--max-age", metavar="AGE", parser=parse_age, help="Keep messages this long: 90s, 30m, 12h, 7d; 0 for no limit.", show_default=False)
 ]  # fmt: skip
 DedupWindow = Annotated[
-    float | None, typer.Option("--dedup-window", metavar="AGE", parser=parse_age, help="Remember ids of appended messages for so long: 10m, 1d; 0 is not at all.", show_default=False)
+    float | None, typer.Option("--dedup-window", metavar="AGE", parser=parse_age, help="Remember the ids of appended messages this long: 10m, 1d; 0 for not at all.", show_default=False)
 ]  # fmt: skip
 StartAt = Annotated[
-    Any, typer.Option("--start", metavar="WHERE", parser=parse_start, help="first, last, new, an offset, or an ISO time.")
+    Any, typer.Option("--start", metavar="WHERE", parser=parse_start, help="Where to start: first, last, new, an offset, or an ISO time.")
 ]  # fmt: skip
 
 
 def time_text(time_us: int) -> str | None:
-    """Return a time as ISO 8601 in UTC, which `parse_time` takes; None if the calendar does not reach there."""
+    """Return a time as ISO 8601 in UTC, which `parse_time` accepts; None if it is after the year 9999."""
     try:
         moment = _EPOCH + timedelta(microseconds=time_us)
     except OverflowError:
@@ -103,7 +103,7 @@ def time_text(time_us: int) -> str | None:
 
 
 def size_text(size: int) -> str:
-    """Return bytes for people."""
+    """Return a size for people, such as "1.5 GiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _UNITS[unit.lower()]
         if size >= scale:
@@ -112,7 +112,7 @@ def size_text(size: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Return seconds for people, in the largest unit that they fill."""
+    """Return a duration for people, in the largest unit of which it has at least one."""
     for unit in ("d", "h", "m"):
         if seconds >= _SECONDS[unit]:
             return f"{seconds / _SECONDS[unit]:g} {unit}"
@@ -120,7 +120,7 @@ def age_text(seconds: float) -> str:
 
 
 def gap_text(gap: StreamGap) -> str:
-    """Return the line that tells of offsets without messages."""
+    """Return the line that reports offsets without messages."""
     last = gap.next - 1
     where = f"offset {gap.first}" if last <= gap.first else f"offsets {gap.first} to {last}"
     cause = printable(gap.cause)
@@ -133,7 +133,10 @@ def gap_text(gap: StreamGap) -> str:
 def print_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
 ) -> None:
-    """Print rows: for a terminal a table, with the columns `right` to the right; for a pipe tabs. Without rows a pipe gets no titles."""
+    """Print rows: a table on a terminal, in which the columns `right` are right-aligned; separated by tabs in a pipe.
+
+    In a pipe, titles are printed only if there are rows.
+    """
     titles = [title.upper() for title in titles]
     if not sys.stdout.isatty():
         lines = [titles, *rows] if titles and rows else rows

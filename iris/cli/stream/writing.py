@@ -27,12 +27,12 @@ _decode_line: Final = msgspec.json.Decoder(Line).decode
 
 Message_ = Annotated[
     str | None,
-    typer.Argument(metavar="MESSAGE", help="What to append. Absent or '-': standard input.", show_default=False),
+    typer.Argument(metavar="MESSAGE", help="The message to append. Without it, or with '-': standard input.", show_default=False),
 ]  # fmt: skip
 
 
 class BadLine(ConfigError):
-    """A line of standard input is not what it has to be; the text names it."""
+    """A line of standard input is invalid; the message has its number."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Account(msgspec.Struct):
-    """What became of the lines of standard input."""
+    """Counts of the lines of standard input, and the offsets they got."""
 
     lines: int = 0
     appended: int = 0
@@ -52,32 +52,32 @@ class Account(msgspec.Struct):
     first: int | None = None
     last: int | None = None
     unsure: int = 0
-    """Messages on the way, until the store says that it has them."""
+    """Messages sent to the store and not yet acknowledged."""
 
 
 def append(
     name: texts.Name,
     message: Message_ = None,
     key: Annotated[
-        str | None, typer.Option("--key", help="Compaction keeps the last message of each key.", show_default=False)
+        str | None, typer.Option("--key", help="Key of the message: compaction keeps the last message of each key.", show_default=False)
     ] = None,
     ttl: Annotated[
-        float | None, typer.Option("--ttl", metavar="AGE", parser=texts.parse_age, help="Gone after so long: 90s, 10m, 7d.", show_default=False)
+        float | None, typer.Option("--ttl", metavar="AGE", parser=texts.parse_age, help="Delete the message after this time: 90s, 10m, 7d.", show_default=False)
     ] = None,
     deliver_at: Annotated[
-        datetime | None, typer.Option("--deliver-at", metavar="TIME", parser=texts.parse_time, help="Consumers get it then: an ISO time.", show_default=False)
+        datetime | None, typer.Option("--deliver-at", metavar="TIME", parser=texts.parse_time, help="Deliver it to consumers at this ISO time, not before.", show_default=False)
     ] = None,
     expect: Annotated[
-        int | None, typer.Option("--expect", metavar="OFFSET", min=0, help="Only if this becomes its offset.", show_default=False)
+        int | None, typer.Option("--expect", metavar="OFFSET", min=0, help="Append only if the message gets this offset.", show_default=False)
     ] = None,
     tombstone: Annotated[
-        bool, typer.Option("--tombstone", help="Say that --key is deleted; MESSAGE may be absent.")
+        bool, typer.Option("--tombstone", help="Mark --key as deleted; MESSAGE may be absent.")
     ] = False,
     message_id: Annotated[
-        str | None, typer.Option("--id", help="Of the message: within the stream's dedup window it is stored once.", show_default=False)
+        str | None, typer.Option("--id", help="Id of the message: within the stream's dedup window it is stored once.", show_default=False)
     ] = None,
     lines: Annotated[
-        bool, typer.Option("--lines", "-l", help="Every line of standard input is a message of its own.")
+        bool, typer.Option("--lines", "-l", help="Append each line of standard input as a message.")
     ] = False,
     header: options.HeaderList = None,
     pack: options.Pack = False,
@@ -86,12 +86,17 @@ def append(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Append a message and print its offset, once it is on disk.
+    """Append a message and print its offset, when it is synced to disk.
 
-    Standard input is one message as it is, with the end of its last line.
-    With --lines it prints the first and the last offset; --timeout is then for
-    up to 1,000 lines. Ends with exit code 1 if the offset is not the one that
-    --expect names, 4 if it was not stored, 5 if it may have been.
+    Standard input is one message, including its last line end. With --lines,
+    the first and the last offset are printed, and --timeout is for each batch
+    of up to 1,000 lines.
+
+    \b
+    Exit codes:
+      1  the message would not get the offset of --expect; it was not stored
+      4  the message was not stored
+      5  the message may have been stored
 
     \b
     Examples:
@@ -102,7 +107,9 @@ def append(
     """
     headers = options.parse_headers(header)
     if tombstone and key is None:
-        raise typer.BadParameter("a tombstone is of a key: add --key", param_hint="--tombstone")
+        raise typer.BadParameter(
+            "a tombstone requires a key; add --key KEY", param_hint="--tombstone"
+        )
     if lines:
         if message not in (None, "-"):
             raise typer.BadParameter(
@@ -118,7 +125,7 @@ def append(
         alone = [option for option, value in given.items() if value is not None]
         if alone:
             raise typer.BadParameter(
-                f"it is for a message alone, without {alone[0]}", param_hint="--lines"
+                f"{alone[0]} is for a single message; leave it or --lines out", param_hint="--lines"
             )
 
         def entry(line: bytes) -> Entry:
@@ -128,14 +135,16 @@ def append(
                 raise BadLine(str(error.message)) from error
             return Entry(data, packed, headers)
 
-        def said(account: Account) -> None:
+        def report(account: Account) -> None:
             if json:
                 span = {"appended": account.appended, "first": account.first, "last": account.last}
                 output.write_json(span)
             elif account.appended:
                 output.write(b"%d %d\n" % (account.first or 0, account.last or 0))
 
-        run(lambda: _append_lines(name, entry, uuid=uuid, timeout=timeout, relay=relay, done=said))
+        run(
+            lambda: _append_lines(name, entry, uuid=uuid, timeout=timeout, relay=relay, done=report)
+        )
     nothing = tombstone and message is None
     body = b"" if nothing else options.read_payload(message, pack=pack)
 
@@ -163,11 +172,11 @@ def import_(
 ) -> None:
     """Append the messages that `iris stream export` wrote, in order, from standard input.
 
-    They get offsets, times and the name of this stream anew: those of the
-    export cannot be restored. Tombstones are left out, as an export does not
-    hold the keys that they are of. To import a file again appends it again:
-    the number that is printed tells what was done. A bad line ends it with exit
-    code 2; what is before that line was appended then, what is after was not.
+    They get new offsets, new times and the name of this stream. Tombstones are
+    skipped, because an export does not contain their keys. Importing a file
+    twice appends its messages twice. An invalid line ends the import with exit
+    code 2: the lines before it were appended, the others were not. The number
+    of appended messages is printed in any case.
 
     Only `payload` (base64) is required in a line; see `iris stream export`.
 
@@ -189,7 +198,7 @@ def import_(
             return None
         return Entry(found.payload, found.packed, found.headers or None)
 
-    def said(account: Account) -> None:
+    def report(account: Account) -> None:
         if json:
             output.write_json(
                 {
@@ -200,10 +209,10 @@ def import_(
                 }
             )
         else:
-            skipped = f", {account.skipped} tombstones left out" if account.skipped else ""
+            skipped = f", {account.skipped} tombstones skipped" if account.skipped else ""
             output.write(f"{account.appended} appended{skipped}\n".encode())
 
-    run(lambda: _append_lines(name, entry, uuid=uuid, timeout=timeout, relay=relay, done=said))
+    run(lambda: _append_lines(name, entry, uuid=uuid, timeout=timeout, relay=relay, done=report))
 
 
 # -- lines -----------------------------------------------------------------------------------------------------
@@ -213,7 +222,7 @@ async def _append_lines(
     name: str, entry: Callable[[bytes], Entry | None], *, uuid: str, timeout: float, relay: str | None,
     done: Callable[[Account], None],
 ) -> int:  # fmt: skip
-    """Append what `entry` makes of each line, and give `done` the account, also after an error or an interrupt."""
+    """Append the entry that `entry` makes of each line. `done` gets the account, also after an error or an interrupt."""
     account, code = Account(), Exit.OK
     try:
         async with iris.connect(relay) as client, contextlib.aclosing(_batches()) as batches:
@@ -222,8 +231,8 @@ async def _append_lines(
     except IrisError as error:
         code = exit_code(error)
         unsure = 0 if isinstance(error, NoStream) else account.unsure
-        more = f" and perhaps some of the next {unsure}" if unsure else ""
-        complain(f"{error} ({account.appended} messages were appended{more})")
+        more = f", and perhaps some of the next {unsure}" if unsure else ""
+        complain(f"{error} ({account.appended} appended before it{more})")
         print_causes(error)
     finally:
         done(account)  # Ctrl-C is how `tail -F … | iris stream append` ends
@@ -234,7 +243,7 @@ async def _append_batch(
     client: iris.Client, name: str, lines: list[bytes], entry: Callable[[bytes], Entry | None], account: Account, uuid: str,
     timeout: float,
 ) -> None:  # fmt: skip
-    """Append lines, until one is bad: raises BadLine when those before it are stored."""
+    """Append lines up to the first invalid one; raises BadLine when those before it are stored."""
     entries: list[Entry] = []
     bad: BadLine | None = None
     for line in lines:
@@ -246,7 +255,7 @@ async def _append_batch(
                 continue
             if len(made.data) > client.message_limit:
                 raise BadLine(
-                    f"{len(made.data)} bytes are over the limit of {client.message_limit} of a message"
+                    f"a message of {len(made.data)} bytes is over the limit of {client.message_limit} bytes"
                 )
             entries.append(made)
         except BadLine as error:
@@ -266,11 +275,11 @@ async def _append_batch(
 async def _store(
     client: iris.Client, name: str, entries: list[Entry], uuid: str, timeout: float
 ) -> list[int]:
-    # A Raw is written as it is: the bytes of an object stay what they were.
+    # A Raw is written unchanged, so an object keeps its bytes.
     bodies = [msgspec.Raw(made.data) if made.packed else made.data for made in entries]
     if not any(made.headers for made in entries):
         return await client.streams.append_many(name, bodies, uuid=uuid, timeout=timeout)
-    # The tasks begin in this order, and nothing waits for room within a batch.
+    # The tasks start in this order, and none of them waits for room within a batch.
     return await asyncio.gather(
         *(
             client.streams.append(name, body, headers=made.headers, uuid=uuid, timeout=timeout)
@@ -280,7 +289,7 @@ async def _store(
 
 
 async def _batches() -> AsyncGenerator[list[bytes], None]:
-    """Iterate over lists of lines: what standard input gave since the last, up to 1,000 lines or 1 MiB and a line."""
+    """Iterate over batches of lines: those read since the last batch, up to 1,000 lines or 1 MiB and one line."""
     held: list[bytes] = []
     came, room = asyncio.Event(), asyncio.Event()
 
