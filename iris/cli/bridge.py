@@ -47,8 +47,8 @@ def iris1(
     process, so it listens on loopback unless you say otherwise.
 
     SIGTERM or Ctrl-C finishes what was accepted and exits with code 0; a second
-    one exits at once. SIGHUP reloads the keyring. Logs are JSON lines on
-    stderr. docs/bridges.md shows how the protocols map to each other.
+    one exits at once. SIGHUP reloads the keyring. Logs go to stderr; see
+    --log-format. docs/bridges.md shows how the protocols map to each other.
 
     \b
     Examples:

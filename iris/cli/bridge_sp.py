@@ -28,7 +28,7 @@ def sp(
 
     SIGTERM or Ctrl-C exits with code 0 when messages in flight are done; a
     second one exits at once. SIGHUP reloads the keyring, SIGUSR1 logs the
-    counters of each socket. Logs are JSON lines on stderr.
+    counters of each socket. Logs go to stderr; see --log-format.
     docs/bridges-sp.md shows how to point a program at the bridge.
 
     \b

@@ -38,7 +38,7 @@ def run(
 
     SIGTERM or Ctrl-C stops accepting messages, finishes those accepted and
     exits with code 0; a second one exits at once. SIGHUP reloads the keyring
-    without losing a message. Logs are JSON lines on stderr.
+    without losing a message. Logs go to stderr; see --log-format.
 
     \b
     Examples:
