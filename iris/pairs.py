@@ -65,7 +65,7 @@ class Pairs:
         except (IrisError, OSError) as err:  # TimeoutError is an OSError
             log.debug("tunnel.not_direct", extra={"fields": {"error": str(err)}})
             return
-        self._tunnels.got(
+        self._tunnels.attach_pair(
             end, PairSocket(connection, self._buffer, self._tunnels, end, self._touch)
         )
         self._touch()
@@ -105,7 +105,7 @@ def _done(future: asyncio.Future[None]) -> None:
 
 
 class PairSocket:
-    """This end of a tunnel's pair. Implements `iris.core.direct.Way`."""
+    """This end of a tunnel's pair. Implements `iris.core.direct.PairEnd`."""
 
     __slots__ = (
         "_end", "_inside", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch", "_tunnels", "_waiting", "closed", "queued_bytes",
@@ -245,7 +245,7 @@ class PairSocket:
         try:
             self._reader.received(size)
         except PeerProtocolError as err:
-            self._end.fail(str(err), tell=True)
+            self._end.fail(str(err), notify=True)
         finally:
             self._inside = False
         return not self.closed
@@ -273,7 +273,7 @@ class PairSocket:
         self._pieces = []
         self.queued_bytes = 0
         self._written()
-        self._tunnels.way_lost(self._end)
+        self._tunnels.pair_lost(self._end)
         self._end.wake()
         self._touch()
 

@@ -217,7 +217,7 @@ class Tunnel:
 
     def fail(self, reason: str) -> None:
         """Break it on both sides, e.g. because the handler raised."""
-        self._end.fail(reason, tell=True)
+        self._end.fail(reason, notify=True)
         self._touch()
 
     async def __aenter__(self) -> Self:
@@ -271,7 +271,7 @@ class Tunnel:
         if waiting is not None:
             await waiting
         end = self._end
-        while end.way is not None and end.way.full and not end.ended:
+        while end.pair is not None and end.pair.full and not end.ended:
             await self._changed()
 
     async def _changed(self) -> None:

@@ -9,7 +9,7 @@ from iris.core.bundle import decode_bundle
 from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.credit import Windows
-from iris.core.guard import Guard, Place
+from iris.core.guard import FlowKey, Guard
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
 from iris.core.message import Message
@@ -42,7 +42,7 @@ class Casts:
         guard: Guard,
         inbound: Inbound,
         drop: Drop,
-        say: Callable[[frames.Control], None],
+        send: Callable[[frames.Control], None],
         company: Company | None = None,
     ) -> None:
         self._owner = owner
@@ -58,7 +58,7 @@ class Casts:
         """Messages received."""
         self.subscriptions_version = 0
         """Rises when the subscriptions change."""
-        self.windows = Windows(self._sinks, inbound, say)
+        self.windows = Windows(self._sinks, inbound, send)
         """What publishers that wait may send."""
 
     def subscriptions_changed(self) -> None:
@@ -112,7 +112,7 @@ class Casts:
             return flow, []
         if abs(self.now_us - sent_us) >= self._guard.freshness_us:
             cause = f"sent {(self.now_us - sent_us) / 1e6:+.0f} s from our clock"
-            self._refuse(flow, first, count, cause)
+            self._report_refused(flow, first, count, cause)
             return flow, []
         assert flow.opener is not None
         try:
@@ -126,22 +126,22 @@ class Casts:
                     f"a bundle holds {len(payloads)} messages, but its frame says {count}"
                 )
         except (OpenError, DecodeError) as err:
-            self._refuse(flow, first, count, str(err))
+            self._report_refused(flow, first, count, str(err))
             return flow, []
         expected = flow.expected or self._expected(flow)
         if expected is None:
-            self._lose(flow, count, "too many senders to keep apart")
+            self._report_loss(flow, count, "too many senders to keep apart")
             return flow, []
         if first != expected.next:
             if first < expected.next:
                 self._drop("late or repeated", count)
                 return flow, []
             if expected.known and flow.plain and (missing := expected.missing(first)):
-                self._lose(flow, missing, "missing on the way")
+                self._report_loss(flow, missing, "missing on the way")
         if flow.plain:
             expected.known = True
         elif expected.known:
-            self._pass_by(flow, expected, expected.missing(first) + count)
+            self._skipped_by_groups(flow, expected, expected.missing(first) + count)
         expected.next = first + count
         expected.used_us = self.now_us
         name, source = flow.name, flow.sender_id
@@ -161,13 +161,13 @@ class Casts:
         that is not ours gets a temporary entry: a member that joins later has a sequence of its own.
         """
         if flow.expected is None:
-            place = self._place(flow)
-            if place is None:
+            key = self._flow_key(flow)
+            if key is None:
                 return Expected()
-            flow.expected = self._guard.sequence(place, self.now_us)
+            flow.expected = self._guard.sequence(key, self.now_us)
         return flow.expected
 
-    def _place(self, flow: InFlow) -> Place | None:
+    def _flow_key(self, flow: InFlow) -> FlowKey | None:
         """Return the guard's name for a flow; None for a broadcast to a member that is not ours."""
         receiver = 0
         if flow.kind == Kind.BROADCAST:
@@ -177,18 +177,18 @@ class Casts:
             receiver = binding.number
         return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
 
-    def _pass_by(self, flow: InFlow, expected: Expected, count: int) -> None:
+    def _skipped_by_groups(self, flow: InFlow, expected: Expected, count: int) -> None:
         """Handle a delivery to groups alone, from a sender whose messages reached subscriptions without a group before.
 
         An honest relay sends it only when those subscriptions have ended. If they exist, they get a report of the loss.
         """
         plain = flow.as_plain()
         if self._owner.sinks(plain):
-            self._lose(plain, count, "delivered to queue groups alone")
+            self._report_loss(plain, count, "delivered to queue groups alone")
         else:
             expected.known = False
 
-    def _lose(self, flow: InFlow, count: int | None, cause: str) -> None:
+    def _report_loss(self, flow: InFlow, count: int | None, cause: str) -> None:
         """Report a loss to everyone who wanted the messages of a flow."""
         lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
         self._drop("lost", count or 0)
@@ -201,25 +201,25 @@ class Casts:
                 sink.gap(lost)
         self._owner.lost(lost)
 
-    def _refuse(self, flow: InFlow, first: int, count: int, cause: str) -> None:
+    def _report_refused(self, flow: InFlow, first: int, count: int, cause: str) -> None:
         """Report a bundle that came and cannot be taken, once: what its sender's next message shows as missing was told then."""
         if not flow.plain or not count:
-            self._lose(flow, count, cause)
-        elif not self._announced(flow, first, count, cause):
+            self._report_loss(flow, count, cause)
+        elif not self._report_range(flow, first, count, cause):
             self._drop("late or repeated", count)
 
-    def _announced(self, flow: InFlow, first: int, count: int, cause: str) -> bool:
+    def _report_range(self, flow: InFlow, first: int, count: int, cause: str) -> bool:
         """Report `count` messages from `first` on, as far as they were not reported yet, and what is missing before them.
 
         Returns False if all of that was reported, or received. Nobody who holds the key said so: the sequence goes on from what opens next.
         """
-        place = self._place(flow)
-        expected = self._guard.announced(place) if place is not None else Expected()
+        key = self._flow_key(flow)
+        expected = self._guard.reported(key) if key is not None else Expected()
         before, here = expected.lost(first, count)
         if before:
-            self._lose(flow, before, "missing on the way")
+            self._report_loss(flow, before, "missing on the way")
         if here:
-            self._lose(flow, here, cause)
+            self._report_loss(flow, here, cause)
         return bool(before or here)
 
     def gap(self, gap: frames.Gap) -> None:
@@ -239,13 +239,13 @@ class Casts:
         flow = InFlow(declared, key, None)
         if gap.count == UNKNOWN_COUNT:
             # The next message shows how many. If there is none, the number stays unknown. Of one loss both sides of a link may tell.
-            place = self._place(flow) if flow.plain else None
-            expected = self._guard.known(place) if place is not None else None
+            flow_key = self._flow_key(flow) if flow.plain else None
+            expected = self._guard.known(flow_key) if flow_key is not None else None
             if expected is None or expected.unsure_again():
-                self._lose(flow, None, gap.cause)
+                self._report_loss(flow, None, gap.cause)
         elif not flow.plain:
             # Members of a group see only their share, so the relay's number is the only one.
-            self._lose(flow, gap.count, gap.cause)
+            self._report_loss(flow, gap.count, gap.cause)
         else:
             # A count of 0 says where a run of losses begins whose length is not known yet.
-            self._announced(flow, gap.first, gap.count, gap.cause)
+            self._report_range(flow, gap.first, gap.count, gap.cause)

@@ -27,11 +27,11 @@ from iris.wire.names import split_site
 from iris.wire.orders import DEAD, KEEP, Order, SignedOrder, decode_order
 from iris.wire.streams import NO_LOG, Door, Knock, Open, Opened, Refused, dead_uuid, encode
 
-MAX_LINES: Final = 4096
+MAX_CHANNELS: Final = 4096
 """Channels of one session. When there is one more, the oldest is forgotten, and opened again if it is used."""
 OPEN_MS: Final = 10_000
 FindKey = Callable[[bytes], ClusterKey | None]
-Place = tuple[str, bytes, bool]
+ChannelKey = tuple[str, bytes, bool]
 """Address, key id, and whether the store itself is called."""
 
 
@@ -59,7 +59,7 @@ def is_called(order: Order, name: str) -> bool:
     return name in (order.definition.name, order.definition.name + DEAD)
 
 
-class Host(Protocol):
+class ChannelOwner(Protocol):
     """The owner of channels: the calls of a session."""
 
     def find_key(self, key_id: bytes) -> ClusterKey | None: ...
@@ -67,13 +67,13 @@ class Host(Protocol):
     def plain(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str
     ) -> object: ...  # fmt: skip
-    def opened(self, line: Line, held: Iterable[Any]) -> None: ...
+    def opened(self, channel: StoreChannel, held: Iterable[Any]) -> None: ...
     def failed_to_open(
-        self, line: Line, held: Iterable[Any], failure: Refused | IrisError
+        self, channel: StoreChannel, held: Iterable[Any], failure: Refused | IrisError
     ) -> None: ...
 
 
-class _Then:
+class _Callback:
     """A `Waiter` that passes one answer to a function."""
 
     __slots__ = ("_then",)
@@ -85,50 +85,52 @@ class _Then:
         return self._then is None
 
     def set_result(self, result: Any, /) -> None:
-        self._tell(result)
+        self._resolve(result)
 
     def set_exception(self, exception: BaseException, /) -> None:
-        self._tell(exception)
+        self._resolve(exception)
 
-    def _tell(self, heard: object) -> None:
+    def _resolve(self, answer: object) -> None:
         then, self._then = self._then, None
         if then is not None:
-            then(heard)
+            then(answer)
 
 
-class Line:
+class StoreChannel:
     """A channel to one log, or to a store itself, from the first knock on. `held` are calls that wait for it to open."""
 
     __slots__ = (
-        "_host",
         "_offer",
+        "_owner",
         "_shown",
         "address",
-        "channel",
+        "channel_key",
+        "cluster_key",
         "held",
-        "holder",
-        "own",
-        "place",
+        "opened",
+        "to_store",
     )
 
-    def __init__(self, host: Host, name: str, key: ClusterKey, shown: str, *, own: bool) -> None:
-        self.place: Place = (name, key.key_id, own)
+    def __init__(
+        self, owner: ChannelOwner, name: str, key: ClusterKey, shown: str, *, to_store: bool
+    ) -> None:
+        self.channel_key: ChannelKey = (name, key.key_id, to_store)
         self.address = name
         """Address of the channel: its log's uuid, once it is open."""
-        self.own = own
-        self.channel: Channel | None = None
+        self.to_store = to_store
+        self.opened: Channel | None = None
         self.held: dict[int, Any] = {}
         """By hop; a call that was given up is taken out, its body with it."""
-        self._host = host
-        self.holder = key
+        self._owner = owner
+        self.cluster_key = key
         """The key that we prove to hold. The keyring may have retired it while a call was being prepared."""
         self._shown = shown
-        self._offer = Offer(key, host.entropy)
+        self._offer = Offer(key, owner.entropy)
 
     @property
     def key(self) -> ClusterKey | None:
         """The key that its frames are addressed under; None for NO_KEY."""
-        return None if self.own else self.holder
+        return None if self.to_store else self.cluster_key
 
     def knock(self) -> None:
         """Begin to open the channel."""
@@ -136,28 +138,28 @@ class Line:
 
     def _ask(self, call: Knock | Open, then: Callable[[object], None]) -> None:
         try:
-            self._host.plain(
-                self.address, self.key, encode(call), timeout_ms=OPEN_MS, waiter=_Then(then), shown=self._shown
+            self._owner.plain(
+                self.address, self.key, encode(call), timeout_ms=OPEN_MS, waiter=_Callback(then), shown=self._shown
             )  # fmt: skip
         except Overloaded as err:
             self._fail(err)
 
-    def _door(self, heard: object) -> None:
-        if isinstance(heard, Refused) and heard.code == "invalid":
-            detail = f"its store does not support authenticated calls; upgrade the store ({heard.detail})"
-            heard = Refused("invalid", detail[:1024])
-        if not isinstance(heard, Door):
-            self._fail(heard)
+    def _door(self, answer: object) -> None:
+        if isinstance(answer, Refused) and answer.code == "invalid":
+            detail = f"its store does not support authenticated calls; upgrade the store ({answer.detail})"
+            answer = Refused("invalid", detail[:1024])
+        if not isinstance(answer, Door):
+            self._fail(answer)
             return
         site, name = split_site(self.address)
-        if self.own:
-            ours = heard.uuid == NO_LOG and public_id(heard.store).hex() == name
+        if self.to_store:
+            ours = answer.uuid == NO_LOG and public_id(answer.store).hex() == name
         else:
-            bare = heard.uuid.hex()
-            ours = heard.uuid != NO_LOG and any(
+            bare = answer.uuid.hex()
+            ours = answer.uuid != NO_LOG and any(
                 name == bare or is_called(order, name)
                 for order in own_orders(
-                    heard.orders, self._find_key, uuid=heard.uuid, store=heard.store
+                    answer.orders, self._find_key, uuid=answer.uuid, store=answer.store
                 )
             )
             self.address = f"{site}:{bare}" if site else bare
@@ -169,38 +171,40 @@ class Line:
                 )
             )
             return
-        share, signature = self._offer.sign(heard.store, heard.uuid, heard.nonce)
-        call = Open(self._offer.nonce, heard.nonce, self.holder.public_key, share, signature)
+        share, signature = self._offer.sign(answer.store, answer.uuid, answer.nonce)
+        call = Open(self._offer.nonce, answer.nonce, self.cluster_key.public_key, share, signature)
         self._ask(call, self._opened)
 
     def _find_key(self, key_id: bytes) -> ClusterKey | None:
-        return self.holder if key_id == self.holder.key_id else self._host.find_key(key_id)
+        return (
+            self.cluster_key if key_id == self.cluster_key.key_id else self._owner.find_key(key_id)
+        )
 
-    def _opened(self, heard: object) -> None:
-        if not isinstance(heard, Opened):
-            self._fail(heard)
+    def _opened(self, answer: object) -> None:
+        if not isinstance(answer, Opened):
+            self._fail(answer)
             return
         try:
-            self.channel = self._offer.opened(heard.channel, heard.share, heard.signature)
+            self.opened = self._offer.opened(answer.channel, answer.share, answer.signature)
         except OpenError as err:
             self._fail(err)
             return
         held, self.held = self.held, {}
-        self._host.opened(self, held.values())
+        self._owner.opened(self, held.values())
 
-    def _fail(self, heard: object) -> None:
+    def _fail(self, answer: object) -> None:
         """End the waiting calls. None of them was sent."""
         failure: Refused | IrisError
-        if isinstance(heard, (NoMembers, Overloaded)) or (
-            isinstance(heard, Refused) and heard.code != "channel"
+        if isinstance(answer, (NoMembers, Overloaded)) or (
+            isinstance(answer, Refused) and answer.code != "channel"
         ):
-            failure = heard
+            failure = answer
         else:
-            if isinstance(heard, Refused | RequestError):
-                detail = heard.detail
+            if isinstance(answer, Refused | RequestError):
+                detail = answer.detail
             else:
                 detail = (
-                    str(heard) if isinstance(heard, OpenError) else "it sent an unexpected answer"
+                    str(answer) if isinstance(answer, OpenError) else "it sent an unexpected answer"
                 )
             failure = ConnectionLost(
                 self._shown,
@@ -208,4 +212,4 @@ class Line:
                 may_have_run=False,
             )
         held, self.held = self.held, {}
-        self._host.failed_to_open(self, held.values(), failure)
+        self._owner.failed_to_open(self, held.values(), failure)

@@ -105,7 +105,7 @@ class Conversation:
         """The last hop id of ours."""
         return 0
 
-    def heard(self) -> None:
+    def mark_alive(self) -> None:
         """Something came from the relay."""
 
     def turn(self, now_us: int, mono_us: int) -> None:
@@ -194,7 +194,7 @@ class Conversation:
     def _on_ack(self, ack: Any) -> None:
         entry = self._acks.get(ack.id)
         if entry is None:
-            self._unasked(ack)
+            self._unexpected_ack(ack)
             return
         wanted, waiter, hops = entry
         if type(ack) is not wanted:
@@ -210,7 +210,7 @@ class Conversation:
         """A publisher waits for subscribers, and nothing here holds it back."""
         self.control(frames.Window(wait.alias, wait.serial, UNLIMITED))
 
-    def _unasked(self, ack: Any) -> None:
+    def _unexpected_ack(self, ack: Any) -> None:
         """An answer with an id that nobody waits for."""
 
     def _routed(self, hops: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-from iris.core.inbound import Inbound, InFlow, NotOurs, Window
+from iris.core.inbound import Inbound, InFlow, UnknownKey, Window
 from iris.core.parties import Sink, Waiter
 from iris.wire import frames
 from iris.wire.kinds import UNLIMITED, Kind
@@ -55,41 +55,41 @@ class Credit:
 class Credits:
     """The credit of one session's publishers."""
 
-    def __init__(self, say: Callable[[frames.Control], None] | None) -> None:
-        """`say` sends a frame; None: the relay is too old to be asked, and there is no limit."""
-        self._say = say
-        self._asked: dict[int, Credit] = {}
+    def __init__(self, send: Callable[[frames.Control], None] | None) -> None:
+        """`send` sends a frame; None: the relay is too old to be asked, and there is no limit."""
+        self._send = send
+        self._by_alias: dict[int, Credit] = {}
         """By alias."""
         self._serial = 0
         """Of the latest WAIT."""
 
     def ask(self, credit: Credit, alias: int, *, stalled: bool = False) -> None:
         """Ask for credit: what was sent counts from here. `stalled`: a publisher has waited for as long as it does."""
-        if self._say is None:
+        if self._send is None:
             credit.limit = UNLIMITED
             return
         self._serial = (self._serial + 1) & 0xFFFFFFFF
         credit.serial, credit.sent = self._serial, 0
         credit.limit = 0 if stalled else FIRST_WINDOW
-        self._asked[alias] = credit
-        self._say(frames.Wait(alias, self._serial, stalled))
+        self._by_alias[alias] = credit
+        self._send(frames.Wait(alias, self._serial, stalled))
 
     def window(self, window: frames.Window) -> None:
         """The relay tells how much may be sent. What it said before the latest WAIT is void."""
-        credit = self._asked.get(window.alias)
+        credit = self._by_alias.get(window.alias)
         if credit is not None and credit.serial == window.serial:
             credit.limit = window.limit
             credit.wake()
 
     def forget(self, alias: int) -> None:
         """An alias stands for something else now."""
-        if self._asked:
-            self._asked.pop(alias, None)
+        if self._by_alias:
+            self._by_alias.pop(alias, None)
 
     def end(self) -> None:
         """The session has ended, or begins anew: whoever waits looks again."""
-        asked, self._asked = self._asked, {}
-        for credit in asked.values():
+        credits, self._by_alias = self._by_alias, {}
+        for credit in credits.values():
             credit.wake()
 
 
@@ -97,42 +97,42 @@ class Windows:
     """The credit that one session's subscriptions give. A window is renewed only when half of it is free."""
 
     def __init__(
-        self, sinks: Callable[[InFlow], Sequence[Sink]], inbound: Inbound, say: Callable[[frames.Control], None]
+        self, sinks: Callable[[InFlow], Sequence[Sink]], inbound: Inbound, send: Callable[[frames.Control], None]
     ) -> None:  # fmt: skip
         self._sinks = sinks
         self._flow = inbound.flow
-        self._say = say
+        self._send = send
         self._flows: dict[int, InFlow] = {}
         """By alias: those whose publishers wait."""
-        self._places: dict[tuple[str, bytes], dict[int, InFlow]] = {}
+        self._by_sender: dict[tuple[str, bytes], dict[int, InFlow]] = {}
         """(topic, sender id) -> alias -> the same."""
         self._limited = 0
         """How many of their windows have a limit."""
 
-    def asked(self, wait: frames.Wait) -> None:
+    def on_wait(self, wait: frames.Wait) -> None:
         """A publisher waits; raises PeerProtocolError for an alias that was not declared."""
         before = self._forget(wait.alias)
         try:
             flow = self._flow(wait.alias, Kind.PUBLISH)
-        except NotOurs:
-            self._say(frames.Window(wait.alias, wait.serial, UNLIMITED))
+        except UnknownKey:
+            self._send(frames.Window(wait.alias, wait.serial, UNLIMITED))
             return
         size = before.window.bytes if before is flow and before.window is not None else FIRST_WINDOW
         flow.window = Window(wait.alias, wait.serial, size)
         self._flows[wait.alias] = flow
-        self._places.setdefault((flow.name, flow.sender_id), {})[wait.alias] = flow
+        self._by_sender.setdefault((flow.name, flow.sender_id), {})[wait.alias] = flow
         self._review(flow, flow.window, answer=True)
 
     def received(self, flow: InFlow, window: Window, size: int) -> None:
         """A frame of `size` bytes came, and was delivered or dropped."""
         window.received += size
-        if _worth_a_look(window):
+        if _may_be_half_free(window):
             self._review(flow, window)
 
     def freed(self, name: str, source: bytes) -> None:
         """A subscription has handled some of what it had of a publisher."""
-        for flow in self._places.get((name, source), {}).values():
-            if flow.window is not None and _worth_a_look(flow.window):
+        for flow in self._by_sender.get((name, source), {}).values():
+            if flow.window is not None and _may_be_half_free(flow.window):
                 self._review(flow, flow.window)
 
     def changed(self) -> None:
@@ -146,7 +146,7 @@ class Windows:
         waiting = () if flow.of_company else [sink for sink in self._sinks(flow) if sink.waits]
         if not waiting:
             if answer or window.limit != UNLIMITED:
-                self._tell(window, UNLIMITED)
+                self._send_window(window, UNLIMITED)
             return
         queue_bytes = min(sink.limit_bytes for sink in waiting)
         most = max(FIRST_WINDOW, queue_bytes // QUEUE_SHARE // max(1, self._limited))
@@ -161,13 +161,13 @@ class Windows:
                 size = min(GROWTH * size, most, MAX_WINDOW)
                 free = max(0, size - held)
             window.bytes = size
-            self._tell(window, window.received + free)
+            self._send_window(window, window.received + free)
 
-    def _tell(self, window: Window, limit: int) -> None:
+    def _send_window(self, window: Window, limit: int) -> None:
         self._limited += (limit != UNLIMITED) - window.limited
         window.limited = limit != UNLIMITED
         window.limit = limit
-        self._say(frames.Window(window.alias, window.serial, limit))
+        self._send(frames.Window(window.alias, window.serial, limit))
 
     def _forget(self, alias: int) -> InFlow | None:
         """Forget whose publisher waited under an alias, which is asked for anew and may stand for something else; return it."""
@@ -176,14 +176,14 @@ class Windows:
             return None
         assert flow.window is not None  # it is there while the flow is listed
         self._limited -= flow.window.limited
-        place = (flow.name, flow.sender_id)
-        there = self._places[place]
-        del there[alias]
-        if not there:
-            del self._places[place]
+        sender = (flow.name, flow.sender_id)
+        flows = self._by_sender[sender]
+        del flows[alias]
+        if not flows:
+            del self._by_sender[sender]
         return flow
 
 
-def _worth_a_look(window: Window) -> bool:
+def _may_be_half_free(window: Window) -> bool:
     """Whether half of a window may be free. Whether there is a limit at all changes with the subscriptions alone."""
     return window.limited and 2 * (window.received + window.bytes - window.limit) >= window.bytes

@@ -18,7 +18,7 @@ REPORT_BYTES: Final = 256 << 20
 """The relay is told what passed after this much, and at the end."""
 
 
-class Way(Protocol):
+class PairEnd(Protocol):
     """This end of a pair, as the tunnel sees it. Nothing here waits."""
 
     sent_records: int
@@ -54,31 +54,31 @@ class Way(Protocol):
 class Direct:
     """How far one end of a tunnel with a pair has come."""
 
-    __slots__ = ("moved", "peer_ready", "told", "way")
+    __slots__ = ("moved", "pair", "peer_ready", "reported")
 
     def __init__(self) -> None:
-        self.way: Way | None = None
+        self.pair: PairEnd | None = None
         """Set once this end has its descriptor, which it then said by `ready`."""
         self.peer_ready = False
         self.moved = False
         """What the other side sends is in the pair."""
-        self.told = (0, 0, 0, 0)
+        self.reported = (0, 0, 0, 0)
         """What the relay was told of: records and bytes sent, records and bytes received."""
 
     @property
     def may_move(self) -> bool:
         """The other side may say that it has moved."""
-        return self.way is not None and not self.moved
+        return self.pair is not None and not self.moved
 
     def report(self, least_bytes: int) -> tuple[int, int, int, int] | None:
-        """Return what passed since the last report, as `told`; None if that is less than `least_bytes`."""
-        way = self.way
-        if way is None:
+        """Return what passed since the last report, as `reported`; None if that is less than `least_bytes`."""
+        pair = self.pair
+        if pair is None:
             return None
-        now = (way.sent_records, way.sent_bytes, way.received_records, way.received_bytes)
-        before = self.told
+        now = (pair.sent_records, pair.sent_bytes, pair.received_records, pair.received_bytes)
+        before = self.reported
         since = (now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3])
         if since[1] + since[3] < least_bytes:
             return None
-        self.told = now
+        self.reported = now
         return since

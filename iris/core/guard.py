@@ -16,11 +16,11 @@ from iris.wire.kinds import Kind
 
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144
-MAX_ANNOUNCED: Final = 4096
+MAX_REPORTED: Final = 4096
 """Senders that are known only from a relay's announcement."""
 SWEEP_US: Final = 1_000_000
 _K = TypeVar("_K")
-Place = tuple[int, int, str, bytes, bytes]
+FlowKey = tuple[int, int, str, bytes, bytes]
 """kind, number of the service here (0 for subscriptions), name, key id, sender id."""
 
 
@@ -62,12 +62,12 @@ class Shares:
 class Sequence:
     """What is expected next from one sender for one address."""
 
-    __slots__ = ("known", "next", "told", "unsure", "used_us")
+    __slots__ = ("known", "next", "reported", "unsure", "used_us")
 
     def __init__(self) -> None:
         self.next = 0
         """Numbers below are late or repeated. Only a message that opened moves it."""
-        self.told = 0
+        self.reported = 0
         """Losses below were announced by a relay. If such a message arrives, the announcement was wrong and is ignored."""
         self.known = False
         """Whether deliveries without a queue group were followed without a pause, so that a jump is a gap."""
@@ -77,9 +77,9 @@ class Sequence:
 
     def missing(self, first: int) -> int:
         """Return how many messages before `first`, which has arrived, are lost and not yet reported."""
-        if first < self.told:
-            self.told = 0
-        return first - max(self.next, self.told)
+        if first < self.reported:
+            self.reported = 0
+        return first - max(self.next, self.reported)
 
     def unsure_again(self) -> bool:
         """Note that nobody knows how many are lost from here on. Returns False if that was reported already, and nothing came since."""
@@ -93,13 +93,13 @@ class Sequence:
 
         Returns how many are missing before `first`, and how many of `count` were not reported yet.
         """
-        told = max(self.next, self.told)
+        reported = max(self.next, self.reported)
         end = first + count
-        if end < told:
+        if end < reported:
             return 0, 0
-        before = max(0, first - told) if self.known else 0
-        self.told, self.known = end, True
-        return before, end - max(first, told)
+        before = max(0, first - reported) if self.known else 0
+        self.reported, self.known = end, True
+        return before, end - max(first, reported)
 
 
 class Sender:
@@ -126,8 +126,8 @@ class Guard:
         self.keys = 1
         """Number of keys that this process holds, among which the tables are divided."""
         self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
-        self._sequences: dict[Place, Sequence] = {}
-        self._announced: dict[Place, Sequence] = {}
+        self._sequences: dict[FlowKey, Sequence] = {}
+        self._reported: dict[FlowKey, Sequence] = {}
         """Sequences of senders whose losses a relay announced before any message of theirs opened."""
         self._sender_shares = Shares(max_senders)
         self._sequence_shares = Shares(max_sequences)
@@ -142,50 +142,50 @@ class Guard:
 
         `receiver` is the number of the service for surveys, which reach every service of a process once; otherwise 0.
         """
-        place = (key_id, sender_id, receiver)
-        entry = self._senders.get(place)
+        key = (key_id, sender_id, receiver)
+        entry = self._senders.get(key)
         if entry is None:
             shares = self._sender_shares
-            if not self._room(self._senders, shares, key_id, now_us, lambda place: place[0]):
+            if not self._room(self._senders, shares, key_id, now_us, lambda key: key[0]):
                 return None
             shares.take(key_id)
-            entry = self._senders[place] = Sender()
+            entry = self._senders[key] = Sender()
             entry.used_us = now_us
         return entry
 
-    def sequence(self, place: Place, now_us: int) -> Sequence | None:
+    def sequence(self, key: FlowKey, now_us: int) -> Sequence | None:
         """Return the sequence of a sender for an address; None if its key's share is full of fresh entries."""
-        entry = self._sequences.get(place)
+        entry = self._sequences.get(key)
         if entry is None:
             shares = self._sequence_shares
-            if not self._room(self._sequences, shares, place[3], now_us, lambda place: place[3]):
+            if not self._room(self._sequences, shares, key[3], now_us, lambda key: key[3]):
                 return None
-            shares.take(place[3])
-            entry = self._announced.pop(place, None) or Sequence()
-            self._sequences[place] = entry
+            shares.take(key[3])
+            entry = self._reported.pop(key, None) or Sequence()
+            self._sequences[key] = entry
             entry.used_us = now_us
         return entry
 
-    def known(self, place: Place) -> Sequence | None:
+    def known(self, key: FlowKey) -> Sequence | None:
         """Return the sequence of a sender of whom something opened; None if nothing did."""
-        return self._sequences.get(place)
+        return self._sequences.get(key)
 
-    def announced(self, place: Place) -> Sequence:
+    def reported(self, key: FlowKey) -> Sequence:
         """Return the sequence of a sender whose losses a relay announced.
 
         If no message of that sender has opened, the sequence is kept in a small table of its own, so that a relay's announcements
         take no room from senders.
         """
-        entry = self._sequences.get(place) or self._announced.get(place)
+        entry = self._sequences.get(key) or self._reported.get(key)
         if entry is None:
-            if len(self._announced) >= MAX_ANNOUNCED:
-                del self._announced[next(iter(self._announced))]
-            entry = self._announced[place] = Sequence()
+            if len(self._reported) >= MAX_REPORTED:
+                del self._reported[next(iter(self._reported))]
+            entry = self._reported[key] = Sequence()
         return entry
 
     def resume_topics(self, is_new: Callable[[str], bool]) -> None:
         """Topics that nobody here followed until now: what was missed of them is no gap, and still never repeated."""
-        self._announced.clear()
+        self._reported.clear()
         for (kind, _, name, _, _), entry in self._sequences.items():
             if kind == Kind.PUBLISH and entry.known and is_new(name):
                 entry.known = False
@@ -203,9 +203,9 @@ class Guard:
             return True
         if now_us >= self._full_until_us.get(id(table), 0):
             oldest = now_us - 2 * self.freshness_us
-            for place in [place for place, entry in table.items() if entry.used_us < oldest]:
-                del table[place]
-                shares.give_back(key_of(place))
+            for key in [key for key, entry in table.items() if entry.used_us < oldest]:
+                del table[key]
+                shares.give_back(key_of(key))
             first = min((entry.used_us for entry in table.values()), default=now_us)
             self._full_until_us[id(table)] = max(
                 first + 2 * self.freshness_us + 1, now_us + SWEEP_US

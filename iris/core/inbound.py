@@ -22,7 +22,7 @@ MAX_GROUP_BYTES: Final = 64 << 20
 """Of the names of queue groups that all aliases name; what an alias beyond names is for nobody here."""
 
 
-class NotOurs(Exception):
+class UnknownKey(Exception):
     """A frame whose alias was declared under a key that we do not have. It is dropped, and the session goes on."""
 
 
@@ -89,7 +89,7 @@ class Inbound:
         self._company = company
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
-        self._strange: dict[int, Declare] = {}
+        self._unknown: dict[int, Declare] = {}
         """Alias -> declaration, for aliases under keys that we did not have at that time."""
         self._group_bytes: dict[int, int] = {}
         """Alias -> bytes of the group names that it declares, if any."""
@@ -109,7 +109,7 @@ class Inbound:
             raise PeerProtocolError(
                 f"an alias cannot be declared for frame kind 0x{declared.kind:02x}"
             )
-        self._strange.pop(declared.alias, None)
+        self._unknown.pop(declared.alias, None)
         self._all_group_bytes -= self._group_bytes.pop(declared.alias, 0)
         if declared.groups:
             size = sum(map(len, declared.groups))
@@ -119,28 +119,28 @@ class Inbound:
                 self._group_bytes[declared.alias] = size
                 self._all_group_bytes += size
         if declared.kind == Kind.STREAM_REPLY:  # in clear: whose it is, its hop id says
-            self._place(declared.alias, None)
+            self._set_flow(declared.alias, None)
             self.replies.add(declared.alias)
             return
         key = self._find_key(declared.key_id)
         if key is None:
             self.replies.discard(declared.alias)
-            self._place(declared.alias, None)
-            self._strange[declared.alias] = declared
+            self._set_flow(declared.alias, None)
+            self._unknown[declared.alias] = declared
             return
         opener = None
         if declared.kind != Kind.TUNNEL_OPEN:
-            place = (key.key_id, declared.sender_id)
-            opener = self._openers.get(place)
+            opener_key = (key.key_id, declared.sender_id)
+            opener = self._openers.get(opener_key)
             if opener is None:
                 if len(self._openers) >= MAX_OPENERS:
                     self._openers.clear()  # flows keep theirs; the rest is derived again when declared again
-                opener = self._openers[place] = Opener(key, declared.sender_id)
+                opener = self._openers[opener_key] = Opener(key, declared.sender_id)
         self.replies.discard(declared.alias)
         flow = InFlow(declared, key, opener)
         if self._company is not None:
             flow.of_company = declared.sender_id in self._company
-        self._place(declared.alias, flow)
+        self._set_flow(declared.alias, flow)
 
     def forget_keys(self) -> None:
         """Drop aliases under keys that we no longer have. An honest relay sends nothing under them."""
@@ -150,7 +150,7 @@ class Inbound:
             if flow is not None and find_key(flow.key.key_id) is None:
                 self._flows[alias] = None
 
-    def _place(self, alias: int, flow: InFlow | None) -> None:
+    def _set_flow(self, alias: int, flow: InFlow | None) -> None:
         flows = self._flows
         if alias >= len(flows):
             flows.extend([None] * (min(MAX_ALIASES, max(16, 2 * alias + 1)) - len(flows)))
@@ -161,18 +161,18 @@ class Inbound:
 
         Raises:
             PeerProtocolError: it was not declared for this kind.
-            NotOurs: it was declared under a key that we do not have.
+            UnknownKey: it was declared under a key that we do not have.
         """
         try:
             flow = self._flows[alias]
         except IndexError:
             flow = None
         if flow is None or flow.kind != kind:
-            declared = self._strange.get(alias)
+            declared = self._unknown.get(alias)
             if declared is not None and declared.kind == kind:
                 self.declare(declared)  # the key may have arrived in the meantime
-                if alias in self._strange:
-                    raise NotOurs
+                if alias in self._unknown:
+                    raise UnknownKey
                 return self.flow(alias, kind)
             raise PeerProtocolError(f"alias {alias} was not declared for {Kind(kind).name}")
         return flow
@@ -182,7 +182,7 @@ class Inbound:
         declared: InFlow | Declare | None = None
         if alias < len(self._flows):
             declared = self._flows[alias]
-        declared = declared or self._strange.get(alias)
+        declared = declared or self._unknown.get(alias)
         if declared is None or declared.kind not in kinds:
             raise PeerProtocolError(f"alias {alias} was not declared for REQUEST or PUSH")
         return self.flow(alias, declared.kind)

@@ -32,7 +32,7 @@ RUN_OVERHEAD: Final = 64
 """What a call in a run may take besides its plain text: hop id, length, seal."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session; past it all sender ids change and the flows are made anew."""
-Place = tuple[int, str, bytes, bytes, str]
+AliasKey = tuple[int, str, bytes, bytes, str]
 """kind, name, key id, sender id, site."""
 
 
@@ -98,7 +98,7 @@ class OutFlow(BundleBuilder):
         """The name, and the site before it, as `Outbound.flow` takes it."""
         return f"{self.site}:{self.name}" if self.site else self.name
 
-    def take(self, sealer: Sealer, sender_id: bytes) -> None:
+    def set_sealer(self, sealer: Sealer, sender_id: bytes) -> None:
         """Seal with `sealer` from now on; sequences belong to a sender, so they start again."""
         self.sealer = sealer
         self.sender_id = sender_id
@@ -145,13 +145,13 @@ class Outbound:
         self._full_bytes = full_bytes
         self._compressor = Compressor() if compress else None
         self._company = company
-        self._aliases: AliasTable[Place] = AliasTable(max_aliases)
+        self._aliases: AliasTable[AliasKey] = AliasTable(max_aliases)
         self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
         """By key id and site: what goes to one site only must leave no gap in what all receive."""
         self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
         self.topics: dict[str, OutFlow] = {}
         """What is published to, by topic: the look-up of the hot path."""
-        self.credits = Credits(self._say if waits else None)
+        self.credits = Credits(self._send_control if waits else None)
         self._dirty: list[OutFlow] = []
         self._running: list[OutFlow] = []
         """Those that have begun a run."""
@@ -164,9 +164,9 @@ class Outbound:
         """Queue a control frame behind what was sent before."""
         if self._running:
             self._end_runs()
-        self._say(body)
+        self._send_control(body)
 
-    def _say(self, body: Control) -> None:
+    def _send_control(self, body: Control) -> None:
         data = encode_control(body)
         self.chunks.append(data)
         self.chunk_bytes += len(data)
@@ -189,14 +189,14 @@ class Outbound:
 
     def flow(self, kind: int, name: str, key: ClusterKey) -> OutFlow:
         """Return the flow of an address, made and proven at first use. But for topics, `name` may begin with a site."""
-        place = (kind, name, key.key_id)
-        flow = self._flows.get(place)
+        flow_key = (kind, name, key.key_id)
+        flow = self._flows.get(flow_key)
         if flow is None:
             if len(self._flows) >= MAX_FLOWS:
                 self._start_over()
             site, bare = split_site(name) if kind != Kind.PUBLISH else ("", name)
-            flow = self._flows[place] = OutFlow(kind, bare, key, site)
-            flow.take(*self._sealer(key, site))
+            flow = self._flows[flow_key] = OutFlow(kind, bare, key, site)
+            flow.set_sealer(*self._sealer(key, site))
         return flow
 
     def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
@@ -416,8 +416,8 @@ class Outbound:
         self._caller = self._caller or self._entropy(16)
         site, name = split_site(name)
         key_id = key.key_id if key is not None else NO_KEY
-        place = (Kind.STREAM, name, key_id, self._caller, site)
-        alias = self._aliases.get(place) or self._declare(*place)
+        alias_key = (Kind.STREAM, name, key_id, self._caller, site)
+        alias = self._aliases.get(alias_key) or self._declare(*alias_key)
         alias.used = self._tick = self._tick + 1
         self.sent_messages += 1
         size = DATA_LENGTH + len(head) + len(body)
@@ -495,17 +495,17 @@ class Outbound:
         self.leave_company()
         self._sealers.clear()
 
-    def _renew(self, of: OutFlow) -> None:
+    def _renew(self, flow: OutFlow) -> None:
         """Draw a new sender id for a flow and all that share its own: a counter is never used twice."""
         self._end_runs()
-        key, site = of.key, of.site
+        key, site = flow.key, flow.site
         _, ended = self._sealers.pop((key.key_id, site))
         if self._company is not None:
             self._company.end((ended,))
         entry = self._sealer(key, site)
         for flow in self._flows.values():
             if flow.key.key_id == key.key_id and flow.site == site:
-                flow.take(*entry)
+                flow.set_sealer(*entry)
 
     def _declare_flow(self, flow: OutFlow) -> Alias:
         """Declare what a flow stands for, anew if its number was taken."""
@@ -522,7 +522,7 @@ class Outbound:
         alias = self._aliases.add((kind, name, key_id, sender_id, site), self._tick)
         address = (kind, name, key_id, sender_id)
         # Not behind the runs that have begun: each finds its alias when it ends, and could take this one.
-        self._say(Declare(alias.number, *address, site=site))
+        self._send_control(Declare(alias.number, *address, site=site))
         return alias
 
     def _seal(

@@ -111,16 +111,16 @@ class Producer(Generic[W]):
     """One client's appends to one stream."""
 
     def __init__(
-        self, name: str, producer_id: bytes, *, waiter: Callable[[], W], opened: Callable[[], object],
+        self, name: str, producer_id: bytes, *, waiter: Callable[[], W], on_open: Callable[[], object],
         find_key: Callable[[bytes], ClusterKey | None], rng: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`waiter` makes what is resolved with a record's first offset; `opened` hears that there is a record for `cut` to close."""
+        """`waiter` makes what is resolved with a record's first offset; `on_open` hears that there is a record for `cut` to close."""
         self.name = name
         self.bytes = 0
         """Queued and on the way."""
         self._id = producer_id
         self._waiter = waiter
-        self._opened = opened
+        self._on_open = on_open
         self._find_key = find_key
         self._epoch = 0
         self._next = 0
@@ -131,9 +131,9 @@ class Producer(Generic[W]):
         self._calls = 0
         self._records = 0
         """Calls and records on the way."""
-        self._again = False
+        self._resend = False
         """Something was lost: nothing new goes out until all on the way is over."""
-        self._again_us = 0
+        self._resend_us = 0
         """When it goes out again, once all is over."""
         self._backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, rng)
         self._ended = ""
@@ -156,7 +156,7 @@ class Producer(Generic[W]):
         ):
             self.cut()
             record = self._open = Pending(extras, self._waiter())
-            self._opened()
+            self._on_open()
         record.append(payload, headers, packed, size)
         self.bytes += size
         return record.waiter, len(record.payloads) - 1
@@ -187,8 +187,8 @@ class Producer(Generic[W]):
     @property
     def due_us(self) -> int:
         """When something is to be sent; NEVER_US while that hangs on messages or answers to come."""
-        if self._again:
-            return NEVER_US if self._calls else self._again_us
+        if self._resend:
+            return NEVER_US if self._calls else self._resend_us
         return 0 if self._queue and self._records < WINDOW else NEVER_US
 
     def due(
@@ -197,8 +197,8 @@ class Producer(Generic[W]):
         """Return the calls to send now, each of `call_bytes` at most; `out` seals their records with `key`, for the stream `uuid`."""
         if now_us < self.due_us:
             return []
-        if self._again:
-            records = self._repeated(uuid, key, out)
+        if self._resend:
+            records = self._to_resend(uuid, key, out)
         else:
             records = []
             while self._queue and self._records + len(records) < WINDOW:
@@ -213,24 +213,24 @@ class Producer(Generic[W]):
 
     def _seal(self, record: Pending[W], uuid: bytes, key: ClusterKey, out: Outbound) -> None:
         """Seal a record once, or again if its key is gone."""
-        if not self._still_for(record, uuid, key):
+        if not self._sealed_for(record, uuid, key):
             record.uuid, record.key = uuid, key
             record.sender_id, record.end, record.body = out.record(
                 self.name, key, record.payloads, record.headers, record.packed, record.extras.key
             )
 
-    def _still_for(self, record: Pending[W], uuid: bytes, key: ClusterKey) -> bool:
+    def _sealed_for(self, record: Pending[W], uuid: bytes, key: ClusterKey) -> bool:
         """Whether a sealed record can go to this stream: we still have its key, and it is the same one."""
         sealed = record.key
         if sealed is None or self._find_key(sealed.key_id) is None:
             return False
         return record.uuid == uuid or sealed.key_id == key.key_id
 
-    def _repeated(self, uuid: bytes, key: ClusterKey, out: Outbound) -> list[Pending[W]]:
+    def _to_resend(self, uuid: bytes, key: ClusterKey, out: Outbound) -> list[Pending[W]]:
         """Return what was not acknowledged and goes out once more, in order."""
         records = [record for record in self._unacked if not record.waiter.done()]
         for record in records:
-            if not self._still_for(record, uuid, key):
+            if not self._sealed_for(record, uuid, key):
                 if record.lost:
                     # It cannot be sent again, and later ones would be out of order.
                     self._next = -1
@@ -238,20 +238,20 @@ class Producer(Generic[W]):
                     self._seal(record, uuid, key, out)
         if self._next < 0:
             # In another epoch the store cannot tell what it has of these from new ones.
-            unsure = StreamUnavailable(
+            unknown = StreamUnavailable(
                 self.name,
                 "its answer was lost and cannot be asked for again, so it may or may not be stored",
                 may_have_run=True,
             )
             for record in records:
                 if record.lost:
-                    self._over(record, unsure)
+                    self._fail(record, unknown)
             records = [record for record in records if not record.lost]
             self._epoch += 1
             for number, record in enumerate(records):
                 record.sequence = number
             self._next = len(records)
-        self._again = False
+        self._resend = False
         self._unacked = deque(records)
         return records
 
@@ -286,26 +286,26 @@ class Producer(Generic[W]):
                     detail = (
                         "it is stored, but so long ago that the store no longer knows its offset"
                     )
-                    self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
+                    self._fail(record, StreamUnavailable(self.name, detail, may_have_run=True))
                 else:
                     self._stored(record, outcome.value)
             elif outcome.status == OUT_OF_ORDER:
                 # Below what we have unanswered is what the store once had: it forgot us.
                 first = next((r.sequence for r in self._unacked if not r.waiter.done()), 0)
                 if outcome.value is not None and outcome.value < first:
-                    self._forgotten()
-                self._again = True
+                    self._next_epoch()
+                self._resend = True
             elif outcome.status == FENCED:
-                self._over(
+                self._fail(
                     record,
                     StreamError(self.name, "another producer has taken over this producer's id"),
                 )
-                self._forgotten()
+                self._next_epoch()
             else:
                 detail = f"the store answered with status {outcome.status}, which this version of Iris does not know"
-                self._over(record, StreamUnavailable(self.name, detail, may_have_run=True))
-                self._forgotten()
-        self._call_over(sent, now_us)
+                self._fail(record, StreamUnavailable(self.name, detail, may_have_run=True))
+                self._next_epoch()
+        self._call_ended(sent, now_us)
 
     def lost(self, sent: Sent[W], error: Exception, now_us: int) -> bool:
         """A call ended with an error. Returns whether it goes out again, because the store, or the way to it, is away."""
@@ -316,39 +316,39 @@ class Producer(Generic[W]):
             # Whatever `may_have_run` says, because no key holder said it.
             away = lost = isinstance(error, RequestError)
         if away:
-            self._again = True
+            self._resend = True
             for record in sent.records:
                 record.lost = record.lost or lost
         elif isinstance(error, StreamError):
             self._refused(sent.records, error)
         else:  # what cannot be sent ends here, and holds up nothing behind it
             self._refused(sent.records, StreamError(self.name, f"{type(error).__name__}: {error}"))
-        self._call_over(sent, now_us)
+        self._call_ended(sent, now_us)
         return away
 
     def failed(self, error: Exception) -> None:
         """There is nowhere to send to: nothing that was cut is sent, or sent again."""
         unknown = StreamUnavailable(self.name, str(error), may_have_run=True)
         unsent = StreamUnavailable(self.name, str(error))
-        self._all_over(unknown, error if isinstance(error, StreamError) else unsent)
+        self._fail_all(unknown, error if isinstance(error, StreamError) else unsent)
         self._epoch += 1
         self._next = 0
-        self._again = False
+        self._resend = False
 
     def end(self, reason: str) -> None:
         """Nothing more is taken or sent; whoever waits hears so. Idempotent."""
         self._ended = self._ended or reason
         self.cut()
         unknown = StreamUnavailable(self.name, reason, may_have_run=True)
-        self._all_over(unknown, StreamUnavailable(self.name, reason))
+        self._fail_all(unknown, StreamUnavailable(self.name, reason))
 
-    def _call_over(self, sent: Sent[W], now_us: int) -> None:
+    def _call_ended(self, sent: Sent[W], now_us: int) -> None:
         self._calls -= 1
         self._records -= len(sent.records)
         while self._unacked and self._unacked[0].waiter.done():
             self._unacked.popleft()
-        if self._again and not self._calls:
-            self._again_us = now_us + round(self._backoff.failed() * 1e6)
+        if self._resend and not self._calls:
+            self._resend_us = now_us + round(self._backoff.failed() * 1e6)
 
     def _stored(self, record: Pending[W], offset: int) -> None:
         self._backoff.failures = 0
@@ -357,32 +357,32 @@ class Producer(Generic[W]):
         if not record.waiter.done():
             record.waiter.set_result(offset)
 
-    def _over(self, record: Pending[W], error: IrisError) -> None:
+    def _fail(self, record: Pending[W], error: IrisError) -> None:
         self.bytes -= record.size
         record.size = 0
         if not record.waiter.done():
             record.waiter.set_exception(error)
 
-    def _all_over(self, unknown: IrisError, unsent: IrisError) -> None:
+    def _fail_all(self, unknown: IrisError, unsent: IrisError) -> None:
         for record in self._unacked:
-            self._over(record, unknown)
+            self._fail(record, unknown)
         for record in self._queue:
-            self._over(record, unsent)
+            self._fail(record, unsent)
         self._unacked.clear()
         self._queue.clear()
 
     def _refused(self, records: list[Pending[W]], error: StreamError) -> None:
         """The store did not take these: those after them are out of order there, and are numbered anew."""
         for record in records:
-            unsure = StreamUnavailable(
+            unknown = StreamUnavailable(
                 self.name,
                 f"{error.detail}; an earlier attempt may have stored it",
                 may_have_run=True,
             )
-            self._over(record, unsure if record.lost else error)
-        self._forgotten()
+            self._fail(record, unknown if record.lost else error)
+        self._next_epoch()
 
-    def _forgotten(self) -> None:
+    def _next_epoch(self) -> None:
         """The next number can never come: go on in another epoch, once nothing is on the way."""
-        self._again = True
+        self._resend = True
         self._next = -1

@@ -7,9 +7,9 @@ from typing import Final
 
 from iris.core.bundle import Headers, decode_single
 from iris.core.inbound import InFlow
-from iris.core.medium import Medium
 from iris.core.message import Message
 from iris.core.parties import Lost, SurveySink, Waiter
+from iris.core.session_base import SessionBase
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
     ConnectionLost,
@@ -64,7 +64,7 @@ class Requests:
 
     __slots__ = ("_pending", "_pushes", "_session", "routed")
 
-    def __init__(self, session: Medium) -> None:
+    def __init__(self, session: SessionBase) -> None:
         self._session = session
         self._pending: dict[int, Pending] = {}
         self.routed = 0

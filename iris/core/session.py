@@ -16,13 +16,13 @@ from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.conversation import UP
 from iris.core.guard import Guard, Sender
-from iris.core.inbound import InFlow, NotOurs
-from iris.core.medium import Medium
+from iris.core.heartbeat import Heartbeat
+from iris.core.inbound import InFlow, UnknownKey
 from iris.core.message import Message
 from iris.core.outbound import Outbound
 from iris.core.parties import Delivery, Owner
-from iris.core.pulse import Pulse
 from iris.core.requests import Requests
+from iris.core.session_base import SessionBase
 from iris.core.store_calls import StoreCalls
 from iris.core.tunnels import Tunnels
 from iris.errors import (
@@ -59,7 +59,7 @@ MAX_HELD_BYTES: Final = 16 << 20
 NOT_OURS: Final = "under a key that is not ours"
 
 
-class Session(Medium):
+class Session(SessionBase):
     """One connection's conversation. See the module's text for how it is driven."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Session(Medium):
         """What our owner registered through this session, by whatever it tells registrations apart."""
         self._certified = self._channel = b""
         """Over TLS: the relay id in the certificate, and the certificate's hash, to which proofs are bound."""
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         """Of a relay on another host."""
         self.casts = casts = Casts(
             owner, guard, self._inbound, self.drop, self.control, company
@@ -117,7 +117,7 @@ class Session(Medium):
             frames.Pair: tunnels.paired,
             frames.CallerLeft: self._on_left,
             frames.Share: lambda share: self.out.share(share.name, share.key_id, share.parts),
-            frames.Wait: casts.windows.asked,
+            frames.Wait: casts.windows.on_wait,
             frames.Window: lambda window: self.out.credits.window(window),
             frames.Roster: requests.roster,
             frames.Done: requests.done,
@@ -139,7 +139,7 @@ class Session(Medium):
         """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
         try:
             self._table[buf[start + KIND_AT]](buf, start, end)
-        except NotOurs:
+        except UnknownKey:
             self._not_ours(buf, start, end)
 
     def turn(self, now_us: int, mono_us: int) -> None:
@@ -169,23 +169,23 @@ class Session(Medium):
             self.tunnels.expire(mono_us),
             self.store_calls.expire(mono_us),
         )
-        pulse = self._pulse
-        if pulse is not None and self.state is UP:
-            if mono_us >= pulse.beat_us:
-                self.out.control(pulse.beat(mono_us))
-            self.deadline_us = min(self.deadline_us, pulse.deadline_us)
+        heartbeat = self._heartbeat
+        if heartbeat is not None and self.state is UP:
+            if mono_us >= heartbeat.beat_us:
+                self.out.control(heartbeat.beat(mono_us))
+            self.deadline_us = min(self.deadline_us, heartbeat.deadline_us)
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         self._certified, self._channel = relay_id, channel
 
-    def heard(self) -> None:
-        if self._pulse is not None:
-            self._pulse.last_us = self.mono_us
+    def mark_alive(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.last_us = self.mono_us
 
     @property
     def silent(self) -> bool:
         """Whether a relay on another host said nothing for too long."""
-        return self._pulse is not None and self._pulse.dead(self.mono_us)
+        return self._heartbeat is not None and self._heartbeat.dead(self.mono_us)
 
     def hold_casts(self) -> None:
         """Keep publications and broadcasts back: another session of ours may owe us earlier ones, still unread."""
@@ -238,19 +238,19 @@ class Session(Medium):
         self,
         name: str,
         key_ids: list[bytes],
-        heard: Callable[[frames.Membership], None],
+        on_change: Callable[[frames.Membership], None],
         *,
         refused: Callable[[str], None] | None = None,
         stay: bool,
         streams: bool = False,
     ) -> int:
-        """Ask who serves `name`, or with `streams` which stores hold it; `heard` gets the answer, and the changes if `stay`.
+        """Ask who serves `name`, or with `streams` which stores hold it; `on_change` gets the answer, and the changes if `stay`.
 
         `refused` gets the reason if the relay has no room for one watch more.
         """
         number = self._next_id
         self._next_id += 1
-        self._watches[number] = heard, refused
+        self._watches[number] = on_change, refused
         self.out.control(frames.Members(number, name, key_ids, stay, streams))
         return number
 
@@ -481,11 +481,11 @@ class Session(Medium):
         self.out.now_us = self.now_us
         super()._welcomed(welcome)
         if self._certified:
-            self._pulse = Pulse(welcome.mono_us, self.mono_us)
-            self.clock_us = self._pulse.clock_us
-            self.deadline_us = min(self.deadline_us, self._pulse.deadline_us)
+            self._heartbeat = Heartbeat(welcome.mono_us, self.mono_us)
+            self.clock_us = self._heartbeat.clock_us
+            self.deadline_us = min(self.deadline_us, self._heartbeat.deadline_us)
 
-    def _unasked(self, ack: Any) -> None:
+    def _unexpected_ack(self, ack: Any) -> None:
         if type(ack) is frames.Ack and ack.error:
             _, refused = self._watches.pop(ack.id, (None, None))
             if refused is not None:
@@ -506,9 +506,9 @@ class Session(Medium):
             watch[0](membership)
 
     def _on_beat(self, beat: frames.Beat) -> None:
-        if self._pulse is None:
+        if self._heartbeat is None:
             raise PeerProtocolError(
                 "the relay sent BEAT to a session on its own host; only sessions over TLS use it"
             )
-        self._pulse.heard(beat, self.mono_us)
-        self.clock_us = self._pulse.clock_us
+        self._heartbeat.on_beat(beat, self.mono_us)
+        self.clock_us = self._heartbeat.clock_us

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from iris.core.channels import MAX_LINES, Line, Place
-from iris.core.medium import Medium
+from iris.core.channels import MAX_CHANNELS, ChannelKey, StoreChannel
 from iris.core.parties import Waiter
 from iris.core.requests import MAX_PENDING, error_of
+from iris.core.session_base import SessionBase
 from iris.crypto.channel import MARK
 from iris.crypto.keys import ClusterKey
 from iris.errors import (
@@ -36,7 +36,7 @@ GRACE_US: Final = 1_000_000
 
 
 @dataclass(slots=True)
-class Called:
+class StoreCall:
     """A call that has not ended. `hop` is its hop id, `timeout_ms` the timeout in its frame."""
 
     name: str
@@ -45,7 +45,7 @@ class Called:
     timeout_ms: int
     waiter: Waiter
     writes: bool
-    line: Line | None = None
+    channel: StoreChannel | None = None
     """The channel that it uses; None for a call without one."""
     counter: int = -1
     """Its counter in that channel, once it was sent."""
@@ -56,56 +56,58 @@ class Called:
     @property
     def sent(self) -> bool:
         """Whether it may have reached the store."""
-        return self.line is None or self.counter >= 0
+        return self.channel is None or self.counter >= 0
 
 
 class StoreCalls:
     """The unfinished calls of one session, and its channels."""
 
-    __slots__ = ("_lines", "_pending", "_session", "writes")
+    __slots__ = ("_channels", "_pending", "_session", "writes")
 
-    def __init__(self, session: Medium) -> None:
+    def __init__(self, session: SessionBase) -> None:
         self._session = session
-        self._pending: dict[int, Called] = {}
-        self._lines: dict[Place, Line] = {}
+        self._pending: dict[int, StoreCall] = {}
+        self._channels: dict[ChannelKey, StoreChannel] = {}
         self.writes = 0
         """How many of them write: a session that is left waits for those."""
 
     def send(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str = "",
-        writes: bool = False, own: bool = False,
-    ) -> Called:  # fmt: skip
+        writes: bool = False, to_store: bool = False,
+    ) -> StoreCall:  # fmt: skip
         """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors name it `shown`.
 
-        With a `key` it uses a channel to the stream that has the key. With `own` as well, it uses a channel to the store whose id
+        With a `key` it uses a channel to the stream that has the key. With `to_store` as well, it uses a channel to the store whose id
         is `name`.
         """
-        called = self._call(shown or name, timeout_ms, waiter, writes)
+        call = self._call(shown or name, timeout_ms, waiter, writes)
         if key is None:
-            self._frame(name, None, b"", body, called)
+            self._frame(name, None, b"", body, call)
         else:
-            called.body = body
-            self._route(called, (name, key.key_id, own), key)
-        return called
+            call.body = body
+            self._route(call, (name, key.key_id, to_store), key)
+        return call
 
-    def _route(self, called: Called, place: Place, key: ClusterKey) -> None:
+    def _route(self, call: StoreCall, channel_key: ChannelKey, key: ClusterKey) -> None:
         """Send a call through the channel of its address, or let it wait until the channel is open."""
-        line = self._lines.get(place)
-        if line is None:
-            if len(self._lines) >= MAX_LINES:
-                del self._lines[next(iter(self._lines))]
-            line = self._lines[place] = Line(self, place[0], key, called.name, own=place[2])
-            called.line = line
-            line.held[called.hop] = called
-            line.knock()
+        channel = self._channels.get(channel_key)
+        if channel is None:
+            if len(self._channels) >= MAX_CHANNELS:
+                del self._channels[next(iter(self._channels))]
+            channel = self._channels[channel_key] = StoreChannel(
+                self, channel_key[0], key, call.name, to_store=channel_key[2]
+            )
+            call.channel = channel
+            channel.held[call.hop] = call
+            channel.knock()
             return
-        called.line = line
-        if line.channel is None:
-            line.held[called.hop] = called
+        call.channel = channel
+        if channel.opened is None:
+            channel.held[call.hop] = call
         else:
-            self._seal(line, called)
+            self._seal(channel, call)
 
-    def _call(self, shown: str, timeout_ms: int, waiter: Waiter, writes: bool) -> Called:
+    def _call(self, shown: str, timeout_ms: int, waiter: Waiter, writes: bool) -> StoreCall:
         if len(self._pending) >= MAX_PENDING:
             raise Overloaded(
                 shown,
@@ -113,32 +115,32 @@ class StoreCalls:
             )
         session = self._session
         deadline_us = session.mono_us + 1000 * timeout_ms
-        called = Called(shown, session.next_hop(), deadline_us, timeout_ms, waiter, writes)
-        self._pending[called.hop] = called
+        call = StoreCall(shown, session.next_hop(), deadline_us, timeout_ms, waiter, writes)
+        self._pending[call.hop] = call
         self.writes += writes
         session.deadline_us = min(session.deadline_us, deadline_us + GRACE_US)
-        return called
+        return call
 
-    def _seal(self, line: Line, called: Called) -> None:
-        channel = line.channel
-        assert channel is not None
-        called.counter = channel.next
-        channel.next += 1
-        end = END.pack(self._session.out.now_us, called.timeout_ms, 1, 0)
-        body = called.body
-        if called.writes or called.again:
-            called.body = b""
-        head = channel.seal(called.counter, end, body)
+    def _seal(self, channel: StoreChannel, call: StoreCall) -> None:
+        opened = channel.opened
+        assert opened is not None
+        call.counter = opened.next
+        opened.next += 1
+        end = END.pack(self._session.out.now_us, call.timeout_ms, 1, 0)
+        body = call.body
+        if call.writes or call.again:
+            call.body = b""
+        head = opened.seal(call.counter, end, body)
         self._session.out.store_call(
-            line.address, line.key, end, head, body, called.hop, called.deadline_us
+            channel.address, channel.key, end, head, body, call.hop, call.deadline_us
         )
 
     def _frame(
-        self, name: str, key: ClusterKey | None, head: bytes, body: bytes, called: Called
+        self, name: str, key: ClusterKey | None, head: bytes, body: bytes, call: StoreCall
     ) -> None:
         out = self._session.out
-        end = END.pack(out.now_us, called.timeout_ms, 1, 0)
-        out.store_call(name, key, end, head, body, called.hop, called.deadline_us)
+        end = END.pack(out.now_us, call.timeout_ms, 1, 0)
+        out.store_call(name, key, end, head, body, call.hop, call.deadline_us)
 
     # -- channels --------------------------------------------------------------------------------------------
 
@@ -152,58 +154,58 @@ class StoreCalls:
 
     def plain(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str
-    ) -> Called:  # fmt: skip
+    ) -> StoreCall:  # fmt: skip
         """Send a call that opens a channel."""
-        called = self._call(shown, timeout_ms, waiter, False)
-        self._frame(name, key, b"", body, called)
-        return called
+        call = self._call(shown, timeout_ms, waiter, False)
+        self._frame(name, key, b"", body, call)
+        return call
 
-    def opened(self, line: Line, held: Iterable[Called]) -> None:
+    def opened(self, channel: StoreChannel, held: Iterable[StoreCall]) -> None:
         """Send the waiting calls in order, except those that have ended."""
-        for called in held:
-            if self._pending.get(called.hop) is called:
-                self._seal(line, called)
+        for call in held:
+            if self._pending.get(call.hop) is call:
+                self._seal(channel, call)
 
     def failed_to_open(
-        self, line: Line, held: Iterable[Called], failure: Refused | IrisError
+        self, channel: StoreChannel, held: Iterable[StoreCall], failure: Refused | IrisError
     ) -> None:
         """End the waiting calls. None of them was sent."""
-        self._drop_line(line)
-        for called in held:
-            if self._pending.get(called.hop) is called:
-                self._take(called.hop)
-                if called.waiter.done():
+        self._drop_channel(channel)
+        for call in held:
+            if self._pending.get(call.hop) is call:
+                self._take(call.hop)
+                if call.waiter.done():
                     continue
                 if isinstance(failure, Refused):
-                    called.waiter.set_result(failure)
+                    call.waiter.set_result(failure)
                 else:
-                    called.waiter.set_exception(failure)
+                    call.waiter.set_exception(failure)
 
-    def _drop_line(self, line: Line) -> None:
-        if self._lines.get(line.place) is line:
-            del self._lines[line.place]
+    def _drop_channel(self, channel: StoreChannel) -> None:
+        if self._channels.get(channel.channel_key) is channel:
+            del self._channels[channel.channel_key]
 
     def _unsealed(
-        self, called: Called, line: Line, end: memoryview, body: memoryview
+        self, call: StoreCall, channel: StoreChannel, end: memoryview, body: memoryview
     ) -> memoryview | None:
         """Return the store's authenticated answer to this call; None if there is none, and the call was ended or sent again."""
-        channel = line.channel
-        if channel is not None and called.counter >= 0 and len(body):
+        opened = channel.opened
+        if opened is not None and call.counter >= 0 and len(body):
             if body[0] == MARK:
                 try:
-                    counter, answer = channel.open(end, body)
+                    counter, answer = opened.open(end, body)
                 except OpenError:
                     counter = -1
-                if counter == called.counter:
+                if counter == call.counter:
                     return answer
             elif self._refused(body):
                 # The store does not know the channel, or a relay claims that. Nobody knows whether the call was carried out.
-                self._drop_line(line)
-                self._again(called, line)
+                self._drop_channel(channel)
+                self._again(call, channel)
                 return None
         self._session.drop("unauthenticated")
         detail = "an answer was dropped because the store did not authenticate it; check whether the call was carried out"
-        called.waiter.set_exception(ConnectionLost(called.name, detail, may_have_run=called.sent))
+        call.waiter.set_exception(ConnectionLost(call.name, detail, may_have_run=call.sent))
         return None
 
     def _refused(self, body: memoryview) -> bool:
@@ -212,31 +214,31 @@ class StoreCalls:
         except DecodeError:
             return False
 
-    def _again(self, called: Called, line: Line) -> None:
+    def _again(self, call: StoreCall, channel: StoreChannel) -> None:
         """Send a call once more through a new channel if it changes nothing; otherwise end it, and let its caller decide."""
-        if not called.body:
+        if not call.body:
             detail = (
                 "the store no longer knows the channel, because the store or its relay restarted; "
                 "check whether the call was carried out, then repeat it"
             )
-            called.waiter.set_exception(ConnectionLost(called.name, detail))
+            call.waiter.set_exception(ConnectionLost(call.name, detail))
             return
-        called.again, called.counter = True, -1
-        called.hop = self._session.next_hop()
-        self._pending[called.hop] = called
-        self._route(called, line.place, line.holder)
+        call.again, call.counter = True, -1
+        call.hop = self._session.next_hop()
+        self._pending[call.hop] = call
+        self._route(call, channel.channel_key, channel.cluster_key)
 
-    def forget(self, called: Called) -> None:
+    def forget(self, call: StoreCall) -> None:
         """The caller no longer waits; an answer that comes is dropped and counted."""
-        self._take(called.hop)
+        self._take(call.hop)
 
-    def _take(self, hop: int) -> Called | None:
-        called = self._pending.pop(hop, None)
-        if called is not None:
-            self.writes -= called.writes
-            if called.line is not None:
-                called.line.held.pop(hop, None)
-        return called
+    def _take(self, hop: int) -> StoreCall | None:
+        call = self._pending.pop(hop, None)
+        if call is not None:
+            self.writes -= call.writes
+            if call.channel is not None:
+                call.channel.held.pop(hop, None)
+        return call
 
     def answered(self, buf: memoryview, start: int, end: int) -> None:
         """A store's answer."""
@@ -248,47 +250,47 @@ class StoreCalls:
         if alias not in self._session.replies:
             raise PeerProtocolError(f"alias {alias} was not declared for STREAM_REPLY")
         self._session.received_alone += 1
-        called = self._take(hop)
-        if called is None:
+        call = self._take(hop)
+        if call is None:
             self._session.drop("late answers")
             return
-        if called.waiter.done():
+        if call.waiter.done():
             return
         answer = buf[start + BODY_AT : end]
-        if called.line is not None:
+        if call.channel is not None:
             fields = buf[start + END_AT : start + BODY_AT]
-            opened = self._unsealed(called, called.line, fields, answer)
+            opened = self._unsealed(call, call.channel, fields, answer)
             if opened is None:
                 return
             answer = opened
         try:
-            called.waiter.set_result(decode_answer(answer))
+            call.waiter.set_result(decode_answer(answer))
         except DecodeError as err:
             self._session.drop("unreadable")
-            called.waiter.set_exception(ConnectionLost(called.name, str(err)))
+            call.waiter.set_exception(ConnectionLost(call.name, str(err)))
 
     def failed(self, fail: frames.Fail) -> None:
         """The relay answered itself: there is no other answer."""
-        called = self._take(fail.hop)
-        if called is not None and not called.waiter.done():
-            called.waiter.set_exception(error_of(called.name, fail))
+        call = self._take(fail.hop)
+        if call is not None and not call.waiter.done():
+            call.waiter.set_exception(error_of(call.name, fail))
 
     def expire(self, mono_us: int) -> int:
         """End what is past its deadline; return the next deadline."""
         late = [h for h, c in self._pending.items() if c.deadline_us + GRACE_US <= mono_us]
         for hop in late:
-            if (called := self._pending.get(hop)) is not None:
-                detail = f"the store did not answer within {called.timeout_ms / 1000:g} s"
-                self._end(hop, RequestTimeout(called.name, detail))
+            if (call := self._pending.get(hop)) is not None:
+                detail = f"the store did not answer within {call.timeout_ms / 1000:g} s"
+                self._end(hop, RequestTimeout(call.name, detail))
         soonest = min((c.deadline_us for c in self._pending.values()), default=NEVER_US)
         return soonest + GRACE_US if self._pending else NEVER_US
 
     def end(self, reason: str) -> None:
         """The connection is gone."""
-        for hop, called in list(self._pending.items()):
-            self._end(hop, ConnectionLost(called.name, reason, may_have_run=called.sent))
+        for hop, call in list(self._pending.items()):
+            self._end(hop, ConnectionLost(call.name, reason, may_have_run=call.sent))
 
     def _end(self, hop: int, error: IrisError) -> None:
-        called = self._take(hop)
-        if called is not None and not called.waiter.done():
-            called.waiter.set_exception(error)
+        call = self._take(hop)
+        if call is not None and not call.waiter.done():
+            call.waiter.set_exception(error)

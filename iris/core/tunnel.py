@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 
 from iris.core.bundle import Headers
-from iris.core.direct import DIRECT_AFTER_BYTES, Direct, Way
+from iris.core.direct import DIRECT_AFTER_BYTES, Direct, PairEnd
 from iris.crypto.keys import ClusterKey
 from iris.crypto.noise import MAX_PLAINTEXT_BYTES, CipherState, Handshake
 from iris.errors import Closed, IrisError, OpenError, PeerProtocolError, TunnelBroken
@@ -81,7 +81,7 @@ class TunnelEnd:
     __slots__ = (
         "_assembling", "_chunks", "_consumed", "_dry", "_emit", "_filling", "_growth", "_handshake", "_mark_dirty", "_opening", "_plain", "_plain_bytes",
         "_recv", "_send", "_until_direct", "_window", "broken", "buffered", "closed", "credit", "direct", "error", "finished", "headers", "hop",
-        "initiator", "name", "peer_closed", "peer_finished", "wake", "wants_direct", "way",
+        "initiator", "name", "pair", "peer_closed", "peer_finished", "wake", "wants_direct",
     )  # fmt: skip
 
     def __init__(
@@ -117,7 +117,7 @@ class TunnelEnd:
         self._filling = False
         self.direct: Direct | None = None
         """State of the tunnel's socket pair; None before the relay has made one."""
-        self.way: Way | None = None
+        self.pair: PairEnd | None = None
         """The pair, once what this end sends goes by it."""
         self.wants_direct = False
         """It has carried enough to ask for a pair."""
@@ -255,14 +255,14 @@ class TunnelEnd:
         self.flush()
         self.closed = True
         self._drop_buffer()
-        self._last_word()
+        self._send_end()
 
-    def fail(self, reason: str, *, tell: bool) -> None:
-        """Break the tunnel; with `tell`, the relay ends it on the other side too."""
+    def fail(self, reason: str, *, notify: bool) -> None:
+        """Break the tunnel; with `notify`, the relay ends it on the other side too."""
         if not self.ended:
             self.broken = reason
             self._drop_buffer()
-            if tell:
+            if notify:
                 self._emit(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.BROKEN,))))
             self.wake()
 
@@ -281,8 +281,8 @@ class TunnelEnd:
             self._plain = []
             self._plain_bytes = 0
             sealed = self._send.encrypt(plain)
-            if self.way is not None:
-                self.way.send(sealed)
+            if self.pair is not None:
+                self.pair.send(sealed)
             else:
                 self._emit(tunnel_frame(Kind.TUNNEL_DATA, self.hop, sealed))
                 self._carried(len(sealed))
@@ -290,15 +290,15 @@ class TunnelEnd:
     def _end_if_done(self) -> None:
         if self.finished and self.peer_finished:
             self.flush()
-            self._last_word()
+            self._send_end()
 
-    def _last_word(self) -> None:
+    def _send_end(self) -> None:
         """Tell the relay that the tunnel has ended well, once the other side can read all that was sent."""
         frame = tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,)))
-        if self.way is None:
+        if self.pair is None:
             self._emit(frame)
         else:
-            self.way.finish(lambda: self._emit(frame))
+            self.pair.finish(lambda: self._emit(frame))
 
     # -- the socket pair -------------------------------------------------------------------------------------
 
@@ -310,19 +310,19 @@ class TunnelEnd:
             self.wants_direct = True
             self._mark_dirty(self)
 
-    def granted(self) -> None:
+    def pair_granted(self) -> None:
         """The relay has made a pair for this tunnel, and this end of it is being fetched; raises PeerProtocolError."""
         if self.direct is not None:
             raise PeerProtocolError(f"the relay sent a second PAIR for tunnel {self.hop}")
         self.direct = Direct()
 
-    def got(self, way: Way) -> None:
+    def attach_pair(self, pair: PairEnd) -> None:
         """This end of the pair is here."""
         direct = self.direct
         if direct is None or self.ended:
-            way.close()
+            pair.close()
             return
-        direct.way = way
+        direct.pair = pair
         self._item(_READY, b"")
         if direct.peer_ready:
             self._move()
@@ -334,7 +334,7 @@ class TunnelEnd:
             return
         self._item(_MOVED, b"")
         self.flush()
-        self.way = self.direct.way
+        self.pair = self.direct.pair
 
     def arrived(self, record: memoryview) -> None:
         """Take one record out of the pair, as `received`."""
@@ -343,7 +343,7 @@ class TunnelEnd:
         try:
             self._items(self._recv.decrypt(record))
         except (OpenError, PeerProtocolError) as err:
-            self.fail(str(err), tell=True)
+            self.fail(str(err), notify=True)
         self.wake()
 
     # -- receiving -------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class TunnelEnd:
                 )
             self._items(self._recv.decrypt(record))
         except (OpenError, PeerProtocolError) as err:
-            self.fail(str(err), tell=True)
+            self.fail(str(err), notify=True)
         else:
             self._carried(len(record))
         self.wake()
@@ -373,7 +373,7 @@ class TunnelEnd:
     def ended_by_relay(self, cause: int) -> None:
         """TUNNEL_END came: well if the other side's close or both finishes came before it, else broken."""
         if not self.ended:
-            self.fail(_CAUSES.get(cause, "the peer ended it without closing it"), tell=False)
+            self.fail(_CAUSES.get(cause, "the peer ended it without closing it"), notify=False)
 
     @property
     def begun(self) -> bool:
@@ -480,12 +480,12 @@ class TunnelEnd:
             self._chunks.append((_ABORTED, b""))
         elif kind == _READY and not body and self.direct is not None and not self.direct.peer_ready:
             self.direct.peer_ready = True
-            if self.direct.way is not None:
+            if self.direct.pair is not None:
                 self._move()
         elif kind == _MOVED and not body and self.direct is not None and self.direct.may_move:
             self.direct.moved = True
-            assert self.direct.way is not None
-            self.direct.way.read()
+            assert self.direct.pair is not None
+            self.direct.pair.read()
         else:
             raise PeerProtocolError(
                 f"a tunnel item of kind 0x{kind:02x} with {len(body)} bytes is not allowed in this state"
@@ -495,8 +495,8 @@ class TunnelEnd:
         """Leave to others what this tunnel, which has ended, held: what its window grew by, and its end of a pair."""
         self._growth.left += self._window - FIRST_WINDOW
         self._window = FIRST_WINDOW
-        if self.direct is not None and self.direct.way is not None:
-            self.direct.way.close()
+        if self.direct is not None and self.direct.pair is not None:
+            self.direct.pair.close()
 
     def _drop_buffer(self) -> None:
         self._chunks = None

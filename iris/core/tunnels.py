@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from iris.core.bundle import Headers
 from iris.core.conversation import UP
-from iris.core.direct import REPORT_BYTES, Way
+from iris.core.direct import REPORT_BYTES, PairEnd
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
-from iris.core.medium import Medium
 from iris.core.requests import error_of
+from iris.core.session_base import SessionBase
 from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
@@ -23,10 +23,10 @@ from iris.wire.names import split_site
 MAX_HALF_OPEN: Final = 1024
 HALF_OPEN_US: Final = 5_000_000
 Fetch = Callable[[bytes, TunnelEnd], None]
-"""Gets the end of a socket pair that a token stands for, and gives it to `Tunnels.got`; where that fails, the tunnel stays with the relay."""
+"""Gets the end of a socket pair that a token stands for, and gives it to `Tunnels.attach_pair`; where that fails, the tunnel stays with the relay."""
 
 
-class _Asked:
+class _AfterPong:
     """Waits for the answer of the relay to a PING, and calls `then`; if there is none, the session has ended."""
 
     __slots__ = ("_then",)
@@ -49,7 +49,7 @@ class Tunnels:
 
     __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends", "fetch")
 
-    def __init__(self, session: Medium) -> None:
+    def __init__(self, session: SessionBase) -> None:
         self.ends: dict[int, TunnelEnd] = {}
         self._session = session
         self._dirty: list[TunnelEnd] = []
@@ -148,7 +148,7 @@ class Tunnels:
         """The first record of a tunnel to us was read, or failed."""
         if tunnel.headers is None and not tunnel.broken:
             return
-        self._settle(hop)
+        self._not_half_open(hop)
         tunnel.wake = lambda: None
         binding = self._session.owner.binding(flow)
         if tunnel.broken:
@@ -158,7 +158,7 @@ class Tunnels:
         else:
             binding.tunnel(tunnel)
 
-    def _settle(self, hop: int) -> None:
+    def _not_half_open(self, hop: int) -> None:
         """Remove a tunnel from the half-open ones."""
         half = self._half_open.pop(hop, None)
         if half is not None:
@@ -171,7 +171,7 @@ class Tunnels:
     def _break(self, hop: int, reason: str) -> None:
         end = self._forget(hop)
         if end is not None:
-            end.fail(reason, tell=True)
+            end.fail(reason, notify=True)
 
     def _forget(self, hop: int) -> TunnelEnd | None:
         """Take out an end that no frame is for any more."""
@@ -187,27 +187,27 @@ class Tunnels:
         """The relay has made a socket pair for a tunnel; raises PeerProtocolError."""
         end = self.ends.get(pair.hop)
         if end is not None:
-            end.granted()
+            end.pair_granted()
             if self.fetch is not None:
                 self.fetch(pair.token, end)
 
-    def got(self, end: TunnelEnd, way: Way) -> None:
+    def attach_pair(self, end: TunnelEnd, pair: PairEnd) -> None:
         """This end of a tunnel's pair is here."""
         if self.ends.get(end.hop) is end:
-            end.got(way)
+            end.attach_pair(pair)
         else:
-            way.close()
+            pair.close()
 
-    def way_lost(self, end: TunnelEnd) -> None:
+    def pair_lost(self, end: TunnelEnd) -> None:
         """A tunnel's pair is broken. If the relay has not said why when it answers, the tunnel breaks."""
         if not end.ended and self._session.state is UP:
-            self._session.ask(frames.Ping, _Asked(lambda: self._cut(end)))
+            self._session.ask(frames.Ping, _AfterPong(lambda: self._break_if_open(end)))
 
-    def _cut(self, end: TunnelEnd) -> None:
+    def _break_if_open(self, end: TunnelEnd) -> None:
         if self.ends.get(end.hop) is end and not end.ended:
             self._break(end.hop, "its direct connection broke")
 
-    def _ask(self, end: TunnelEnd) -> None:
+    def _request_pair(self, end: TunnelEnd) -> None:
         end.wants_direct = False
         if self.fetch is not None and self._session.minor >= DIRECT_MINOR and not end.ended:
             self._session.out.control(frames.Direct(end.hop))
@@ -221,7 +221,7 @@ class Tunnels:
     @property
     def queued_bytes(self) -> int:
         """What waits to be written to socket pairs."""
-        return sum(end.way.queued_bytes for end in self.ends.values() if end.way is not None)
+        return sum(end.pair.queued_bytes for end in self.ends.values() if end.pair is not None)
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
         """A frame of a tunnel that is open, or opening."""
@@ -250,9 +250,9 @@ class Tunnels:
                 cause == Cause.CLOSED
                 and direct is not None
                 and direct.moved
-                and direct.way is not None
+                and direct.pair is not None
             ):
-                direct.way.drain()  # all that was sent before this was said
+                direct.pair.drain()  # all that was sent before this was said
             self._forget(hop)
             tunnel.ended_by_relay(cause)
 
@@ -268,9 +268,9 @@ class Tunnels:
         for end in self._dirty:
             end.flush()
             if end.wants_direct:
-                self._ask(end)
-            if end.way is not None:
-                end.way.flush()
+                self._request_pair(end)
+            if end.pair is not None:
+                end.pair.flush()
                 self._report(end, REPORT_BYTES)
         self._dirty.clear()
 
@@ -279,7 +279,7 @@ class Tunnels:
         soonest = NEVER_US
         for hop, (until, _) in list(self._half_open.items()):
             if until <= mono_us:
-                self._settle(hop)
+                self._not_half_open(hop)
                 self._break(
                     hop, f"the peer did not finish the handshake within {HALF_OPEN_US / 1e6:g} s"
                 )
@@ -292,4 +292,4 @@ class Tunnels:
         ends, self.ends = self.ends, {}
         for end in ends.values():
             end.release()
-            end.fail(reason, tell=False)
+            end.fail(reason, notify=False)

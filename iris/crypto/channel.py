@@ -6,7 +6,7 @@
     Open(nonce, door, public key, share, signature) ─►
                  ◄────────────────────────── Opened(channel, share, signature)
 
-Each side signs what both have said (`keys`), so a relay cannot alter it. The X25519 shares are new each time, so a recording
+Each side signs what both have signed (`keys`), so a relay cannot alter it. The X25519 shares are new each time, so a recording
 opens no second channel. A call or answer in a channel begins with `MARK`, which begins no MessagePack:
 
     0xc1 | channel u64 | counter u64 | HMAC-SHA256 (32) | the call or answer
@@ -54,28 +54,28 @@ _MAC_AT: Final = _HEAD.size
 Buffer = bytes | bytearray | memoryview
 
 
-class Codes:
+class DirectionKeys:
     """The keys of one direction of a channel."""
 
-    __slots__ = ("_fresh", "_hash", "_long")
+    __slots__ = ("_hmac", "_long", "_long_key")
 
     def __init__(self, keys: bytes) -> None:
         """`keys` are 64 bytes: the HMAC key, then the key for long bodies."""
-        self._fresh = HMAC(keys[:32], hashes.SHA256()).copy
+        self._hmac = HMAC(keys[:32], hashes.SHA256()).copy
         """Returns a keyed HMAC without data. Copying it takes a third of the time of making one."""
-        self._hash = keys[32:]
+        self._long_key = keys[32:]
         self._long: AESGCM | None = None
 
-    def code(self, head: Buffer, counter: int, end: Buffer, body: Buffer) -> bytes:
+    def mac(self, head: Buffer, counter: int, end: Buffer, body: Buffer) -> bytes:
         """Return the 32 bytes that authenticate a body in a frame with these end fields."""
         size = len(body).to_bytes(4, "little")
         if len(body) > LONG_BYTES:
             if self._long is None:
-                self._long = AESGCM(self._hash)
+                self._long = AESGCM(self._long_key)
             body = self._long.encrypt(counter.to_bytes(12), b"", body)
-        code = self._fresh()
-        code.update(b"".join((head, end, size, body)))
-        return code.finalize()
+        mac = self._hmac()
+        mac.update(b"".join((head, end, size, body)))
+        return mac.finalize()
 
 
 class Channel:
@@ -92,8 +92,8 @@ class Channel:
         self.key_id = key_id
         self.next = 0
         """Counter of the caller's next call."""
-        self._send = Codes(send)
-        self._receive = Codes(receive)
+        self._send = DirectionKeys(send)
+        self._receive = DirectionKeys(receive)
         self._window = ReplayWindow(WINDOW_CALLS)
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class Channel:
     def seal(self, counter: int, end: Buffer, body: bytes) -> bytes:
         """Return the 49 bytes that go before `body` in a frame with these end fields."""
         head = _HEAD.pack(MARK, self.number, counter)
-        return head + self._send.code(head, counter, end, body)
+        return head + self._send.mac(head, counter, end, body)
 
     def open(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
         """Return the counter and the body. Raises OpenError unless the other side of this channel sent them."""
@@ -112,7 +112,7 @@ class Channel:
             )
         mark, number, counter = _HEAD.unpack_from(data)
         body = data[SEALED_BYTES:]
-        wanted = self._receive.code(data[:_MAC_AT], counter, end, body)
+        wanted = self._receive.mac(data[:_MAC_AT], counter, end, body)
         if (mark, number) != (MARK, self.number) or not compare_digest(
             wanted, data[_MAC_AT:SEALED_BYTES]
         ):
@@ -134,26 +134,26 @@ class Channel:
 class Offer:
     """A caller's side of a channel that is being opened. `nonce` is sent with the knock."""
 
-    __slots__ = ("_key", "_said", "_share", "_store", "_uuid", "nonce")
+    __slots__ = ("_key", "_share", "_store", "_transcript", "_uuid", "nonce")
 
     def __init__(self, key: ClusterKey, entropy: Callable[[int], bytes]) -> None:
         self.nonce = entropy(NONCE_BYTES)
         self._key = key
         self._share = X25519PrivateKey.from_private_bytes(entropy(32))
-        self._store = self._uuid = self._said = b""
+        self._store = self._uuid = self._transcript = b""
 
     def sign(self, store: bytes, uuid: bytes, door: bytes) -> tuple[bytes, bytes]:
         """Return share and signature for a door. The caller has checked that this store's public key is trusted for the log."""
         share = self._share.public_key().public_bytes_raw()
         self._store, self._uuid = store, uuid
-        self._said = transcript(store, uuid, self._key.key_id, self.nonce, door, share)
-        return share, self._key.sign_caller(self._said)
+        self._transcript = transcript(store, uuid, self._key.key_id, self.nonce, door, share)
+        return share, self._key.sign_caller(self._transcript)
 
     def opened(self, number: int, share: bytes, signature: bytes) -> Channel:
         """Return the channel. Raises OpenError if its store did not sign this."""
-        said = self._said + share + number.to_bytes(8, "little")
-        verify_channel(self._store, signature, said)
-        call, answer = _keys(self._share, share, said)
+        signed = self._transcript + share + number.to_bytes(8, "little")
+        verify_channel(self._store, signature, signed)
+        call, answer = _keys(self._share, share, signed)
         return Channel(number, self._uuid, self._key.key_id, call, answer)
 
 
@@ -169,13 +169,13 @@ def accept_offer(
         OpenError: the holder of that key did not sign this.
     """
     key_id = public_id(public_key)
-    said = transcript(key.public_key, uuid, key_id, nonce, door, share)
-    verify_caller(public_key, signature, said)
+    signed = transcript(key.public_key, uuid, key_id, nonce, door, share)
+    verify_caller(public_key, signature, signed)
     private = X25519PrivateKey.from_private_bytes(secret)
     ours = private.public_key().public_bytes_raw()
-    said += ours + number.to_bytes(8, "little")
-    call, answer = _keys(private, share, said)
-    return Channel(number, uuid, key_id, answer, call), ours, key.sign_channel(said)
+    signed += ours + number.to_bytes(8, "little")
+    call, answer = _keys(private, share, signed)
+    return Channel(number, uuid, key_id, answer, call), ours, key.sign_channel(signed)
 
 
 def transcript(
@@ -190,14 +190,14 @@ def transcript(
     return b"".join(parts)
 
 
-def _keys(private: X25519PrivateKey, share: bytes, said: bytes) -> tuple[bytes, bytes]:
+def _keys(private: X25519PrivateKey, share: bytes, signed: bytes) -> tuple[bytes, bytes]:
     """Return the keys of calls and answers. Raises OpenError."""
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(share))
     except ValueError as err:  # a share of low order: everybody would know the secret
         raise OpenError("the peer's share is not a usable X25519 public key") from err
     digest = hashes.Hash(hashes.SHA256())
-    digest.update(said)
+    digest.update(signed)
     info = b"iris-stream-channel-1"
     keys = HKDF(hashes.SHA256(), 128, salt=digest.finalize(), info=info).derive(secret)
     return keys[:64], keys[64:]

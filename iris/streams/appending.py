@@ -27,7 +27,7 @@ class Appender:
         self.name = name
         self._loop = asyncio.get_running_loop()
         self.producer = Producer(
-            name, os.urandom(16), waiter=self._waiter, opened=self._opened, rng=random.random,
+            name, os.urandom(16), waiter=self._waiter, on_open=self._opened, rng=random.random,
             find_key=lambda key_id: stores.runtime.keyring.by_id(key_id),
         )  # fmt: skip
         self._stores = stores

@@ -172,7 +172,7 @@ class Stores:
             waiter=waiter,
             shown=shown,
             writes=writes,
-            own=own,
+            to_store=own,
         )
         pump.touch()
         try:

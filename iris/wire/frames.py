@@ -442,7 +442,7 @@ class SlowEntry(Struct, frozen=True, array_like=True):
     link: bool = False
 
 
-MAX_SLOW_TOLD: Final = 64
+MAX_SLOW_LISTED: Final = 64
 
 
 class Audience(Control, frozen=True):
@@ -452,7 +452,7 @@ class Audience(Control, frozen=True):
     id: U63
     subscribers: U32
     dropped: U63 = 0
-    slow: Annotated[list[SlowEntry], Meta(max_length=MAX_SLOW_TOLD)] = []
+    slow: Annotated[list[SlowEntry], Meta(max_length=MAX_SLOW_LISTED)] = []
 
 
 class LinkHello(Control, frozen=True):

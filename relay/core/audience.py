@@ -13,7 +13,7 @@ import msgspec
 
 from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
-from iris.wire.frames import MAX_SLOW_TOLD, SlowEntry
+from iris.wire.frames import MAX_SLOW_LISTED, SlowEntry
 from iris.wire.kinds import AUDIENCE_MINOR, NEVER_US, HopClass
 from iris.wire.names import printable
 from relay.core.interest import Interest
@@ -132,7 +132,7 @@ class Audiences:
         found = self._slow.of(topic.name, topic.key_id)
         slow = [
             SlowEntry(each.label, _capped(dropped), now_us - each.since_us, now_us - each.last_us, self._relay, each.pid, each.address, each.link)
-            for each, dropped in found[:MAX_SLOW_TOLD]
+            for each, dropped in found[:MAX_SLOW_LISTED]
         ]  # fmt: skip
         dropped = _capped(sum(dropped for _, dropped in found))
         return frames.Audience(topic.id, count, dropped, _fitting(slow))
@@ -153,7 +153,7 @@ def _fitting(slow: Sequence[SlowEntry]) -> list[SlowEntry]:
     """Return as many as one frame takes, whatever other relays call theirs."""
     fitting = []
     left = _SLOW_BYTES
-    for entry in slow[:MAX_SLOW_TOLD]:
+    for entry in slow[:MAX_SLOW_LISTED]:
         texts = entry.label + entry.relay + entry.address
         left -= _ENTRY_BYTES + (len(texts) if texts.isascii() else 4 * len(texts))
         if left < 0:

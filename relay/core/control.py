@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from iris.core.pulse import Pulse
+from iris.core.heartbeat import Heartbeat
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
 from iris.wire import frames
@@ -107,7 +107,7 @@ class SessionControl:
         if session.remote:
             if not hello.mono_us:
                 raise PeerProtocolError("HELLO over TLS must carry mono_us")
-            session.pulse = Pulse(hello.mono_us, self._router.now_us)
+            session.pulse = Heartbeat(hello.mono_us, self._router.now_us)
             session.clock_us = session.pulse.clock_us
             self._router.watch_pulse(session)
         session.greeted = True

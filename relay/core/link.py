@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from iris.core.pulse import Pulse
+from iris.core.heartbeat import Heartbeat
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.frames import MemberEntry
@@ -146,7 +146,7 @@ class Link(Neighbor):
         self.asked: dict[tuple[int, str, bytes], Asked] = {}
         self.bye = False
         """The other relay leaves: nothing of it is kept."""
-        self.pulse = self.beats = Pulse(hello.mono_us, now_us)
+        self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
     def wanting(self, place: tuple[str, bytes, str]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from iris.core.aliases import Alias, AliasTable
-from iris.core.pulse import Pulse
+from iris.core.heartbeat import Heartbeat
 from iris.errors import LocalProtocolError, PeerProtocolError
 from iris.wire.codec import BODY_AT, MAX_REPORT_BYTES, RELAY_HOP, encode_control
 from iris.wire.frames import Beat, Control, Declare, Gap
@@ -439,7 +439,7 @@ class Neighbor:
         """host:port of the other end, if it is on another host."""
         self.minor = 0
         """Minor version of its greeting. Frames that were added later are not sent to it."""
-        self.pulse: Pulse | None = None
+        self.pulse: Heartbeat | None = None
         """Of the other side, if it is on another host."""
         self.clock_us = 0
         """Added to its deadlines: our clock less its own."""
@@ -496,7 +496,7 @@ class Neighbor:
         """Its heart beats, which says how its clock runs; raises PeerProtocolError from a session of this host, which has none."""
         if self.pulse is None:
             raise PeerProtocolError("BEAT from a session on this host")
-        self.pulse.heard(beat, now_us)
+        self.pulse.on_beat(beat, now_us)
         self.clock_us = self.pulse.clock_us
 
     def control(self, body: Control) -> None:

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final
 
-from iris.core.pulse import Pulse
+from iris.core.heartbeat import Heartbeat
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.frames import SiteCluster, SiteTopic
@@ -198,7 +198,7 @@ class Wan(Neighbor):
         self.told_us: dict[tuple[int, str, bytes, bytes, bool, tuple[str, ...]], int] = {}
         """What losses were told of -> until when they are told no more."""
         self.bye = False
-        self.pulse = self.beats = Pulse(hello.mono_us, now_us)
+        self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
     def forget(self) -> None:

@@ -92,7 +92,7 @@ class Recorder:
             self.note(None, gap.cause)
             return
         place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
-        expected = self._guard.announced(place)
+        expected = self._guard.reported(place)
         before, here = expected.lost(gap.first, gap.count)
         if before:
             self.note(before, "missing on the way")

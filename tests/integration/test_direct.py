@@ -127,7 +127,7 @@ async def carry(source: iris.Tunnel, sink: iris.Tunnel, size: int) -> None:
 
 
 def way(tunnel: iris.Tunnel) -> PairSocket | None:
-    return tunnel._end.way  # type: ignore[return-value]
+    return tunnel._end.pair  # type: ignore[return-value]
 
 
 async def moved(left: iris.Tunnel, right: iris.Tunnel) -> None:

@@ -61,7 +61,7 @@ class Side:
     def moved(self) -> bool:
         """Both directions go by the pair."""
         direct = self.tunnel._end.direct
-        return self.tunnel._end.way is not None and direct is not None and direct.moved
+        return self.tunnel._end.pair is not None and direct is not None and direct.moved
 
     async def run(self, cues: Cues) -> Result:
         """Send and receive, say "ready" when both directions have moved, shut the pair down at a cue; return what happened."""
@@ -88,7 +88,7 @@ class Side:
 
     async def _cut(self, cues: Cues) -> None:
         await cues.next()
-        way: Any = self.tunnel._end.way
+        way: Any = self.tunnel._end.pair
         way._socket.shutdown(2)
 
 

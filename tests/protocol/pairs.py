@@ -95,7 +95,7 @@ class MemoryWay:
             self.drain()
             if self.pair.over and not self.closed and not self.lost:
                 self.lost = True
-                self.host.session.tunnels.way_lost(self.end)
+                self.host.session.tunnels.pair_lost(self.end)
         return before != (self.received_records, len(self.waiting), self.lost)
 
 
@@ -134,7 +134,7 @@ class MemoryPairs:
         pair, side = found
         way = pair.ways[side] = MemoryWay(pair, side, host, end)
         self.ways.append(way)
-        host.session.tunnels.got(end, way)
+        host.session.tunnels.attach_pair(end, way)
 
     def run(self) -> None:
         """Move bytes by relay and pairs until nobody has anything to say."""

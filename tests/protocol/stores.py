@@ -177,7 +177,7 @@ class Relay:
         """Let a caller make a call; `run` forwards it."""
         waiter = Waiter()
         caller.session.store_calls.send(
-            name, key, encode(call), timeout_ms=5000, waiter=waiter, writes=writes, own=own
+            name, key, encode(call), timeout_ms=5000, waiter=waiter, writes=writes, to_store=own
         )
         return waiter
 

@@ -61,8 +61,8 @@ def moved(net: Network) -> tuple[MemoryPairs, Host, Host, TunnelEnd, TunnelEnd]:
     made = opened(net)
     pairs, _, _, left, right = made
     carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
-    assert left.way is not None
-    assert right.way is not None
+    assert left.pair is not None
+    assert right.pair is not None
     return made
 
 
@@ -72,7 +72,7 @@ def test_a_tunnel_moves_once_it_has_carried_a_mebibyte_and_not_before(net: Netwo
     assert not pairs.pairs
     carry(pairs, left, right, MIB)
     assert len(pairs.pairs) == 1
-    assert left.way is not None
+    assert left.pair is not None
     routed = net.router.accounts.in_
     carry(pairs, left, right, 4 * MIB)
     carry(pairs, right, left, 4 * MIB)
@@ -88,8 +88,8 @@ def test_a_tunnel_moves_once_it_has_carried_a_mebibyte_and_not_before(net: Netwo
 def test_what_the_member_sends_counts_and_the_opener_asks(net: Network) -> None:
     pairs, _, _, left, right = opened(net)
     carry(pairs, right, left, DIRECT_AFTER_BYTES + MIB)
-    assert left.way is not None
-    assert right.way is not None
+    assert left.pair is not None
+    assert right.pair is not None
     left.close()
     pairs.run()
 
@@ -114,7 +114,7 @@ def test_a_session_that_takes_no_descriptors_keeps_its_tunnels_at_the_relay(
     pairs, opener, member, left, right = opened(net)
     (opener if of == "opener" else member).peer.takes_descriptors = False
     carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
-    assert left.way is None
+    assert left.pair is None
     assert net.router.direct.refused == {"a session is not of this host": 1}
     left.close()
     pairs.run()
@@ -134,7 +134,7 @@ def test_an_older_session_is_sent_nothing_new(net: Network, of: str) -> None:
     net.tamper = look
     carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
     assert Kind.PAIR not in seen
-    assert left.way is None
+    assert left.pair is None
     left.close()
     pairs.run()
 
@@ -153,7 +153,7 @@ def test_without_a_free_descriptor_the_tunnel_stays_and_it_is_counted(net: Netwo
     pairs, _, _, left, right = opened(net)
     pairs.out_of_descriptors = True
     carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
-    assert left.way is None
+    assert left.pair is None
     assert net.router.direct.refused == {"no descriptor is free": 1}
     left.close()
     pairs.run()
@@ -165,7 +165,7 @@ def test_an_end_that_is_never_fetched_keeps_the_tunnel_at_the_relay(net: Network
     (opener, member)[of].session.tunnels.fetch = lambda token, end: None
     carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
     carry(pairs, right, left, 2 * MIB)
-    assert left.way is right.way is None
+    assert left.pair is right.pair is None
     left.close()
     pairs.run()
     assert not pairs.waiting
@@ -182,14 +182,14 @@ def test_the_limit_bounds_the_pairs_and_an_ended_tunnel_makes_room(net: Network)
         lefts.append(opener.open_tunnel("db"))
         net.run()
         carry(pairs, lefts[-1], service.tunnels[-1], DIRECT_AFTER_BYTES + MIB)
-    assert [left.way is not None for left in lefts] == [True, True, True, False], "of one user"
+    assert [left.pair is not None for left in lefts] == [True, True, True, False], "of one user"
     assert net.router.direct.refused == {"the limit is reached": 1}
     lefts[0].close()
     pairs.run()
     again = opener.open_tunnel("db")
     net.run()
     carry(pairs, again, service.tunnels[-1], DIRECT_AFTER_BYTES + MIB)
-    assert again.way is not None
+    assert again.pair is not None
     for left in [*lefts, again]:
         left.close()
     pairs.run()
@@ -200,7 +200,7 @@ def test_a_session_has_so_many_ends_and_no_more(net: Network) -> None:
     pairs, opener, _, left, right = opened(net)
     opener.peer.pairs = MAX_PAIRS_OF_SESSION
     carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
-    assert left.way is None
+    assert left.pair is None
     assert net.router.direct.refused == {"a session has as many as it may": 1}
     opener.peer.pairs = 0
     left.close()
@@ -231,7 +231,7 @@ def test_all_that_was_written_before_close_is_read_though_the_end_overtakes_it(
 ) -> None:
     """TUNNEL_END goes by the relay, and the last records by the pair."""
     pairs, _, _, left, right = moved(net)
-    right.direct.way.reading = False  # type: ignore[union-attr]  # its event loop is elsewhere
+    right.direct.pair.reading = False  # type: ignore[union-attr]  # its event loop is elsewhere
     left.write(memoryview(b"last"), 0)
     left.close()
     pairs.run()
@@ -245,7 +245,7 @@ def test_all_that_was_written_before_close_is_read_though_the_end_overtakes_it(
 
 def test_the_end_is_said_once_all_is_written(net: Network) -> None:
     pairs, opener, _, left, right = moved(net)
-    way = left.way
+    way = left.pair
     assert way is not None
     way.room = 0  # type: ignore[attr-defined]
     left.write(memoryview(b"last"), 0)
@@ -293,7 +293,7 @@ def test_a_pair_that_the_relay_shuts_because_of_a_close_breaks_nothing(net: Netw
     (way,) = [w for w in pairs.ways if w.host is member]
     way.drain()
     way.lost = True
-    member.session.tunnels.way_lost(right)
+    member.session.tunnels.pair_lost(right)
     pairs.run()
     assert not right.broken
     assert drain(right) == [b"last"]
@@ -411,8 +411,8 @@ def test_a_session_with_a_tunnel_to_itself_has_both_ends(net: Network) -> None:
     net.run()
     right = service.tunnels[0]
     carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
-    assert left.way is not None
-    assert right.way is not None
+    assert left.pair is not None
+    assert right.pair is not None
     assert host.peer.pairs == 2
     left.close()
     pairs.run()
@@ -432,7 +432,7 @@ def test_a_side_that_finished_before_the_pair_was_there_still_moves_or_ends_well
     assert held
     pairs.fetch(member, *held[0])  # `ready` comes to a side that has finished
     pairs.run()
-    assert left.way is not None
+    assert left.pair is not None
     carry(pairs, right, left, 2 * MIB)
     right.finish()
     pairs.run()

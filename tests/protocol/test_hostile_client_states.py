@@ -335,17 +335,17 @@ def test_senders_beyond_the_table_are_refused_and_counted() -> None:
 
 
 def test_sequences_beyond_the_table_are_refused_and_counted() -> None:
-    """`_sequences`: 262,144 (`MAX_SEQUENCES`), told as lost; `_announced`: 4,096, the oldest makes room."""
+    """`_sequences`: 262,144 (`MAX_SEQUENCES`), told as lost; `_reported`: 4,096, the oldest makes room."""
     guard = Guard(FRESHNESS_US, max_senders=8, max_sequences=8)
     places = [(int(Kind.PUBLISH), 0, "t", KEY.key_id, sender(n)) for n in range(6000)]
     taken = [guard.sequence(place, START_US) is not None for place in places[:20]]
     assert (taken.count(True), guard.refused_senders) == (8, 12)
     for place in places[20:]:
-        guard.announced(place)
-    assert len(guard._announced) == guard_module.MAX_ANNOUNCED == 4096
-    assert places[20] not in guard._announced
-    assert places[-1] in guard._announced
-    assert guard.announced(places[0]) is guard._sequences[places[0]]
+        guard.reported(place)
+    assert len(guard._reported) == guard_module.MAX_REPORTED == 4096
+    assert places[20] not in guard._reported
+    assert places[-1] in guard._reported
+    assert guard.reported(places[0]) is guard._sequences[places[0]]
 
 
 @pytest.mark.parametrize(("table", "most"), [("senders", 65_536), ("sequences", 262_144)])
@@ -372,7 +372,7 @@ def test_aliases_and_what_is_kept_for_them_are_bounded(monkeypatch: pytest.Monke
             assert len(inbound._openers) <= 50
     assert len(inbound._flows) <= MAX_ALIASES
     in_use = sum(flow is not None for flow in inbound._flows)
-    assert in_use + len(inbound._strange) + len(inbound.replies) == 200
+    assert in_use + len(inbound._unknown) + len(inbound.replies) == 200
     assert len(inbound._group_bytes) == 200
     assert inbound._all_group_bytes == sum(inbound._group_bytes.values())
     inbound.declare(frames.Declare(MAX_ALIASES - 1, Kind.PUBLISH, "db", KEY.key_id, SENDER))
@@ -385,7 +385,7 @@ def test_an_alias_beyond_65_535_ends_the_session() -> None:
     body = frames.Declare(MAX_ALIASES, Kind.PUBLISH, "db", KEY.key_id, SENDER)
     err = victim.hear(encode_control(body))
     assert isinstance(err, PeerProtocolError)
-    assert "bad DECLARE frame" in str(err)
+    assert "a DECLARE frame cannot be decoded" in str(err)
 
 
 def test_casts_that_are_held_back_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

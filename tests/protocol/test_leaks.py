@@ -252,7 +252,7 @@ def test_groups_that_a_relay_names_to_a_client_are_kept_within_a_bound(
     strange = OTHER_KEY.key_id
     for alias in range(102, 110):  # of keys that are not ours as well
         declare(alias, long_groups(alias), strange if alias % 2 else KEY_ID)
-    flows, unknown = alice.session._inbound._flows, alice.session._inbound._strange
+    flows, unknown = alice.session._inbound._flows, alice.session._inbound._unknown
     assert [len(flow.groups) for flow in flows[100:110] if flow] == [200, 200, 0, 0, 0, 0]
     assert [len(declared.groups) for declared in unknown.values()] == [0] * 4
     declare(100, [])

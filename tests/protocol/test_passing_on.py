@@ -9,7 +9,7 @@ from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, LinkEnd, Network, c
 from protocol.test_sites import Sites
 
 from iris.core.conversation import State
-from iris.core.guard import MAX_ANNOUNCED, Guard
+from iris.core.guard import MAX_REPORTED, Guard
 from iris.errors import ConnectionLost
 from iris.wire import codec, frames
 from iris.wire.codec import END, HOP, TUNNEL_BODY_AT, encode_control, tunnel_frame
@@ -314,11 +314,11 @@ def test_losses_of_senders_that_a_relay_makes_up_take_no_senders_place() -> None
     guard = Guard(FRESHNESS_US, max_sequences=4)
     alice, bob = net.host("alice"), net.host("bob", guard=guard)
     inbox = bob.subscribe("news")
-    for number in range(MAX_ANNOUNCED + 10):
+    for number in range(MAX_REPORTED + 10):
         gap = frames.Gap(Kind.PUBLISH, "news", OURS, number.to_bytes(16), 3, 2, "made up")
         bob.hear(encode_control(gap))
     alice.publish("news", b"text")
     net.run()
     assert inbox.payloads == [b"text"]
     assert guard.refused_senders == 0
-    assert len(guard._announced) == MAX_ANNOUNCED
+    assert len(guard._reported) == MAX_REPORTED

@@ -112,7 +112,7 @@ class World:
             on_full=lambda: None,
         )  # fmt: skip
         self.producer = Producer(
-            "orders", PRODUCER, waiter=Waiter, opened=self._note, find_key=self.held.get, rng=self.rng.random
+            "orders", PRODUCER, waiter=Waiter, on_open=self._note, find_key=self.held.get, rng=self.rng.random
         )  # fmt: skip
 
     def _note(self) -> None:

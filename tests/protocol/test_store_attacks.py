@@ -124,7 +124,7 @@ def written(
 ) -> Any:
     """Return what becomes of a body that a holder of the key sends through a channel."""
     waiter = Waiter()
-    caller.session.store_calls.send(name, KEY, body, timeout_ms=5000, waiter=waiter, own=own)
+    caller.session.store_calls.send(name, KEY, body, timeout_ms=5000, waiter=waiter, to_store=own)
     relay.run(caller)
     if not waiter.done():  # a reader that waits
         relay.store.now_us += 61_000_000
@@ -237,13 +237,13 @@ def test_calls_that_were_given_up_while_a_channel_opens_hold_nothing(relay: Rela
         calling.send(NAME, KEY, bytes(1 << 16), timeout_ms=100, waiter=Waiter()) for _ in range(20)
     ]
     relay.run(caller)
-    line = given_up[0].line
-    assert line is not None
+    channel = given_up[0].channel
+    assert channel is not None
     for called in given_up[:10]:
         calling.forget(called)
     caller.session.mono_us += 2_000_000
     calling.expire(caller.session.mono_us)
-    assert len(line.held) == 0
+    assert len(channel.held) == 0
     assert all(isinstance(called.waiter.got, RequestTimeout) for called in given_up[10:])
     # Whoever comes after them is served by the channel that was asked for.
     waiter = relay.send(caller, streams.Describe())

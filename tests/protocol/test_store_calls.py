@@ -408,7 +408,7 @@ def test_in_a_full_table_the_channel_idle_longest_makes_room_and_is_opened_again
 def test_a_client_that_uses_too_many_streams_opens_the_first_again(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("iris.core.store_calls.MAX_LINES", 2)
+    monkeypatch.setattr("iris.core.store_calls.MAX_CHANNELS", 2)
     caller = Caller(KEY)
     for name in (NAME, UUID.hex(), NAME, UUID.hex()):
         assert isinstance(relay.ask(caller, streams.Describe(), name=name), streams.Described)
@@ -416,7 +416,7 @@ def test_a_client_that_uses_too_many_streams_opens_the_first_again(
     waiters = [relay.send(caller, append(n), name=name, writes=True) for n, name in ((3, "a"), (4, NAME), (5, "b"))]  # fmt: skip
     relay.run(caller)
     assert [type(w.got) for w in waiters] == [Refused, streams.Appended, Refused]
-    assert len(caller.session.store_calls._lines) <= 2
+    assert len(caller.session.store_calls._channels) <= 2
 
 
 def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:

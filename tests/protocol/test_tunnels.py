@@ -153,7 +153,7 @@ def test_what_a_window_grew_by_is_there_for_others_when_the_tunnel_has_ended(
         left.finish()
         right.finish()
     elif way == "broken":
-        right.fail("a handler failed", tell=True)
+        right.fail("a handler failed", notify=True)
     else:
         member.lose()
     net.run()

@@ -391,7 +391,7 @@ def test_credit_that_is_lost_on_the_way_is_given_again(net: Network) -> None:
         if not (lose and isinstance(body, frames.Window)):
             say(body)
 
-    bob.session.casts.windows._say = heard
+    bob.session.casts.windows._send = heard
     inbox.handle(bob)
     net.run()
     assert not publisher.publish_waiting(TOPIC, BUNDLE)

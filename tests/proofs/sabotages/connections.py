@@ -471,7 +471,7 @@ SABOTAGES = (
         "pair-read-to-its-end",
         "iris/core/tunnels.py",
         "Tunnels.frame",
-        "direct.way.drain()",
+        "direct.pair.drain()",
         "pass",
         DIRECT,
         "a tunnel that was closed well loses its last records",

@@ -33,7 +33,7 @@ BY_DESIGN: Final = {
     "Wan.routes": "the same",
     "Link.asked": "kept while an address may be asked for again, and swept",
     "Accounts.dropped": "one counter for each cause",
-    "Pulse.samples": "16 samples of the other clock",
+    "Heartbeat.samples": "16 samples of the other clock",
     "SlowReceivers._slow": "256 receivers, kept for operators after they left",
     "Slow.topics": "64 addresses of each",
     "Away._left": "1,024 relays and sites, which may come back for an hour",

@@ -249,7 +249,7 @@ class Waiting:
         if self._flows[wait.alias].window is not None:
             self.renewals += 1
             self.session.net.ledger.renewals += 1
-        self.windows.asked(wait)
+        self.windows.on_wait(wait)
 
     # -- publishing ------------------------------------------------------------------------------------------
 

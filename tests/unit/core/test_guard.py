@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from iris.core.guard import Guard, Place
+from iris.core.guard import FlowKey, Guard
 from iris.wire.kinds import Kind
 
 KEY = bytes(16)
@@ -15,7 +15,7 @@ def sender_id(number: int) -> bytes:
 
 def place(
     number: int = 1, *, kind: Kind = Kind.PUBLISH, name: str = "a", key: bytes = KEY, receiver: int = 0
-) -> Place:  # fmt: skip
+) -> FlowKey:  # fmt: skip
     return kind, receiver, name, key, sender_id(number)
 
 

@@ -115,6 +115,6 @@ def test_the_windows_of_a_session_grow_by_no_more_than_is_left_for_all() -> None
     held = [way.reader.buffered for way in ways]
     assert sum(held) <= 6 * FIRST_WINDOW + 1000
     assert all(stop > start for stop, start in zip(at, begun, strict=True)), "each goes on"
-    ways[0].reader.fail("over", tell=True)
+    ways[0].reader.fail("over", notify=True)
     ways[0].reader.release()
     assert growth.left == 3 * FIRST_WINDOW, "and what one had is there for others"

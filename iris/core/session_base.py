@@ -15,7 +15,7 @@ from iris.wire.codec import FLAGS_AT
 from iris.wire.kinds import FLAG_REFUSED, Refusal
 
 
-class Medium(Conversation):
+class SessionBase(Conversation):
     """A conversation of a client, to which requests, store calls, tunnels and casts each add their part: see `iris.core.session`."""
 
     def __init__(

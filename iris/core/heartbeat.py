@@ -18,16 +18,16 @@ DEAD_US: Final = 3_000_000
 SAMPLES: Final = 16
 
 
-class Pulse:
+class Heartbeat:
     """One side's view of the other. `mono_us` is what its clock showed in the greeting that came at `now_us` by ours."""
 
-    __slots__ = ("beat_us", "clock_us", "heard_at_us", "heard_us", "last_us", "rtt_us", "samples")
+    __slots__ = ("beat_at_us", "beat_us", "clock_us", "last_us", "peer_us", "rtt_us", "samples")
 
     def __init__(self, mono_us: int, now_us: int) -> None:
         self.last_us = now_us
         """When anything came last; the owner sets it."""
-        self.heard_us = mono_us
-        self.heard_at_us = now_us
+        self.peer_us = mono_us
+        self.beat_at_us = now_us
         self.beat_us = now_us
         """When our next beat is due."""
         self.rtt_us = 0
@@ -35,9 +35,9 @@ class Pulse:
         self.clock_us = now_us - mono_us
         """Added to the other side's times."""
 
-    def heard(self, beat: Beat, now_us: int) -> None:
+    def on_beat(self, beat: Beat, now_us: int) -> None:
         """A beat came."""
-        self.heard_us, self.heard_at_us = beat.mono_us, now_us
+        self.peer_us, self.beat_at_us = beat.mono_us, now_us
         self.samples.append(now_us - beat.mono_us)
         self.clock_us = min(self.samples)
         if beat.heard_us:
@@ -46,7 +46,7 @@ class Pulse:
     def beat(self, now_us: int, version: int = 0) -> Beat:
         """Return the beat that is due now."""
         self.beat_us = now_us + BEAT_US
-        return Beat(now_us, self.heard_us, max(0, now_us - self.heard_at_us), version)
+        return Beat(now_us, self.peer_us, max(0, now_us - self.beat_at_us), version)
 
     def dead(self, now_us: int) -> bool:
         """Whether nothing came for too long."""
