@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql.datasource import DataSource
 
 from iris.errors import IrisError
-from iris.spark.errors import SparkError, told
+from iris.spark.errors import SparkError, to_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -59,7 +59,7 @@ class IrisSource(DataSource):
         try:
             return source_schema(self._source(streaming=None))
         except IrisError as err:
-            raise told(err) from err
+            raise to_spark_error(err) from err
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a batch reader. Raises SparkError."""
@@ -91,7 +91,7 @@ class IrisSource(DataSource):
         try:
             return SourceOptions.parse(self.options, streaming=streaming)
         except IrisError as err:
-            raise told(err) from err
+            raise to_spark_error(err) from err
 
     def _sink(self, *, streaming: bool) -> Any:
         from iris.spark.options import SinkOptions
@@ -99,7 +99,7 @@ class IrisSource(DataSource):
         try:
             return SinkOptions.parse(self.options, streaming=streaming)
         except IrisError as err:
-            raise told(err) from err
+            raise to_spark_error(err) from err
 
     def _columns(self, schema: StructType) -> StructType:
         own = self.schema()

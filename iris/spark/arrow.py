@@ -311,8 +311,8 @@ def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Header
             columns.append(_column(key_starts, key_data, begin, end))
         if encoded is not None:
             part = encoded[begin:end]
-            places = np.array([0, *accumulate(map(len, part))], dtype="<i4")
-            columns.append((places.tobytes(), part))
+            ends = np.array([0, *accumulate(map(len, part))], dtype="<i4")
+            columns.append((ends.tobytes(), part))
         yield join_columns(end - begin, flags, columns), end - begin
         begin = end
 
@@ -320,10 +320,10 @@ def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Header
 def _buffers(array: pa.Array) -> tuple[Any, memoryview]:
     """Return (offsets into the bytes as int64, one more than rows; the bytes)."""
     _, offsets, values = array.buffers()
-    places = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
-    return places.astype(np.int64), memoryview(values) if values is not None else memoryview(b"")
+    ends = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
+    return ends.astype(np.int64), memoryview(values) if values is not None else memoryview(b"")
 
 
 def _column(starts: Any, data: memoryview, begin: int, end: int) -> tuple[bytes, list[memoryview]]:
-    places = (starts[begin : end + 1] - starts[begin]).astype("<i4")
-    return places.tobytes(), [data[int(starts[begin]) : int(starts[end])]]
+    ends = (starts[begin : end + 1] - starts[begin]).astype("<i4")
+    return ends.tobytes(), [data[int(starts[begin]) : int(starts[end])]]

@@ -22,7 +22,7 @@ from iris.client import Client
 from iris.config import ClientConfig
 from iris.errors import IrisError, NoStream
 from iris.keyfiles import KEYRING_FILE, config_directory, load_keyring
-from iris.spark.errors import TIMEOUT, told
+from iris.spark.errors import TIMEOUT, to_spark_error
 from iris.spark.options import Access
 
 MAX_CONNECTIONS: Final = 16
@@ -34,9 +34,9 @@ PAUSE_S: Final = 0.2
 T = TypeVar("T")
 
 _lock = threading.Lock()
-_Place = tuple[int, Access, int]
+_ConnectionKey = tuple[int, Access, int]
 """Process, way, and when the key file was written: a rotated key is taken up by the next task."""
-_open: dict[_Place, Connection] = {}
+_connections: dict[_ConnectionKey, Connection] = {}
 
 
 class Connection:
@@ -68,7 +68,7 @@ class Connection:
             return future.result()
         except (IrisError, TimeoutError, OSError) as err:
             self.drop()
-            raise told(err, writing=writing) from err
+            raise to_spark_error(err, writing=writing) from err
         except BaseException:
             future.cancel()
             self.drop()
@@ -77,9 +77,9 @@ class Connection:
     def drop(self) -> None:
         """Close it: the next task opens another. Idempotent."""
         with _lock:
-            for place, connection in list(_open.items()):
+            for key, connection in list(_connections.items()):
                 if connection is self:
-                    del _open[place]
+                    del _connections[key]
         self.close()
 
     def close(self) -> None:
@@ -89,11 +89,11 @@ class Connection:
 
 def connection(access: Access) -> Connection:
     """Return this process's connection; raises SparkError if the relay or the keys cannot be reached. Waits for a relay that restarts."""
-    place = (os.getpid(), access, _written(access))
+    key = (os.getpid(), access, _key_files_written_ns(access))
     with _lock:
-        found = _open.pop(place, None)
+        found = _connections.pop(key, None)
         if found is not None:
-            _open[place] = found
+            _connections[key] = found
             return found
     until_s = time.monotonic() + min(CONNECT_S, access.timeout_s)
     while True:
@@ -101,25 +101,25 @@ def connection(access: Access) -> Connection:
             made = Connection(access)
             break
         except (IrisError, TimeoutError, OSError) as err:
-            error = told(err)
+            error = to_spark_error(err)
             if error.code != TIMEOUT or time.monotonic() + PAUSE_S > until_s:
                 raise error from err
         time.sleep(PAUSE_S)
     surplus: list[Connection] = []
     with _lock:
-        for other in [place for place in _open if place[0] != os.getpid()]:
-            del _open[other]  # the parent's, whose threads are not here
-        found = _open.setdefault(place, made)
+        for other in [key for key in _connections if key[0] != os.getpid()]:
+            del _connections[other]  # the parent's, whose threads are not here
+        found = _connections.setdefault(key, made)
         if found is not made:
             surplus.append(made)
-        while len(_open) > MAX_CONNECTIONS:
-            surplus.append(_open.pop(next(iter(_open))))
+        while len(_connections) > MAX_CONNECTIONS:
+            surplus.append(_connections.pop(next(iter(_connections))))
     for one in surplus:
         one.close()
     return found
 
 
-async def found(find: Callable[[], Awaitable[T]], patience_s: float) -> T:
+async def wait_for_stream(find: Callable[[], Awaitable[T]], patience_s: float) -> T:
     """Return what `find()` returns, which asks for a stream; again while no store is known to hold it: one that restarts comes back.
 
     A client that has not seen the stream before does not wait for it by itself.
@@ -138,13 +138,13 @@ async def found(find: Callable[[], Awaitable[T]], patience_s: float) -> T:
 def close_all() -> None:
     """Leave every relay, as the process ends."""
     with _lock:
-        mine = [made for (pid, *_), made in _open.items() if pid == os.getpid()]
-        _open.clear()
+        mine = [made for (pid, *_), made in _connections.items() if pid == os.getpid()]
+        _connections.clear()
     for made in mine:
         made.close()
 
 
-def _written(access: Access) -> int:
+def _key_files_written_ns(access: Access) -> int:
     written = 0
     for path in (
         access.keyring_file or config_directory(os.environ) / KEYRING_FILE,

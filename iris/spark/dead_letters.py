@@ -13,7 +13,7 @@ from operator import and_
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError, IrisError
-from iris.spark.errors import MISFITS, told
+from iris.spark.errors import MISFITS, to_spark_error
 from iris.spark.options import AT_LEAST_ONCE, SinkOptions
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ OFFSET: Final = "offset"
 REASON_CHARACTERS: Final = 200
 NULL: Final = "parse returned null"
 UNFIT: Final = "the value does not fit valueSchema"
-_WHY: Final = "_dead"
+_DEAD_REASON: Final = "_dead"
 _CORRUPT_RECORD: Final = "_corrupt_record"
 
 
@@ -67,7 +67,7 @@ def with_dead_letter(
         sink = SinkOptions.parse(given, streaming=False)
         _check_frame(df.columns, corrupt=parse is None)
     except IrisError as err:
-        raise told(err) from err
+        raise to_spark_error(err) from err
     # Makes the stream, if it is to; the tasks find it.
     _writer(sink)
     given = {name: text for name, text in given.items() if name.lower() != "createstream"}
@@ -77,7 +77,7 @@ def with_dead_letter(
 
         body = CORRUPT
         result = StructType([field for field in df.schema.fields if field.name != CORRUPT])
-        marked = df.withColumn(_WHY, F.when(F.col(CORRUPT).isNotNull(), F.lit(UNFIT)))
+        marked = df.withColumn(_DEAD_REASON, F.when(F.col(CORRUPT).isNotNull(), F.lit(UNFIT)))
     elif schema is not None:
         body = "value"
         kind = StructType.fromDDL(schema) if isinstance(schema, str) else schema
@@ -89,7 +89,7 @@ def with_dead_letter(
         marked = df.withColumn(PARSED, parse(F.col("value")))
         result = StructType(marked.schema.fields)
         failed = F.col("value").isNotNull() & _failed(F.col(PARSED), result[PARSED].dataType)
-        marked = marked.withColumn(_WHY, F.when(failed, F.lit(NULL)))
+        marked = marked.withColumn(_DEAD_REASON, F.when(failed, F.lit(NULL)))
     return marked.mapInArrow(_Splitter(given, body, function, result), result)
 
 
@@ -124,7 +124,7 @@ def _check_frame(columns: list[str], *, corrupt: bool) -> None:
         raise ConfigError(
             "the frame has no column 'value' to parse; rename or select one as 'value'"
         )
-    for name in (_WHY, *(() if corrupt else (PARSED,))):
+    for name in (_DEAD_REASON, *(() if corrupt else (PARSED,))):
         if name in columns:
             raise ConfigError(f"the frame already has a column {name!r}; rename it")
 
@@ -165,7 +165,7 @@ class _Splitter:
 
         columns = {name: batch.column(name) for name in batch.schema.names}
         if self._parse is None:
-            reasons = columns[_WHY]
+            reasons = columns[_DEAD_REASON]
         else:
             columns[PARSED], reasons = self._run(self._parse, columns[self._body].to_pylist())
         names = self._result.fieldNames()
@@ -192,11 +192,11 @@ class _Splitter:
         try:
             parsed = pa.array(rows, kind)
         except MISFITS:
-            for place, row in enumerate(rows):
+            for index, row in enumerate(rows):
                 try:
                     pa.array([row], kind)
                 except MISFITS as err:
-                    rows[place], reasons[place] = None, f"it does not fit the schema: {err}"
+                    rows[index], reasons[index] = None, f"it does not fit the schema: {err}"
             parsed = pa.array(rows, kind)
         return parsed, pa.array(reasons, pa.string())
 
@@ -211,12 +211,12 @@ def _letters(rows: pa.RecordBatch, body: str, reasons: pa.Array, first: int) -> 
     headers = []
     topics = rows.column(TOPIC).to_pylist() if TOPIC in names else None
     offsets = rows.column(OFFSET).to_pylist() if OFFSET in names else None
-    for place, why in enumerate(reasons.to_pylist()):
-        found = {ROW_HEADER: str(first + place), REASON: why[:REASON_CHARACTERS]}
+    for index, why in enumerate(reasons.to_pylist()):
+        found = {ROW_HEADER: str(first + index), REASON: why[:REASON_CHARACTERS]}
         if topics is not None:
-            found[TOPIC] = str(topics[place])
+            found[TOPIC] = str(topics[index])
         if offsets is not None:
-            found[OFFSET] = str(offsets[place])
+            found[OFFSET] = str(offsets[index])
         headers.append([{"key": name, "value": text.encode("utf-8", "replace")} for name, text in found.items()])  # fmt: skip
     kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
     columns = {"value": rows.column(body).cast(pa.binary()), "headers": pa.array(headers, kind)}

@@ -48,7 +48,7 @@ class SparkError(IrisError):
         return f"{self.code}: {self.detail}"
 
 
-def told(err: IrisError | TimeoutError | OSError, *, writing: bool = False) -> SparkError:
+def to_spark_error(err: IrisError | TimeoutError | OSError, *, writing: bool = False) -> SparkError:
     """Return what Spark is told of an error of the client."""
     if isinstance(err, SparkError):
         return err

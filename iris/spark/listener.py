@@ -156,17 +156,17 @@ class IrisLagListener(StreamingQueryListener):
             lines.extend(f"{name}{{{labels}}} {value}" for labels, value in samples)
 
         streams = [
-            (f'{_labels(one)},stream="{_escaped(stream)}"', place)
+            (f'{_labels(one)},stream="{_escaped(stream)}"', position)
             for one in queries
-            for stream, place in one.streams.items()
+            for stream, position in one.streams.items()
         ]
         add(
             "iris_spark_lag_messages", "gauge", "Offsets between the end of the last batch and that of the stream.",
-            ((labels, place.lag) for labels, place in streams if place.lag is not None),
+            ((labels, position.lag) for labels, position in streams if position.lag is not None),
         )  # fmt: skip
         add(
             "iris_spark_next_offset", "gauge", "The offset that the next batch begins with.",
-            ((labels, place.next) for labels, place in streams),
+            ((labels, position.next) for labels, position in streams),
         )  # fmt: skip
         add(
             "iris_spark_rows_total", "counter", "Rows read since the listener was added.",
@@ -250,17 +250,17 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
         latest = _offsets(source.latestOffset) or {}
         rows += source.numInputRows
         rate += _finite(source.processedRowsPerSecond)
-        for name, place in ends.items():
+        for name, position in ends.items():
             end = latest.get(name)
             lag = (
-                max(0, end.next - place.next)
-                if end is not None and end.uuid == place.uuid
+                max(0, end.next - position.next)
+                if end is not None and end.uuid == position.uuid
                 else None
             )
             before = streams.get(name)
             # A query may read a stream twice: it is as far as the slower one.
-            if before is None or place.next < before.next:
-                streams[name] = StreamLag(place.next, lag)
+            if before is None or position.next < before.next:
+                streams[name] = StreamLag(position.next, lag)
     if not ours:
         return None
     return QueryLag(
@@ -285,7 +285,7 @@ def _offsets(text: str) -> Offsets | None:
 
 
 def _plain(found: QueryLag) -> dict[str, Any]:
-    return {name: structs.asdict(place) for name, place in found.streams.items()}
+    return {name: structs.asdict(position) for name, position in found.streams.items()}
 
 
 def _finite(rate: float) -> float:

@@ -15,40 +15,45 @@ from msgspec import Struct
 from iris.spark.errors import CONFIG, DATA_LOSS, SparkError
 
 
-class Place(Struct, frozen=True):
+class Position(Struct, frozen=True):
     """The next offset of a log."""
 
     uuid: str
     next: int
 
 
-Offsets = dict[str, Place]
+Offsets = dict[str, Position]
 """By stream."""
 
 
 def encode_offsets(offsets: Offsets) -> dict[str, Any]:
     """Return offsets as Spark writes them to its checkpoint."""
-    return {name: {"0": place.next, "log": place.uuid} for name, place in sorted(offsets.items())}
+    return {
+        name: {"0": position.next, "log": position.uuid}
+        for name, position in sorted(offsets.items())
+    }
 
 
 def decode_offsets(found: Any) -> Offsets:
     """Return the offsets of a checkpoint; raises SparkError if it is not ours."""
     try:
-        offsets = {name: Place(place["log"], place["0"]) for name, place in found.items()}
+        offsets = {
+            name: Position(position["log"], position["0"]) for name, position in found.items()
+        }
     except (AttributeError, KeyError, TypeError) as err:
         raise SparkError(
             CONFIG,
             f"the checkpoint was not written by the iris source: {str(found)[:120]}; use another one",
         ) from err
-    for name, place in offsets.items():
-        if type(place.next) is not int or place.next < 0 or type(place.uuid) is not str:
+    for name, position in offsets.items():
+        if type(position.next) is not int or position.next < 0 or type(position.uuid) is not str:
             raise SparkError(
                 CONFIG, f"the checkpoint has no valid offset for {name!r}; use another one"
             )
     return offsets
 
 
-def check_same_log(name: str, before: Place, uuid: str) -> None:
+def check_same_log(name: str, before: Position, uuid: str) -> None:
     """Raise SparkError if a stream is not the log that it was: its offsets now name other rows."""
     if before.uuid != uuid:
         raise SparkError(

@@ -273,7 +273,7 @@ def parse_offsets(option: str, text: str) -> dict[str, int]:
     """Return offset by stream or address of `{"orders": {"0": 23}}`; -2 is earliest, -1 latest. Raises ConfigError."""
     try:
         found = json.loads(text)
-        offsets = {name: place["0"] for name, place in found.items()}
+        offsets = {name: position["0"] for name, position in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(
             f"{option}: {text[:80]!r} is not 'earliest', 'latest' or JSON like {{\"orders\": {{\"0\": 23}}}}"

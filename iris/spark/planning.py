@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 
 from iris.client import Client
 from iris.errors import NoStream
-from iris.spark.connections import connection, found
+from iris.spark.connections import connection, wait_for_stream
 from iris.spark.errors import CONFIG, DATA_LOSS, NO_STREAM, TIMEOUT, SparkError
-from iris.spark.offsets import Offsets, Place, check_same_log, split, spread
+from iris.spark.offsets import Offsets, Position, check_same_log, split, spread
 from iris.spark.options import (
     CLUSTER,
     EARLIEST,
@@ -42,7 +42,7 @@ class Planner:
         self._group = options.group
         self._streams: dict[str, str] = {}
         """What we were asked for (a stream, topic or cluster) -> the stream that is read."""
-        self._made: set[str] = set()
+        self._created: set[str] = set()
         """Streams that were made for this query: it begins where they do."""
         self._initial: Offsets | None = None
         """Of a new query: where it begins."""
@@ -73,8 +73,8 @@ class Planner:
         infos = {}
         for name, stream in self._streams.items():
             infos[stream] = self._ask(self._describe(name, stream, stream in known))
-        for stream, place in known.items():
-            check_same_log(stream, place, infos[stream].uuid)
+        for stream, position in known.items():
+            check_same_log(stream, position, infos[stream].uuid)
         return infos
 
     def _describe(self, name: str, stream: str, there: bool) -> _Work[StreamInfo]:
@@ -87,13 +87,13 @@ class Planner:
 
             if there:
                 # It was there: a store that restarts brings it back.
-                return await found(once, timeout_s)
+                return await wait_for_stream(once, timeout_s)
             try:
                 return await once()
             except NoStream:
                 if options.kind == STREAM:
                     raise
-            self._made.add(stream)
+            self._created.add(stream)
             return await client.streams.create(
                 stream,
                 topic=name if options.kind == TOPIC else "",
@@ -129,18 +129,18 @@ class Planner:
         if self._initial is None:
             self._group = self._group or f"{self.options.group_prefix}-{os.urandom(8).hex()}"
             options = self.options
-            self._initial = self._bound("startingOffsets", options.starting, options.starting_ms)
+            self._initial = self._resolve("startingOffsets", options.starting, options.starting_ms)
         return self._initial
 
     def final(self) -> Offsets:
         """Return where a batch query ends."""
-        return self._bound("endingOffsets", self.options.ending, self.options.ending_ms)
+        return self._resolve("endingOffsets", self.options.ending, self.options.ending_ms)
 
     def latest(self) -> Offsets | None:
         """Return where the streams end now, None while it is not known which they are."""
         if not self._group and self.options.kind != STREAM:
             return None
-        return {name: Place(info.uuid, info.next) for name, info in self.infos().items()}
+        return {name: Position(info.uuid, info.next) for name, info in self.infos().items()}
 
     def end_at_target(self) -> None:
         """Go on to where the streams end now and no further (Trigger.AvailableNow)."""
@@ -152,20 +152,22 @@ class Planner:
         if self._initial is not None and not self._pinned:
             return start
         infos = self.infos(start)
-        offsets = self._planned(start, infos)
+        offsets = self._plan(start, infos)
         if offsets is None and self._target is None and self._ask(self._wait(infos)):
             # What came goes into this trigger: Spark's next question is a pause and two calls away.
             infos = self.infos(start)
-            offsets = self._planned(start, infos)
+            offsets = self._plan(start, infos)
         if offsets is None:
-            offsets = {name: start.get(name, Place(i.uuid, i.oldest)) for name, i in infos.items()}
+            offsets = {
+                name: start.get(name, Position(i.uuid, i.oldest)) for name, i in infos.items()
+            }
         return offsets
 
-    def _planned(self, start: Offsets, infos: dict[str, StreamInfo]) -> Offsets | None:
+    def _plan(self, start: Offsets, infos: dict[str, StreamInfo]) -> Offsets | None:
         """Return how far the trigger that begins at `start` goes, None if it is not due."""
         options = self.options
         if self._capture_target and self._target is None:
-            self._target = {name: Place(info.uuid, info.next) for name, info in infos.items()}
+            self._target = {name: Position(info.uuid, info.next) for name, info in infos.items()}
         begins: dict[str, int] = {}
         wanted: dict[str, int] = {}
         for name, info in infos.items():
@@ -194,7 +196,7 @@ class Planner:
             if size > options.max_bytes:
                 most = max(1, int(sum(taken.values()) * options.max_bytes / size))
                 taken = spread(taken, most)
-        return {name: Place(infos[name].uuid, begins[name] + taken[name]) for name in infos}
+        return {name: Position(infos[name].uuid, begins[name] + taken[name]) for name in infos}
 
     def _wait(self, infos: dict[str, StreamInfo]) -> _Work[bool]:
         """Return what ends when one of the streams has grown, or after a short while, and says which."""
@@ -226,26 +228,30 @@ class Planner:
         self._pinned = True
         infos = self.infos(end)
         parts = []
-        total = sum(place.next - start[name].next for name, place in end.items() if name in start)
-        for name, place in end.items():
+        total = sum(
+            position.next - start[name].next for name, position in end.items() if name in start
+        )
+        for name, position in end.items():
             info = infos[name]
             if name not in start:
                 continue  # it joins here
             begin = start[name].next
-            check_same_log(name, start[name], place.uuid)
-            if place.next > info.next:
-                raise _beyond(name, place.next, info.next)
+            check_same_log(name, start[name], position.uuid)
+            if position.next > info.next:
+                raise _beyond(name, position.next, info.next)
             if begin < info.oldest:
                 if options.fail_on_data_loss:
                     raise _trimmed(name, begin, info.oldest)
                 log.warning("spark.data_loss", extra={"fields": {"stream": name, "from": begin, "until": info.oldest}})  # fmt: skip
-                begin = min(info.oldest, place.next)
-            share = -(-options.min_partitions * (place.next - begin) // total) if total > 0 else 1
-            for first, last in split(begin, place.next, share, options.max_records):
-                parts.append(Range(name, place.uuid, first, last, tuple(info.key_ids)))
+                begin = min(info.oldest, position.next)
+            share = (
+                -(-options.min_partitions * (position.next - begin) // total) if total > 0 else 1
+            )
+            for first, last in split(begin, position.next, share, options.max_records):
+                parts.append(Range(name, position.uuid, first, last, tuple(info.key_ids)))
         return parts
 
-    def _bound(self, option: str, text: str, time_ms: int | None) -> Offsets:
+    def _resolve(self, option: str, text: str, time_ms: int | None) -> Offsets:
         """Return the offsets that an option names."""
         infos = self.infos()
         named = {} if text in (EARLIEST, LATEST) else parse_offsets(option, text)
@@ -258,7 +264,7 @@ class Planner:
         for name, stream in self._streams.items():
             info = infos[stream]
             # What was recorded since it was made is new.
-            latest = text == LATEST and stream not in self._made
+            latest = text == LATEST and stream not in self._created
             at = named.get(name, named.get(stream, -1 if latest else -2))
             if named and name not in named and stream not in named:
                 raise SparkError(CONFIG, f"{option}: no offset is given for {name!r}; add one")
@@ -270,7 +276,7 @@ class Planner:
                 at = info.next
             elif at > info.next:
                 raise _beyond(stream, at, info.next)
-            offsets[stream] = Place(info.uuid, at)
+            offsets[stream] = Position(info.uuid, at)
         return offsets
 
     def _at_time(self, stream: str, uuid: str, time_ms: int) -> _Work[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from iris.errors import DecodeError
-from iris.spark.connections import Connection, connection, found
+from iris.spark.connections import Connection, connection, wait_for_stream
 from iris.spark.errors import AUTH, DATA_LOSS, SparkError
 from iris.spark.options import SourceOptions
 from iris.streams import StreamGap, StreamPage, StreamRecord
@@ -108,7 +108,7 @@ class _RangeReader:
         part, options = self._part, self._options
         timeout_s = options.access.timeout_s
         return self._link.start(
-            lambda client: found(
+            lambda client: wait_for_stream(
                 lambda: client.streams.fetch(
                     part.stream,
                     start,

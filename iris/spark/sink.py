@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 from iris.client import Client
 from iris.core.bundle import Headers, check_headers
 from iris.errors import IrisError, NoStream
-from iris.spark.connections import CONNECT_S, connection, found
+from iris.spark.connections import CONNECT_S, connection, wait_for_stream
 from iris.spark.errors import CONFIG, SINK, SparkError
 from iris.spark.options import APPEND, BROADCAST, PUBLISH, PUSH, SinkOptions
 from iris.streams import StagedAttempt, StreamInfo
@@ -103,7 +103,7 @@ class _Sink:
     def _describe(self, patience_s: float) -> Callable[[Client], Coroutine[Any, Any, StreamInfo]]:
         """Find the stream, also if its store restarts: once it has been seen, the client waits for it by itself."""
         name, timeout_s = self._options.stream, self._options.access.timeout_s
-        return lambda client: found(
+        return lambda client: wait_for_stream(
             lambda: client.streams.describe(name, timeout=timeout_s), patience_s
         )
 
@@ -181,13 +181,13 @@ class _Sink:
         self, messages: Sequence[WriterCommitMessage | None], *, latest: bool = False
     ) -> None:
         """Make a batch visible; with `latest` one that the writer went beyond before is no replay but an error."""
-        told_by = [message for message in messages if isinstance(message, IrisCommit)]
+        commits = [message for message in messages if isinstance(message, IrisCommit)]
         attempts = [
-            one.attempt for one in told_by if one.attempt is not None and one.attempt.records
+            one.attempt for one in commits if one.attempt is not None and one.attempt.records
         ]
         if not attempts:
             return
-        writer, batch = told_by[0].writer, told_by[0].batch
+        writer, batch = commits[0].writer, commits[0].batch
         options = self._options
 
         async def commit(client: Client) -> Any:
@@ -209,9 +209,9 @@ class _Sink:
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Remove all that was staged for the batch."""
-        told_by = [message for message in messages if isinstance(message, IrisCommit)]
-        if told_by and self._options.exactly_once:
-            self._discard(told_by[0].writer, told_by[0].batch, ())
+        commits = [message for message in messages if isinstance(message, IrisCommit)]
+        if commits and self._options.exactly_once:
+            self._discard(commits[0].writer, commits[0].batch, ())
 
     def _discard(self, writer: str, batch: int, attempts: Sequence[StagedAttempt]) -> None:
         """Remove attempts at a batch, all of them if none is named; what cannot be removed now expires in the store."""

@@ -45,8 +45,8 @@ class IrisReader(DataSourceReader):
         planner = Planner(self._options)
         start = planner.initial()
         end = {
-            name: place if place.next >= start[name].next else start[name]
-            for name, place in planner.final().items()
+            name: position if position.next >= start[name].next else start[name]
+            for name, position in planner.final().items()
         }
         # Without any, Spark makes one of its own, which is none of ours.
         return [IrisPartition(part) for part in planner.ranges(start, end)] or [IrisPartition(None)]

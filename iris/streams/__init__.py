@@ -24,7 +24,7 @@ from iris.streams.appending import Appender, append_expecting
 from iris.streams.calls import Stores
 from iris.streams.consuming import TAKE_MESSAGES, Consumer
 from iris.streams.defining import (
-    check_ours,
+    check_local_name,
     check_same,
     end_stream,
     given_fields,
@@ -33,7 +33,7 @@ from iris.streams.defining import (
     promoted,
     redefine,
 )
-from iris.streams.listing import StreamInfo, known_consumers, known_streams, stream_info
+from iris.streams.listing import StreamInfo, list_consumers, list_streams, stream_info
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
@@ -56,7 +56,7 @@ MAX_OPENERS: Final = 256
 _ConsumerInfos = list[ConsumerInfo]
 _Infos = list[StreamInfo]
 _Offsets = list[int]
-_Places = list[tuple[asyncio.Future[int], int]]
+_Pending = list[tuple[asyncio.Future[int], int]]
 """`list` is a method of Streams."""
 PATIENCE_S: Final = 30.0
 __all__ = [
@@ -104,7 +104,7 @@ class Streams:
             StreamExists: one of this name is there and defined otherwise.
             StreamUnavailable: there is no store, or it did not answer.
         """
-        check_ours(name)
+        check_local_name(name)
         definition = Definition(
             name,
             topic,
@@ -137,7 +137,7 @@ class Streams:
         Raises:
             StreamUnavailable: one of the stores did not answer.
         """
-        infos = [stream_info(known) for known in await known_streams(self._stores, timeout)]
+        infos = [stream_info(known) for known in await list_streams(self._stores, timeout)]
         return sorted(infos, key=lambda info: (info.name, info.uuid))
 
     async def change(
@@ -187,7 +187,7 @@ class Streams:
         """
         until_s = time.monotonic() + timeout
         changed = []
-        for known in await known_streams(self._stores, timeout):
+        for known in await list_streams(self._stores, timeout):
             info = stream_info(known)
             wanted = {key.key_id.hex() for key in keys_of(self._stores, known.order.definition)}
             if not known.dead and not wanted <= set(info.key_ids):
@@ -228,9 +228,9 @@ class Streams:
         try:
             async with asyncio.timeout(timeout):
                 if producer.full:
-                    await appender.room()
-                future, place = producer.add(data, headers, packed, extras)
-                return await asyncio.shield(future) + place
+                    await appender.wait_for_room()
+                future, index = producer.add(data, headers, packed, extras)
+                return await asyncio.shield(future) + index
         except TimeoutError:
             detail = (
                 f"not acknowledged within {timeout:g} s; it may still be stored{self._stores.why}"
@@ -243,20 +243,20 @@ class Streams:
         """Store messages in order and return their offsets once all are on disk; raises as `append`, and then some may be stored."""
         appender = self._appender(name, uuid)
         producer = appender.producer
-        places: _Places = []
+        pending: _Pending = []
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
                     data, packed = self._runtime.encode(message, None, OF_A_MESSAGE)
                     if producer.full:
-                        await appender.room()
-                    places.append(producer.add(data, None, packed, PLAIN))
-                if places:  # waiting cancels none of them
-                    await asyncio.wait({future for future, _ in places})
+                        await appender.wait_for_room()
+                    pending.append(producer.add(data, None, packed, PLAIN))
+                if pending:  # waiting cancels none of them
+                    await asyncio.wait({future for future, _ in pending})
         except TimeoutError:
             detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored{self._stores.why}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
-        return [future.result() + place for future, place in places]
+        return [future.result() + index for future, index in pending]
 
     # -- staging ---------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class Streams:
         if opener is None:
             opener = RecordOpener(self._runtime.find_key)
             # What a log records never changes, so it is asked once.
-            opener.known = await self._stores.describe(
+            opener.stream = await self._stores.describe(
                 name, fetched.uuid.hex(), timeout=seconds_left(until_s)
             )
             if len(self._openers) >= MAX_OPENERS:
@@ -381,7 +381,7 @@ class Streams:
     async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
         """Return where the consumers of a stream are, by name. Raises StreamError."""
         check_address(name)
-        return await known_consumers(self._stores, name, uuid, timeout)
+        return await list_consumers(self._stores, name, uuid, timeout)
 
     async def delete_consumer(
         self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
@@ -404,7 +404,7 @@ class Streams:
         `patience`: seconds for which a relay or a store may be away.
         """
         check_address(source)
-        check_ours(name)
+        check_local_name(name)
         if split_site(source)[0] in ("", ".") and split_site(source)[1] == name:
             raise ConfigError(f"name: {name!r} is the source itself; give the copy another name")
         if source.endswith(DEAD):

@@ -12,7 +12,7 @@ from iris.core.bundle import Headers
 from iris.core.producer import Extras, Producer, Sent
 from iris.deadlines import seconds_left
 from iris.errors import ConnectionLost, OffsetConflict, StreamError
-from iris.streams.calls import Place, Stores
+from iris.streams.calls import Stores, StreamLocation
 from iris.wire.kinds import NEVER_US
 from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
 
@@ -38,10 +38,10 @@ class Appender:
         self._room: asyncio.Future[None] | None = None
         self._scheduled = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._feeder: asyncio.Task[None] | None = None
+        self._feed_task: asyncio.Task[None] | None = None
         self._ended = False
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Return when there is room."""
         while self.producer.full:
             if self._room is None:
@@ -55,19 +55,19 @@ class Appender:
     def end(self, reason: str) -> None:
         """Nothing more is sent; whoever waits hears so. Idempotent."""
         self._ended = True
-        if self._feeder is not None:
-            self._feeder.cancel()
+        if self._feed_task is not None:
+            self._feed_task.cancel()
         for task in self._tasks:
             task.cancel()
         self.producer.end(reason)
-        self._told()
+        self._wake()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _waiter(self) -> asyncio.Future[int]:
         waiter: asyncio.Future[int] = self._loop.create_future()
         # Whoever appended may be gone: then nobody is told, and that is no error.
-        waiter.add_done_callback(_seen)
+        waiter.add_done_callback(_retrieve_error)
         return waiter
 
     def _opened(self) -> None:
@@ -79,8 +79,8 @@ class Appender:
     def _turn_ended(self) -> None:
         self._scheduled = False
         self.producer.cut()
-        if self._feeder is None and self.producer.busy and not self._ended:
-            self._feeder = self._loop.create_task(self._feed(), name="iris-append")
+        if self._feed_task is None and self.producer.busy and not self._ended:
+            self._feed_task = self._loop.create_task(self._feed(), name="iris-append")
         self._work.set()
 
     async def _feed(self) -> None:
@@ -95,27 +95,29 @@ class Appender:
                     continue
                 if (pause_us := due_us - _now_us()) > 0:
                     await asyncio.sleep(pause_us / 1e6)
-                place = await self._stores.place(self.name, self._uuid, timeout=GIVE_UP_S)
+                location = await self._stores.locate(self.name, self._uuid, timeout=GIVE_UP_S)
                 _, session = await runtime.ready(self.name, GIVE_UP_S)
                 for sent in producer.due(
-                    _now_us(), place.uuid, place.key, session.out, runtime.message_limit
+                    _now_us(), location.uuid, location.key, session.out, runtime.message_limit
                 ):
-                    task = self._loop.create_task(self._ask(place, sent), name="iris-append-call")
+                    task = self._loop.create_task(
+                        self._send(location, sent), name="iris-append-call"
+                    )
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
                 runtime.touch()
         except Exception as err:  # whoever waits hears of it, whatever it is
             producer.failed(err)
         finally:
-            self._feeder = None
+            self._feed_task = None
             if producer.busy:
                 self._turn_ended()
-            self._told()
+            self._wake()
 
-    async def _ask(self, place: Place, sent: Sent[asyncio.Future[int]]) -> None:
+    async def _send(self, location: StreamLocation, sent: Sent[asyncio.Future[int]]) -> None:
         try:
             answer = await self._stores.ask(
-                place.address, sent.key, sent.call, Appended, timeout=CALL_S, shown=self.name, writes=True
+                location.address, sent.key, sent.call, Appended, timeout=CALL_S, shown=self.name, writes=True
             )  # fmt: skip
             if len(answer.outcomes) != len(sent.records):
                 raise ConnectionLost(
@@ -127,9 +129,9 @@ class Appender:
                 self._stores.forget(self.name, self._uuid)
         else:
             self.producer.answered(sent, answer.outcomes, _now_us())
-        self._told()
+        self._wake()
 
-    def _told(self) -> None:
+    def _wake(self) -> None:
         """Something is over: there may be room, or nothing left to do."""
         if self._room is not None and not self.producer.full:
             room, self._room = self._room, None
@@ -145,10 +147,10 @@ async def append_expecting(
 ) -> int:  # fmt: skip
     """Append one record under a condition, as a producer of its own: a retry is known for one."""
     until_s = time.monotonic() + timeout
-    place = await stores.place(name, uuid, timeout=timeout)
+    location = await stores.locate(name, uuid, timeout=timeout)
     _, session = await stores.runtime.ready(name, seconds_left(until_s))
     sender_id, end, body = session.out.record(
-        name, place.key, (data,), (headers,) if headers else None, packed, extras.key
+        name, location.key, (data,), (headers,) if headers else None, packed, extras.key
     )
     call = Append(sender_id, [extras.record(0, end, body, expect)], os.urandom(16))
     answer = await stores.ask_stream(
@@ -170,6 +172,6 @@ def _now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def _seen(future: asyncio.Future[int]) -> None:
+def _retrieve_error(future: asyncio.Future[int]) -> None:
     if not future.cancelled():
         future.exception()

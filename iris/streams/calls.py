@@ -52,15 +52,15 @@ from iris.wire.streams import (
     encode,
 )
 
-MAX_PLACES: Final = 4096
-PLACE_S: Final = 10.0
+MAX_LOCATIONS: Final = 4096
+LOCATION_S: Final = 10.0
 HOLDERS_S: Final = 5.0
 """A relay that does not say in that time who holds a stream has lost the question, or is lost itself."""
 _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
-NOBODY: Final = "no store holds it"
-_MISSING: Final = (
+NO_HOLDER: Final = "no store holds it"
+_LIST_HINT: Final = (
     "; `iris stream list` shows the existing streams, `iris stream create` creates one"
 )
 """So a relay begins to say that nobody serves a stream."""
@@ -68,7 +68,7 @@ START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --dat
 T = TypeVar("T")
 
 
-class Place(msgspec.Struct, frozen=True):
+class StreamLocation(msgspec.Struct, frozen=True):
     """Where a stream is: its uuid, and a key that we share with it."""
 
     uuid: bytes
@@ -84,7 +84,7 @@ class Place(msgspec.Struct, frozen=True):
         return f"{self.site}:{self.uuid.hex()}" if self.site else self.uuid.hex()
 
 
-class Known(msgspec.Struct, frozen=True):
+class VerifiedStream(msgspec.Struct, frozen=True):
     """A stream as described by its store, and `order`, which says what it is: one that a key of ours has signed."""
 
     order: Order
@@ -136,13 +136,13 @@ class Stores:
         self.runtime = runtime
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
         """Objects that open records with our keys."""
-        self._places: dict[tuple[str, str], Place] = {}
+        self._locations: dict[tuple[str, str], StreamLocation] = {}
         self._seen: set[tuple[str, str]] = set()
         """Streams that were there once: they may come back."""
         self._starting: list[str] = []
         """Hosts where a store was on its way when our relay was asked last."""
         self._key_uuids: dict[bytes, bytes] = {}
-        self._remembering: set[bytes] = set()
+        self._dedup_logs: set[bytes] = set()
         """Logs that have a dedup window; a store refuses ids once that is gone."""
         """By a log's uuid, the one that its key hashes are made with: it does not change."""
 
@@ -178,9 +178,9 @@ class Stores:
         try:
             got = await waiter
         except NoMembers as err:
-            why = err.detail.removeprefix(NOBODY)  # which stores cannot serve
+            why = err.detail.removeprefix(NO_HOLDER)  # which stores cannot serve
             if why in ("", err.detail):
-                why = "" if address == STORES else _MISSING
+                why = "" if address == STORES else _LIST_HINT
             missing = NoStream(shown, f"no store holds it under our keys{why}")
             missing.passing = True  # as far as our relay knows
             raise missing from err
@@ -195,9 +195,15 @@ class Stores:
         """Send a call that may be repeated to a stream, until it is answered; raises as `until`."""
 
         async def once(left_s: float) -> T:
-            place = await self.find(name, uuid, timeout=left_s)
+            location = await self.find(name, uuid, timeout=left_s)
             return await self.ask(
-                place.address, place.key, call, answer, timeout=left_s, shown=name, writes=writes
+                location.address,
+                location.key,
+                call,
+                answer,
+                timeout=left_s,
+                shown=name,
+                writes=writes,
             )
 
         return await self.until(name, uuid, once, timeout=timeout, patience=patience)
@@ -212,7 +218,7 @@ class Stores:
         Raises:
             StreamError: what the store said; StreamUnavailable when it said nothing in time.
         """
-        until_s = _until(timeout)
+        until_s = _deadline_s(timeout)
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         trying = lost = False
         while True:
@@ -253,15 +259,15 @@ class Stores:
 
     async def describe(
         self, name: str, uuid: str, *, timeout: float, patience: float | None = None
-    ) -> Known:
+    ) -> VerifiedStream:
         """Return what a stream is. Raises StreamError: also when no key of ours signed what the store says."""
         check_address(name)
         described = await self.ask_stream(
             name, uuid, Describe(), Described, timeout=timeout, patience=patience
         )
-        return self.known(name, described)
+        return self.verified(name, described)
 
-    def known(self, name: str, described: Described) -> Known:
+    def verified(self, name: str, described: Described) -> VerifiedStream:
         """Return a described stream with the latest order that one of our keys signed. Raises StreamError if there is none."""
         name = split_site(name)[1]
         find_key = self.runtime.keyring.by_id
@@ -272,7 +278,7 @@ class Stores:
                 name,
                 "no key of this keyring signed the stream's description; add a key of the stream",
             )
-        return Known(latest, described)
+        return VerifiedStream(latest, described)
 
     @property
     def why(self) -> str:
@@ -292,18 +298,18 @@ class Stores:
             )
         return keys
 
-    async def find(self, name: str, uuid: str, *, timeout: float) -> Place:
+    async def find(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:
         """Return where a stream is; `uuid` in hex, or "" for the only one of its name.
 
         Raises:
             NoStream: no store holds it.
             AmbiguousStream: two do.
         """
-        place = self._places.get((name, uuid))
+        location = self._locations.get((name, uuid))
         if (
-            place is None
-            or place.until_s < time.monotonic()
-            or self.runtime.keyring.by_id(place.key.key_id) is None  # it was retired since
+            location is None
+            or location.until_s < time.monotonic()
+            or self.runtime.keyring.by_id(location.key.key_id) is None  # it was retired since
         ):
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
@@ -323,66 +329,72 @@ class Stores:
                     (key for key_id, key in keys.items() if key_id in holders[0].key_ids),
                     next(iter(keys.values())),
                 )
-                place = Place(bytes.fromhex(uuids[0]), key, time.monotonic() + PLACE_S)
+                location = StreamLocation(
+                    bytes.fromhex(uuids[0]), key, time.monotonic() + LOCATION_S
+                )
             else:  # not heard of yet, perhaps: the relay knows how long to wait for what may come back
                 key = next(iter(keys.values()))
                 address = f"{site}:{uuid}" if site and uuid else uuid or name
                 found = await self.ask(
                     address, key, Describe(), Described, timeout=timeout, shown=name
                 )
-                place = Place(found.uuid, key, time.monotonic() + PLACE_S, site)
+                location = StreamLocation(found.uuid, key, time.monotonic() + LOCATION_S, site)
             self._starting = []
-            if len(self._places) >= MAX_PLACES or len(self._seen) >= MAX_PLACES:
-                self._places.clear()
+            if len(self._locations) >= MAX_LOCATIONS or len(self._seen) >= MAX_LOCATIONS:
+                self._locations.clear()
                 self._seen.clear()
-            self._places[name, uuid] = place
+            self._locations[name, uuid] = location
             self._seen.add((name, uuid))
-        return place
+        return location
 
-    async def place(self, name: str, uuid: str, *, timeout: float) -> Place:
+    async def locate(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:
         """Return where a stream is, also if its store is away for a moment; raises as `until`."""
 
-        async def once(left_s: float) -> Place:
+        async def once(left_s: float) -> StreamLocation:
             return await self.find(name, uuid, timeout=left_s)
 
         return await self.until(name, uuid, once, timeout=timeout)
 
-    async def key_place(self, name: str, uuid: str, *, timeout: float) -> tuple[ClusterKey, bytes]:
+    async def key_hash_source(
+        self, name: str, uuid: str, *, timeout: float
+    ) -> tuple[ClusterKey, bytes]:
         """Return the key and the uuid that key hashes of a stream are made with; raises as `describe`."""
-        until_s = _until(timeout)
-        place = await self.place(name, uuid, timeout=timeout)
-        of = self._key_uuids.get(place.uuid)
+        until_s = _deadline_s(timeout)
+        location = await self.locate(name, uuid, timeout=timeout)
+        of = self._key_uuids.get(location.uuid)
         if of is None:
-            known = await self.describe(name, place.uuid.hex(), timeout=seconds_left(until_s))
+            known = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
             of = known.order.definition.key_uuid(known.order.uuid)
-            if len(self._key_uuids) >= MAX_PLACES:
+            if len(self._key_uuids) >= MAX_LOCATIONS:
                 self._key_uuids.clear()
-            self._key_uuids[place.uuid] = of
-        return place.key, of
+            self._key_uuids[location.uuid] = of
+        return location.key, of
 
-    async def id_place(self, name: str, uuid: str, *, timeout: float) -> tuple[ClusterKey, bytes]:
+    async def id_hash_source(
+        self, name: str, uuid: str, *, timeout: float
+    ) -> tuple[ClusterKey, bytes]:
         """Return the same for ids of messages. Raises StreamError if the stream remembers none, and as `describe`."""
-        until_s = _until(timeout)
-        place = await self.place(name, uuid, timeout=timeout)
-        if place.uuid not in self._remembering:
-            known = await self.describe(name, place.uuid.hex(), timeout=seconds_left(until_s))
+        until_s = _deadline_s(timeout)
+        location = await self.locate(name, uuid, timeout=timeout)
+        if location.uuid not in self._dedup_logs:
+            known = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
             if not known.order.definition.dedup_window_us:
                 raise StreamError(
                     name,
                     "it does not remember message ids; set its dedup_window (`iris stream change --dedup-window`)",
                 )
-            if len(self._remembering) >= MAX_PLACES:
-                self._remembering.clear()
-            self._remembering.add(place.uuid)
-        return await self.key_place(name, uuid, timeout=seconds_left(until_s))
+            if len(self._dedup_logs) >= MAX_LOCATIONS:
+                self._dedup_logs.clear()
+            self._dedup_logs.add(location.uuid)
+        return await self.key_hash_source(name, uuid, timeout=seconds_left(until_s))
 
     def forget(self, name: str, uuid: str = "") -> None:
         """Look for a stream again."""
-        self._places.pop((name, uuid), None)
+        self._locations.pop((name, uuid), None)
 
     def keys_changed(self) -> None:
         """Look for every stream again, and open nothing with keys that are gone, because the keyring has changed."""
-        self._places.clear()
+        self._locations.clear()
         for opener in self.openers:
             opener.forget_keys()
 
@@ -393,9 +405,9 @@ class Stores:
 
     def forget_deleted(self, name: str, uuid: str) -> None:
         """It will not come back."""
-        for place in ((name, ""), (name, uuid)):
-            self._places.pop(place, None)
-            self._seen.discard(place)
+        for which in ((name, ""), (name, uuid)):
+            self._locations.pop(which, None)
+            self._seen.discard(which)
 
     async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
         """Return which stores our relay knows to hold a stream of this name; for `stores` under NO_KEY, the stores."""
@@ -408,13 +420,13 @@ class Stores:
         found: list[frames.MemberInfo] = []
         starting: list[str] = []
 
-        def heard(membership: frames.Membership) -> None:
+        def receive(membership: frames.Membership) -> None:
             found.extend(membership.joined)
             starting.extend(membership.starting)
             if not membership.more and not done.done():
                 done.set_result(None)
 
-        number = session.watch(name, list(key_ids), heard, stay=False, streams=True)
+        number = session.watch(name, list(key_ids), receive, stay=False, streams=True)
         self.runtime.touch()
         try:
             async with asyncio.timeout(wait_s := min(HOLDERS_S, seconds_left(until_s))):
@@ -463,7 +475,7 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
     )
 
 
-def _until(timeout: float) -> float:
+def _deadline_s(timeout: float) -> float:
     if not timeout > 0:
         raise ConfigError(f"timeout: {timeout} s is not above 0")
     return time.monotonic() + timeout

@@ -14,7 +14,7 @@ from typing import Final, Self
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
 from iris.streams.calls import Stores
 from iris.streams.reading import GAPS, Start, resolve_dead, start_offset
-from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
+from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
 
 TAKE_BYTES: Final = 1 << 20
@@ -61,20 +61,20 @@ class Consumer:
         self._held: set[int] = set()
         """Offsets of what we were handed and have not settled."""
         self._offset = -1
-        self._taking: asyncio.Task[list[StreamMessage]] | None = None
-        self._again = False
-        self._away_s = 0.0
+        self._take_task: asyncio.Task[list[StreamMessage]] | None = None
+        self._lost_answer = False
+        self._away_since_s = 0.0
         """Since when the store is away; 0 while it is not."""
         self._closed = False
-        self._done: list[int] = []
-        self._failed: dict[tuple[int, str], list[int]] = {}
+        self._acked: list[int] = []
+        self._nacked: dict[tuple[int, str], list[int]] = {}
         """(delay in µs, reason) -> offsets."""
         self._touched: list[int] = []
-        self._through = -1
-        self._settling: asyncio.Task[None] | None = None
+        self._acked_through = -1
+        self._settle_task: asyncio.Task[None] | None = None
         self._error: IrisError | None = None
-        self._had: list[int] = []
-        self._confirming: asyncio.TimerHandle | None = None
+        self._unconfirmed: list[int] = []
+        self._confirm_timer: asyncio.TimerHandle | None = None
 
     # -- taking ----------------------------------------------------------------------------------------------
 
@@ -107,44 +107,44 @@ class Consumer:
                 known, self._offset = await start_offset(
                     self._stores, self.stream, self._uuid, self._start, patience=self._patience
                 )
-                self._opener.known = known
+                self._opener.stream = known
                 self._uuid = self._uuid or known.described.uuid.hex()
-            task = self._taking
+            task = self._take_task
             if task is None:
-                task = self._taking = asyncio.create_task(self._take(), name="iris-consume")
-                task.add_done_callback(_seen)
+                task = self._take_task = asyncio.create_task(self._take(), name="iris-consume")
+                task.add_done_callback(_retrieve_error)
             try:
                 # Who is cancelled here leaves the call to the next one: what it hands out is not lost.
                 messages = await asyncio.shield(task)
             except asyncio.CancelledError:
                 if task.cancelled():
-                    self._taking = None
+                    self._take_task = None
                 raise
             except BaseException:
-                self._taking = None
+                self._take_task = None
                 raise
-            self._taking = None
+            self._take_task = None
             if messages:
                 return messages
 
     async def _take(self) -> list[StreamMessage]:
-        self._confirmed()  # by the call itself
-        await self._settled()
+        self._cancel_confirm()  # by the call itself
+        await self._wait_settled()
         call = Consume(
             self.name, self._worker, TAKE_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
-            self._ack_timeout_us, self._max_deliver, self._again,
+            self._ack_timeout_us, self._max_deliver, self._lost_answer,
         )  # fmt: skip
         # Unless the answer comes and is opened, what it hands out is asked for again.
-        again, self._again = self._again, True
+        again, self._lost_answer = self._lost_answer, True
         try:
-            place = await self._stores.find(self.stream, self._uuid, timeout=self._patience)
+            location = await self._stores.find(self.stream, self._uuid, timeout=self._patience)
             taken = await self._stores.ask(
-                place.address, place.key, call, Delivered, timeout=self._patience + WAIT_MS / 1000, shown=self.stream
+                location.address, location.key, call, Delivered, timeout=self._patience + WAIT_MS / 1000, shown=self.stream
             )  # fmt: skip
         except (RequestError, StreamError) as err:
-            await self._away(err)
+            await self._pause_or_raise(err)
             return []
-        self._away_s = 0.0
+        self._away_since_s = 0.0
         self.lag = taken.lag
         if taken.fenced:
             raise StreamError(
@@ -153,59 +153,59 @@ class Consumer:
             )
         messages: list[StreamMessage] = []
         for handed in taken.items:
-            messages += await self._opened(handed)
+            messages += await self._open_item(handed)
         if again:
             # Of what was handed out once more we may have some already.
             messages = [message for message in messages if message.offset not in self._held]
         self._held.update(message.offset for message in messages)
-        self._again = False
+        self._lost_answer = False
         if messages and not self._closed:
             # Whoever works on the first one for long has them all the same.
-            self._had = [message.offset for message in messages]
+            self._unconfirmed = [message.offset for message in messages]
             delay_s = min(CONFIRM_S, self._ack_timeout_us / 4e6)
-            self._confirming = asyncio.get_running_loop().call_later(delay_s, self._confirm)
+            self._confirm_timer = asyncio.get_running_loop().call_later(delay_s, self._confirm)
         return messages
 
     def _confirm(self) -> None:
-        self._confirming = None
-        if self._had and not self._closed:
+        self._confirm_timer = None
+        if self._unconfirmed and not self._closed:
             self._schedule()
 
-    def _confirmed(self) -> None:
-        self._had = []
-        if self._confirming is not None:
-            self._confirming.cancel()
-            self._confirming = None
+    def _cancel_confirm(self) -> None:
+        self._unconfirmed = []
+        if self._confirm_timer is not None:
+            self._confirm_timer.cancel()
+            self._confirm_timer = None
 
-    async def _away(self, err: IrisError) -> None:
+    async def _pause_or_raise(self, err: IrisError) -> None:
         """Wait a moment for the store or the way to it; raises when that is in vain, or took too long."""
         now_s = time.monotonic()
         self._stores.forget(self.stream, self._uuid)
-        self._away_s = self._away_s or now_s
+        self._away_since_s = self._away_since_s or now_s
         if (
             isinstance(err, StreamError)
             and not err.passing
             and not isinstance(err, StreamUnavailable)
         ):
             raise err
-        if now_s - self._away_s > self._patience:
-            self._away_s = 0.0
+        if now_s - self._away_since_s > self._patience:
+            self._away_since_s = 0.0
             if isinstance(err, StreamError):
                 raise err
             raise StreamUnavailable(self.stream, str(err), may_have_run=True) from err
         await asyncio.sleep(random.uniform(0.05, 0.2))
 
-    async def _opened(self, handed: Handed) -> list[StreamMessage]:
+    async def _open_item(self, handed: Handed) -> list[StreamMessage]:
         item = handed.item
         if not isinstance(item, Record):
-            self._tell(told(item))
+            self._report(to_gap(item))
             return []
         opened = self._opener.open(item, handed.deliveries)
         if isinstance(opened, StreamGap):
-            self._tell(opened)
+            self._report(opened)
             return []
         wanted = int.from_bytes(handed.wanted, "little")
-        messages = [message for place, message in enumerate(opened) if wanted >> place & 1]
+        messages = [message for index, message in enumerate(opened) if wanted >> index & 1]
         for message in messages:
             if message.dead is not None:
                 await resolve_dead(
@@ -213,7 +213,7 @@ class Consumer:
                 )  # fmt: skip
         return messages
 
-    def _tell(self, gap: StreamGap) -> None:
+    def _report(self, gap: StreamGap) -> None:
         self.gaps.append(gap)
         if self._on_gap is not None:
             self._on_gap(gap)
@@ -224,12 +224,12 @@ class Consumer:
         """These are done; they are not delivered again."""
         for message in messages:
             self._held.discard(message.offset)
-            self._done.append(message.offset)
+            self._acked.append(message.offset)
         self._schedule()
 
     def ack_through(self, message: StreamMessage) -> None:
         """This one and all that this worker was handed before it are done."""
-        self._through = max(self._through, message.offset)
+        self._acked_through = max(self._acked_through, message.offset)
         self._held = {offset for offset in self._held if offset > message.offset}
         self._schedule()
 
@@ -239,7 +239,7 @@ class Consumer:
             raise StreamError(self.stream, f"delay: {delay} s is not between 0 and 30 days")
         for message in messages:
             self._held.discard(message.offset)
-            self._failed.setdefault((round(delay * 1e6), reason[:1024]), []).append(message.offset)
+            self._nacked.setdefault((round(delay * 1e6), reason[:1024]), []).append(message.offset)
         self._schedule()
 
     def touch(self, *messages: StreamMessage) -> None:
@@ -249,54 +249,54 @@ class Consumer:
 
     async def flush(self) -> None:
         """Return when the store has all that was said. Raises StreamError if it could not be told."""
-        if self._done or self._failed or self._touched or self._through >= 0:
+        if self._acked or self._nacked or self._touched or self._acked_through >= 0:
             self._schedule()
-        await self._settled()
+        await self._wait_settled()
         self._raise_error()
 
     def _schedule(self) -> None:
         if self._closed:
             raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
-        if self._settling is None:
-            self._settling = asyncio.get_running_loop().create_task(
+        if self._settle_task is None:
+            self._settle_task = asyncio.get_running_loop().create_task(
                 self._settle(), name="iris-settle"
             )
 
-    async def _settled(self) -> None:
-        while self._settling is not None:
-            await asyncio.shield(self._settling)
+    async def _wait_settled(self) -> None:
+        while self._settle_task is not None:
+            await asyncio.shield(self._settle_task)
 
     async def _settle(self) -> None:
         try:
-            while call := self._said():
+            while call := self._next_call():
                 await self._stores.ask_stream(
                     self.stream, self._uuid, call, Settled, timeout=self._patience, writes=True
                 )
         except IrisError as err:
             self._error = err
         finally:
-            self._settling = None
+            self._settle_task = None
 
-    def _said(self, *, gone: bool = False) -> Settle | None:
+    def _next_call(self, *, leaving: bool = False) -> Settle | None:
         """Return what is to be told, as far as one call takes it."""
         had: list[Range] = []
-        if self._confirming is None:
-            had, self._had = _ranges(self._had)
-        done, self._done = _ranges(self._done)
+        if self._confirm_timer is None:
+            had, self._unconfirmed = _ranges(self._unconfirmed)
+        done, self._acked = _ranges(self._acked)
         held, self._touched = _ranges(self._touched)
         failed: list[Range] = []
         delay_us, reason = 0, ""
-        if self._failed:
-            (delay_us, reason), offsets = self._failed.popitem()
+        if self._nacked:
+            (delay_us, reason), offsets = self._nacked.popitem()
             failed, rest = _ranges(offsets)
             if rest:
-                self._failed[delay_us, reason] = rest
-        through, self._through = self._through, -1
-        if not (done or held or failed or gone or had or through >= 0):
+                self._nacked[delay_us, reason] = rest
+        through, self._acked_through = self._acked_through, -1
+        if not (done or held or failed or leaving or had or through >= 0):
             return None
         last = None if through < 0 else through
         return Settle(
-            self.name, self._worker, done, failed, held, last, delay_us, reason, gone, had
+            self.name, self._worker, done, failed, held, last, delay_us, reason, leaving, had
         )
 
     def _raise_error(self) -> None:
@@ -313,15 +313,15 @@ class Consumer:
         if self._closed:
             return
         self._closed = True
-        self._confirmed()
-        task, self._taking = self._taking, None
+        self._cancel_confirm()
+        task, self._take_task = self._take_task, None
         if task is not None:
             task.cancel()
             await asyncio.wait((task,))
         with contextlib.suppress(TimeoutError, IrisError):
             async with asyncio.timeout(SETTLE_S):
-                await self._settled()
-                if self._offset >= 0 and (call := self._said(gone=True)) is not None:
+                await self._wait_settled()
+                if self._offset >= 0 and (call := self._next_call(leaving=True)) is not None:
                     await self._stores.ask_stream(
                         self.stream,
                         self._uuid,
@@ -331,8 +331,8 @@ class Consumer:
                         patience=1.0,
                         writes=True,
                     )
-        if self._settling is not None:
-            self._settling.cancel()
+        if self._settle_task is not None:
+            self._settle_task.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -341,7 +341,7 @@ class Consumer:
         await self.close()
 
 
-def _seen(task: asyncio.Task[list[StreamMessage]]) -> None:
+def _retrieve_error(task: asyncio.Task[list[StreamMessage]]) -> None:
     if not task.cancelled():
         task.exception()
 
@@ -351,12 +351,12 @@ def _ranges(offsets: Iterable[int]) -> tuple[list[Range], list[int]]:
     ranges: list[Range] = []
     ordered = sorted(set(offsets))
     first = end = -1
-    for place, offset in enumerate(ordered):
+    for index, offset in enumerate(ordered):
         if offset != end:
             if end >= 0:
                 ranges.append(Range(first, end))
                 if len(ranges) >= MAX_RANGES:
-                    return ranges, ordered[place:]
+                    return ranges, ordered[index:]
             first = offset
         end = offset + 1
     if end >= 0:

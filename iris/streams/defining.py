@@ -13,7 +13,7 @@ from msgspec import structs
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamExists
-from iris.streams.calls import Known, RevisionTaken, Stores
+from iris.streams.calls import RevisionTaken, Stores, VerifiedStream
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.ordering import orders_to_change, orders_to_create, orders_to_end
 from iris.wire.names import check_cluster, split_site
@@ -37,7 +37,7 @@ def given_fields(
     return {field: value for field, value in given.items() if value is not None}
 
 
-async def make_stream(stores: Stores, definition: Definition, timeout: float) -> Known:
+async def make_stream(stores: Stores, definition: Definition, timeout: float) -> VerifiedStream:
     """Create a stream; if somebody else was faster return theirs, however it is defined."""
     name = definition.name
     until_s = time.monotonic() + timeout
@@ -69,7 +69,7 @@ async def redefine(
     """
     until_s = time.monotonic() + timeout
     found = await stores.describe(name, uuid, timeout=timeout)
-    check_living(name, found)
+    check_not_dead_letters(name, found)
     for _ in range(CHANGE_TRIES):
         definition = redefined(found.order.definition)
         if definition is None:
@@ -86,7 +86,7 @@ async def redefine(
             continue
         stores.forget(name)
         stores.forget(name, uuid)
-        return stream_info(stores.known(name, changed))
+        return stream_info(stores.verified(name, changed))
     raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
 
 
@@ -94,7 +94,7 @@ async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> No
     """End a stream; one that is gone by then has ended."""
     until_s = time.monotonic() + timeout
     found = await stores.describe(name, uuid, timeout=timeout)
-    check_living(name, found)
+    check_not_dead_letters(name, found)
     log = found.order.uuid.hex()
     with contextlib.suppress(NoStream):  # an answer was lost: it is gone
         for _ in range(CHANGE_TRIES):
@@ -137,7 +137,7 @@ def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
     return list({key.key_id: key for key in keys}.values())
 
 
-def check_same(found: Known, definition: Definition) -> StreamInfo:
+def check_same(found: VerifiedStream, definition: Definition) -> StreamInfo:
     """Return a stream that is defined like this; raises StreamExists if it is defined otherwise."""
     there = found.order.definition
     if structs.replace(there, paused=False, consuming_paused=False) == definition:
@@ -157,7 +157,7 @@ def check_same(found: Known, definition: Definition) -> StreamInfo:
     raise StreamExists(definition.name, f"{held}, with a different {named}; {advice}")
 
 
-def check_living(name: str, found: Known) -> None:
+def check_not_dead_letters(name: str, found: VerifiedStream) -> None:
     """Raise StreamError for dead letters, which have no orders of their own."""
     if found.dead:
         of = found.order.definition.name
@@ -166,7 +166,7 @@ def check_living(name: str, found: Known) -> None:
         )
 
 
-def check_ours(name: str) -> None:
+def check_local_name(name: str) -> None:
     """Raise ConfigError unless it is a name of a stream of our own site."""
     check_cluster(name)
     if split_site(name)[0]:

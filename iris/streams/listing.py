@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
-from iris.streams.calls import Known, Stores
+from iris.streams.calls import Stores, VerifiedStream
 from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.orders import DEAD
 from iris.wire.streams import (
@@ -70,7 +70,7 @@ class StreamInfo(Struct, frozen=True):
     """Seconds for which ids of messages are remembered."""
 
 
-async def known_streams(stores: Stores, timeout: float) -> list[Known]:
+async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
     """Return all streams under our keys, of every store that our relay knows. Raises StreamUnavailable."""
     until_s = time.monotonic() + timeout
     keys = {key.key_id: key for keys in stores.runtime.keyring.entries().values() for key in keys}
@@ -79,16 +79,18 @@ async def known_streams(stores: Stores, timeout: float) -> list[Known]:
     # A store lists the streams of a key only to holders of that key.
     for address in sorted({holder.uuid for holder in holders}):
         for key in keys.values():
-            for described in await _listed(stores, address, key, until_s):
+            for described in await _list_store(stores, address, key, until_s):
                 found[address, described.uuid] = described
-    knowns = []
+    streams = []
     for described in found.values():
         with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
-            knowns.append(stores.known(described.definition.name, described))
-    return knowns
+            streams.append(stores.verified(described.definition.name, described))
+    return streams
 
 
-async def _listed(stores: Stores, address: str, key: ClusterKey, until_s: float) -> list[Described]:
+async def _list_store(
+    stores: Stores, address: str, key: ClusterKey, until_s: float
+) -> list[Described]:
     """Return the streams that one store has under one key."""
     found: list[Described] = []
     after, more = "", True
@@ -110,7 +112,7 @@ async def _listed(stores: Stores, address: str, key: ClusterKey, until_s: float)
     return found
 
 
-async def known_consumers(
+async def list_consumers(
     stores: Stores, name: str, uuid: str, timeout: float
 ) -> list[ConsumerInfo]:
     """Return where the consumers of a stream are, by name. Raises StreamError."""
@@ -124,7 +126,7 @@ async def known_consumers(
     return found
 
 
-def stream_info(known: Known) -> StreamInfo:
+def stream_info(known: VerifiedStream) -> StreamInfo:
     """Return what a user is told of a stream."""
     found, definition = known.described, known.order.definition
     if known.dead:

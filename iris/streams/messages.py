@@ -44,7 +44,7 @@ async def make_extras(
         text = key.encode() if isinstance(key, str) else key
         if len(text) > MAX_KEY_BYTES:
             raise MessageTooLarge(f"key: {len(text)} bytes are over the limit of {MAX_KEY_BYTES}")
-        sealing, of = await stores.key_place(name, uuid, timeout=timeout)
+        sealing, of = await stores.key_hash_source(name, uuid, timeout=timeout)
         key_hash = hmac.digest(sealing.key_hash_key, of + text, "sha256")
     id_hash = b""
     if message_id is not None:
@@ -53,7 +53,7 @@ async def make_extras(
             raise MessageTooLarge(
                 f"message_id: {len(named)} bytes; it must have 1 to {MAX_KEY_BYTES}"
             )
-        sealing, of = await stores.id_place(name, uuid, timeout=timeout)
+        sealing, of = await stores.id_hash_source(name, uuid, timeout=timeout)
         # Apart from keys: who is both an id and a key is not seen to be.
         id_hash = hmac.digest(sealing.key_hash_key, ID_LABEL + of + named, "sha256")
     return Extras(text, key_hash, tombstone, expires_us, due_us, id_hash)

@@ -27,7 +27,7 @@ from iris.errors import (
     StreamExists,
     StreamUnavailable,
 )
-from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Known, Stores
+from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
 from iris.streams.defining import make_stream
 from iris.wire.codec import END
 from iris.wire.orders import Definition, Origin, check_definition
@@ -46,9 +46,9 @@ from iris.wire.streams import (
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 10_000
 """A fetch waits so long for more; then the copy is told where its source ends."""
-TRY_S: Final = 15.0
+ATTEMPT_S: Final = 15.0
 """For the answer to one try of a call, which is repeated ..."""
-LOST_S: Final = 1.0
+ATTEMPT_PATIENCE_S: Final = 1.0
 """... and after this time without a relay or store it is told what we wait for."""
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Mirror:
         self._limits = limits
         self._uuid = uuid
         self._patience = patience
-        self._of = self._log = b""
+        self._source_uuid = self._copy_uuid = b""
         """The uuids of the source and the copy, once they are found."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -105,12 +105,12 @@ class Mirror:
             if not task.cancelled():  # else it was closed
                 task.result()
         finally:
-            await self._end()
+            await self._cancel()
 
     async def close(self) -> None:
         """Copy nothing more: `run` returns. Idempotent."""
         self._closed = True
-        await self._end()
+        await self._cancel()
 
     async def __aenter__(self) -> Self:
         self._check()
@@ -124,7 +124,7 @@ class Mirror:
         if self._closed:
             raise Closed(f"the mirror of {self.source!r} was closed")
 
-    async def _end(self) -> None:
+    async def _cancel(self) -> None:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -135,16 +135,18 @@ class Mirror:
     async def _open(self) -> None:
         """Find the source, and find or make the copy."""
         try:
-            copy: Known | None = await self._stores.describe(self.name, "", timeout=TRY_S)
+            copy: VerifiedStream | None = await self._stores.describe(
+                self.name, "", timeout=ATTEMPT_S
+            )
         except NoStream:
             copy = None
         if copy is None:
             # A source that never was there is told at once.
             source = await self._describe(self._uuid)
-            copy = await make_stream(self._stores, self._defined(source), TRY_S)
+            copy = await make_stream(self._stores, self._copy_definition(source), ATTEMPT_S)
         else:
             self._check_copy(copy)
-            source = await self._patiently(lambda: self._describe(self._uuid, LOST_S))
+            source = await self._retry(lambda: self._describe(self._uuid, ATTEMPT_PATIENCE_S))
         self._check_copy(copy)
         self._check_source(source, copy.order.definition.mirror)
         ends, there = copy.described.next, source.described.next
@@ -153,16 +155,16 @@ class Mirror:
         if there < ends:
             detail = f"it ends at offset {there}, before its copy {self.name} at {ends}: the source has lost messages"
             raise StreamError(self.source, detail)
-        self._of, self._log = source.described.uuid, copy.described.uuid
+        self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
         self.next, self.source_next = ends, there
 
-    async def _describe(self, uuid: str, patience: float = TRY_S) -> Known:
-        known = await self._stores.describe(self.source, uuid, timeout=TRY_S, patience=patience)
+    async def _describe(self, uuid: str, patience: float = ATTEMPT_S) -> VerifiedStream:
+        known = await self._stores.describe(self.source, uuid, timeout=ATTEMPT_S, patience=patience)
         if known.dead:
             raise ConfigError(f"source: {self.source!r} holds dead letters, which are not copied")
         return known
 
-    def _defined(self, source: Known) -> Definition:
+    def _copy_definition(self, source: VerifiedStream) -> Definition:
         of = source.order.definition
         origin = Origin(source.order.uuid, of.name, of.topic, of.cluster)
         definition = Definition(
@@ -171,7 +173,7 @@ class Mirror:
         check_definition(definition)
         return definition
 
-    def _check_copy(self, copy: Known) -> None:
+    def _check_copy(self, copy: VerifiedStream) -> None:
         """Raise unless a stream is a copy, and is limited as was asked."""
         there = copy.order.definition
         if not there.mirror:
@@ -188,7 +190,7 @@ class Mirror:
                     f"it exists with {field} {getattr(there, field)}, not {value}; change one of them",
                 )
 
-    def _check_source(self, source: Known, mirror: str) -> None:
+    def _check_source(self, source: VerifiedStream, mirror: str) -> None:
         found = source.described.uuid.hex()
         if found != mirror:
             detail = f"it is a copy of log {mirror}, but {self.source} is log {found} now; copy that under another name"
@@ -197,16 +199,16 @@ class Mirror:
     # -- copying ---------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        if not self._log:
+        if not self._copy_uuid:
             await self._open()
         try:
             await self._copy()
         finally:
-            self._of = self._log = b""  # looked up anew by another run
+            self._source_uuid = self._copy_uuid = b""  # looked up anew by another run
 
     async def _copy(self) -> None:
         end = None if self._follow else self.source_next
-        await self._put(self.next, self.next, [])
+        await self._write(self.next, self.next, [])
         ahead: asyncio.Task[Fetched] | None = None
         try:
             while end is None or self.next < end:
@@ -218,7 +220,7 @@ class Mirror:
                 self.source_next = max(fetched.high_water, until)
                 if until > at and (end is None or until < end):
                     ahead = self._fetch(until)
-                await self._put(at, until, items)
+                await self._write(at, until, items)
                 if ahead is not None and self.next != until:  # another mirror was faster
                     await _drop(ahead)
                     ahead = None
@@ -229,7 +231,7 @@ class Mirror:
         wait_ms = WAIT_MS if self._follow else 0
         limit = min(FETCH_BYTES, self._stores.runtime.message_limit)
         work = self._ask(
-            self.source, self._of, Fetch(start, limit, wait_ms), Fetched, wait_ms / 1000
+            self.source, self._source_uuid, Fetch(start, limit, wait_ms), Fetched, wait_ms / 1000
         )
         return asyncio.get_running_loop().create_task(work, name="iris-mirror-fetch")
 
@@ -244,26 +246,28 @@ class Mirror:
             if item.offset != ends:
                 detail = f"the store left out offsets {ends} to {item.offset}"
                 raise StreamDamaged(self.source, detail)
-            ends = _end_of(item)
-        if fetched.uuid != self._of or (ends != fetched.next and len(items) == len(fetched.items)):
+            ends = _end_offset(item)
+        if fetched.uuid != self._source_uuid or (
+            ends != fetched.next and len(items) == len(fetched.items)
+        ):
             raise StreamDamaged(self.source, f"the store left out offsets {ends} to {fetched.next}")
         return items, ends
 
-    async def _put(self, start: int, until: int, items: list[Item]) -> None:
-        call = Copy(self._of, start, until, items, self.source_next)
+    async def _write(self, start: int, until: int, items: list[Item]) -> None:
+        call = Copy(self._source_uuid, start, until, items, self.source_next)
         try:
-            done = await self._ask(self.name, self._log, call, Copied, writes=True)
+            done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
         except StreamError as err:
-            known = [_known_of_old(item) for item in items]
-            if type(err) is not StreamError or known == items:
+            adapted = [_for_older_store(item) for item in items]
+            if type(err) is not StreamError or adapted == items:
                 raise
-            call = Copy(self._of, start, until, known, self.source_next)
-            done = await self._ask(self.name, self._log, call, Copied, writes=True)
+            call = Copy(self._source_uuid, start, until, adapted, self.source_next)
+            done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
         if items and not done.taken and done.next == start:
             raise StreamError(self.name, f"its store wrote nothing of what follows offset {start}")
         self.next = done.next
         if done.taken:
-            self.copied += sum(_end_of(i) - i.offset for i in items if isinstance(i, Record))
+            self.copied += sum(_end_offset(i) - i.offset for i in items if isinstance(i, Record))
 
     # -- patience --------------------------------------------------------------------------------------------
 
@@ -276,14 +280,14 @@ class Mirror:
                 uuid.hex(),
                 call,
                 answer,
-                timeout=TRY_S + wait_s,
-                patience=LOST_S,
+                timeout=ATTEMPT_S + wait_s,
+                patience=ATTEMPT_PATIENCE_S,
                 writes=writes,
             )
 
-        return await self._patiently(once)
+        return await self._retry(once)
 
-    async def _patiently(self, once: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, once: Callable[[], Awaitable[T]]) -> T:
         """Return what `once` returns; again, for as long as our patience lasts, while a relay or a store is away."""
         since_s: float | None = None
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
@@ -308,13 +312,15 @@ class Mirror:
 
     async def _check_same(self) -> None:
         """Raise StreamError if another log has the source's name now: the one that we copy was deleted."""
-        if self._uuid or not self._of:
+        if self._uuid or not self._source_uuid:
             return
         with contextlib.suppress(StreamUnavailable, NoStream):
-            self._check_source(await self._describe("", LOST_S), self._of.hex())
+            self._check_source(
+                await self._describe("", ATTEMPT_PATIENCE_S), self._source_uuid.hex()
+            )
 
 
-def _end_of(item: Item) -> int:
+def _end_offset(item: Item) -> int:
     if isinstance(item, Record):
         return item.offset + int(END.unpack(item.end)[2])
     return item.next if isinstance(item, Hole) else item.offset + 1
@@ -326,7 +332,7 @@ async def _drop(task: asyncio.Task[Fetched] | None) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _known_of_old(item: Item) -> Item:
+def _for_older_store(item: Item) -> Item:
     """Return an item as a store knows it that is older than the reason "damaged": the source keeps it no more."""
     if isinstance(item, Hole) and HOLES.get(item.reason) == "damaged":
         return Hole(item.offset, item.next, 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
-from iris.streams.calls import Known
+from iris.streams.calls import VerifiedStream
 from iris.wire.orders import END, KEEP, ORDER_FRESH_US, Definition, Order, SignedOrder
 from iris.wire.streams import encode
 
@@ -25,45 +25,47 @@ def orders_to_create(
 
 
 def orders_to_change(
-    definition: Definition, keys: Iterable[ClusterKey], of: Known, keyring: Keyring
+    definition: Definition, keys: Iterable[ClusterKey], stream: VerifiedStream, keyring: Keyring
 ) -> list[SignedOrder]:
     """Return orders of the next revision under all our keys of the stream, and under `keys`.
 
     Our key that signed the latest known order countersigns the orders of keys that are new to the stream.
     """
-    has, issued_us = _ours(of, keyring), _time(of)
+    has, issued_us = _our_keys(stream, keyring), _issue_time_us(stream)
     wanted = {key.key_id: key for key in keys}
     return [
-        _signed(key, _next(KEEP, key, of, definition, issued_us), None if key_id in has else has[of.order.key_id])
+        _signed(key, _next_order(KEEP, key, stream, definition, issued_us), None if key_id in has else has[stream.order.key_id])
         for key_id, key in {**wanted, **has}.items()
     ]  # fmt: skip
 
 
-def orders_to_end(of: Known, keyring: Keyring) -> list[SignedOrder]:
+def orders_to_end(stream: VerifiedStream, keyring: Keyring) -> list[SignedOrder]:
     """Return orders to end a stream, under all our keys of it."""
-    definition, issued_us = of.order.definition, _time(of)
+    definition, issued_us = stream.order.definition, _issue_time_us(stream)
     return [
-        _signed(key, _next(END, key, of, definition, issued_us)) for key in _ours(of, keyring).values()
+        _signed(key, _next_order(END, key, stream, definition, issued_us)) for key in _our_keys(stream, keyring).values()
     ]  # fmt: skip
 
 
-def _ours(of: Known, keyring: Keyring) -> dict[bytes, ClusterKey]:
-    ids = [public_id(signed.public_key) for signed in of.described.orders]
+def _our_keys(stream: VerifiedStream, keyring: Keyring) -> dict[bytes, ClusterKey]:
+    ids = [public_id(signed.public_key) for signed in stream.described.orders]
     return {key_id: key for key_id in ids if (key := keyring.by_id(key_id))}
 
 
-def _time(of: Known) -> int:
+def _issue_time_us(stream: VerifiedStream) -> int:
     """Return the time for new orders of a stream: now, or just after the known order if that is not far ahead."""
-    before_us, now_us = of.order.issued_us, time.time_ns() // 1000
+    before_us, now_us = stream.order.issued_us, time.time_ns() // 1000
     if before_us - now_us < ORDER_FRESH_US // 2:
         return max(now_us, before_us + 1)  # stores from before there were revisions compare it
     return now_us
 
 
-def _next(action: str, key: ClusterKey, of: Known, definition: Definition, issued_us: int) -> Order:
-    uuid, store = of.order.uuid, of.order.store
+def _next_order(
+    action: str, key: ClusterKey, stream: VerifiedStream, definition: Definition, issued_us: int
+) -> Order:
+    uuid, store = stream.order.uuid, stream.order.store
     return Order(
-        action, uuid, key.key_id, store, issued_us, definition, definition.order_version, of.revision + 1
+        action, uuid, key.key_id, store, issued_us, definition, definition.order_version, stream.revision + 1
     )  # fmt: skip
 
 

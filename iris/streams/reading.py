@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Final, Self
 
 from iris.errors import Closed, StreamDamaged, StreamError
-from iris.streams.calls import Known, Stores
-from iris.streams.records import RecordOpener, StreamGap, StreamMessage, told
+from iris.streams.calls import Stores, VerifiedStream
+from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.wire.codec import END
 from iris.wire.orders import DEAD
 from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
@@ -52,7 +52,7 @@ class Reader:
         self._fetching: asyncio.Task[Fetched] | None = None
         self._closed = False
         self._end: int | None = None
-        self._left: tuple[Fetched, int] | None = None
+        self._unread: tuple[Fetched, int] | None = None
         """An answer whose items from this one on are to be handed out."""
 
     @property
@@ -91,7 +91,7 @@ class Reader:
                 await self._find_start()
             if self._end is not None and self._at >= self._end:
                 raise StopAsyncIteration
-            left, self._left = self._left, None
+            left, self._unread = self._unread, None
             fetched, index = left or (await self._next(), 0)
             try:
                 messages = await self._open(fetched, index)
@@ -129,7 +129,7 @@ class Reader:
         )
         # From now on it is this log and no other of the same name.
         self._uuid = self._uuid or known.described.uuid.hex()
-        self._opener.known = known
+        self._opener.stream = known
         self.high_water = known.described.next
         if not self._follow:
             self._end = known.described.next
@@ -160,7 +160,7 @@ class Reader:
             patience=self._patience,
         )
         task = asyncio.get_running_loop().create_task(work, name="iris-fetch")
-        task.add_done_callback(_seen)
+        task.add_done_callback(_retrieve_error)
         return task
 
     # -- opening ---------------------------------------------------------------------------------------------
@@ -178,12 +178,12 @@ class Reader:
             if item.offset > at:
                 raise StreamDamaged(self.name, f"the store left out offsets {at} to {item.offset}")
             if not isinstance(item, Record):
-                gap = told(item)
+                gap = to_gap(item)
                 if gap.next > at:
                     if messages:
-                        return self._up_to(at, messages, fetched, number)
+                        return self._before_gap(at, messages, fetched, number)
                     self._at = at = gap.next
-                    self._tell(gap)
+                    self._report(gap)
                 continue
             end = item.offset + END.unpack(item.end)[2]
             if end <= at:
@@ -191,9 +191,9 @@ class Reader:
             opened = self._opener.open(item)
             if isinstance(opened, StreamGap):
                 if messages:
-                    return self._up_to(at, messages, fetched, number)
+                    return self._before_gap(at, messages, fetched, number)
                 self._at = end
-                self._tell(opened)
+                self._report(opened)
             else:
                 if item.offset < at:
                     opened = opened[at - item.offset :]
@@ -214,11 +214,11 @@ class Reader:
         self._at = at
         return self._before_end(messages)
 
-    def _up_to(
+    def _before_gap(
         self, at: int, messages: list[StreamMessage], fetched: Fetched, number: int
     ) -> list[StreamMessage]:
         """Hand out what is in front of a gap, which is the item `number` of an answer and comes next."""
-        self._at, self._left = at, (fetched, number)
+        self._at, self._unread = at, (fetched, number)
         return self._before_end(messages)
 
     def _before_end(self, messages: list[StreamMessage]) -> list[StreamMessage]:
@@ -226,7 +226,7 @@ class Reader:
             return [message for message in messages if message.offset < self._end]
         return messages
 
-    def _tell(self, gap: StreamGap) -> None:
+    def _report(self, gap: StreamGap) -> None:
         self.gaps.append(gap)
         if self._on_gap is not None:
             self._on_gap(gap)
@@ -234,7 +234,7 @@ class Reader:
 
 async def start_offset(
     stores: Stores, name: str, uuid: str, start: Start, *, patience: float
-) -> tuple[Known, int]:
+) -> tuple[VerifiedStream, int]:
     """Return a stream, and the offset that `start` means there; raises StreamError."""
     known = await stores.describe(name, uuid, timeout=patience, patience=patience)
     found = known.described
@@ -262,7 +262,7 @@ async def resolve_dead(
 ) -> None:  # fmt: skip
     """Put the message that a dead letter of the stream `name` refers to in its place, if it can still be read."""
     base = name.removesuffix(DEAD)
-    if opener.known is None or dead.uuid != opener.known.order.uuid:
+    if opener.stream is None or dead.uuid != opener.stream.order.uuid:
         message.headers = {"unreadable": "it refers to another stream"}
         return
     try:
@@ -273,7 +273,7 @@ async def resolve_dead(
         message.headers = {"unreadable": str(err)[:1024]}
         return
     for item in fetched.items:
-        opened = opener.open(item) if isinstance(item, Record) else told(item)
+        opened = opener.open(item) if isinstance(item, Record) else to_gap(item)
         if isinstance(opened, StreamGap):
             message.headers = {"unreadable": opened.cause[:1024]}
             continue
@@ -284,6 +284,6 @@ async def resolve_dead(
                 message.source, message.sent_us = original.source, original.sent_us
 
 
-def _seen(task: asyncio.Task[Fetched]) -> None:
+def _retrieve_error(task: asyncio.Task[Fetched]) -> None:
     if not task.cancelled():
         task.exception()

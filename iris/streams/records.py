@@ -12,7 +12,7 @@ from iris.core.message import Message
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import DecodeError, OpenError
-from iris.streams.calls import Known
+from iris.streams.calls import VerifiedStream
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
@@ -30,7 +30,7 @@ from iris.wire.streams import (
 )
 
 MAX_OPENERS: Final = 16_384
-_Place = tuple[int, str, bytes, bytes]
+_OpenerKey = tuple[int, str, bytes, bytes]
 
 
 class StreamMessage(Message, gc=False):
@@ -102,8 +102,8 @@ class RecordOpener:
 
     def __init__(self, find_key: Callable[[bytes], ClusterKey | None]) -> None:
         self._find_key = find_key
-        self._openers: dict[_Place, tuple[Opener, bytes]] = {}
-        self.known: Known | None = None
+        self._openers: dict[_OpenerKey, tuple[Opener, bytes]] = {}
+        self.stream: VerifiedStream | None = None
         """The stream: what neither it nor what it is a copy of records is not of it, whatever its store says."""
 
     def forget_keys(self) -> None:
@@ -114,7 +114,7 @@ class RecordOpener:
         """Return the messages of a record, or why there are none."""
         sent_us, _, count, _ = END.unpack(record.end)
         end = record.offset + count
-        if record.kind == DEAD_KIND and self.known is not None and self.known.dead:
+        if record.kind == DEAD_KIND and self.stream is not None and self.stream.dead:
             return self._dead(record)
         plain = self.open_plain(record)
         if isinstance(plain, StreamGap):
@@ -161,10 +161,10 @@ class RecordOpener:
         """Return the bundle of a record (see `iris.core.bundle`), which is no dead letter, or why it cannot be opened."""
         _, _, count, _ = END.unpack(record.end)
         end = record.offset + count
-        place = (record.kind, record.name, record.key_id, record.sender_id)
-        found = self._openers.get(place)
+        opener_key = (record.kind, record.name, record.key_id, record.sender_id)
+        found = self._openers.get(opener_key)
         if found is None:
-            if self.known is None or not _belongs(record, self.known):
+            if self.stream is None or not _belongs(record, self.stream):
                 return StreamGap(
                     record.offset,
                     end,
@@ -178,7 +178,7 @@ class RecordOpener:
             if len(self._openers) >= MAX_OPENERS:
                 self._openers.clear()
             prefix = metadata_prefix(record.kind, record.name, record.key_id, record.sender_id)
-            found = self._openers[place] = Opener(key, record.sender_id), prefix
+            found = self._openers[opener_key] = Opener(key, record.sender_id), prefix
         opener, prefix = found
         try:
             return opener.open(record.body, prefix + record.end)[1]
@@ -188,8 +188,8 @@ class RecordOpener:
     def item(self, item: Item) -> StreamRecord | StreamGap:
         """Return a record, opened, or why there is none."""
         if not isinstance(item, Record):
-            return told(item)
-        dead = item.kind == DEAD_KIND and self.known is not None and self.known.dead
+            return to_gap(item)
+        dead = item.kind == DEAD_KIND and self.stream is not None and self.stream.dead
         plain = item.body if dead else self.open_plain(item)
         if isinstance(plain, StreamGap):
             return plain
@@ -232,12 +232,14 @@ class StreamPage:
         return map(self._opener.item, self._items)
 
 
-def _belongs(record: Record, known: Known) -> bool:
+def _belongs(record: Record, known: VerifiedStream) -> bool:
     definition = known.order.definition
-    return _is_of(record, definition) or any(_is_of(record, one) for one in definition.origins)
+    return _is_recorded_by(record, definition) or any(
+        _is_recorded_by(record, one) for one in definition.origins
+    )
 
 
-def _is_of(record: Record, of: Definition | Origin) -> bool:
+def _is_recorded_by(record: Record, of: Definition | Origin) -> bool:
     if record.kind == Kind.STREAM:
         return record.name == of.name
     if record.kind == Kind.PUBLISH:
@@ -245,7 +247,7 @@ def _is_of(record: Record, of: Definition | Origin) -> bool:
     return record.kind in (Kind.PUSH, Kind.BROADCAST) and record.name == of.cluster
 
 
-def told(item: Gap | Hole) -> StreamGap:
+def to_gap(item: Gap | Hole) -> StreamGap:
     """Return what a reader hears of offsets without messages."""
     if isinstance(item, Gap):
         return StreamGap(item.offset, item.offset + 1, item.count, item.cause)

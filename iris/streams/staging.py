@@ -91,7 +91,7 @@ class Staging:
         self._call_bytes = 0
         self._sealed_by: tuple[bytes, ClusterKey] | None = None
         """Sender id and key of the records in the call."""
-        self._way_bytes = 0
+        self._unacknowledged_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._ended = ""
@@ -121,10 +121,10 @@ class Staging:
         if extras is PLAIN:
             await self._add(data, headers, packed)
             return
-        out, sealing = await self._cut()
+        out, sealing = await self._seal_open_record()
         one = (headers,) if headers else None
         sealed = out.record(self.name, sealing, (data,), one, packed, extras.key)
-        self._take(sealed, sealing, extras)
+        self._add_record(sealed, sealing, extras)
 
     async def append_many(self, messages: Iterable[object]) -> None:
         """Stage messages in order, several to a record; raises as `append`."""
@@ -142,14 +142,14 @@ class Staging:
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
             raise LocalProtocolError(f"the bytes are not a bundle of {count} messages")
         self._stores.runtime.check_size(plain, OF_A_MESSAGE)
-        out, sealing = await self._cut()
-        self._take(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
+        out, sealing = await self._seal_open_record()
+        self._add_record(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
 
     async def finish(self) -> StagedAttempt:
         """Return the attempt once all of it is on the store's disk; nothing more can be appended. Raises the first error there was."""
         if self._ended != FINISHED:
             self._check()
-            await self._cut()
+            await self._seal_open_record()
             self._send()
             self._ended = FINISHED
         while self._tasks and self._error is None:
@@ -184,23 +184,27 @@ class Staging:
         """Put a message into the open record, which is sealed first if it is full or of another kind."""
         size = message_bytes(data, headers)
         while not self._open.fits(size, packed):
-            await self._cut()
+            await self._seal_open_record()
         self._open.append(data, headers, packed, size)
 
-    async def _cut(self) -> tuple[Outbound, ClusterKey]:
+    async def _seal_open_record(self) -> tuple[Outbound, ClusterKey]:
         """Seal the open record, once there is room for it; return what to seal with. Cancelled while it waits, it has done nothing."""
-        while self._way_bytes > WINDOW_BYTES and self._error is None:
+        while self._unacknowledged_bytes > WINDOW_BYTES and self._error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        place = await self._stores.place(self.name, self._uuid, timeout=self._timeout)
+        location = await self._stores.locate(self.name, self._uuid, timeout=self._timeout)
         _, session = await self._stores.runtime.ready(self.name, self._timeout)
         self._check()
         if self._open.payloads:
             payloads, headers = self._open.cut()
-            sealed = session.out.record(self.name, place.key, payloads, headers, self._open.packed)
-            self._take(sealed, place.key, PLAIN)
-        return session.out, place.key
+            sealed = session.out.record(
+                self.name, location.key, payloads, headers, self._open.packed
+            )
+            self._add_record(sealed, location.key, PLAIN)
+        return session.out, location.key
 
-    def _take(self, sealed: tuple[bytes, bytes, bytes], key: ClusterKey, extras: Extras) -> None:
+    def _add_record(
+        self, sealed: tuple[bytes, bytes, bytes], key: ClusterKey, extras: Extras
+    ) -> None:
         """Put a sealed record into the call, which is sent first if it is full or of another sender."""
         sender_id, end, body = sealed
         size = len(body) + RECORD_BYTES
@@ -223,18 +227,18 @@ class Staging:
         self._call, self._call_bytes = [], 0
         sender_id, key = self._sealed_by
         call = Stage(self.writer, self.batch, self._attempt, sender_id, records)
-        self._way_bytes += size
-        task = asyncio.create_task(self._stage(call, key, size), name="iris-stage")
+        self._unacknowledged_bytes += size
+        task = asyncio.create_task(self._send_call(call, key, size), name="iris-stage")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _stage(self, call: Stage, key: ClusterKey, size: int) -> None:
+    async def _send_call(self, call: Stage, key: ClusterKey, size: int) -> None:
         """Send a call until it is answered. Its records open under the key they were sealed with, so it goes under no other."""
 
         async def once(left_s: float) -> Staged:
-            place = await self._stores.find(self.name, self._uuid, timeout=left_s)
+            location = await self._stores.find(self.name, self._uuid, timeout=left_s)
             return await self._stores.ask(
-                place.address, key, call, Staged, timeout=left_s, shown=self.name, writes=True
+                location.address, key, call, Staged, timeout=left_s, shown=self.name, writes=True
             )
 
         try:
@@ -242,7 +246,7 @@ class Staging:
         except Exception as err:  # whoever appends or finishes hears of it, whatever it is
             self._error = self._error or err
         finally:
-            self._way_bytes -= size
+            self._unacknowledged_bytes -= size
 
 
 def check_batch(name: str, writer: str, batch: int) -> None:

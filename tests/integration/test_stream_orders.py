@@ -200,7 +200,7 @@ async def test_a_client_believes_the_order_of_the_highest_revision(setting: Any)
 
     for orders in ([signed(1, 1 << 62), signed(2, 1)], [signed(2, 1), signed(1, 1 << 62)]):
         said = structs.replace(known.described, orders=orders)
-        found = client.streams._stores.known("orders", said)
+        found = client.streams._stores.verified("orders", said)
         assert (found.order.definition.max_messages, found.revision) == (2, 2)
 
 

@@ -35,7 +35,7 @@ from iris.crypto.keys import (
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Sealer, derive_key_and_salt
 from iris.remote import certificate_hash
-from iris.streams.calls import Known
+from iris.streams.calls import VerifiedStream
 from iris.streams.records import RecordOpener
 from iris.wire import frames, streams
 from iris.wire.codec import (
@@ -471,7 +471,7 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
     fetched = streams.Fetched([hole, gap, record], 8, 0, 8, STREAM_UUID)
     opener = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None)
     unasked: Any = None
-    opener.known = Known(decode_order(ORDER), unasked)
+    opener.stream = VerifiedStream(decode_order(ORDER), unasked)
     opened = opener.open(record)
     assert isinstance(opened, list), opened
     grant = CONTROLS["grant"]

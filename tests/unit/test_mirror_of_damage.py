@@ -36,7 +36,7 @@ class Stub(Mirror):
 async def test_a_store_that_refuses_the_reason_gets_one_that_it_knows() -> None:
     mirror = Stub(StreamError("orders-eu", "5 is not a valid Reason"))
     items = [Hole(0, 3, 2), Hole(3, 9, 5), Gap(9, None, "the relay was away", 1)]
-    await mirror._put(0, 10, list(items))
+    await mirror._write(0, 10, list(items))
     assert mirror.calls[0].items == items
     assert mirror.calls[1].items == [items[0], Hole(3, 9, 1), items[2]]
     assert (len(mirror.calls), mirror.next) == (2, 10)
@@ -46,8 +46,8 @@ async def test_a_store_that_refuses_the_reason_gets_one_that_it_knows() -> None:
 async def test_other_refusals_are_passed_on(refusal: StreamError) -> None:
     mirror = Stub(refusal, ever=True)
     with pytest.raises(type(refusal), match=refusal.detail):
-        await mirror._put(0, 3, [Hole(0, 3, 2)])
+        await mirror._write(0, 3, [Hole(0, 3, 2)])
     assert len(mirror.calls) == 1
     with pytest.raises(type(refusal), match=refusal.detail):
-        await mirror._put(0, 3, [Hole(0, 3, 5)])
+        await mirror._write(0, 3, [Hole(0, 3, 5)])
     assert len(mirror.calls) == (3 if type(refusal) is StreamError else 2)

@@ -288,7 +288,7 @@ SABOTAGES = (
         "reader-belongs",
         "iris/streams/records.py",
         "RecordOpener.open_plain",
-        "self.known is None or not _belongs(record, self.known)",
+        "self.stream is None or not _belongs(record, self.stream)",
         "False",
         (
             "tests/integration/test_stream_appends.py::test_a_record_that_the_stream_never_recorded_is_not_shown",

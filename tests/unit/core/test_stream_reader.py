@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from iris.errors import StreamDamaged
-from iris.streams.calls import Known
+from iris.streams.calls import VerifiedStream
 from iris.streams.reading import Reader
 from iris.wire.orders import KEEP, Definition, Order
 from iris.wire.streams import Described, Fetch, Fetched, Find, Gap, Hole, Item
@@ -28,9 +28,9 @@ class Stores:
     def find_key(self, key_id: bytes) -> None:
         return None
 
-    async def describe(self, name: str, uuid: str, **_: Any) -> Known:
+    async def describe(self, name: str, uuid: str, **_: Any) -> VerifiedStream:
         order = Order(KEEP, LOG, bytes(32), bytes(16), 0, STREAM)
-        return Known(order, Described(STREAM, LOG, 0, [], bytes(32), "", 0, 0, 9, 9, 0))
+        return VerifiedStream(order, Described(STREAM, LOG, 0, [], bytes(32), "", 0, 0, 9, 9, 0))
 
     async def ask_stream(self, name: str, uuid: str, call: Fetch | Find, *_: Any, **__: Any) -> Any:
         items, end = self.answers.pop(0)

@@ -9,7 +9,7 @@ from iris.core.bundle import encode_bundle
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Sealer
 from iris.errors import RequestTimeout
-from iris.streams.calls import KeyUser, Known
+from iris.streams.calls import KeyUser, VerifiedStream
 from iris.streams.consuming import Consumer
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
@@ -35,9 +35,9 @@ class Stores:
     def find_key(self, key_id: bytes) -> ClusterKey | None:
         return KEY if key_id == KEY.key_id else None
 
-    async def describe(self, name: str, uuid: str, **_: Any) -> Known:
+    async def describe(self, name: str, uuid: str, **_: Any) -> VerifiedStream:
         order = Order(KEEP, LOG, bytes(32), KEY.key_id, 0, STREAM)
-        return Known(order, Described(STREAM, LOG, 0, [], bytes(32), "", 0, 0, 9, 9, 0))
+        return VerifiedStream(order, Described(STREAM, LOG, 0, [], bytes(32), "", 0, 0, 9, 9, 0))
 
     async def find(self, name: str, uuid: str, **_: Any) -> Stores:
         return self

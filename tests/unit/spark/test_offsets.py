@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from iris.spark.errors import SparkError
 from iris.spark.offsets import (
-    Place,
+    Position,
     check_same_log,
     decode_offsets,
     encode_offsets,
@@ -24,7 +24,7 @@ from relay.store.records import Reason
 
 
 def test_offsets_are_kafkas_json_and_the_log() -> None:
-    offsets = {"orders": Place("ab" * 16, 23), "bills": Place("cd" * 16, 0)}
+    offsets = {"orders": Position("ab" * 16, 23), "bills": Position("cd" * 16, 0)}
     packed = json.dumps(encode_offsets(offsets))
     assert json.loads(packed)["orders"] == {"0": 23, "log": "ab" * 16}
     assert decode_offsets(json.loads(packed)) == offsets
@@ -39,9 +39,9 @@ def test_a_foreign_checkpoint_is_refused(found: Any) -> None:
 
 
 def test_another_log_of_the_name_is_never_read_under_old_numbers() -> None:
-    check_same_log("orders", Place("a", 1), "a")
+    check_same_log("orders", Position("a", 1), "a")
     with pytest.raises(SparkError, match=r"^IRIS_DATA_LOSS: .*deleted and created again"):
-        check_same_log("orders", Place("a", 1), "b")
+        check_same_log("orders", Position("a", 1), "b")
 
 
 @given(st.integers(0, 1000), st.integers(0, 5000), st.integers(0, 40), st.integers(0, 700))
