@@ -1,7 +1,7 @@
-"""Durable streams: logs of what was published, pushed, broadcast or appended, kept sealed by a store.
+"""Durable streams: logs of published, pushed, broadcast or appended messages, kept sealed by a store.
 
-`client.streams` creates, describes, changes and deletes them, appends to them and reads them. The store holds no cluster key: it
-keeps what it cannot open, by an order that a holder of the key signed.
+`client.streams` creates, describes, changes and deletes streams, appends to them and reads them. The store has no
+cluster key, so it cannot open what it keeps. It acts on orders that a holder of the key has signed.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from iris.wire.streams import Committed, ConsumerInfo, DeleteConsumer, Fetch, Fe
 
 MAX_PRODUCERS: Final = 1024
 MAX_OPENERS: Final = 256
-"""Logs that are fetched from and known; past it they are asked for again."""
+"""Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""
 _ConsumerInfos = list[ConsumerInfo]
 _Infos = list[StreamInfo]
 _Offsets = list[int]
 _Pending = list[tuple[asyncio.Future[int], int]]
-"""`list` is a method of Streams."""
+"""These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
 PATIENCE_S: Final = 30.0
 __all__ = [
     "CommitInfo",
@@ -77,31 +77,33 @@ __all__ = [
 
 
 class Streams:
-    """The streams of a client's clusters and topics. Made by `client.streams`."""
+    """The streams of a client's clusters and topics; get it as `client.streams`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._stores = Stores(runtime)
         self.keys_changed = self._stores.keys_changed
         self._openers: dict[tuple[str, bytes], RecordOpener] = {}
-        """For `fetch`, by name and log."""
+        """Openers for `fetch`: (stream name, log uuid) -> opener."""
         self._appenders: dict[tuple[str, str], Appender] = {}
         runtime.parts.append(self)
 
-    # -- which there are -------------------------------------------------------------------------------------
+    # -- managing --------------------------------------------------------------------------------------------
 
     async def create(
         self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
         compact: bool = False, dedup_window: float = 0.0, timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
-        """Keep a log: of what is published to a `topic` filter, of a share of a `cluster`'s pushes and all its broadcasts, or of
-        what is appended alone. The oldest goes when there is more than `max_bytes`, `max_messages` or `max_age` seconds.
+        """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
 
-        For `dedup_window` seconds it remembers the ids of messages that are appended with one, and stores each once.
-        Again with the same definition it returns the stream that is there.
+        With `topic` it records what is published to that filter. With `cluster` it records all the cluster's
+        broadcasts and a share of its pushes. With neither it holds only what is appended. The oldest messages are
+        removed when the stream exceeds `max_bytes`, `max_messages` or `max_age` (seconds); 0 is no limit. With
+        `compact` the last message of each key is kept. For `dedup_window` seconds the store remembers message ids
+        and stores each id once.
 
         Raises:
-            StreamExists: one of this name is there and defined otherwise.
+            StreamExists: a stream of this name exists with a different definition.
             StreamUnavailable: there is no store, or it did not answer.
         """
         check_local_name(name)
@@ -128,14 +130,17 @@ class Streams:
         )
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
-        """Return what a stream is and holds; `uuid` in hex, where two stores hold one of the name. Raises StreamError."""
+        """Return a stream's definition and state.
+
+        If two stores hold this name, choose one by `uuid` (hex). Raises StreamError.
+        """
         return stream_info(await self._stores.describe(name, uuid, timeout=timeout))
 
     async def list(self, *, timeout: float = 5.0) -> _Infos:
-        """Return all streams under our keys, of every store that our relay knows, by name.
+        """Return the streams of all stores that the local relay knows, for the keys in this keyring, sorted by name.
 
         Raises:
-            StreamUnavailable: one of the stores did not answer.
+            StreamUnavailable: a store did not answer.
         """
         infos = [stream_info(known) for known in await list_streams(self._stores, timeout)]
         return sorted(infos, key=lambda info: (info.name, info.uuid))
@@ -145,10 +150,12 @@ class Streams:
         compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
         uuid: str = "", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
-        """Change what a stream keeps, or whether it records; and let every key of ours for it be one of its keys.
+        """Change a stream's limits, or whether it records; None leaves a field as it is.
+
+        The stream is also shared with every key that this keyring has for it.
 
         Raises:
-            StreamError: there is no such stream, or its store refused.
+            StreamError: the stream does not exist, or its store refused.
         """
         changes = given_fields(
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
@@ -161,29 +168,30 @@ class Streams:
     async def pause(
         self, name: str, *, consumers: bool = False, uuid: str = "", timeout: float = 10.0
     ) -> StreamInfo:
-        """Stop recording until `resume`: **what is published meanwhile is lost** (a gap says so), and appends are refused.
+        """Stop recording until `resume`. **What is published meanwhile is lost** (a gap reports it); appends fail.
 
-        With `consumers` nothing is lost: recording, appends and readers go on, and consumers are handed nothing until `resume`. What
-        workers hold they may settle. Raises StreamError.
+        With `consumers` nothing is lost: recording, appends and readers go on, but consumers receive nothing until
+        `resume`. Workers may still settle the messages they hold. Raises StreamError.
         """
         if consumers:
             return await self.change(name, consumers_paused=True, uuid=uuid, timeout=timeout)
         return await self.change(name, paused=True, uuid=uuid, timeout=timeout)
 
     async def resume(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
-        """Record, append and hand out to consumers again. Raises StreamError."""
+        """Undo `pause`: record, accept appends and deliver to consumers again. Raises StreamError."""
         return await self.change(
             name, paused=False, consumers_paused=False, uuid=uuid, timeout=timeout
         )
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
-        """End a stream: its log, its dead letters and its consumers are removed. Raises StreamError."""
+        """Delete a stream with its log, its dead letters and its consumers. Raises StreamError."""
         await end_stream(self._stores, name, uuid, timeout)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
-        """Give every stream of ours the keys that our keyring has for it now, and return those that lacked one.
+        """Share every stream with all keys this keyring has for it now; return the streams that lacked one.
 
-        After `iris key add` and `promote` a stream records under the new key from then on. Raises StreamError.
+        Call it after `iris key add` and `iris key promote`: from then on streams record under the new key too.
+        Raises StreamError.
         """
         until_s = time.monotonic() + timeout
         changed = []
@@ -205,14 +213,22 @@ class Streams:
     ) -> int:  # fmt: skip
         """Store a message and return its offset once it is on disk.
 
-        What is appended in one turn of the event loop is stored together. `key`: compaction keeps the last message of each, and
-        workers of a consumer get those of one key one after the other; a `tombstone` says that the key is deleted. `ttl`: seconds
-        after which it is gone. `deliver_at`: consumers get it then. `expect`: only if this is its offset. `message_id`: within the
-        stream's `dedup_window` a message of this id is stored once, whoever appends it again; the offset is that of the first.
+        Messages appended in one turn of the event loop are stored together.
+
+        Args:
+            key: compaction keeps the last message of each key, and a consumer's workers get the messages of a key one
+                after the other.
+            tombstone: the message deletes its key.
+            ttl: seconds after which the message is removed.
+            deliver_at: the time before which consumers do not get it.
+            expect: store the message only if its offset will be this one.
+            message_id: within the stream's `dedup_window` a message with this id is stored once, even if another
+                client appends it again. The offset returned is then that of the first.
 
         Raises:
-            OffsetConflict: the next offset is another; nothing was stored.
-            StreamError: StreamUnavailable says in `may_have_run` whether it may be stored. After a timeout it may still be.
+            OffsetConflict: the next offset is not `expect`; nothing was stored.
+            StreamError: for StreamUnavailable, `may_have_run` says whether the message may be stored. After a timeout
+                it may still be.
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
         extras = await make_extras(
@@ -240,7 +256,10 @@ class Streams:
     async def append_many(
         self, name: str, messages: Sequence[object], *, uuid: str = "", timeout: float = 30.0
     ) -> _Offsets:
-        """Store messages in order and return their offsets once all are on disk; raises as `append`, and then some may be stored."""
+        """Store messages in order; return their offsets once all are on disk.
+
+        Raises as `append`; some may be stored then.
+        """
         appender = self._appender(name, uuid)
         producer = appender.producer
         pending: _Pending = []
@@ -263,10 +282,10 @@ class Streams:
     def stage(
         self, name: str, *, writer: str, batch: int, uuid: str = "", timeout: float = 60.0
     ) -> Staging:
-        """Return a new attempt at a batch, which nobody sees until it is committed; see `Staging`.
+        """Return a new attempt at a batch. Its messages are invisible until the batch is committed; see `Staging`.
 
-        `writer` names who numbers the batches, the same in every process. `timeout`: seconds for each call to the store, retries
-        included.
+        `writer` identifies the job that numbers the batches, and is the same in all its processes. `timeout` is in
+        seconds, for each call to the store with its retries.
         """
         check_batch(name, writer, batch)
         return Staging(self._stores, name, writer=writer, batch=batch, uuid=uuid, timeout=timeout)
@@ -274,15 +293,16 @@ class Streams:
     async def commit(
         self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt], uuid: str = "", timeout: float = 60.0
     ) -> CommitInfo:  # fmt: skip
-        """Append what the attempts staged, in order, all of it at once, and drop what else was staged for this batch or earlier ones.
+        """Append everything the attempts staged, in order and all at once.
 
-        Each batch of a writer is stored once: again, or below the writer's last one, it changes nothing. Batches rise and may skip
-        numbers. After an error call it again with the same attempts, if in doubt.
+        Anything else staged for this batch or earlier batches is dropped. Each batch of a writer is stored once: to
+        commit it again, or to commit one below the writer's last batch, changes nothing. Batch numbers rise and may
+        skip. If you do not know whether a commit succeeded, call it again with the same attempts.
 
         Raises:
-            StagedMissing: an attempt is not staged, or not whole: it expired, say.
-            StreamError: likewise nothing was committed, unless `may_have_run`.
-            MessageTooLarge: the attempts do not fit one call: 40,000 or so do.
+            StagedMissing: an attempt is not staged or not complete (it may have expired). Nothing was committed.
+            StreamError: nothing was committed, unless `may_have_run` is set.
+            MessageTooLarge: the attempts do not fit one call, which holds about 40,000.
         """
         call = commit_call(name, writer, batch, attempts, self._runtime.message_limit)
         done = await self._stores.ask_stream(
@@ -293,7 +313,10 @@ class Streams:
     async def discard(
         self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt] = (), uuid: str = "", timeout: float = 10.0
     ) -> int:  # fmt: skip
-        """Drop what the attempts staged, without any what all of the batch did; return how many records that was. Raises StreamError."""
+        """Drop what the attempts staged, or, if none is given, everything staged for the batch. Raises StreamError.
+
+        Returns the number of records dropped.
+        """
         call = discard_call(name, writer, batch, attempts, self._runtime.message_limit)
         done = await self._stores.ask_stream(
             name, uuid, call, Settled, timeout=timeout, writes=True
@@ -308,7 +331,8 @@ class Streams:
     ) -> Reader:  # fmt: skip
         """Return a reader of the messages from `start` on: "first", "last", "new", an offset, or a time.
 
-        `name` as "eu:orders" is another site's. It follows the stream as it grows; with `follow=False` it ends where the stream ended when it began. See `Reader`.
+        A name like "eu:orders" reads a stream of another site. The reader follows the stream as it grows; with
+        `follow=False` it ends where the stream ended when reading began. See `Reader`.
         """
         check_address(name)
         return Reader(
@@ -325,18 +349,21 @@ class Streams:
     async def find(
         self, name: str, at: Start, *, uuid: str = "", timeout: float = PATIENCE_S
     ) -> int:
-        """Return the offset that `at` means there: "first", "last", "new", an offset, or a time. Raises StreamError."""
+        """Return the offset that `at` means in a stream: "first", "last", "new", an offset, or a time.
+
+        Raises StreamError.
+        """
         check_address(name)
         return (await start_offset(self._stores, name, uuid, at, patience=timeout))[1]
 
     async def fetch(
         self, name: str, start: int, *, uuid: str = "", max_bytes: int = FETCH_BYTES, wait: float = 0.0, timeout: float = PATIENCE_S
     ) -> StreamPage:  # fmt: skip
-        """Return what the stream holds from offset `start` on, one answer of the store: for programs that keep count of offsets themselves.
+        """Return one page of the stream from offset `start` on, for programs that track offsets themselves.
 
-        Records come whole, and are opened but not taken apart. An answer has `max_bytes` at most, or one record. At the end of the
-        stream it is empty, after `wait` seconds (up to 60) in which nothing came. `timeout`: seconds beyond that for which the
-        relay or the store may be away.
+        Records come whole; they are opened but not split into messages. A page has at most `max_bytes`, or one
+        larger record. At the end of the stream, `fetch` waits up to `wait` seconds (at most 60) and then returns an
+        empty page. `timeout` is the time beyond `wait`, in seconds, for which the relay or the store may be away.
 
         Raises:
             StreamError: NoStream, StreamDamaged, StreamUnavailable.
@@ -350,7 +377,7 @@ class Streams:
         opener = self._openers.get((name, fetched.uuid))
         if opener is None:
             opener = RecordOpener(self._runtime.find_key)
-            # What a log records never changes, so it is asked once.
+            # A log never changes what it records, so one description is enough.
             opener.stream = await self._stores.describe(
                 name, fetched.uuid.hex(), timeout=seconds_left(until_s)
             )
@@ -365,11 +392,12 @@ class Streams:
         max_deliver: int = 0, max_messages: int = TAKE_MESSAGES, uuid: str = "", patience: float = PATIENCE_S,
         on_gap: Callable[[StreamGap], object] | None = None,
     ) -> Consumer:  # fmt: skip
-        """Return a worker of a consumer, whose place in the stream the store keeps; see `Consumer`.
+        """Return a worker of a consumer, whose position in the stream the store keeps; see `Consumer`.
 
-        It is made at the first take, from `start` on. With `group` several workers share its messages, those of one key in order;
-        else the latest worker has them all. One that is not `durable` is forgotten after a minute without a worker. What was
-        delivered `max_deliver` times (0: no limit) and not acknowledged goes to the dead letters, the stream `NAME.dead`.
+        The first batch creates the consumer, at `start`. With `group`, several workers share its messages, those of
+        one key in order; without it, the latest worker receives everything. A consumer that is not `durable` is
+        deleted after a minute without a worker. A message that was delivered `max_deliver` times (0: no limit)
+        without an acknowledgement moves to the dead letters, the stream `NAME.dead`.
         """
         check_address(name)
         check_cluster(consumer)
@@ -379,14 +407,14 @@ class Streams:
         )  # fmt: skip
 
     async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
-        """Return where the consumers of a stream are, by name. Raises StreamError."""
+        """Return the consumers of a stream and their positions, by name. Raises StreamError."""
         check_address(name)
         return await list_consumers(self._stores, name, uuid, timeout)
 
     async def delete_consumer(
         self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
     ) -> None:
-        """Forget a consumer: its workers end, and one of the same name starts anew. Raises StreamError."""
+        """Delete a consumer: its workers end, and a new one of the same name starts over. Raises StreamError."""
         check_address(name)
         call = DeleteConsumer(check_cluster(consumer))
         await self._stores.ask_stream(name, uuid, call, Settled, timeout=timeout, writes=True)
@@ -397,11 +425,11 @@ class Streams:
         self, source: str, name: str, *, follow: bool = True, max_bytes: int | None = None, max_messages: int | None = None,
         max_age: float | None = None, compact: bool | None = None, uuid: str = "", patience: float = math.inf,
     ) -> Mirror:  # fmt: skip
-        """Return what copies another site's stream, "eu:orders", into the stream `name` of our site; see `Mirror`.
+        """Return a mirror that copies a remote site's stream, such as "eu:orders", into the local stream `name`.
 
-        The copy is made if it is not there, and keeps all that its limits let it. It is read and consumed as the source is, at the
-        same offsets, and takes nothing else until `promote`. `uuid`: which log, where two of the source's name are there.
-        `patience`: seconds for which a relay or a store may be away.
+        The copy is created if it does not exist, and keeps what its limits allow. It can be read and consumed like the
+        source, at the same offsets, and accepts nothing but copies until `promote`. `uuid` chooses the log if two have
+        the source's name. `patience` is how many seconds a relay or a store may be away. See `Mirror`.
         """
         check_address(source)
         check_local_name(name)
@@ -422,10 +450,11 @@ class Streams:
     async def promote(
         self, name: str, *, record: bool = True, uuid: str = "", timeout: float = 10.0
     ) -> StreamInfo:
-        """Make a copy a stream of its own, which goes on at its next offset and takes no more copies. Again it changes nothing.
+        """Turn a copy into an independent stream that continues at its next offset; no more is copied into it.
 
-        It takes appends from then on, and records what its source recorded, a topic or a cluster, here in our site; without
-        `record` appends alone. What the source had beyond is not in it, and cannot come later. Raises StreamError.
+        It accepts appends from then on and, with `record`, records in the local site the topic or cluster that its
+        source recorded. Messages of the source that were not copied yet are not in it and cannot be added later.
+        Calling it again changes nothing. Raises StreamError.
         """
         return await redefine(
             self._stores, name, uuid, lambda there: promoted(name, there, record), timeout
@@ -434,11 +463,11 @@ class Streams:
     # -- life ------------------------------------------------------------------------------------------------
 
     async def finish(self) -> None:
-        """Return when all that was appended has ended (for the client)."""
+        """Wait until every append has finished. The client calls it."""
         await asyncio.gather(*(appender.finish() for appender in self._appenders.values()))
 
     def end(self) -> None:
-        """Send nothing more (for the client)."""
+        """Stop sending, and fail the pending appends. The client calls it."""
         for appender in self._appenders.values():
             appender.end("the client was closed")
 

@@ -1,4 +1,4 @@
-"""Appends to streams: what a producer wants sent goes out, and what became of it comes back (see `iris.core.producer`)."""
+"""Sends appends to a stream's store and reports the outcomes to the producer (see `iris.core.producer`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ GIVE_UP_S: Final = 60.0
 
 
 class Appender:
-    """Sends what the producer of one stream takes: `producer.add`, after `room` if it is full."""
+    """Sends the appends of one stream.
+
+    Add with `producer.add`; while the producer is full, await `wait_for_room` first.
+    """
 
     def __init__(self, stores: Stores, name: str, uuid: str) -> None:
         self.name = name
@@ -42,18 +45,18 @@ class Appender:
         self._ended = False
 
     async def wait_for_room(self) -> None:
-        """Return when there is room."""
+        """Wait until the producer has room."""
         while self.producer.full:
             if self._room is None:
                 self._room = self._loop.create_future()
             await asyncio.shield(self._room)
 
     async def finish(self) -> None:
-        """Return when everything that was taken has ended."""
+        """Wait until every message that was added has an outcome."""
         await self._idle.wait()
 
     def end(self, reason: str) -> None:
-        """Nothing more is sent; whoever waits hears so. Idempotent."""
+        """Stop sending, and fail what is pending with `reason`. Idempotent."""
         self._ended = True
         if self._feed_task is not None:
             self._feed_task.cancel()
@@ -66,7 +69,7 @@ class Appender:
 
     def _waiter(self) -> asyncio.Future[int]:
         waiter: asyncio.Future[int] = self._loop.create_future()
-        # Whoever appended may be gone: then nobody is told, and that is no error.
+        # The caller may have been cancelled, so nobody may look at the outcome: that is not an error.
         waiter.add_done_callback(_retrieve_error)
         return waiter
 
@@ -106,7 +109,7 @@ class Appender:
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
                 runtime.touch()
-        except Exception as err:  # whoever waits hears of it, whatever it is
+        except Exception as err:  # any error fails the appends that wait
             producer.failed(err)
         finally:
             self._feed_task = None
@@ -132,7 +135,7 @@ class Appender:
         self._wake()
 
     def _wake(self) -> None:
-        """Something is over: there may be room, or nothing left to do."""
+        """Wake the waiters whose condition now holds: there is room, or nothing is left to do."""
         if self._room is not None and not self.producer.full:
             room, self._room = self._room, None
             if not room.done():
@@ -145,7 +148,7 @@ class Appender:
 async def append_expecting(
     stores: Stores, name: str, uuid: str, data: bytes, headers: Headers | None, packed: bool, extras: Extras, expect: int, timeout: float
 ) -> int:  # fmt: skip
-    """Append one record under a condition, as a producer of its own: a retry is known for one."""
+    """Append one message if the next offset is `expect`. It is its own producer, so the store recognizes a retry."""
     until_s = time.monotonic() + timeout
     location = await stores.locate(name, uuid, timeout=timeout)
     _, session = await stores.runtime.ready(name, seconds_left(until_s))

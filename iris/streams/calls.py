@@ -1,4 +1,4 @@
-"""How streams are found and asked: which store holds one, and calls that outlive a lost relay or store."""
+"""Finds which store holds a stream, and sends calls that survive the loss of a relay or a store."""
 
 from __future__ import annotations
 
@@ -53,9 +53,11 @@ from iris.wire.streams import (
 )
 
 MAX_LOCATIONS: Final = 4096
+"""Entries in each cache of stream locations; a full cache is cleared."""
 LOCATION_S: Final = 10.0
+"""Seconds for which a location is used before it is looked up again."""
 HOLDERS_S: Final = 5.0
-"""A relay that does not say in that time who holds a stream has lost the question, or is lost itself."""
+"""Seconds in which a relay must answer who holds a stream. After that the question or the relay counts as lost."""
 _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
@@ -69,35 +71,35 @@ T = TypeVar("T")
 
 
 class StreamLocation(msgspec.Struct, frozen=True):
-    """Where a stream is: its uuid, and a key that we share with it."""
+    """The location of a stream: its log's uuid, and a key of this keyring that the stream is kept under."""
 
     uuid: bytes
     key: ClusterKey
     until_s: float
-    """Then it is looked up again: keys change."""
+    """Time on the monotonic clock when it is looked up again, because keys change."""
     site: str = ""
-    """The one that was named."""
+    """The remote site given in the stream's name; empty for a local stream."""
 
     @property
     def address(self) -> str:
-        """What calls of it are sent to."""
+        """The address that calls to the stream are sent to."""
         return f"{self.site}:{self.uuid.hex()}" if self.site else self.uuid.hex()
 
 
 class VerifiedStream(msgspec.Struct, frozen=True):
-    """A stream as described by its store, and `order`, which says what it is: one that a key of ours has signed."""
+    """A stream as its store describes it, with the order that defines it, which a key of this keyring has signed."""
 
     order: Order
     described: Described
 
     @property
     def name(self) -> str:
-        """What it is called: the order of dead letters is that of their stream."""
+        """The stream's name. (The order of a dead-letter stream has the name of the stream that it belongs to.)"""
         return self.described.definition.name
 
     @property
     def revision(self) -> int:
-        """Revision of the order in force, whoever signed it, as the store reports it."""
+        """Revision of the order in force as the store reports it, under any key."""
         revisions = [0]
         for signed in self.described.orders:
             with contextlib.suppress(DecodeError):
@@ -106,12 +108,12 @@ class VerifiedStream(msgspec.Struct, frozen=True):
 
     @property
     def dead(self) -> bool:
-        """It holds the dead letters of the stream of its order."""
+        """Whether it holds the dead letters of the stream that its order defines."""
         return self.described.uuid == dead_uuid(self.order.uuid)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A store that holds a stream of a name. `uuid` is in hex."""
+    """A store that holds a stream of the name asked for; `uuid` is the log's, in hex."""
 
     uuid: str
     key_ids: list[bytes]
@@ -126,25 +128,25 @@ class KeyUser(Protocol):
 
 
 class RevisionTaken(StreamError):
-    """Another client changed the stream first: read it, and repeat the change."""
+    """Another client changed the stream first; describe it again and repeat the change."""
 
 
 class Stores:
-    """Finds streams and asks their stores, for one client."""
+    """Finds streams and calls their stores, for one client."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
-        """Objects that open records with our keys."""
+        """Objects that cache keys and must drop them when the keyring changes."""
         self._locations: dict[tuple[str, str], StreamLocation] = {}
         self._seen: set[tuple[str, str]] = set()
-        """Streams that were there once: they may come back."""
+        """(name, uuid) of streams that have been found before; when missing, they may come back."""
         self._starting: list[str] = []
-        """Hosts where a store was on its way when our relay was asked last."""
+        """Hosts where a store was starting when the relay last answered."""
         self._key_uuids: dict[bytes, bytes] = {}
+        """Log uuid -> uuid that its key hashes are made with, which never changes."""
         self._dedup_logs: set[bytes] = set()
-        """Logs that have a dedup window; a store refuses ids once that is gone."""
-        """By a log's uuid, the one that its key hashes are made with: it does not change."""
+        """Logs with a dedup window. If a window is removed later, the store refuses message ids."""
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -152,13 +154,14 @@ class Stores:
         self, address: str, key: ClusterKey | None, call: Call, answer: type[T], *, timeout: float, shown: str, writes: bool = False,
         own: bool = False,
     ) -> T:  # fmt: skip
-        """Send one call and return its answer. With a `key` it uses a channel that only holders of the key and the store can use.
+        """Send one call and return its answer.
 
-        `own`: the address is a store's id, and the call asks what the store has under the key.
+        With a `key`, the call uses a channel that only the store and holders of the key can use. `own` means that the
+        address is a store's id and that the call asks what the store has under the key.
 
         Raises:
-            StreamError: the store refused, or there is none.
-            RequestError: the call did not come through.
+            StreamError: the store refused, or no store was found.
+            RequestError: the call did not reach the store, or its answer was lost.
         """
         until_s = time.monotonic() + timeout
         pump, session = await self.runtime.ready(shown, timeout)
@@ -182,7 +185,7 @@ class Stores:
             if why in ("", err.detail):
                 why = "" if address == STORES else _LIST_HINT
             missing = NoStream(shown, f"no store holds it under our keys{why}")
-            missing.passing = True  # as far as our relay knows
+            missing.passing = True  # only this relay's view, which may be behind
             raise missing from err
         finally:
             if not waiter.done() or waiter.cancelled():
@@ -192,7 +195,7 @@ class Stores:
     async def ask_stream(
         self, name: str, uuid: str, call: Call, answer: type[T], *, timeout: float, patience: float | None = None, writes: bool = False
     ) -> T:  # fmt: skip
-        """Send a call that may be repeated to a stream, until it is answered; raises as `until`."""
+        """Send a stream a call that may be repeated; retry until it is answered. Raises as `until`."""
 
         async def once(left_s: float) -> T:
             location = await self.find(name, uuid, timeout=left_s)
@@ -211,12 +214,13 @@ class Stores:
     async def until(
         self, name: str, uuid: str, once: Callable[[float], Awaitable[T]], *, timeout: float, patience: float | None = None
     ) -> T:  # fmt: skip
-        """Return what `once` returns, which is given the seconds left; try again while the relay or the store is away.
+        """Call `once(seconds left)` and return its result; retry while the relay or the store is away.
 
-        That goes on for `patience` seconds at most, if given. A stream that was never there is NoStream at once.
+        If given, `patience` limits the retries, in seconds from the first failure. A stream that has never been found
+        raises NoStream at once.
 
         Raises:
-            StreamError: what the store said; StreamUnavailable when it said nothing in time.
+            StreamError: the store refused; StreamUnavailable if it did not answer in time.
         """
         until_s = _deadline_s(timeout)
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
@@ -226,7 +230,7 @@ class Stores:
             try:
                 return await once(max(0.05, left_s))
             except (ConnectionLost, Overloaded, StreamError) as err:
-                # What came before it may have been done, and only its answer lost.
+                # An earlier try may have run, and only its answer was lost.
                 lost = lost or err.may_have_run
                 if isinstance(err, StreamError) and not err.passing:
                     if lost:
@@ -260,7 +264,7 @@ class Stores:
     async def describe(
         self, name: str, uuid: str, *, timeout: float, patience: float | None = None
     ) -> VerifiedStream:
-        """Return what a stream is. Raises StreamError: also when no key of ours signed what the store says."""
+        """Return a stream's description. Raises StreamError, also if no key of this keyring signed the description."""
         check_address(name)
         described = await self.ask_stream(
             name, uuid, Describe(), Described, timeout=timeout, patience=patience
@@ -268,7 +272,10 @@ class Stores:
         return self.verified(name, described)
 
     def verified(self, name: str, described: Described) -> VerifiedStream:
-        """Return a described stream with the latest order that one of our keys signed. Raises StreamError if there is none."""
+        """Return a description with the latest order that a key of this keyring signed.
+
+        Raises StreamError without one.
+        """
         name = split_site(name)[1]
         find_key = self.runtime.keyring.by_id
         ours = own_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
@@ -282,14 +289,14 @@ class Stores:
 
     @property
     def why(self) -> str:
-        """Return what is added to an error of a call that was not answered in time: a store is on its way, perhaps."""
+        """Text to add to the error of an unanswered call: which stores are still starting. May be empty."""
         where = ", ".join(self._starting)
         return f"; a store is still starting: {where}" if where else ""
 
     # -- finding ---------------------------------------------------------------------------------------------
 
     def keys(self, name: str) -> tuple[ClusterKey, ...]:
-        """Return our keys for a stream; raises KeyringError if there are none."""
+        """Return this keyring's keys for a stream. Raises KeyringError without any."""
         base = check_address(name)[1].removesuffix(DEAD)
         keys = self.runtime.keyring.for_cluster(base)
         if not keys:
@@ -299,22 +306,22 @@ class Stores:
         return keys
 
     async def find(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:
-        """Return where a stream is; `uuid` in hex, or "" for the only one of its name.
+        """Return the location of a stream; `uuid` is in hex, or "" if there is only one of its name.
 
         Raises:
             NoStream: no store holds it.
-            AmbiguousStream: two do.
+            AmbiguousStream: several stores hold one of this name.
         """
         location = self._locations.get((name, uuid))
         if (
             location is None
             or location.until_s < time.monotonic()
-            or self.runtime.keyring.by_id(location.key.key_id) is None  # it was retired since
+            or self.runtime.keyring.by_id(location.key.key_id) is None  # the key was retired
         ):
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
             holders = []
-            if not site:  # of another site our relay knows no store
+            if not site:  # the local relay knows only the stores of its own site
                 holders = await self.holders(name, list(keys), timeout=timeout)
             if uuid:
                 holders = [holder for holder in holders if holder.uuid == uuid]
@@ -332,7 +339,7 @@ class Stores:
                 location = StreamLocation(
                     bytes.fromhex(uuids[0]), key, time.monotonic() + LOCATION_S
                 )
-            else:  # not heard of yet, perhaps: the relay knows how long to wait for what may come back
+            else:  # perhaps not advertised yet: the relay knows how long to wait for a returning store
                 key = next(iter(keys.values()))
                 address = f"{site}:{uuid}" if site and uuid else uuid or name
                 found = await self.ask(
@@ -348,7 +355,7 @@ class Stores:
         return location
 
     async def locate(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:
-        """Return where a stream is, also if its store is away for a moment; raises as `until`."""
+        """Return the location of a stream; retry while its store is away. Raises as `until`."""
 
         async def once(left_s: float) -> StreamLocation:
             return await self.find(name, uuid, timeout=left_s)
@@ -358,7 +365,7 @@ class Stores:
     async def key_hash_source(
         self, name: str, uuid: str, *, timeout: float
     ) -> tuple[ClusterKey, bytes]:
-        """Return the key and the uuid that key hashes of a stream are made with; raises as `describe`."""
+        """Return the (key, uuid) that the stream's key hashes are made with. Raises as `describe`."""
         until_s = _deadline_s(timeout)
         location = await self.locate(name, uuid, timeout=timeout)
         of = self._key_uuids.get(location.uuid)
@@ -373,7 +380,10 @@ class Stores:
     async def id_hash_source(
         self, name: str, uuid: str, *, timeout: float
     ) -> tuple[ClusterKey, bytes]:
-        """Return the same for ids of messages. Raises StreamError if the stream remembers none, and as `describe`."""
+        """Return the (key, uuid) for hashes of message ids.
+
+        Raises StreamError without a dedup window, and as `describe`.
+        """
         until_s = _deadline_s(timeout)
         location = await self.locate(name, uuid, timeout=timeout)
         if location.uuid not in self._dedup_logs:
@@ -389,28 +399,31 @@ class Stores:
         return await self.key_hash_source(name, uuid, timeout=seconds_left(until_s))
 
     def forget(self, name: str, uuid: str = "") -> None:
-        """Look for a stream again."""
+        """Drop the cached location, so that the next call looks the stream up again."""
         self._locations.pop((name, uuid), None)
 
     def keys_changed(self) -> None:
-        """Look for every stream again, and open nothing with keys that are gone, because the keyring has changed."""
+        """Drop everything cached from the old keyring: the locations, and the keys that openers hold."""
         self._locations.clear()
         for opener in self.openers:
             opener.forget_keys()
 
     def created(self, name: str) -> None:
-        """It is there now, also if our relay has not heard of it yet."""
+        """Note that a stream was created, even if the local relay does not know it yet."""
         self.forget(name)
         self._seen.add((name, ""))
 
     def forget_deleted(self, name: str, uuid: str) -> None:
-        """It will not come back."""
+        """Forget a deleted stream, which will not come back."""
         for which in ((name, ""), (name, uuid)):
             self._locations.pop(which, None)
             self._seen.discard(which)
 
     async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
-        """Return which stores our relay knows to hold a stream of this name; for `stores` under NO_KEY, the stores."""
+        """Return the stores that the local relay knows to hold a stream of this name.
+
+        The name STORES with NO_KEY returns all stores.
+        """
         until_s = time.monotonic() + timeout
         _, session = await self.runtime.ready(name, timeout)
         for key_id in key_ids:
@@ -444,7 +457,7 @@ class Stores:
         ]
 
     async def store(self, *, timeout: float) -> StoreInfo:
-        """Return a store that takes a new stream: that of our own relay, if it has one. Raises StreamUnavailable."""
+        """Return a store for a new stream, preferably the local relay's own. Raises StreamUnavailable."""
 
         async def once(left_s: float) -> StoreInfo:
             return await self.ask(
@@ -459,11 +472,13 @@ class Stores:
 
 
 def checked(answer: object, wanted: type[T], shown: str) -> T:
-    """Return an answer of the type that was due; raises what a refusal means."""
+    """Return `answer` if it has the type expected; raise the error that a refusal stands for."""
     if isinstance(answer, wanted):
         return answer
     if isinstance(answer, Refused):
-        if answer.code == "disk":  # it may be found when the disk is back, unless it was not tried
+        if (
+            answer.code == "disk"
+        ):  # the write may turn out to be on disk later, unless it was never tried
             raise StreamUnavailable(shown, answer.detail, may_have_run=not answer.sure)
         if answer.code == "leaving":
             away = StreamUnavailable(shown, answer.detail)

@@ -1,4 +1,4 @@
-"""Consuming a stream: workers share its messages, and say of each what became of it."""
+"""Consumers: workers that share the messages of a stream and acknowledge each one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ WAIT_MS: Final = 20_000
 MAX_RANGES: Final = 4000
 SETTLE_S: Final = 10.0
 CONFIRM_S: Final = 1.0
-"""A worker that has said nothing for so long, of what it was handed, confirms that it has it."""
+"""Seconds after a delivery in which a worker that has not settled anything confirms that it received the messages."""
 
 
 class Consumer:
     """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", group=True) as work`.
 
-    Iterate for messages, and `ack` each when it is done; `nack` has it delivered again after a delay, `touch` asks for more time.
-    What is not settled within `ack_timeout` goes to another worker, or here again: at least once. Those calls are gathered and
-    sent with the end of the turn; `flush` returns when the store has them. Messages that our keyring does not open are told to
-    `on_gap` and delivered again, to whoever can, until `max_deliver`.
+    Iterate over the messages, and `ack` each one when its work is done. `nack` has it delivered again after a
+    delay; `touch` asks for more time. A message not settled within `ack_timeout` is delivered again, to this or
+    another worker: delivery is at least once. These calls are batched and sent at the end of the event-loop turn;
+    `flush` waits until the store has them. Messages that this keyring cannot open are reported to `on_gap` and
+    delivered again, to a worker that may have the key, up to `max_deliver` times.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Consumer:
         self.stream = stream
         self.name = name
         self.lag = 0
-        """Messages that were not settled when we took some last."""
+        """Messages not settled yet, as of the last delivery."""
         self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
         self._stores = stores
         self._start = start
@@ -59,21 +60,23 @@ class Consumer:
         stores.openers.add(self._opener)
         self._ready: deque[StreamMessage] = deque()
         self._held: set[int] = set()
-        """Offsets of what we were handed and have not settled."""
+        """Offsets of messages delivered here and not settled yet."""
         self._offset = -1
         self._take_task: asyncio.Task[list[StreamMessage]] | None = None
         self._lost_answer = False
+        """The last delivery may have been lost: ask the store to repeat it."""
         self._away_since_s = 0.0
-        """Since when the store is away; 0 while it is not."""
+        """Monotonic time since which the store is away; 0 while it answers."""
         self._closed = False
         self._acked: list[int] = []
         self._nacked: dict[tuple[int, str], list[int]] = {}
-        """(delay in µs, reason) -> offsets."""
+        """Failed messages: (delay in µs, reason) -> offsets."""
         self._touched: list[int] = []
         self._acked_through = -1
         self._settle_task: asyncio.Task[None] | None = None
         self._error: IrisError | None = None
         self._unconfirmed: list[int] = []
+        """Offsets of the last delivery, until the store knows that it arrived."""
         self._confirm_timer: asyncio.TimerHandle | None = None
 
     # -- taking ----------------------------------------------------------------------------------------------
@@ -88,16 +91,16 @@ class Consumer:
         return ready.popleft()
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:
-        """Iterate over lists of messages, as they were handed out."""
+        """Iterate over lists of messages, one list per delivery."""
         while True:
             yield await self.batch()
 
     async def batch(self) -> list[StreamMessage]:
-        """Return the next messages, at least one; waits until there are some.
+        """Wait for the next messages and return them, at least one.
 
         Raises:
-            StreamError: another worker took over, the consumer is there with other settings or was deleted, or its store is away
-                for longer than `patience`.
+            StreamError: another worker took over, the consumer exists with other settings or was deleted, or its store
+                was away for longer than `patience`.
         """
         while True:
             if self._closed:
@@ -114,7 +117,7 @@ class Consumer:
                 task = self._take_task = asyncio.create_task(self._take(), name="iris-consume")
                 task.add_done_callback(_retrieve_error)
             try:
-                # Who is cancelled here leaves the call to the next one: what it hands out is not lost.
+                # If the caller is cancelled, the next caller waits for this task: its messages are not lost.
                 messages = await asyncio.shield(task)
             except asyncio.CancelledError:
                 if task.cancelled():
@@ -128,13 +131,13 @@ class Consumer:
                 return messages
 
     async def _take(self) -> list[StreamMessage]:
-        self._cancel_confirm()  # by the call itself
+        self._cancel_confirm()  # the call below confirms the last delivery
         await self._wait_settled()
         call = Consume(
             self.name, self._worker, TAKE_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
             self._ack_timeout_us, self._max_deliver, self._lost_answer,
         )  # fmt: skip
-        # Unless the answer comes and is opened, what it hands out is asked for again.
+        # Until the answer has arrived and is opened, assume that it was lost.
         again, self._lost_answer = self._lost_answer, True
         try:
             location = await self._stores.find(self.stream, self._uuid, timeout=self._patience)
@@ -155,12 +158,12 @@ class Consumer:
         for handed in taken.items:
             messages += await self._open_item(handed)
         if again:
-            # Of what was handed out once more we may have some already.
+            # A repeated delivery may contain messages that we already hold.
             messages = [message for message in messages if message.offset not in self._held]
         self._held.update(message.offset for message in messages)
         self._lost_answer = False
         if messages and not self._closed:
-            # Whoever works on the first one for long has them all the same.
+            # A worker that is busy with the first message still holds the others.
             self._unconfirmed = [message.offset for message in messages]
             delay_s = min(CONFIRM_S, self._ack_timeout_us / 4e6)
             self._confirm_timer = asyncio.get_running_loop().call_later(delay_s, self._confirm)
@@ -178,7 +181,7 @@ class Consumer:
             self._confirm_timer = None
 
     async def _pause_or_raise(self, err: IrisError) -> None:
-        """Wait a moment for the store or the way to it; raises when that is in vain, or took too long."""
+        """Pause before the next try; raise `err` if retrying cannot help or `patience` has run out."""
         now_s = time.monotonic()
         self._stores.forget(self.stream, self._uuid)
         self._away_since_s = self._away_since_s or now_s
@@ -221,20 +224,20 @@ class Consumer:
     # -- settling --------------------------------------------------------------------------------------------
 
     def ack(self, *messages: StreamMessage) -> None:
-        """These are done; they are not delivered again."""
+        """Acknowledge messages: they are done and are not delivered again."""
         for message in messages:
             self._held.discard(message.offset)
             self._acked.append(message.offset)
         self._schedule()
 
     def ack_through(self, message: StreamMessage) -> None:
-        """This one and all that this worker was handed before it are done."""
+        """Acknowledge this message and everything delivered to this worker before it."""
         self._acked_through = max(self._acked_through, message.offset)
         self._held = {offset for offset in self._held if offset > message.offset}
         self._schedule()
 
     def nack(self, *messages: StreamMessage, delay: float = 0.0, reason: str = "") -> None:
-        """These failed: deliver them again, after `delay` seconds at the earliest. `reason` goes with a dead letter."""
+        """Report that messages failed: they are delivered again after `delay` seconds. A dead letter keeps `reason`."""
         if not 0 <= delay <= 30 * 86_400:
             raise StreamError(self.stream, f"delay: {delay} s is not between 0 and 30 days")
         for message in messages:
@@ -243,12 +246,12 @@ class Consumer:
         self._schedule()
 
     def touch(self, *messages: StreamMessage) -> None:
-        """Work on these goes on: the ack timeout begins anew."""
+        """Restart the ack timeout of messages that are still being worked on."""
         self._touched += [message.offset for message in messages]
         self._schedule()
 
     async def flush(self) -> None:
-        """Return when the store has all that was said. Raises StreamError if it could not be told."""
+        """Wait until the store has every ack, nack and touch. Raises StreamError if it could not be reached."""
         if self._acked or self._nacked or self._touched or self._acked_through >= 0:
             self._schedule()
         await self._wait_settled()
@@ -278,7 +281,7 @@ class Consumer:
             self._settle_task = None
 
     def _next_call(self, *, leaving: bool = False) -> Settle | None:
-        """Return what is to be told, as far as one call takes it."""
+        """Return the next call with what is to be settled, as much as one call holds; None if there is nothing."""
         had: list[Range] = []
         if self._confirm_timer is None:
             had, self._unconfirmed = _ranges(self._unconfirmed)
@@ -309,7 +312,7 @@ class Consumer:
     # -- life ------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Tell the store what was settled, and give the rest back to other workers. Idempotent."""
+        """Send the store what was settled, and release the rest to other workers. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -347,7 +350,7 @@ def _retrieve_error(task: asyncio.Task[list[StreamMessage]]) -> None:
 
 
 def _ranges(offsets: Iterable[int]) -> tuple[list[Range], list[int]]:
-    """Return offsets as ranges, as many as a call takes, and the offsets that are left."""
+    """Return offsets as ranges, as many as one call holds, and the offsets that are left over."""
     ranges: list[Range] = []
     ordered = sorted(set(offsets))
     first = end = -1

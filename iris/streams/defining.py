@@ -1,4 +1,4 @@
-"""Streams are made, changed and ended by orders that holders of their keys sign."""
+"""Creates, changes and ends streams, by orders that holders of their keys sign."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CHANGE_TRIES: Final = 8
 _CHANGEABLE: Final = frozenset(
     {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us"}
 )
-"""Fields of a definition that `change` changes."""
+"""Fields of a definition that `change` can change."""
 
 
 def given_fields(
     *, max_age: float | None = None, dedup_window: float | None = None, **given: Any
 ) -> dict[str, Any]:
-    """Return the fields of a definition that are given, which is what is not None; times in seconds become µs."""
+    """Return the fields of a definition that are not None; times in seconds become µs."""
     for field, seconds in (("max_age_us", max_age), ("dedup_window_us", dedup_window)):
         given[field] = None if seconds is None else round(seconds * 1e6)
     return {field: value for field, value in given.items() if value is not None}
 
 
 async def make_stream(stores: Stores, definition: Definition, timeout: float) -> VerifiedStream:
-    """Create a stream; if somebody else was faster return theirs, however it is defined."""
+    """Create a stream. If another client created it first, return that one, whatever its definition."""
     name = definition.name
     until_s = time.monotonic() + timeout
     store = await stores.store(timeout=seconds_left(until_s))
@@ -55,8 +55,8 @@ async def make_stream(stores: Stores, definition: Definition, timeout: float) ->
     except StreamExists:
         return await stores.describe(name, "", timeout=seconds_left(until_s))
     stores.created(name)
-    # Our relay hears of it within milliseconds: who creates it may use it.
-    # The answer to a create has no channel, so ask the store again through one.
+    # The local relay learns of the new stream within milliseconds, so its creator can use it at once.
+    # The answer to a create came without a channel, so describe the stream again through one.
     return await stores.describe(name, "", timeout=seconds_left(until_s))
 
 
@@ -91,12 +91,12 @@ async def redefine(
 
 
 async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> None:
-    """End a stream; one that is gone by then has ended."""
+    """Delete a stream; one that no longer exists counts as deleted."""
     until_s = time.monotonic() + timeout
     found = await stores.describe(name, uuid, timeout=timeout)
     check_not_dead_letters(name, found)
     log = found.order.uuid.hex()
-    with contextlib.suppress(NoStream):  # an answer was lost: it is gone
+    with contextlib.suppress(NoStream):  # an answer was lost, and the stream is deleted
         for _ in range(CHANGE_TRIES):
             orders = orders_to_end(found, stores.runtime.keyring)
             try:
@@ -114,7 +114,7 @@ async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> No
 
 
 def promoted(name: str, there: Definition, record: bool) -> Definition | None:
-    """Return the definition of a copy that is promoted, None if it was before. Raises StreamError."""
+    """Return the definition of a copy after its promotion, None if it was promoted before. Raises StreamError."""
     if not there.mirror:
         if there.origins:
             return None
@@ -125,7 +125,7 @@ def promoted(name: str, there: Definition, record: bool) -> Definition | None:
 
 
 def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
-    """Return every key of ours for a stream, what it records, and what a copy's records are of."""
+    """Return every key of this keyring for a stream, for what it records, and for the sources of a copy."""
     keyring = stores.runtime.keyring
     keys = [*stores.keys(definition.name)]
     keys += keyring.for_filter(definition.topic) if definition.topic else ()
@@ -138,7 +138,7 @@ def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
 
 
 def check_same(found: VerifiedStream, definition: Definition) -> StreamInfo:
-    """Return a stream that is defined like this; raises StreamExists if it is defined otherwise."""
+    """Return the stream's info. Raises StreamExists if its definition differs from `definition`."""
     there = found.order.definition
     if structs.replace(there, paused=False, consuming_paused=False) == definition:
         return stream_info(found)
@@ -158,7 +158,7 @@ def check_same(found: VerifiedStream, definition: Definition) -> StreamInfo:
 
 
 def check_not_dead_letters(name: str, found: VerifiedStream) -> None:
-    """Raise StreamError for dead letters, which have no orders of their own."""
+    """Raise StreamError for a dead-letter stream, which has no orders of its own."""
     if found.dead:
         of = found.order.definition.name
         raise StreamError(
@@ -167,7 +167,7 @@ def check_not_dead_letters(name: str, found: VerifiedStream) -> None:
 
 
 def check_local_name(name: str) -> None:
-    """Raise ConfigError unless it is a name of a stream of our own site."""
+    """Raise ConfigError unless the name is that of a stream of the local site."""
     check_cluster(name)
     if split_site(name)[0]:
         raise ConfigError(

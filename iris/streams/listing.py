@@ -1,4 +1,4 @@
-"""Which streams there are, and what their stores say of them."""
+"""Lists the streams and consumers of all stores, and describes them to users."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from iris.wire.streams import (
 )
 
 MAX_FOUND: Final = 16_384
-"""Streams or consumers that one store is believed to have: three times what it keeps."""
+"""Streams or consumers accepted from one store, three times what a store keeps. More cannot be genuine."""
 
 
 class StreamInfo(Struct, frozen=True):
-    """A stream as its store knows it. Limits of 0 are none; times are µs since 1970."""
+    """A stream as its store reports it. A limit of 0 means unlimited; `_us` times are µs since 1970."""
 
     name: str
     uuid: str
-    """Which log it is, in hex: one that is created again has another."""
+    """Identity of the log, in hex; a stream that is deleted and created again has another."""
     topic: str
     cluster: str
     max_bytes: int
     max_messages: int
     max_age: float
-    """Seconds."""
+    """In seconds."""
     compact: bool
     paused: bool
     oldest: int
@@ -49,29 +49,29 @@ class StreamInfo(Struct, frozen=True):
     epoch: int
     created_us: int
     store: str
-    """Id of the store, in hex."""
+    """The store's id, in hex."""
     host: str
     lost: int
-    """Messages that it could not record since it started, told in gaps."""
+    """Messages that the store could not record since it started; gaps report them."""
     failed: str
-    """Why it takes no writes, or cannot be read."""
+    """Why the stream cannot be written or read; empty if it can."""
     key_ids: list[str]
     mirror: str = ""
-    """Of a copy: which log it copies, in hex. One that was promoted is none any more."""
+    """For a copy, the uuid of the log that it copies, in hex; empty once it is promoted."""
     source: str = ""
-    """What that log is called where it is."""
+    """Name of that log at its own site."""
     lag: int | None = None
-    """Of a copy: by how many messages it is behind its source, as far as a mirror has said since the store started."""
+    """How many messages a copy is behind its source; None until a mirror has reported since the store started."""
     heard_us: int = 0
-    """When a mirror said so last; 0: not since then."""
+    """When a mirror last reported; 0 if not since the store started."""
     consumers_paused: bool = False
-    """Consumers are handed nothing; recording goes on."""
+    """Consumers receive nothing while recording goes on."""
     dedup_window: float = 0.0
-    """Seconds for which ids of messages are remembered."""
+    """Seconds for which message ids are remembered."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
-    """Return all streams under our keys, of every store that our relay knows. Raises StreamUnavailable."""
+    """Return the streams under this keyring's keys, of every store the local relay knows. Raises StreamUnavailable."""
     until_s = time.monotonic() + timeout
     keys = {key.key_id: key for keys in stores.runtime.keyring.entries().values() for key in keys}
     holders = await stores.holders(STORES, [NO_KEY], timeout=timeout)
@@ -83,7 +83,7 @@ async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
                 found[address, described.uuid] = described
     streams = []
     for described in found.values():
-        with contextlib.suppress(StreamError):  # not of our keys, whatever the store says
+        with contextlib.suppress(StreamError):  # no key of ours signed it, whatever the store says
             streams.append(stores.verified(described.definition.name, described))
     return streams
 
@@ -101,7 +101,7 @@ async def _list_store(
                 address, key, call, Listed, timeout=seconds_left(until_s), shown="stores", own=True
             )
         except NoStream:
-            break  # the store has nothing under the key, or has just gone
+            break  # the store has nothing under the key, or has just left
         except RequestError as err:
             raise StreamUnavailable("streams", f"store {address[:8]}: {err}") from err
         found += [one for one in listed.streams if public_id(one.store).hex() == address]
@@ -115,7 +115,7 @@ async def _list_store(
 async def list_consumers(
     stores: Stores, name: str, uuid: str, timeout: float
 ) -> list[ConsumerInfo]:
-    """Return where the consumers of a stream are, by name. Raises StreamError."""
+    """Return the consumers of a stream and their positions, by name. Raises StreamError."""
     found: list[ConsumerInfo] = []
     more, until_s = True, time.monotonic() + timeout
     while more and len(found) < MAX_FOUND:
@@ -127,7 +127,7 @@ async def list_consumers(
 
 
 def stream_info(known: VerifiedStream) -> StreamInfo:
-    """Return what a user is told of a stream."""
+    """Return the description of a stream for users."""
     found, definition = known.described, known.order.definition
     if known.dead:
         definition = structs.replace(

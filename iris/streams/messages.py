@@ -1,4 +1,4 @@
-"""A message that is to be appended: its bytes, and what the store keeps beside them in clear."""
+"""Prepares what the store keeps beside an appended message, in clear: key hash, times, id hash."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from iris.errors import ConfigError, MessageTooLarge, StreamError
 from iris.streams.calls import Stores
 
 MAX_US: Final = 1 << 62
-"""µs since 1970."""
+"""Latest time accepted, in µs since 1970 (about the year 148,000)."""
 MAX_KEY_BYTES: Final = 4096
 OF_A_MESSAGE: Final = " of a message"
-"""What limit a message is over."""
+"""Ends the error of a message over the size limit."""
 ID_LABEL: Final = b"iris-message-id-1"
 
 
@@ -23,12 +23,14 @@ async def make_extras(
     stores: Stores, name: str, uuid: str, *, key: str | bytes | None, ttl: float | None, deliver_at: datetime | None, tombstone: bool,
     timeout: float, message_id: str | bytes | None = None,
 ) -> Extras:  # fmt: skip
-    """Return what a message is stored with: see `Streams.append`. Waits for the stream's place if there is a `key` or a `message_id`.
+    """Return what a message is stored with; the arguments are those of `Streams.append`.
+
+    With a `key` or a `message_id`, it waits until the stream's location is known.
 
     Raises:
         ConfigError: a time is out of range.
         MessageTooLarge: the key or the id is over 4 KiB.
-        StreamError: a tombstone without a key, or the stream was not found.
+        StreamError: a tombstone has no key, or the stream was not found.
     """
     plain = key is None and ttl is None and deliver_at is None
     if plain and message_id is None and not tombstone:
@@ -54,7 +56,7 @@ async def make_extras(
                 f"message_id: {len(named)} bytes; it must have 1 to {MAX_KEY_BYTES}"
             )
         sealing, of = await stores.id_hash_source(name, uuid, timeout=timeout)
-        # Apart from keys: who is both an id and a key is not seen to be.
+        # The label keeps id hashes apart from key hashes: the store cannot see that an id equals a key.
         id_hash = hmac.digest(sealing.key_hash_key, ID_LABEL + of + named, "sha256")
     return Extras(text, key_hash, tombstone, expires_us, due_us, id_hash)
 

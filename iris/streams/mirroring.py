@@ -1,11 +1,12 @@
-"""Mirrors: a stream of another site copied into one of this site, as it stands there, for the day that the site is lost.
+"""Mirrors: copies a remote site's stream into a stream of this site, in case the remote site is lost.
 
-    fetch ─► checked ─► copy ─► on disk          one fetch is under way while the one before it is written
-      ▲                   │
-      └──── its next ◄────┘                      where the copy ends says what is fetched next: nothing else is remembered
+    fetch ─► check ─► copy ─► on disk         the next fetch runs while the last one is written
+      ▲                 │
+      └──── its end ◄───┘                     the end of the copy is the only state, and says what to fetch next
 
-The records stay sealed and keep their offsets, so whoever reads the copy goes on where it was in the source. Only the end of the copy counts: a
-mirror that was killed goes on from there, and of two that run at once one has each stretch written.
+Records stay sealed and keep their offsets, so a reader can move from the source to the copy and continue at the
+same offset. A mirror that was killed goes on from the end of the copy. If two mirrors run at once, each range is
+written once.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from iris.wire.streams import (
 
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 10_000
-"""A fetch waits so long for more; then the copy is told where its source ends."""
+"""Time that a fetch waits for more messages. After it, the copy's store is sent where the source ends."""
 ATTEMPT_S: Final = 15.0
-"""For the answer to one try of a call, which is repeated ..."""
+"""Seconds for the answer to one try of a call. Calls are retried."""
 ATTEMPT_PATIENCE_S: Final = 1.0
-"""... and after this time without a relay or store it is told what we wait for."""
+"""Seconds after which a try without a relay or store fails, so that `waiting` says why nothing is copied."""
 T = TypeVar("T")
 
 
 class Mirror:
     """Copies a stream: `async with client.streams.mirror("eu:orders", "orders-eu") as mirror: await mirror.run()`.
 
-    Entering it finds the source, and finds or makes the copy. `run` goes on when a relay or a store that was away is back; `waiting` says what
-    it waits for. Figures are of what was heard last.
+    Entering it finds the source, and finds or creates the copy. `run` continues when a relay or a store that was
+    away is back; `waiting` says what it waits for. `next`, `source_next` and `lag` are as of the last answer.
     """
 
     def __init__(
@@ -67,34 +68,34 @@ class Mirror:
         self.source = source
         self.name = name
         self.copied = 0
-        """Messages that this mirror has had written."""
+        """Messages that this mirror has written to the copy."""
         self.next = 0
-        """Where the copy ends."""
+        """The next offset of the copy."""
         self.source_next = 0
-        """Where the source ends."""
+        """The next offset of the source."""
         self.waiting = ""
-        """Why nothing is copied now; empty while it goes on."""
+        """Why nothing is copied now; empty while copying goes on."""
         self._stores = stores
         self._follow = follow
         self._limits = limits
         self._uuid = uuid
         self._patience = patience
         self._source_uuid = self._copy_uuid = b""
-        """The uuids of the source and the copy, once they are found."""
+        """Uuids of the source's and the copy's logs; empty until they are found."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def lag(self) -> int:
-        """By how many messages the copy is behind: what would be lost with the source now. Gaps count one each."""
+        """How many messages would be lost if the source were lost now. A gap counts as one."""
         return max(0, self.source_next - self.next)
 
     async def run(self) -> None:
-        """Copy until it is cancelled or closed; without `follow` up to where the source ended when this began.
+        """Copy until cancelled or closed. Without `follow`, stop where the source ended when the mirror was entered.
 
         Raises:
-            StreamError: NoStream, StreamDamaged; StreamUnavailable after the mirror's patience; the copy was promoted, or the source is
-                another log than the one that was copied.
+            StreamError: NoStream or StreamDamaged; StreamUnavailable after the mirror's `patience`; the copy was
+                promoted; the source is not the log that was copied before.
         """
         self._check()
         if self._task is not None:
@@ -108,7 +109,7 @@ class Mirror:
             await self._cancel()
 
     async def close(self) -> None:
-        """Copy nothing more: `run` returns. Idempotent."""
+        """Stop copying; `run` returns. Idempotent."""
         self._closed = True
         await self._cancel()
 
@@ -133,7 +134,7 @@ class Mirror:
     # -- both ends -------------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        """Find the source, and find or make the copy."""
+        """Find the source, and find or create the copy."""
         try:
             copy: VerifiedStream | None = await self._stores.describe(
                 self.name, "", timeout=ATTEMPT_S
@@ -141,7 +142,7 @@ class Mirror:
         except NoStream:
             copy = None
         if copy is None:
-            # A source that never was there is told at once.
+            # A source that does not exist fails at once, without retries.
             source = await self._describe(self._uuid)
             copy = await make_stream(self._stores, self._copy_definition(source), ATTEMPT_S)
         else:
@@ -150,7 +151,7 @@ class Mirror:
         self._check_copy(copy)
         self._check_source(source, copy.order.definition.mirror)
         ends, there = copy.described.next, source.described.next
-        if there < ends:  # another mirror was faster, or ...
+        if there < ends:  # another mirror may have written since; ask for the source's end again
             there = (await self._describe(source.described.uuid.hex())).described.next
         if there < ends:
             detail = f"it ends at offset {there}, before its copy {self.name} at {ends}: the source has lost messages"
@@ -174,7 +175,7 @@ class Mirror:
         return definition
 
     def _check_copy(self, copy: VerifiedStream) -> None:
-        """Raise unless a stream is a copy, and is limited as was asked."""
+        """Raise StreamExists unless the stream is a copy with the limits that were given."""
         there = copy.order.definition
         if not there.mirror:
             raise StreamExists(
@@ -204,7 +205,7 @@ class Mirror:
         try:
             await self._copy()
         finally:
-            self._source_uuid = self._copy_uuid = b""  # looked up anew by another run
+            self._source_uuid = self._copy_uuid = b""  # another run looks them up again
 
     async def _copy(self) -> None:
         end = None if self._follow else self.source_next
@@ -236,10 +237,10 @@ class Mirror:
         return asyncio.get_running_loop().create_task(work, name="iris-mirror-fetch")
 
     def _checked(self, fetched: Fetched, at: int) -> tuple[list[Item], int]:
-        """Return what an answer holds from `at` on, and where that ends; raises StreamDamaged if it does not cover what it says."""
+        """Return (items from `at` on, their end offset). Raises StreamDamaged if the answer has unexplained gaps."""
         items = fetched.items[:MAX_COPY_ITEMS]
         if items and isinstance(hole := items[0], Hole) and hole.offset < at < hole.next:
-            # What we had the beginning of is gone there since.
+            # The source has removed messages since, from before `at`: keep only the part that we lack.
             items[0] = Hole(at, hole.next, hole.reason)
         ends = at
         for item in items:
@@ -288,7 +289,7 @@ class Mirror:
         return await self._retry(once)
 
     async def _retry(self, once: Callable[[], Awaitable[T]]) -> T:
-        """Return what `once` returns; again, for as long as our patience lasts, while a relay or a store is away."""
+        """Return the result of `once()`; while a relay or a store is away, retry for `patience` seconds."""
         since_s: float | None = None
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while True:
@@ -311,7 +312,7 @@ class Mirror:
             await asyncio.sleep(backoff.failed())
 
     async def _check_same(self) -> None:
-        """Raise StreamError if another log has the source's name now: the one that we copy was deleted."""
+        """Raise StreamError if the source's name now belongs to another log, because the one copied was deleted."""
         if self._uuid or not self._source_uuid:
             return
         with contextlib.suppress(StreamUnavailable, NoStream):
@@ -333,7 +334,7 @@ async def _drop(task: asyncio.Task[Fetched] | None) -> None:
 
 
 def _for_older_store(item: Item) -> Item:
-    """Return an item as a store knows it that is older than the reason "damaged": the source keeps it no more."""
+    """Return an item for a store that does not know the hole reason "damaged": as removed by retention (1)."""
     if isinstance(item, Hole) and HOLES.get(item.reason) == "damaged":
         return Hole(item.offset, item.next, 1)
     return item

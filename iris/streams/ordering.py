@@ -1,4 +1,4 @@
-"""Orders that create, change and end streams, as holders of their keys sign them."""
+"""Makes the signed orders that create, change and end streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from iris.wire.streams import encode
 def orders_to_create(
     definition: Definition, keys: Iterable[ClusterKey], uuid: bytes, store: bytes
 ) -> list[SignedOrder]:
-    """Return orders to keep a new stream, one for each of the keys; `store` is the store's public key."""
+    """Return the orders that create a stream, one for each key; `store` is the store's public key."""
     now_us = time.time_ns() // 1000
     version = definition.order_version
     return [
@@ -27,9 +27,9 @@ def orders_to_create(
 def orders_to_change(
     definition: Definition, keys: Iterable[ClusterKey], stream: VerifiedStream, keyring: Keyring
 ) -> list[SignedOrder]:
-    """Return orders of the next revision under all our keys of the stream, and under `keys`.
+    """Return orders of the next revision, under `keys` and under every key of the stream in the keyring.
 
-    Our key that signed the latest known order countersigns the orders of keys that are new to the stream.
+    Orders under keys that are new to the stream are countersigned by the key that signed the latest known order.
     """
     has, issued_us = _our_keys(stream, keyring), _issue_time_us(stream)
     wanted = {key.key_id: key for key in keys}
@@ -40,7 +40,7 @@ def orders_to_change(
 
 
 def orders_to_end(stream: VerifiedStream, keyring: Keyring) -> list[SignedOrder]:
-    """Return orders to end a stream, under all our keys of it."""
+    """Return orders that end a stream, under every key of the stream in the keyring."""
     definition, issued_us = stream.order.definition, _issue_time_us(stream)
     return [
         _signed(key, _next_order(END, key, stream, definition, issued_us)) for key in _our_keys(stream, keyring).values()
@@ -56,7 +56,7 @@ def _issue_time_us(stream: VerifiedStream) -> int:
     """Return the time for new orders of a stream: now, or just after the known order if that is not far ahead."""
     before_us, now_us = stream.order.issued_us, time.time_ns() // 1000
     if before_us - now_us < ORDER_FRESH_US // 2:
-        return max(now_us, before_us + 1)  # stores from before there were revisions compare it
+        return max(now_us, before_us + 1)  # stores that predate revisions compare the time
     return now_us
 
 

@@ -1,4 +1,4 @@
-"""Reading a stream: fetches of the next stretch, the one after it under way while this one is opened."""
+"""Reads a stream page by page; the next page is fetched while the current one is opened."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Start = str | int | datetime
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 20_000
 GAPS: Final = 1000
+"""Latest gaps that a reader or consumer keeps in `gaps`."""
 
 
 class Reader:
-    """The messages of a stream from a place on: `async for message in client.streams.read("orders")`.
+    """The messages of a stream from an offset on: `async for message in client.streams.read("orders")`.
 
-    One task uses it. `offset` is where it goes on; a reader that starts there later misses nothing. What is missing goes to
-    `on_gap` and, the latest 1,000, to `gaps`. When the relay or the store is away it goes on when they are back, for `patience`
-    seconds without a word; then it raises StreamUnavailable.
+    Use it from one task. A reader that starts at `offset` later misses nothing. Missing messages are reported to
+    `on_gap`, and the latest 1,000 reports are kept in `gaps`. If the relay or the store is away, the reader waits
+    up to `patience` seconds for it to come back; then it raises StreamUnavailable.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class Reader:
     ) -> None:  # fmt: skip
         self.name = name
         self._at = -1
-        """Where the next fetch is opened from; -1 until the stream was found."""
+        """First offset not opened yet; -1 until the stream is found."""
         self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
         self.high_water = 0
-        """Where the stream ended when we looked last."""
+        """The end of the stream as of the last answer."""
         self._stores = stores
         self._start = start
         self._follow = follow
@@ -53,11 +54,11 @@ class Reader:
         self._closed = False
         self._end: int | None = None
         self._unread: tuple[Fetched, int] | None = None
-        """An answer whose items from this one on are to be handed out."""
+        """(answer, index): the items from `index` on are still to be delivered."""
 
     @property
     def offset(self) -> int:
-        """The offset after the last message that was handed out; -1 before the stream was found."""
+        """The offset after the last message delivered; -1 until the stream is found."""
         return self._ready[0].offset if self._ready else self._at
 
     def __aiter__(self) -> Self:
@@ -71,7 +72,7 @@ class Reader:
         return message
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:
-        """Iterate over lists of messages, as they came: the fast way."""
+        """Iterate over lists of messages, one per fetch. This is faster than single messages."""
         while True:
             try:
                 yield await self.batch()
@@ -82,7 +83,8 @@ class Reader:
         """Return the next messages, at least one. Raises StopAsyncIteration at the end, unless the reader follows.
 
         Raises:
-            StreamError: NoStream, StreamDamaged, StreamUnavailable; reading goes on at `offset` when that is mended.
+            StreamError: NoStream, StreamDamaged, StreamUnavailable. Call again to go on at `offset` once it is
+            repaired.
         """
         while True:
             if self._closed:
@@ -96,7 +98,7 @@ class Reader:
             try:
                 messages = await self._open(fetched, index)
             except BaseException:
-                # What was fetched ahead goes on from where we have not come.
+                # The page fetched ahead does not follow on from where we stopped.
                 self._drop_ahead()
                 raise
             if messages:
@@ -108,7 +110,7 @@ class Reader:
             task.cancel()
 
     async def close(self) -> None:
-        """Fetch no more. Idempotent."""
+        """Stop fetching. Idempotent."""
         self._closed = True
         task, self._fetching = self._fetching, None
         if task is not None:
@@ -127,7 +129,7 @@ class Reader:
         known, self._at = await start_offset(
             self._stores, self.name, self._uuid, self._start, patience=self._patience
         )
-        # From now on it is this log and no other of the same name.
+        # From now on read only this log, even if its name is given to another.
         self._uuid = self._uuid or known.described.uuid.hex()
         self._opener.stream = known
         self.high_water = known.described.next
@@ -143,7 +145,7 @@ class Reader:
             if task.done():
                 self._fetching = None
             raise
-        # On its way while we open this one.
+        # Fetch the next page while this one is opened.
         more = fetched.next > self._at and (self._end is None or fetched.next < self._end)
         self._fetching = self._fetch(fetched.next) if more and not self._closed else None
         return fetched
@@ -166,9 +168,9 @@ class Reader:
     # -- opening ---------------------------------------------------------------------------------------------
 
     async def _open(self, fetched: Fetched, index: int) -> list[StreamMessage]:
-        """Return the messages of an answer, from `offset` and its item `index` on, up to the next gap, which comes after them.
+        """Return the messages of an answer from item `index` on, up to the next gap, which is reported after them.
 
-        Raises StreamDamaged if the answer does not cover what it says.
+        Raises StreamDamaged if the answer leaves out offsets.
         """
         messages: list[StreamMessage] = []
         self.high_water = fetched.high_water
@@ -217,7 +219,7 @@ class Reader:
     def _before_gap(
         self, at: int, messages: list[StreamMessage], fetched: Fetched, number: int
     ) -> list[StreamMessage]:
-        """Hand out what is in front of a gap, which is the item `number` of an answer and comes next."""
+        """Return the messages before a gap; keep the rest of the answer, from the gap (item `number`) on, for later."""
         self._at, self._unread = at, (fetched, number)
         return self._before_end(messages)
 
@@ -235,7 +237,7 @@ class Reader:
 async def start_offset(
     stores: Stores, name: str, uuid: str, start: Start, *, patience: float
 ) -> tuple[VerifiedStream, int]:
-    """Return a stream, and the offset that `start` means there; raises StreamError."""
+    """Return the stream and the offset that `start` means in it. Raises StreamError."""
     known = await stores.describe(name, uuid, timeout=patience, patience=patience)
     found = known.described
     if not found.readable:
@@ -260,7 +262,7 @@ async def start_offset(
 async def resolve_dead(
     stores: Stores, opener: RecordOpener, name: str, message: StreamMessage, dead: DeadLetter, *, patience: float
 ) -> None:  # fmt: skip
-    """Put the message that a dead letter of the stream `name` refers to in its place, if it can still be read."""
+    """Fill a dead letter with the message that it refers to; if that cannot be read, say why in a header."""
     base = name.removesuffix(DEAD)
     if opener.stream is None or dead.uuid != opener.stream.order.uuid:
         message.headers = {"unreadable": "it refers to another stream"}

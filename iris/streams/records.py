@@ -1,4 +1,4 @@
-"""What readers of a stream get: messages with their offsets, and word of what is missing."""
+"""What readers of a stream receive: messages with offsets, gaps that report missing ones, and pages of both."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ from iris.wire.streams import (
 
 MAX_OPENERS: Final = 16_384
 _OpenerKey = tuple[int, str, bytes, bytes]
+"""(kind, name, key id, sender id) of a record."""
 
 
 class StreamMessage(Message, gc=False):
-    """A message of a stream. `name` is the topic, cluster or stream that it was sent to; times are µs since 1970.
+    """A message of a stream. `name` is the topic, cluster or stream it was sent to; times are µs since 1970.
 
-    `deliveries` is how often it was handed out, to a worker of a consumer. `dead` says, of a dead letter, what became of it.
+    `deliveries` counts its deliveries to workers of a consumer. `dead` is set for a dead letter and says why it is one.
     """
 
     offset: int = 0
     stored_us: int = 0
-    """When the store took it, by the store's clock."""
+    """When the store stored it, by the store's clock."""
     sent_us: int = 0
     tombstone: bool = False
     deliveries: int = 1
     dead: DeadLetter | None = None
     key: bytes | None = None
-    """What it was appended with, sealed like the payload."""
+    """The key given to `append`, sealed like the payload."""
 
 
 class StreamGap(msgspec.Struct, frozen=True):
-    """Offsets from `first` until `next` hold no message: `count` of them are missing (None: unknown), and why.
+    """Offsets from `first` up to `next` without messages; `count` messages were lost (None: unknown), for `cause`.
 
-    `cause` is "retention", "compacted", "expired" or "deferred" for what the store took out itself (`count` is then 0: they were
-    there), "unreadable: …" for what our keyring does not open, else the recorder's own words.
+    `cause` is "retention", "compacted", "expired", "deferred" or "damaged" for messages that the store had and removed
+    (`count` is then 0), or "unreadable: …" for messages that this keyring cannot open. Otherwise it is the reason that
+    the recorder gave for a loss.
     """
 
     first: int
@@ -64,24 +66,24 @@ class StreamGap(msgspec.Struct, frozen=True):
 
     @property
     def unreadable(self) -> bool:
-        """Whether messages are there, and our keyring does not open them."""
+        """Whether the messages exist, but this keyring cannot open them."""
         return self.cause.startswith("unreadable: ")
 
 
 class StreamRecord(msgspec.Struct, frozen=True, gc=False):
-    """A record of a stream, opened but not taken apart: `count` messages that were sealed together, the first at `offset`."""
+    """An opened record that is not split into messages: `count` messages sealed together, the first at `offset`."""
 
     offset: int
     count: int
     plain: bytes
-    """Its bundle, as `iris.core.bundle` lays it out; of a dead letter the reference, which is sealed by nobody."""
+    """The bundle in the layout of `iris.core.bundle`; for a dead letter, the reference, which is not sealed."""
     kind: int
-    """What it was sent as: a `Kind` of `iris.wire.frames`, or DEAD_KIND."""
+    """How it was sent: a `Kind` of `iris.wire.kinds`, or DEAD_KIND."""
     name: str
     """The topic, cluster or stream that it was sent to."""
     sender: bytes
     sequence: int
-    """Of the first message, among those of its sender."""
+    """The sequence number that the sender gave to the first message."""
     stored_us: int
     sent_us: int
     tombstone: bool
@@ -93,7 +95,7 @@ class StreamRecord(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def dead(self) -> bool:
-        """Whether it is a dead letter, which refers to a message."""
+        """Whether it is a dead letter, which only refers to a message."""
         return self.kind == DEAD_KIND
 
 
@@ -104,14 +106,14 @@ class RecordOpener:
         self._find_key = find_key
         self._openers: dict[_OpenerKey, tuple[Opener, bytes]] = {}
         self.stream: VerifiedStream | None = None
-        """The stream: what neither it nor what it is a copy of records is not of it, whatever its store says."""
+        """The stream that records must belong to. One that neither it nor a source of the copy records is refused."""
 
     def forget_keys(self) -> None:
         """Look up every key again."""
         self._openers.clear()
 
     def open(self, record: Record, deliveries: int = 1) -> list[StreamMessage] | StreamGap:
-        """Return the messages of a record, or why there are none."""
+        """Return the messages of a record, or a gap that says why it cannot be read."""
         sent_us, _, count, _ = END.unpack(record.end)
         end = record.offset + count
         if record.kind == DEAD_KIND and self.stream is not None and self.stream.dead:
@@ -158,7 +160,7 @@ class RecordOpener:
         ]  # fmt: skip
 
     def open_plain(self, record: Record) -> bytes | StreamGap:
-        """Return the bundle of a record (see `iris.core.bundle`), which is no dead letter, or why it cannot be opened."""
+        """Return the bundle of a record that is not a dead letter, or a gap that says why it cannot be opened."""
         _, _, count, _ = END.unpack(record.end)
         end = record.offset + count
         opener_key = (record.kind, record.name, record.key_id, record.sender_id)
@@ -186,7 +188,7 @@ class RecordOpener:
             return StreamGap(record.offset, end, count, f"unreadable: {err}")
 
     def item(self, item: Item) -> StreamRecord | StreamGap:
-        """Return a record, opened, or why there is none."""
+        """Return an item as an opened record, or as a gap that says why there is none."""
         if not isinstance(item, Record):
             return to_gap(item)
         dead = item.kind == DEAD_KIND and self.stream is not None and self.stream.dead
@@ -209,21 +211,21 @@ class RecordOpener:
 
 
 class StreamPage:
-    """What a stream holds up to `next`. Iterate for records and gaps, side by side; each is opened as it is reached.
+    """Consecutive records and gaps of a stream, up to `next`. Iterate over them; each is opened when it is reached.
 
-    The first may begin before what was asked for.
+    The first record may begin before the offset asked for.
     """
 
     def __init__(self, fetched: Fetched, opener: RecordOpener) -> None:
         self._items = fetched.items
         self._opener = opener
         self.next = fetched.next
-        """Where the next page begins."""
+        """The offset where the next page begins."""
         self.oldest = fetched.oldest
         self.high_water = fetched.high_water
-        """Where the stream ends."""
+        """The end of the stream."""
         self.uuid = fetched.uuid.hex()
-        """Which log it is, in hex."""
+        """Identity of the log, in hex."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -248,7 +250,7 @@ def _is_recorded_by(record: Record, of: Definition | Origin) -> bool:
 
 
 def to_gap(item: Gap | Hole) -> StreamGap:
-    """Return what a reader hears of offsets without messages."""
+    """Return a store's gap or hole as the gap that readers receive."""
     if isinstance(item, Gap):
         return StreamGap(item.offset, item.offset + 1, item.count, item.cause)
     return StreamGap(item.offset, item.next, 0, HOLES.get(item.reason, "removed"))

@@ -1,10 +1,11 @@
-"""Staging: records of a batch go to the store out of sight, until a commit makes those of some attempts visible at once.
+"""Staging: records of a batch are stored invisibly, until a commit makes those of the chosen attempts visible at once.
 
-    append ─► open record ── 64 KiB ──► sealed ── 256 KiB ──► calls on the way ── Staged ──► finish
-                                                    4 MiB at most
+    append ─► open record ── 64 KiB ──► sealed ── 256 KiB ──► calls in flight ── Staged ──► finish
+                                                    at most 4 MiB
 
-An attempt is a random id, and its records are numbered from 0: a call that got no answer goes out again as it was, over a lost relay or
-store, and what is staged is not staged again. Nobody sees any of it until a Commit names the attempt.
+An attempt has a random id, and its records are numbered from 0. So a call without an answer can be repeated
+unchanged after a lost relay or store, and nothing is staged twice. No reader sees staged records until a Commit
+names the attempt.
 """
 
 from __future__ import annotations
@@ -38,40 +39,41 @@ from iris.wire.streams import (
 )
 
 WINDOW_BYTES: Final = 4 << 20
-"""Staged and not acknowledged: more waits."""
+"""Unacknowledged bytes of an attempt; above this, appends wait."""
 CALL_RECORDS: Final = 4096
+"""Records in one Stage call at most."""
 MAX_BATCH: Final = 1 << 63
 FINISHED: Final = "finished"
 T = TypeVar("T", Commit, Discard)
 
 
 class StagedAttempt(Struct, frozen=True):
-    """What a `Staging` came to, for `client.streams.commit` in any process: it can be pickled."""
+    """The result of a `Staging`, for `client.streams.commit` in any process. It can be pickled."""
 
     attempt: str
     """32 hex digits."""
     records: int
-    """Sealed records, each of one message or more."""
+    """Number of sealed records, each with one message or more."""
 
 
 class CommitInfo(Struct, frozen=True):
-    """A committed batch has the offsets from `first` until `next`, which are equal if it is empty.
+    """A committed batch: its offsets are from `first` up to `next`, which are equal if it is empty.
 
-    Both are None if the writer has committed a later batch since.
+    Both are None if the writer has committed a later batch since, so that the store no longer knows.
     """
 
     first: int | None
     next: int | None
     replayed: bool
-    """It was committed before, perhaps from other attempts, and nothing changed."""
+    """The batch was committed before, perhaps from other attempts, and nothing changed."""
 
 
 class Staging:
     """One attempt at a writer's batch: `async with client.streams.stage("orders", writer="etl", batch=7) as staging`.
 
-    Append to it in order, from one task, and `finish`; what that returns goes to `client.streams.commit`. After an error or a
-    cancelled call an attempt is of no use: begin another. Leaving the context without `finish` leaves what was staged to
-    `discard`, or to its expiry after a day.
+    Append to it in order, from one task, then pass the result of `finish` to `client.streams.commit`. After an
+    error or a cancelled call, begin another attempt. If you leave the context without `finish`, what was staged
+    stays in the store until you `discard` it, or until it expires after a day.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Staging:
         self._attempt = os.urandom(16)
         self._records = 0
         self._open = BundleBuilder()
-        """The record that is not sealed yet."""
+        """Messages of the record that is not sealed yet."""
         self._call: list[NewRecord] = []
         self._call_bytes = 0
         self._sealed_by: tuple[bytes, ClusterKey] | None = None
@@ -98,19 +100,19 @@ class Staging:
 
     @property
     def attempt(self) -> str:
-        """Its id, 32 hex digits: for `discard`, if it came to nothing."""
+        """The attempt's id, 32 hex digits; pass it to `discard` if the attempt failed."""
         return self._attempt.hex()
 
-    # -- taking ----------------------------------------------------------------------------------------------
+    # -- adding ----------------------------------------------------------------------------------------------
 
     async def append(
         self, message: object, *, headers: Headers | None = None, key: str | bytes | None = None, ttl: float | None = None,
         deliver_at: datetime | None = None, tombstone: bool = False,
     ) -> None:  # fmt: skip
-        """Stage a message; what it is stored with is as in `Streams.append`. Waits while 4 MiB are on the way.
+        """Stage a message; the arguments are those of `Streams.append`. Waits while more than 4 MiB are unacknowledged.
 
         Raises:
-            StreamError: the store refused something, or did not answer in time.
+            StreamError: the store refused this or an earlier message, or did not answer in time.
             Closed: after `finish` or `close`.
         """
         self._check()
@@ -127,16 +129,16 @@ class Staging:
         self._add_record(sealed, sealing, extras)
 
     async def append_many(self, messages: Iterable[object]) -> None:
-        """Stage messages in order, several to a record; raises as `append`."""
+        """Stage messages in order, several per record. Raises as `append`."""
         for message in messages:
             self._check()
             data, packed = self._stores.runtime.encode(message, None, OF_A_MESSAGE)
             await self._add(data, None, packed)
 
     async def add_bundle(self, plain: bytes, count: int) -> None:
-        """Stage a record of `count` messages that are laid out as `iris.core.bundle.encode_bundle` does, as it stands.
+        """Stage `plain`, a bundle of `count` messages as `iris.core.bundle.encode_bundle` makes it, as one record.
 
-        Raises as `append`; LocalProtocolError if it is no bundle of so many messages.
+        Raises as `append`, and LocalProtocolError if it is not a bundle of `count` messages.
         """
         self._check()
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
@@ -146,7 +148,10 @@ class Staging:
         self._add_record(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
 
     async def finish(self) -> StagedAttempt:
-        """Return the attempt once all of it is on the store's disk; nothing more can be appended. Raises the first error there was."""
+        """Wait until everything is on the store's disk and return the attempt; nothing can be appended after.
+
+        Raises the first error of the attempt.
+        """
         if self._ended != FINISHED:
             self._check()
             await self._seal_open_record()
@@ -159,7 +164,7 @@ class Staging:
         return StagedAttempt(self._attempt.hex(), self._records)
 
     def close(self) -> None:
-        """Send nothing more. Idempotent."""
+        """Stop sending. Idempotent."""
         self._ended = self._ended or "closed"
         if self._tasks:
             self._error = self._error or Closed(f"staging for {self.name!r} was closed")
@@ -181,14 +186,17 @@ class Staging:
             raise Closed(f"staging for {self.name!r} was {self._ended}; stage another attempt")
 
     async def _add(self, data: bytes, headers: Headers | None, packed: bool) -> None:
-        """Put a message into the open record, which is sealed first if it is full or of another kind."""
+        """Add a message to the open record; seal that first if it is full or encoded differently."""
         size = message_bytes(data, headers)
         while not self._open.fits(size, packed):
             await self._seal_open_record()
         self._open.append(data, headers, packed, size)
 
     async def _seal_open_record(self) -> tuple[Outbound, ClusterKey]:
-        """Seal the open record, once there is room for it; return what to seal with. Cancelled while it waits, it has done nothing."""
+        """Wait for room, seal the open record, and return what to seal with.
+
+        If it is cancelled, nothing was changed.
+        """
         while self._unacknowledged_bytes > WINDOW_BYTES and self._error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         location = await self._stores.locate(self.name, self._uuid, timeout=self._timeout)
@@ -205,7 +213,7 @@ class Staging:
     def _add_record(
         self, sealed: tuple[bytes, bytes, bytes], key: ClusterKey, extras: Extras
     ) -> None:
-        """Put a sealed record into the call, which is sent first if it is full or of another sender."""
+        """Add a sealed record to the next call; send that first if it is full or from another sender."""
         sender_id, end, body = sealed
         size = len(body) + RECORD_BYTES
         limit = min(CALL_BYTES, self._stores.runtime.message_limit)
@@ -233,7 +241,7 @@ class Staging:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_call(self, call: Stage, key: ClusterKey, size: int) -> None:
-        """Send a call until it is answered. Its records open under the key they were sealed with, so it goes under no other."""
+        """Send a call until it is answered, under the key that its records are sealed with: no other key opens them."""
 
         async def once(left_s: float) -> Staged:
             location = await self._stores.find(self.name, self._uuid, timeout=left_s)
@@ -243,14 +251,14 @@ class Staging:
 
         try:
             await self._stores.until(self.name, self._uuid, once, timeout=self._timeout)
-        except Exception as err:  # whoever appends or finishes hears of it, whatever it is
+        except Exception as err:  # the next `append` or `finish` raises it, whatever it is
             self._error = self._error or err
         finally:
             self._unacknowledged_bytes -= size
 
 
 def check_batch(name: str, writer: str, batch: int) -> None:
-    """Raise InvalidName or ConfigError unless a stream, writer and batch may be called so."""
+    """Raise InvalidName or ConfigError unless the stream's name, the writer and the batch are valid."""
     check_cluster(name)
     if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
         raise ConfigError(
@@ -263,7 +271,7 @@ def check_batch(name: str, writer: str, batch: int) -> None:
 def commit_call(
     name: str, writer: str, batch: int, attempts: Iterable[StagedAttempt], limit: int
 ) -> Commit:
-    """Return the call that commits; raises StreamError, or MessageTooLarge if it has over `limit` bytes."""
+    """Return the call that commits. Raises StreamError, or MessageTooLarge if it has over `limit` bytes."""
     check_batch(name, writer, batch)
     attempts = [*attempts]
     ids = _attempt_ids(name, attempts)
@@ -274,7 +282,7 @@ def commit_call(
 def discard_call(
     name: str, writer: str, batch: int, attempts: Iterable[StagedAttempt], limit: int
 ) -> Discard:
-    """Return the call that discards; raises likewise."""
+    """Return the call that discards. Raises as `commit_call`."""
     check_batch(name, writer, batch)
     return _checked(Discard(writer, batch, _attempt_ids(name, attempts)), limit)
 

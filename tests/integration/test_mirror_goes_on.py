@@ -207,7 +207,7 @@ async def test_a_mirror_says_what_it_waits_for_and_gives_up_when_it_has_no_more_
         async with other.streams.mirror("log", "copy", patience=0.5) as mirror:
             # Only while there is no store: one that is busy may take longer.
             with monkeypatch.context() as hasty:
-                hasty.setattr(mirroring, "TRY_S", 0.2)
+                hasty.setattr(mirroring, "ATTEMPT_S", 0.2)
                 running = asyncio.create_task(mirror.run())
                 await come_to(client, "copy", 0)
                 await cluster.stop_store()
