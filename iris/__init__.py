@@ -21,8 +21,8 @@
 from iris.audience import Audience, SlowReceiver
 from iris.client import Client, Scope, connect
 from iris.config import ClientConfig, Limits
+from iris.core.interfaces import Lost
 from iris.core.message import Message
-from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import (

@@ -22,10 +22,10 @@ from weakref import WeakSet
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
 from iris.core.bundle import Headers
-from iris.core.company import Company
 from iris.core.guard import Guard
+from iris.core.interfaces import Lost, Owner
+from iris.core.local_senders import LocalSenders
 from iris.core.outbound import Outbound
-from iris.core.parties import Lost, Owner
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
 from iris.pairs import READ_BYTES, Pairs
@@ -85,7 +85,7 @@ class Attachment:
 
     def __init__(
         self, client: Registrar, registry: Registry, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
-        watch: Callable[[], Callable[[], bool]], company: Company | None,
+        watch: Callable[[], Callable[[], bool]], local_senders: LocalSenders | None,
     ) -> None:  # fmt: skip
         """`watch` is called when a relay is lost, and returns what says whether one has come since it was asked last."""
         self.session: Session | None = None
@@ -101,7 +101,7 @@ class Attachment:
         self._connector = connector
         self._watch = watch
         self._entropy = entropy
-        self._company = company
+        self._local_senders = local_senders
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pairs: dict[Pump[Session], Pairs] = {}
@@ -297,7 +297,7 @@ class Attachment:
         session = Session(
             self._client, self.guard, self._entropy,
             label=config.label, pid=os.getpid(), message_limit=config.message_limit_bytes,
-            compress=config.compress, company=self._company,
+            compress=config.compress, local_senders=self._local_senders,
         )  # fmt: skip
         pump = Pump(self, session, self._buffer, config.write_high_bytes)
         self._pumps.add(pump)

@@ -21,8 +21,8 @@ from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
 from iris.core.credit import WhenFull
+from iris.core.interfaces import Lost
 from iris.core.message import Message
-from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.errors import Closed
 from iris.many import IN_FLIGHT, Outcome

@@ -24,8 +24,8 @@ from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
+from iris.core.interfaces import Lost
 from iris.core.message import Message, decode_payload
-from iris.core.parties import Lost
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.deadlines import deadline, milliseconds, seconds_left, within

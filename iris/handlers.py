@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from iris.core.bundle import Headers, check_headers
+from iris.core.interfaces import Delivery
 from iris.core.message import Message, decode_payload, encode_payload
-from iris.core.parties import Delivery
 from iris.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from iris.core.parties import Lost
+from iris.core.interfaces import Lost
 from iris.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.parties import Binding, Lost, Sink
+from iris.core.interfaces import Binding, Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey

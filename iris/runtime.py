@@ -18,13 +18,13 @@ from typing import Any, Final, Protocol
 from iris.attachment import Attachment, Connector, Life
 from iris.config import ClientConfig
 from iris.core.bundle import Headers, check_headers
-from iris.core.company import Company
 from iris.core.conversation import UP
 from iris.core.credit import WhenFull
 from iris.core.inbound import InFlow
+from iris.core.interfaces import Lost, Sink
+from iris.core.local_senders import LocalSenders
 from iris.core.message import encode_payload
 from iris.core.outbound import OutFlow
-from iris.core.parties import Lost, Sink
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
@@ -64,7 +64,7 @@ class Runtime:
         """Called with every loss."""
         self.counters: dict[str, int] = {}
         """Messages dropped here, by cause, and handlers that failed."""
-        self.company: Company | None = None
+        self.local_senders: LocalSenders | None = None
         """Clients that deliver their casts to each other themselves; set before `attach` (for bridges)."""
         self.working: set[Subscriber] = set()
         """Subscriptions whose coroutine handler has a task."""
@@ -82,7 +82,7 @@ class Runtime:
         """Return the hold on a relay that is to be opened, once."""
         self.registry = Registry(keyring, self._keys_changed)
         self.attachment = Attachment(
-            self, self.registry, self.config, connector, entropy, watch, self.company
+            self, self.registry, self.config, connector, entropy, watch, self.local_senders
         )
         self.registry.share_out(self.attachment.guard)
         _runtimes.add(self)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from iris.config import Limits
 from iris.core.credit import WhenFull
-from iris.core.parties import Lost
+from iris.core.interfaces import Lost
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
 from iris.wire.frames import Serving

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 
 from iris.core.bundle import Headers
+from iris.core.interfaces import Delivery, Lost
 from iris.core.message import MEMBER_HEADER, Message
-from iris.core.parties import Delivery, Lost
 from iris.core.tunnel import TunnelEnd
 from iris.deadlines import within
 from iris.errors import ConfigError, DecodeError

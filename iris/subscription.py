@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final, Literal, Self
 
 from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
+from iris.core.interfaces import Lost
 from iris.core.message import Message
-from iris.core.parties import Lost
 from iris.deadlines import within
 from iris.errors import ConfigError, IrisError, Overloaded
 from iris.handlers import stopping

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from iris.core.bundle import decode_bundle
-from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.credit import Windows
 from iris.core.guard import FlowKey, Guard
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
+from iris.core.interfaces import Lost, Owner, Sink
+from iris.core.local_senders import LocalSenders
 from iris.core.message import Message
-from iris.core.parties import Lost, Owner, Sink
 from iris.errors import DecodeError, OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, BUNDLE, END_AT
@@ -33,7 +33,16 @@ class Casts:
     """The publications and broadcasts that one session receives."""
 
     __slots__ = (
-        "_bundle_bytes", "_company", "_drop", "_flow", "_guard", "_owner", "now_us", "received", "subscriptions_version", "windows",
+        "_bundle_bytes",
+        "_drop",
+        "_flow",
+        "_guard",
+        "_local_senders",
+        "_owner",
+        "now_us",
+        "received",
+        "subscriptions_version",
+        "windows",
     )  # fmt: skip
 
     def __init__(
@@ -43,13 +52,13 @@ class Casts:
         inbound: Inbound,
         drop: Drop,
         send: Callable[[frames.Control], None],
-        company: Company | None = None,
+        local_senders: LocalSenders | None = None,
     ) -> None:
         self._owner = owner
         self._guard = guard
         self._flow = inbound.flow
         self._drop = drop
-        self._company = company
+        self._local_senders = local_senders
         self._bundle_bytes = 0
         """Size in memory of the bundle that was opened last."""
         self.now_us = 0
@@ -107,7 +116,7 @@ class Casts:
         kind, alias, sent_us, count, first = BUNDLE.unpack_from(buf, start)
         flow = self._flow(alias, kind)
         self.received += count
-        if flow.of_company:
+        if flow.is_local:
             self._drop("delivered in this process", count)
             return flow, []
         if abs(self.now_us - sent_us) >= self._guard.freshness_us:
@@ -228,7 +237,7 @@ class Casts:
             raise PeerProtocolError(
                 f"GAP must name PUBLISH or BROADCAST, not frame kind 0x{gap.kind:02x}"
             )
-        if self._company is not None and gap.sender_id in self._company:
+        if self._local_senders is not None and gap.sender_id in self._local_senders:
             return  # what is lost on that way was delivered here
         key = self._owner.find_key(gap.key_id)
         if key is None:

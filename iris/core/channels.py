@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
-from iris.core.parties import Waiter
+from iris.core.interfaces import Waiter
 from iris.crypto.channel import Channel, Offer
 from iris.crypto.keys import ClusterKey, public_id, verify_order
 from iris.errors import (

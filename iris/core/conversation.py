@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Final
 
-from iris.core.parties import Waiter
+from iris.core.interfaces import Waiter
 from iris.errors import ConnectionLost, PeerProtocolError, RelayUnavailable
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, decode_control

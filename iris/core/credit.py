@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from iris.core.inbound import Inbound, InFlow, UnknownKey, Window
-from iris.core.parties import Sink, Waiter
+from iris.core.interfaces import Sink, Waiter
 from iris.wire import frames
 from iris.wire.kinds import UNLIMITED, Kind
 
@@ -143,7 +143,7 @@ class Windows:
 
     def _review(self, flow: InFlow, window: Window, *, answer: bool = False) -> None:
         """Give the credit that there is, if it is worth a frame or an answer is due."""
-        waiting = () if flow.of_company else [sink for sink in self._sinks(flow) if sink.waits]
+        waiting = () if flow.is_local else [sink for sink in self._sinks(flow) if sink.waits]
         if not waiting:
             if answer or window.limit != UNLIMITED:
                 self._send_window(window, UNLIMITED)

@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from iris.core.aliases import MAX_ALIASES
-from iris.core.company import Company
 from iris.core.guard import Sequence as Expected
+from iris.core.local_senders import LocalSenders
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import PeerProtocolError
@@ -49,7 +49,20 @@ class InFlow:
     """One declared alias: who sends what to which address, and who here wants it."""
 
     __slots__ = (
-        "expected", "groups", "key", "kind", "member", "name", "of_company", "opener", "plain", "prefix", "sender_id", "sinks", "version", "window",
+        "expected",
+        "groups",
+        "is_local",
+        "key",
+        "kind",
+        "member",
+        "name",
+        "opener",
+        "plain",
+        "prefix",
+        "sender_id",
+        "sinks",
+        "version",
+        "window",
     )  # fmt: skip
 
     def __init__(self, declared: Declare, key: ClusterKey, opener: Opener | None) -> None:
@@ -64,7 +77,7 @@ class InFlow:
         self.opener = opener
         """None for a tunnel's opening: its first message is Noise, not SFrame."""
         self.prefix = metadata_prefix(self.kind, self.name, key.key_id, self.sender_id)
-        self.of_company = False
+        self.is_local = False
         """Whether its sender delivers its casts here itself."""
         self.expected: Expected | None = None
         self.sinks: Sequence[Any] = ()
@@ -83,10 +96,12 @@ class Inbound:
     """The relay's aliases towards this session, each with what is needed to open its frames."""
 
     def __init__(
-        self, find_key: Callable[[bytes], ClusterKey | None], company: Company | None = None
+        self,
+        find_key: Callable[[bytes], ClusterKey | None],
+        local_senders: LocalSenders | None = None,
     ) -> None:
         self._find_key = find_key
-        self._company = company
+        self._local_senders = local_senders
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
         self._unknown: dict[int, Declare] = {}
@@ -138,8 +153,8 @@ class Inbound:
                 opener = self._openers[opener_key] = Opener(key, declared.sender_id)
         self.replies.discard(declared.alias)
         flow = InFlow(declared, key, opener)
-        if self._company is not None:
-            flow.of_company = declared.sender_id in self._company
+        if self._local_senders is not None:
+            flow.is_local = declared.sender_id in self._local_senders
         self._set_flow(declared.alias, flow)
 
     def forget_keys(self) -> None:

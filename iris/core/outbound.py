@@ -11,9 +11,9 @@ from typing import Final
 
 from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
 from iris.core.bundle import BundleBuilder, Headers, encode_bundle, encode_single, message_bytes
-from iris.core.company import Company
 from iris.core.compression import Compressor
 from iris.core.credit import Credit, Credits
+from iris.core.local_senders import LocalSenders
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control, metadata_prefix
@@ -127,7 +127,7 @@ class Outbound:
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
         compress: bool = False,
-        company: Company | None = None,
+        local_senders: LocalSenders | None = None,
     ) -> None:
         self.now_us = 0
         self.hops = 0
@@ -144,7 +144,7 @@ class Outbound:
         self._longest_run = EAGER_CALLS if runs else 1
         self._full_bytes = full_bytes
         self._compressor = Compressor() if compress else None
-        self._company = company
+        self._local_senders = local_senders
         self._aliases: AliasTable[AliasKey] = AliasTable(max_aliases)
         self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
         """By key id and site: what goes to one site only must leave no gap in what all receive."""
@@ -471,18 +471,18 @@ class Outbound:
         for sealer, _ in self._sealers.values():
             sealer.poison()
 
-    def leave_company(self) -> None:
+    def retire_senders(self) -> None:
         """Nothing is sent under these sender ids any more."""
-        if self._company is not None:
-            self._company.end(sender_id for _, sender_id in self._sealers.values())
+        if self._local_senders is not None:
+            self._local_senders.retire(sender_id for _, sender_id in self._sealers.values())
 
     def _sealer(self, key: ClusterKey, site: str) -> tuple[Sealer, bytes]:
         entry = self._sealers.get((key.key_id, site))
         if entry is None:
             self.prove(key)
             sender_id = self._entropy(16)
-            if self._company is not None:
-                self._company.begin(sender_id)
+            if self._local_senders is not None:
+                self._local_senders.add(sender_id)
             entry = self._sealers[key.key_id, site] = Sealer(key, sender_id), sender_id
         return entry
 
@@ -492,7 +492,7 @@ class Outbound:
         self.credits.end()
         self._flows.clear()
         self.topics.clear()
-        self.leave_company()
+        self.retire_senders()
         self._sealers.clear()
 
     def _renew(self, flow: OutFlow) -> None:
@@ -500,8 +500,8 @@ class Outbound:
         self._end_runs()
         key, site = flow.key, flow.site
         _, ended = self._sealers.pop((key.key_id, site))
-        if self._company is not None:
-            self._company.end((ended,))
+        if self._local_senders is not None:
+            self._local_senders.retire((ended,))
         entry = self._sealer(key, site)
         for flow in self._flows.values():
             if flow.key.key_id == key.key_id and flow.site == site:

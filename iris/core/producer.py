@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from iris.core.backoff import Backoff
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
+from iris.core.interfaces import Waiter
 from iris.core.outbound import Outbound
-from iris.core.parties import Waiter
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
 from iris.wire.kinds import NEVER_US

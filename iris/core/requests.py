@@ -7,8 +7,8 @@ from typing import Final
 
 from iris.core.bundle import Headers, decode_single
 from iris.core.inbound import InFlow
+from iris.core.interfaces import Lost, SurveySink, Waiter
 from iris.core.message import Message
-from iris.core.parties import Lost, SurveySink, Waiter
 from iris.core.session_base import SessionBase
 from iris.crypto.keys import ClusterKey
 from iris.errors import (

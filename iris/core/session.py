@@ -12,15 +12,15 @@ import msgspec
 
 from iris.core.bundle import Headers, decode_single
 from iris.core.casts import CASTS, Casts
-from iris.core.company import Company
 from iris.core.compression import held_bytes
 from iris.core.conversation import UP
 from iris.core.guard import Guard, Sender
 from iris.core.heartbeat import Heartbeat
 from iris.core.inbound import InFlow, UnknownKey
+from iris.core.interfaces import Delivery, Owner
+from iris.core.local_senders import LocalSenders
 from iris.core.message import Message
 from iris.core.outbound import Outbound
-from iris.core.parties import Delivery, Owner
 from iris.core.requests import Requests
 from iris.core.session_base import SessionBase
 from iris.core.store_calls import StoreCalls
@@ -64,13 +64,13 @@ class Session(SessionBase):
 
     def __init__(
         self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int,
-        compress: bool = False, company: Company | None = None,
+        compress: bool = False, local_senders: LocalSenders | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            owner, guard, entropy, company, label=label, pid=pid, message_limit=message_limit
+            owner, guard, entropy, local_senders, label=label, pid=pid, message_limit=message_limit
         )
         self._compress = compress
-        self._company = company
+        self._local_senders = local_senders
         self.running = 0
         """Deliveries of this session that our handlers have not ended yet; the bindings count."""
         self.drain_ms: int | None = None
@@ -89,7 +89,7 @@ class Session(SessionBase):
         self._heartbeat: Heartbeat | None = None
         """Of a relay on another host."""
         self.casts = casts = Casts(
-            owner, guard, self._inbound, self.drop, self.control, company
+            owner, guard, self._inbound, self.drop, self.control, local_senders
         )  # fmt: skip
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -212,7 +212,7 @@ class Session(SessionBase):
             self._late
         ] * 256  # what else came with BYE in one read: nobody could answer it
         if self.started:
-            self.out.leave_company()
+            self.out.retire_senders()
             self.out.credits.end()
         self.requests.end(reason, routed=routed)
         self.tunnels.end(reason)
@@ -475,7 +475,7 @@ class Session(SessionBase):
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
-            compress=self._compress, company=self._company, runs=welcome.minor >= RUN_MINOR,
+            compress=self._compress, local_senders=self._local_senders, runs=welcome.minor >= RUN_MINOR,
             waits=welcome.minor >= WAIT_MINOR,
         )  # fmt: skip
         self.out.now_us = self.now_us

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from iris.core.company import Company
 from iris.core.conversation import Conversation
 from iris.core.guard import Guard
 from iris.core.inbound import Inbound
+from iris.core.interfaces import Owner
+from iris.core.local_senders import LocalSenders
 from iris.core.outbound import Outbound
-from iris.core.parties import Owner
 from iris.wire import frames
 from iris.wire.codec import FLAGS_AT
 from iris.wire.kinds import FLAG_REFUSED, Refusal
@@ -19,7 +19,7 @@ class SessionBase(Conversation):
     """A conversation of a client, to which requests, store calls, tunnels and casts each add their part: see `iris.core.session`."""
 
     def __init__(
-        self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], company: Company | None, *, label: str, pid: int,
+        self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], local_senders: LocalSenders | None, *, label: str, pid: int,
         message_limit: int,
     ) -> None:  # fmt: skip
         super().__init__(label=label, pid=pid, message_limit=message_limit)
@@ -33,7 +33,7 @@ class SessionBase(Conversation):
         self.received_alone = 0
         """Messages received one by one: calls, their answers, records of tunnels."""
         self.dropped: dict[str, int] = {}
-        self._inbound = Inbound(owner.find_key, company)
+        self._inbound = Inbound(owner.find_key, local_senders)
         self.replies = self._inbound.replies
         """Aliases of the relay's that were declared for stores' answers."""
         self.flow = self._inbound.flow

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from iris.core.channels import MAX_CHANNELS, ChannelKey, StoreChannel
-from iris.core.parties import Waiter
+from iris.core.interfaces import Waiter
 from iris.core.requests import MAX_PENDING, error_of
 from iris.core.session_base import SessionBase
 from iris.crypto.channel import MARK

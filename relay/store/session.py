@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from iris.core.aliases import MAX_ALIASES, AliasTable
 from iris.core.conversation import UP, Conversation
-from iris.core.parties import Waiter
+from iris.core.interfaces import Waiter
 from iris.crypto.channel import MARK, Channel
 from iris.crypto.keys import StoreKey
 from iris.errors import DecodeError, PeerProtocolError

@@ -15,7 +15,7 @@ from typing import Any, Final
 from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.parties import Lost
+from iris.core.interfaces import Lost
 from iris.core.session import Session
 from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, Growth, TunnelEnd
 from iris.crypto.channel import Channel

@@ -22,8 +22,8 @@ from iris.core.bundle import Headers
 from iris.core.conversation import State
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
+from iris.core.interfaces import Delivery, Lost
 from iris.core.message import Message
-from iris.core.parties import Delivery, Lost
 from iris.core.requests import Pending
 from iris.core.session import Session
 from iris.core.tunnel import TunnelEnd

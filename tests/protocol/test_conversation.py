@@ -8,7 +8,7 @@ import pytest
 from protocol.kit import KEY, LIMIT, OTHER_KEY, Host, Network, Result, control_of, kind_of
 
 from iris.core.conversation import State
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.errors import (
     ConnectionLost,
     NoMembers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import Host, Network, Result, kind_of
 
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.wire import frames
 from iris.wire.kinds import Kind
 from relay.core.draining import HEARD_US, UNASKED_US

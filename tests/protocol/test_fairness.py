@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.kit import KEY, Network, Result
 
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.wire import frames
 from iris.wire.codec import END, HOP, encode_control
 from iris.wire.kinds import Kind

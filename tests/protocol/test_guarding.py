@@ -7,7 +7,7 @@ from protocol.kit import FRESHNESS_US, KEY, OTHER_KEY, Host, Network, Result, co
 
 from iris.core.bundle import encode_bundle
 from iris.core.guard import Guard
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import WINDOW_COUNTERS
 from iris.errors import (

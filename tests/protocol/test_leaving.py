@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from protocol.kit import Network, control_of, kind_of
 
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import CallerLeft

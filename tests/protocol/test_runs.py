@@ -10,7 +10,7 @@ import pytest
 from protocol.kit import Host, Network, Result, Service
 from protocol.test_sites import Sites
 
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.errors import ConnectionLost, Overloaded, RelayError, RequestTimeout
 from iris.wire.codec import BODY_AT, COUNT, COUNT_AT, DATA_LENGTH, HOP, KIND_AT
 from iris.wire.frames import Fail

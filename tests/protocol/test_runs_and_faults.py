@@ -9,7 +9,7 @@ import pytest
 from protocol.kit import KEY, Host, Network
 
 from iris.core import outbound
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.crypto import sframe
 from iris.errors import LocalProtocolError
 from iris.wire.kinds import Kind

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from protocol.kit import Host, LinkEnd, Network, Result, Service
 
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.wire.codec import COUNT, FLAGS_AT, KIND_AT
 from iris.wire.kinds import Kind, Refusal
 from iris.wire.runs import answer_run

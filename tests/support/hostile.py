@@ -23,7 +23,7 @@ from protocol.kit import KEY, LIMIT, OTHER_KEY, Answers, Host, Inbox, Network, P
 from protocol.test_sites import WanEnd
 
 from iris.core.conversation import State
-from iris.core.parties import Delivery
+from iris.core.interfaces import Delivery
 from iris.core.tunnel import TunnelEnd
 from iris.errors import IrisError, PeerProtocolError
 from iris.wire import frames

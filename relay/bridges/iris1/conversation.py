@@ -456,7 +456,7 @@ class Conversation(asyncio.Protocol):
                     f"the bridge has {bridge.config.max_clients} clients already"
                 )
             client = bridge.connect(f"iris1 {self.peer}"[:64])
-            client._runtime.company = bridge.near.company
+            client._runtime.local_senders = bridge.near.local_senders
             async with client:
                 await self._serve(client, cluster)
         except iris.IrisError as err:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 import iris
-from iris.core.company import Company
+from iris.core.local_senders import LocalSenders
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import Oversized, Payload
@@ -59,7 +59,7 @@ class Locals:
     """Who serves and who subscribes, of one bridge's programs."""
 
     def __init__(self, config: Iris1Config) -> None:
-        self.company = Company()
+        self.local_senders = LocalSenders()
         self._config = config
         self._groups: dict[str, Group] = {}
         self._topics: dict[str, dict[Local, bytes]] = {}

@@ -12,7 +12,7 @@ from interop.iris1.kit import Echo, Side, bridged, hearing, until
 from interop.iris1.offence import Mute, conversation, greeted
 
 import iris
-from iris.core.company import KEPT_AFTER, Company
+from iris.core.local_senders import MAX_RETIRED, LocalSenders
 from iris.wire.kinds import Kind
 from relay.bridges.iris1.bridge import Bridge
 from relay.bridges.iris1.local import SHARED, SHARED_BYTES
@@ -166,7 +166,7 @@ async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
         assert ours_there.client is not None
         session = ours_there.client._attached().session
         assert session is not None
-        (sender_id, *_) = side.bridge.near.company._ids
+        (sender_id, *_) = side.bridge.near.local_senders._ids
         ours = ours_there.client.keyring.for_topic("topic")[0]
         gap = iris.wire.frames.Gap(
             Kind.PUBLISH, "topic", ours.key_id, sender_id, 0, 3, "slow receiver"
@@ -178,15 +178,15 @@ async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
 
 
 def test_a_company_forgets_who_has_left_but_not_who_is_there() -> None:
-    company = Company()
-    company.begin(b"here")
-    for turn in range(KEPT_AFTER + 10):
-        company.begin(b"%d" % turn)
-        company.end([b"%d" % turn])
-    assert b"here" in company
-    assert b"9" not in company
-    assert b"10" in company
-    assert len(company._ids) == KEPT_AFTER + 1
+    local_senders = LocalSenders()
+    local_senders.add(b"here")
+    for turn in range(MAX_RETIRED + 10):
+        local_senders.add(b"%d" % turn)
+        local_senders.retire([b"%d" % turn])
+    assert b"here" in local_senders
+    assert b"9" not in local_senders
+    assert b"10" in local_senders
+    assert len(local_senders._ids) == MAX_RETIRED + 1
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class SimSink:
 class SimFlow:
     """What a relay declared, as `Windows` sees it."""
 
-    of_company = False
+    is_local = False
 
     def __init__(self, declared: frames.Declare) -> None:
         self.name = declared.name
