@@ -5,7 +5,7 @@
 Programs keep what they publish while their relay restarts, and send it as soon as they are let in. A relay that is not linked again by
 then, or whose store records nothing yet, would route it past those who had it before, and nobody would have counted it.
 
-A store leaves word of what its streams lack nothing up to (`relay.store.continuity`). That counts if no other relay has let anybody in
+A store leaves word of what its streams lack nothing up to (`relay.store.completeness`). That counts if no other relay has let anybody in
 at this socket since: one that was started without the data directory removes nothing from there, but writes its own id here.
 """
 

@@ -117,7 +117,7 @@ def salvage(
             else:
                 typer.echo("\n".join(_report_lines(report)))
 
-        with process.held(data.absolute()) as streams:
+        with process.locked(data.absolute()) as streams:
             reports = work.salvage(streams, stream, told)
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store salvage: {err}\n")

@@ -17,7 +17,7 @@ GAP_BYTES: Final = 1200
 """What a gap takes at most."""
 
 
-def told_item(item: Item) -> streams.Item:
+def item_to_wire(item: Item) -> streams.Item:
     """Return an item of a log as it travels."""
     if isinstance(item, Record):
         return streams.Record(
@@ -29,7 +29,7 @@ def told_item(item: Item) -> streams.Item:
     return streams.Hole(item.first, item.next, int(item.reason))
 
 
-def taken_item(item: streams.Item) -> Item:
+def item_from_wire(item: streams.Item) -> Item:
     """Return an item of another log, as it came, as a log has it. Raises ValueError."""
     if isinstance(item, streams.Record):
         return Record(
@@ -46,7 +46,7 @@ def taken_item(item: streams.Item) -> Item:
     return Hole(item.offset, item.next, reason)
 
 
-def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
+def items_to_wire(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
     """Return what of a chunk fits an answer of `limit` bytes, at least one item, and where it ends."""
     items: list[streams.Item] = []
     used = 0
@@ -55,12 +55,12 @@ def told_items(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item]
         used += len(item.body) + RECORD_BYTES if isinstance(item, Record) else GAP_BYTES
         if items and used > limit:
             break
-        items.append(told_item(item))
+        items.append(item_to_wire(item))
         end = item.next
     return items, end
 
 
-def told_outcome(outcome: Outcome) -> streams.Outcome:
+def outcome_to_wire(outcome: Outcome) -> streams.Outcome:
     """Return what became of an entry, likewise."""
     if isinstance(outcome, Stored):
         return streams.Outcome(streams.STORED, outcome.first)

@@ -17,12 +17,12 @@ from relay.logs import Quiet
 from relay.store.authority import is_promotion, one_definition
 from relay.store.catalogue import Catalogue, encode_kept
 from relay.store.channels import UNSEALED, UPGRADE, Channels
-from relay.store.consuming import ConsumerRefused, Consuming
+from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
 from relay.store.database import write_beside
 from relay.store.errors import ChannelRefused, LogDamaged, LogError, Refuse
 from relay.store.salvage import ORDERS
-from relay.store.session import Question
-from relay.store.staged import StagingRefused
+from relay.store.session import IncomingCall
+from relay.store.staged_rows import StagingRefused
 from relay.store.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ class Calls:
         self._catalogue = catalogue
         self.channels = channels
         self._authority = catalogue.authority
-        self._presence = catalogue.presence
+        self._registration = catalogue.registration
         self._clock = catalogue.clock
         self._touch = touch
         self._quiet = Quiet()
-        self.handlers: dict[type, Callable[[Question, Any], None]] = {
+        self.handlers: dict[type, Callable[[IncomingCall, Any], None]] = {
             streams.FindStore: self._on_find_store,
             streams.Knock: self._on_knock,
             streams.Open: self._on_open,
@@ -72,77 +72,77 @@ class Calls:
             streams.DeleteConsumer: self._on_delete_consumer,
         }
 
-    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
+    def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
         """Return the call in an authenticated body. Raises ChannelRefused."""
         try:
-            return self.channels.unseal(question, end, body)
+            return self.channels.unseal(incoming, end, body)
         except ChannelRefused as err:
-            self._unproven(question, str(err))
+            self._count_unauthenticated(incoming, str(err))
             raise
 
-    def asked(self, question: Question) -> None:
+    def call_received(self, incoming: IncomingCall) -> None:
         """A call came."""
         try:
-            if question.channel is None and not isinstance(question.call, UNSEALED):
-                self._unproven(question, "the call was not authenticated")
+            if incoming.channel is None and not isinstance(incoming.call, UNSEALED):
+                self._count_unauthenticated(incoming, "the call was not authenticated")
                 raise Refuse("invalid", UPGRADE)
-            self.handlers[type(question.call)](question, question.call)
+            self.handlers[type(incoming.call)](incoming, incoming.call)
         except ChannelRefused as err:
-            self._unproven(question, str(err))
-            question.refuse("channel", str(err))
+            self._count_unauthenticated(incoming, str(err))
+            incoming.refuse("channel", str(err))
         except (Refuse, StagingRefused) as err:
-            question.refuse(err.code, str(err))
+            incoming.refuse(err.code, str(err))
         except ConsumerRefused as err:
-            question.refuse("consumer", str(err))
+            incoming.refuse("consumer", str(err))
         except DecodeError as err:
-            question.refuse("invalid", str(err))
+            incoming.refuse("invalid", str(err))
         except LogDamaged as err:
-            question.refuse("damaged", str(err))
+            incoming.refuse("damaged", str(err))
         except LogError as err:
-            question.refuse("disk", str(err))
+            incoming.refuse("disk", str(err))
         except (ValueError, OverflowError) as err:
-            question.refuse("invalid", str(err))
+            incoming.refuse("invalid", str(err))
         except Exception as err:  # a fault of ours costs this call, and nobody else theirs
-            log.exception("store.fault", extra={"fields": {"call": type(question.call).__name__}})
-            question.refuse("failed", f"internal error: {type(err).__name__}")
+            log.exception("store.fault", extra={"fields": {"call": type(incoming.call).__name__}})
+            incoming.refuse("failed", f"internal error: {type(err).__name__}")
 
-    def _unproven(self, question: Question, reason: str) -> None:
+    def _count_unauthenticated(self, incoming: IncomingCall, reason: str) -> None:
         """Count and log a call that failed authentication."""
         self.refused += 1
-        fields = {"address": question.name, "key_id": question.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
+        fields = {"address": incoming.name, "key_id": incoming.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
         self._quiet.warning(log, "store.call_refused", reason, self._clock.elapsed_us / 1e6, fields)
 
     # -- calls of the store ----------------------------------------------------------------------------------
 
-    def _on_find_store(self, question: Question, call: streams.FindStore) -> None:
-        question.answer(streams.StoreInfo(self._public_key, self._label))
+    def _on_find_store(self, incoming: IncomingCall, call: streams.FindStore) -> None:
+        incoming.answer(streams.StoreInfo(self._public_key, self._label))
 
-    def _on_knock(self, question: Question, call: streams.Knock) -> None:
-        uuid, orders = self._called(question)
-        question.answer(self.channels.door(question, call, uuid, orders, self._clock.elapsed_us))
+    def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:
+        uuid, orders = self._addressed_log(incoming)
+        incoming.answer(self.channels.door(incoming, call, uuid, orders, self._clock.elapsed_us))
 
-    def _on_open(self, question: Question, call: streams.Open) -> None:
+    def _on_open(self, incoming: IncomingCall, call: streams.Open) -> None:
         key_id = public_id(call.public_key)
-        uuid, _ = self._called(question)
+        uuid, _ = self._addressed_log(incoming)
         if uuid == streams.NO_LOG and not any(
             key_id in s.orders for s in self._catalogue.streams.values()
         ):
             raise Refuse("no-stream", f"this store has no stream under key {key_id.hex()[:8]}")
-        if uuid != streams.NO_LOG and key_id != question.key_id:
+        if uuid != streams.NO_LOG and key_id != incoming.key_id:
             raise ChannelRefused(
                 "the call is addressed to another key than the one its caller signed with"
             )
-        question.answer(self.channels.open(question, call, uuid, self._clock.elapsed_us))
+        incoming.answer(self.channels.open(incoming, call, uuid, self._clock.elapsed_us))
 
-    def _called(self, question: Question) -> tuple[bytes, list[SignedOrder]]:
+    def _addressed_log(self, incoming: IncomingCall) -> tuple[bytes, list[SignedOrder]]:
         """Return the log that a frame is addressed to (`NO_LOG` for the store itself), and its order under the frame's key."""
-        if (question.name, question.key_id) == (self._address, NO_KEY):
+        if (incoming.name, incoming.key_id) == (self._address, NO_KEY):
             return streams.NO_LOG, []
-        stream = self._stream(question)
-        return stream.uuid, [stream.orders[question.key_id][1]]
+        stream = self._stream(incoming)
+        return stream.uuid, [stream.orders[incoming.key_id][1]]
 
-    def _on_list(self, question: Question, call: streams.ListStreams) -> None:
-        channel = question.channel
+    def _on_list(self, incoming: IncomingCall, call: streams.ListStreams) -> None:
+        channel = incoming.channel
         if channel is None or channel.uuid != streams.NO_LOG:
             raise Refuse("invalid", "listing streams requires a channel to the store itself")
         found = [
@@ -150,14 +150,14 @@ class Calls:
             for s in sorted(self._catalogue.streams.values(), key=_order_of_list)
             if channel.key_id in s.orders and _order_of_list(s) > call.after
         ]
-        told = [
+        listed = [
             stream.described(self._public_key, self._label)
             for stream in found[: streams.MAX_LISTED]
         ]
-        question.answer(streams.Listed(told, len(found) > streams.MAX_LISTED))
+        incoming.answer(streams.Listed(listed, len(found) > streams.MAX_LISTED))
 
-    def _on_create(self, question: Question, call: streams.Create) -> None:
-        if question.name != self._address:
+    def _on_create(self, incoming: IncomingCall, call: streams.Create) -> None:
+        if incoming.name != self._address:
             raise Refuse(
                 "order", "a call that creates a stream must be addressed to the store itself"
             )
@@ -167,11 +167,11 @@ class Calls:
         here = {
             id(s): s
             for key_id in orders
-            if (s := self._catalogue.places.get((definition.name, key_id)))
+            if (s := self._catalogue.by_address.get((definition.name, key_id)))
         }
         for stream in here.values():
             if stream.uuid == uuid and stream.definition == definition:
-                self._describe(question, stream)  # a retry
+                self._describe(incoming, stream)  # a retry
                 return
             raise Refuse(
                 "exists",
@@ -201,10 +201,10 @@ class Calls:
                 f"this store has {MAX_STREAMS} streams, the maximum; delete one, or use another store",
             )
         stream = self._catalogue.make(uuid, encode_kept(charter.kept), charter)
-        self._catalogue.place(stream)
+        self._catalogue.add_addresses(stream)
 
         def served(error: str) -> None:
-            if self._told(question, stream, error):
+            if self._order_answered(incoming, stream, error):
                 fields = {"stream": stream.name, "uuid": uuid.hex()}
                 log.info("store.stream_created", extra={"fields": fields})
             else:
@@ -214,31 +214,31 @@ class Calls:
 
     # -- calls of a stream -----------------------------------------------------------------------------------
 
-    def _stream(self, question: Question) -> Stream:
-        stream = self._catalogue.places.get((question.name, question.key_id))
+    def _stream(self, incoming: IncomingCall) -> Stream:
+        stream = self._catalogue.by_address.get((incoming.name, incoming.key_id))
         if stream is None:
             raise Refuse(
                 "no-stream",
-                f"this store has no stream {question.name!r} under key {question.key_id.hex()[:8]}",
+                f"this store has no stream {incoming.name!r} under key {incoming.key_id.hex()[:8]}",
             )
         return stream
 
-    def _describe(self, question: Question, stream: Stream) -> None:
-        question.answer(stream.described(self._public_key, self._label))
+    def _describe(self, incoming: IncomingCall, stream: Stream) -> None:
+        incoming.answer(stream.described(self._public_key, self._label))
 
-    def _told(self, question: Question, stream: Stream, error: str) -> bool:
+    def _order_answered(self, incoming: IncomingCall, stream: Stream, error: str) -> bool:
         """The relay has answered an order: pass that on, and return whether it accepts it."""
         if error:
-            question.refuse("order", f"the relay refused the order: {error}")
+            incoming.refuse("order", f"the relay refused the order: {error}")
         else:
-            self._describe(question, stream)
+            self._describe(incoming, stream)
         return not error
 
-    def _on_describe(self, question: Question, call: streams.Describe) -> None:
-        self._describe(question, self._stream(question))
+    def _on_describe(self, incoming: IncomingCall, call: streams.Describe) -> None:
+        self._describe(incoming, self._stream(incoming))
 
-    def _on_change(self, question: Question, call: streams.Change) -> None:
-        stream = self._stream(question)
+    def _on_change(self, incoming: IncomingCall, call: streams.Change) -> None:
+        stream = self._stream(incoming)
         if stream.dead or stream.log is None:
             raise Refuse(
                 "invalid",
@@ -248,7 +248,7 @@ class Calls:
             stream.charter, call.orders, stream.uuid, self._clock.wall_us
         )
         if charter is stream.charter:
-            self._describe(question, stream)  # a retry
+            self._describe(incoming, stream)  # a retry
             return
         old, definition = stream.definition, charter.definition
         promoted = is_promotion(old, definition)
@@ -261,17 +261,17 @@ class Calls:
         if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.charter = charter
             stream.redefine()
-            self._catalogue.place(stream)
-            self._describe(question, stream)
+            self._catalogue.add_addresses(stream)
+            self._describe(incoming, stream)
             if old.consuming_paused and not definition.consuming_paused:
                 stream.wake(self._clock.wall_us)
             return
         self._catalogue.leave(stream)
-        self._catalogue.displace(stream)
+        self._catalogue.remove_addresses(stream)
         stream.charter = charter
         stream.redefine()
         if promoted:
-            self._presence.show_again(stream)
+            self._registration.forget_grants(stream)
             fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "source": old.mirror}
             log.info("store.stream_promoted", extra={"fields": fields})
         elif definition.cluster and not old.paused:
@@ -281,14 +281,14 @@ class Calls:
         if old.paused and not definition.paused and (definition.topic or definition.cluster):
             stream.recorder.note(None, "it was paused")
             self._touch(stream)
-        self._catalogue.place(stream)
-        self._catalogue.serve(stream, partial(self._told, question, stream))
+        self._catalogue.add_addresses(stream)
+        self._catalogue.serve(stream, partial(self._order_answered, incoming, stream))
 
-    def _on_delete(self, question: Question, call: streams.Delete) -> None:
-        if self._was_ended(call):
-            question.answer(streams.Settled())  # a retry
+    def _on_delete(self, incoming: IncomingCall, call: streams.Delete) -> None:
+        if self._was_deleted(call):
+            incoming.answer(streams.Settled())  # a retry
             return
-        stream = self._stream(question)
+        stream = self._stream(incoming)
         if stream.dead:
             raise Refuse(
                 "invalid", "dead letters cannot be deleted on their own; delete their stream"
@@ -296,80 +296,80 @@ class Calls:
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
         self._catalogue.ended.add(stream.uuid, self._clock.wall_us)
         self._catalogue.remove(stream, "the stream was deleted")
-        question.answer(streams.Settled())
+        incoming.answer(streams.Settled())
         log.info(
             "store.stream_deleted",
             extra={"fields": {"stream": stream.name, "uuid": stream.uuid.hex()}},
         )
 
-    def _was_ended(self, call: streams.Delete) -> bool:
+    def _was_deleted(self, call: streams.Delete) -> bool:
         uuid = decode_order(call.orders[0].order).uuid
         if uuid not in self._catalogue.ended:
             return False
         self._authority.read(call.orders, uuid, action=END)
         return True
 
-    def _on_append(self, question: Question, call: streams.Append) -> None:
-        stream = self._stream(question)
-        stream.append(question, call)
+    def _on_append(self, incoming: IncomingCall, call: streams.Append) -> None:
+        stream = self._stream(incoming)
+        stream.append(incoming, call)
         self._touch(stream)
 
-    def _on_stage(self, question: Question, call: streams.Stage) -> None:
-        stream = self._stream(question)
-        stream.stage(question, call, self._clock.wall_us)
+    def _on_stage(self, incoming: IncomingCall, call: streams.Stage) -> None:
+        stream = self._stream(incoming)
+        stream.stage(incoming, call, self._clock.wall_us)
         self._touch(stream)
 
-    def _on_commit(self, question: Question, call: streams.Commit) -> None:
-        stream = self._stream(question)
-        stream.show(question, call, self._clock.wall_us)
+    def _on_commit(self, incoming: IncomingCall, call: streams.Commit) -> None:
+        stream = self._stream(incoming)
+        stream.commit_or_discard(incoming, call, self._clock.wall_us)
         self._touch(stream)
 
-    def _on_discard(self, question: Question, call: streams.Discard) -> None:
-        self._stream(question).show(question, call, self._clock.wall_us)
+    def _on_discard(self, incoming: IncomingCall, call: streams.Discard) -> None:
+        self._stream(incoming).commit_or_discard(incoming, call, self._clock.wall_us)
 
-    def _on_copy(self, question: Question, call: streams.Copy) -> None:
-        stream = self._stream(question)
-        stream.copy(question, call, self._clock.wall_us)
+    def _on_copy(self, incoming: IncomingCall, call: streams.Copy) -> None:
+        stream = self._stream(incoming)
+        stream.copy(incoming, call, self._clock.wall_us)
         self._touch(stream)
 
-    def _on_fetch(self, question: Question, call: streams.Fetch) -> None:
-        stream = self._stream(question)
-        if self._presence.leaving and call.wait_ms:
+    def _on_fetch(self, incoming: IncomingCall, call: streams.Fetch) -> None:
+        stream = self._stream(incoming)
+        if self._registration.leaving and call.wait_ms:
             raise Refuse("leaving", "the relay is stopping")
-        stream.fetch(question, call, self._clock.wall_us, wait=self._presence.blocked)
+        stream.fetch(incoming, call, self._clock.wall_us, wait=self._registration.blocked)
 
-    def _on_find(self, question: Question, call: streams.Find) -> None:
-        stream = self._stream(question)
+    def _on_find(self, incoming: IncomingCall, call: streams.Find) -> None:
+        stream = self._stream(incoming)
         if stream.log is None:
             raise Refuse("damaged", stream.failed)
-        question.answer(streams.Found(stream.log.find(call.time_us)))
+        incoming.answer(streams.Found(stream.log.find(call.time_us)))
 
     # -- calls of consumers ----------------------------------------------------------------------------------
 
-    def _consuming(self, question: Question) -> Consuming:
-        stream = self._stream(question)
-        if stream.consuming is None or stream.log is None:
+    def _consumer_calls(self, incoming: IncomingCall) -> ConsumerCalls:
+        stream = self._stream(incoming)
+        if stream.consumer_calls is None or stream.log is None:
             raise Refuse("damaged", stream.failed)
         if stream.log.failed:
             raise Refuse("disk", stream.log.failed)
-        return stream.consuming
+        return stream.consumer_calls
 
-    def _on_consume(self, question: Question, call: streams.Consume) -> None:
-        consuming = self._consuming(question)
-        if self._presence.leaving and call.wait_ms:
+    def _on_consume(self, incoming: IncomingCall, call: streams.Consume) -> None:
+        consumers = self._consumer_calls(incoming)
+        if self._registration.leaving and call.wait_ms:
             raise Refuse("leaving", "the relay is stopping")
-        consuming.take(question, call, self._clock.elapsed_us, wait=self._presence.blocked)
+        consumers.take(incoming, call, self._clock.elapsed_us, wait=self._registration.blocked)
 
-    def _on_settle(self, question: Question, call: streams.Settle) -> None:
-        self._consuming(question).settle(question, call, self._clock.elapsed_us)
+    def _on_settle(self, incoming: IncomingCall, call: streams.Settle) -> None:
+        self._consumer_calls(incoming).settle(incoming, call, self._clock.elapsed_us)
 
-    def _on_consumers(self, question: Question, call: streams.DescribeConsumers) -> None:
-        question.answer(streams.Consumers(*self._consuming(question).described(call.after)))
+    def _on_consumers(self, incoming: IncomingCall, call: streams.DescribeConsumers) -> None:
+        incoming.answer(streams.Consumers(*self._consumer_calls(incoming).described(call.after)))
 
-    def _on_delete_consumer(self, question: Question, call: streams.DeleteConsumer) -> None:
-        if not self._consuming(question).delete(call.consumer):
+    def _on_delete_consumer(self, incoming: IncomingCall, call: streams.DeleteConsumer) -> None:
+        if not self._consumer_calls(incoming).delete(call.consumer):
             raise Refuse("consumer", f"the stream has no consumer {call.consumer!r}")
-        question.answer(streams.Settled(1))
+        incoming.answer(streams.Settled(1))
 
 
 def _order_of_list(stream: Stream) -> str:

@@ -29,7 +29,7 @@ from relay.store.database import write_beside
 from relay.store.ended import SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
 from relay.store.log import Log
-from relay.store.presence import Presence, Then
+from relay.store.registration import Done, Registration
 from relay.store.salvage import ORDERS, finish
 from relay.store.stream import Stream
 
@@ -44,17 +44,17 @@ class Catalogue:
     """The streams of one directory."""
 
     def __init__(
-        self, directory: Path, authority: Authority, presence: Presence, clock: Clock
+        self, directory: Path, authority: Authority, registration: Registration, clock: Clock
     ) -> None:
         self.directory = directory
         self.ended = Ended(directory)
         self.streams: dict[bytes, Stream] = {}
-        self.places: dict[tuple[str, bytes], Stream] = {}
+        self.by_address: dict[tuple[str, bytes], Stream] = {}
         """By (name or uuid, key id)."""
         self.version = 0
         """Of what records what."""
         self.authority = authority
-        self.presence = presence
+        self.registration = registration
         self.clock = clock
 
     def load(self) -> None:
@@ -83,7 +83,7 @@ class Catalogue:
         except LogError as err:
             stream.failed = str(err)
             try:  # whose it is, so that it is listed as what it is
-                self.take_up(stream, Path(f"{path}{ORDERS}").read_bytes())
+                self.load_charter(stream, Path(f"{path}{ORDERS}").read_bytes())
             except (OSError, msgspec.DecodeError, IrisError) as unknown:
                 stream.failed = f"{err}; its orders cannot be read either: {unknown}"
             log.error(
@@ -96,7 +96,7 @@ class Catalogue:
                     raise DecodeError(
                         f"the log in this directory has another uuid, {opened.uuid.hex()}"
                     )
-                self.take_up(stream, opened.definition)
+                self.load_charter(stream, opened.definition)
             except (msgspec.DecodeError, IrisError) as err:
                 stream.failed = f"its orders are not valid: {err}"
                 log.error(
@@ -104,7 +104,7 @@ class Catalogue:
                 )
         self.streams[uuid] = stream
 
-    def take_up(self, stream: Stream, data: bytes) -> None:
+    def load_charter(self, stream: Stream, data: bytes) -> None:
         """Give a stream the charter that was written to disk. Raises msgspec.DecodeError and Refuse."""
         kept = _decode_kept(data)
         stream.dead = bool(kept.parent)
@@ -112,13 +112,13 @@ class Catalogue:
             stream.charter = self.authority.load(kept, stream.uuid)
             stream.redefine()
 
-    def serve(self, stream: Stream, then: Then) -> None:
+    def serve(self, stream: Stream, then: Done) -> None:
         dead = self.streams.get(dead_uuid(stream.uuid))
-        self.presence.serve(stream, dead, self.streams.values(), then)
+        self.registration.serve(stream, dead, self.streams.values(), then)
 
     def leave(self, stream: Stream) -> None:
         others = [other for other in self.streams.values() if other is not stream]
-        self.presence.leave(stream, others)
+        self.registration.leave(stream, others)
 
     def recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
         if declared.kind == Kind.BROADCAST:
@@ -128,23 +128,23 @@ class Catalogue:
 
     def sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
         """Return the stream that records a cluster's messages; None if it records nothing of that address."""
-        stream = self.presence.members.get(declared.member)
+        stream = self.registration.members.get(declared.member)
         if stream is None or not stream.shares(declared.name, declared.key_id):
             return None
         return stream
 
-    def _bury(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
+    def _write_dead_letters(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
         """Write dead letters to the log of its own, made for the first. Raises LogError."""
         uuid = dead_uuid(stream.uuid)
-        grave = self.streams.get(uuid)
-        if grave is None:
-            grave = self.make(uuid, encode_kept(Kept(parent=stream.uuid)))
-            grave.dead = True
-            self.place(stream)
-            self.presence.serve_dead(stream, grave)
-        if not grave.dead:
-            raise LogWriteFailed(grave.path, "the log with this uuid is not for dead letters")
-        grave.bury_here(stream, consumer, letters, self.clock.wall_us)
+        dead_stream = self.streams.get(uuid)
+        if dead_stream is None:
+            dead_stream = self.make(uuid, encode_kept(Kept(parent=stream.uuid)))
+            dead_stream.dead = True
+            self.add_addresses(stream)
+            self.registration.serve_dead(stream, dead_stream)
+        if not dead_stream.dead:
+            raise LogWriteFailed(dead_stream.path, "the log with this uuid is not for dead letters")
+        dead_stream.append_dead_letters(stream, consumer, letters, self.clock.wall_us)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
         """Raise Refuse if a stream, or all that record one filter, have more keys than a frame to the relay takes."""
@@ -157,14 +157,14 @@ class Catalogue:
                 f"{len(key_ids)} keys for {definition.topic or definition.name!r}; the limit is {MAX_KEY_IDS}",
             )
 
-    def place(self, stream: Stream) -> None:
+    def add_addresses(self, stream: Stream) -> None:
         if stream.dead:
             return
-        stream.bury = partial(self._bury, stream)
+        stream.write_dead_letters = partial(self._write_dead_letters, stream)
         self.version += 1
         for key_id in stream.orders:
-            self.places[stream.uuid.hex(), key_id] = stream
-            self.places[stream.name, key_id] = stream
+            self.by_address[stream.uuid.hex(), key_id] = stream
+            self.by_address[stream.name, key_id] = stream
         dead = self.streams.get(dead_uuid(stream.uuid))
         if dead is not None:
             dead.charter = stream.charter
@@ -180,17 +180,17 @@ class Catalogue:
             )
             dead.define(limits)
             for key_id in stream.orders:
-                self.places[dead.uuid.hex(), key_id] = dead
-                self.places[dead.name, key_id] = dead
+                self.by_address[dead.uuid.hex(), key_id] = dead
+                self.by_address[dead.name, key_id] = dead
 
-    def displace(self, stream: Stream) -> None:
+    def remove_addresses(self, stream: Stream) -> None:
         self.version += 1
         dead = self.streams.get(dead_uuid(stream.uuid))
         gone = (stream, dead)
-        self.places = {place: s for place, s in self.places.items() if s not in gone}
+        self.by_address = {address: s for address, s in self.by_address.items() if s not in gone}
         for other in self.streams.values():  # which it may have stood before, under a key of both
             if other is not stream and other.name == stream.name:
-                self.place(other)
+                self.add_addresses(other)
 
     def _destroy(self, path: str) -> None:
         """Remove a log that was deleted; what cannot be removed now is removed at the next start."""
@@ -203,7 +203,7 @@ class Catalogue:
 
     def remove(self, stream: Stream, reason: str) -> None:
         self.leave(stream)
-        self.displace(stream)
+        self.remove_addresses(stream)
         for uuid in (stream.uuid, dead_uuid(stream.uuid)):
             gone = self.streams.pop(uuid, None)
             if gone is not None:

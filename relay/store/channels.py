@@ -1,6 +1,6 @@
 """Channels of callers: signatures and codes show who may call what; the word of a relay does not count (sans-IO).
 
-The store remembers nothing of a caller until it has signed. The nonce in a door is a code over the question, valid for
+The store remembers nothing of a caller until it has signed. The nonce in a door is a code over the incoming, valid for
 `DOOR_US`. Each log has a share of the open channels. The one that was idle longest makes room, and its caller opens another.
 Shares are by log, not by key: anybody can make thousands of keys, but a store keeps 500 streams.
 """
@@ -20,12 +20,12 @@ from iris.wire.kinds import NO_KEY
 from iris.wire.orders import SignedOrder
 from iris.wire.streams import NO_LOG, Create, Door, FindStore, Knock, Open, Opened
 from relay.store.errors import ChannelRefused
-from relay.store.session import Question
+from relay.store.session import IncomingCall
 
 MAX_CHANNELS: Final = 16_384
 """Open channels of one store: 2 KB each, 5 KB after long bodies one way ..."""
 MAX_OF_LOG: Final = 4096
-"""... and of one log, or of the store itself. They displace each other."""
+"""... and of one log, or of the store itself. They remove_addresses each other."""
 MAX_SPENT: Final = 16_384
 """Used doors that a store remembers. At one more all doors close, and callers that were opening a channel knock again."""
 DOOR_US: Final = 30_000_000
@@ -61,12 +61,12 @@ class Channels:
         self._spent: OrderedDict[bytes, int] = OrderedDict()
         """Doors that were used, with the time at which they close, so that a recorded Open opens nothing."""
 
-    def door(self, question: Question, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int) -> Door:  # fmt: skip
+    def door(self, incoming: IncomingCall, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int) -> Door:  # fmt: skip
         """Answer a knock."""
-        nonce = self._door(question, call.nonce, uuid, now_us)
+        nonce = self._door(incoming, call.nonce, uuid, now_us)
         return Door(self._key.public_key, uuid, nonce, orders)
 
-    def open(self, question: Question, call: Open, uuid: bytes, now_us: int) -> Opened:
+    def open(self, incoming: IncomingCall, call: Open, uuid: bytes, now_us: int) -> Opened:
         """Open a channel for the holder of a key. The caller has checked that this key is one of the log's.
 
         Raises:
@@ -74,7 +74,7 @@ class Channels:
         """
         shown_us = int.from_bytes(call.door[:8], "little")
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
-            call.door, self._door(question, call.nonce, uuid, shown_us)
+            call.door, self._door(incoming, call.nonce, uuid, shown_us)
         ):
             raise ChannelRefused("the door is unknown, or older than 30 s; knock again")
         if call.door in self._spent:
@@ -88,38 +88,38 @@ class Channels:
             raise ChannelRefused(str(err)) from err
         self._next += 1
         self._spend(call.door, now_us)
-        self._room(uuid)
+        self._make_room(uuid)
         self._channels[channel.number] = channel
         self._of_log.setdefault(uuid, OrderedDict())[channel.number] = None
         return Opened(channel.number, share, signature)
 
-    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call in a body, and note its channel in `question`, so that the answer uses it. Each call is accepted once.
+    def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
+        """Return the call in a body, and note its channel in `incoming`, so that the answer uses it. Each call is accepted once.
 
         Raises:
             ChannelRefused: the holder of the channel did not make this call, or not now or not for this address.
         """
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
-        if channel is None or self._place(channel) != (question.name, question.key_id):
+        if channel is None or self._channel_address(channel) != (incoming.name, incoming.key_id):
             raise ChannelRefused("this channel is not open at this store and address; open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:
             raise ChannelRefused(str(err)) from err
         self._of_log[channel.uuid].move_to_end(number)
-        question.channel, question.counter = channel, counter
+        incoming.channel, incoming.counter = channel, counter
         return call
 
-    def _place(self, channel: Channel) -> tuple[str, bytes]:
+    def _channel_address(self, channel: Channel) -> tuple[str, bytes]:
         if channel.uuid == NO_LOG:
             return self._address, NO_KEY
         return channel.uuid.hex(), channel.key_id
 
-    def _door(self, question: Question, nonce: bytes, uuid: bytes, now_us: int) -> bytes:
+    def _door(self, incoming: IncomingCall, nonce: bytes, uuid: bytes, now_us: int) -> bytes:
         """Return 32 bytes that only this store can make, and need not remember."""
         shown = now_us.to_bytes(8, "little")
-        said = shown + uuid + question.key_id + nonce
+        said = shown + uuid + incoming.key_id + nonce
         return shown + hmac.digest(self._secret, said, hashlib.sha256)[:24]
 
     def _spend(self, door: bytes, now_us: int) -> None:
@@ -131,7 +131,7 @@ class Channels:
             spent.clear()
         spent[door] = now_us + DOOR_US
 
-    def _room(self, uuid: bytes) -> None:
+    def _make_room(self, uuid: bytes) -> None:
         """Remove the channel that was idle longest: of this log, or of the log with the most."""
         own = self._of_log.get(uuid, ())
         if len(own) < self._most_of_log and len(self._channels) < self._most:

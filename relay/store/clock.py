@@ -31,7 +31,7 @@ class Clock:
         self.wall_us = self.elapsed_us = self.awake_us = self.high_us = now_us
         self._running_us, self._behind_us = None, 0
 
-    def tell(self, wall_us: int, running_us: int) -> int:
+    def update(self, wall_us: int, running_us: int) -> int:
         """Take a look at the clocks: the wall's, and one that never stops and is never set. Return by how much the first was set."""
         if self._running_us is None:
             self._running_us = running_us

@@ -35,16 +35,16 @@ class Ids:
 
     def find(self, id_hash: bytes) -> Duplicate | None:
         """Return where the message of this id is, if it is remembered. Raises LogDamaged, struct.error."""
-        place = self._batch.get(id_hash)
-        if place is None:
+        found = self._batch.get(id_hash)
+        if found is None:
             row = self._database.get(b"h" + id_hash)
             if row is None:
                 return None
             first, count, taken_us = _ROW.unpack(row)
             if taken_us + self.window_us <= self.now_us:
                 return None
-            place = (first, count)
-        return Duplicate(place[0], place[0] + place[1])
+            found = (first, count)
+        return Duplicate(found[0], found[0] + found[1])
 
     def take(self, batch: Batch, id_hash: bytes, first: int, count: int) -> None:
         """Remember an id that was not found, in the write that stores its message."""

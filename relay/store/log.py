@@ -57,7 +57,7 @@ from relay.store.records import (
 )
 from relay.store.retention import Retention
 from relay.store.segments import Limits
-from relay.store.staged import Committed, Last, Staged
+from relay.store.staged_rows import Committed, Last, StagedRows
 
 MAX_OFFSET: Final = 1 << 63
 
@@ -95,7 +95,7 @@ class Log:
         self._retention = Retention(self._chain)
         self._compaction = Compaction(self._chain)
         self._producers = Producers(database.rows(b"p"))
-        self.staged = Staged(database)
+        self.staged = StagedRows(database)
         self.cursors = Cursors(self._chain)
         self.steps = Steps()
         self.ids = Ids(database)
@@ -301,7 +301,7 @@ class Log:
         """
         for _, entry in entries:
             check_entry(entry)
-        return self.staged.take(writer, batch, attempt, entries, now_us)
+        return self.staged.stage(writer, batch, attempt, entries, now_us)
 
     def commit(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
@@ -329,10 +329,10 @@ class Log:
                 raise ValueError(f"end: the offsets of a log end at {MAX_OFFSET}")
             draft.add_entry(entry, draft.next, count, now_us)
         last = Last(batch, first, draft.next, now_us, self.staged.commits(writer) + 1)
-        self.staged.settle(draft.batch, writer, last)
+        self.staged.put_commit(draft.batch, writer, last)
         draft.rows = True
         self._chain.finish(draft)
-        self.staged.settled(writer, last)
+        self.staged.committed(writer, last)
         return Committed(first, last.next, False)
 
     def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
@@ -355,7 +355,7 @@ class Log:
     def tend_staged(self, now_us: int) -> int:
         """Drop attempts that are too old, give disk space back; return how many records went. Raises LogWriteFailed."""
         dropped = 0
-        if old := self.staged.old(now_us):
+        if old := self.staged.expired(now_us):
             self.append((), now_us)
             rows = self._database.batch()
             dropped = sum(self.staged.drop(rows, *place) for place in old)

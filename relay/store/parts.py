@@ -14,8 +14,8 @@ class Part:
         "bits",
         "confirmed",
         "deliveries",
+        "dispatched",
         "due_us",
-        "handed",
         "reason",
         "record",
         "tries",
@@ -23,7 +23,7 @@ class Part:
     )
 
     def __init__(
-        self, record: Open, bits: int, deliveries: int, due_us: int, tries: int = 0
+        self, record: OpenRecord, bits: int, deliveries: int, due_us: int, tries: int = 0
     ) -> None:
         self.record = record
         self.bits = bits
@@ -31,7 +31,7 @@ class Part:
         """That were confirmed: the worker asked for more, or said something of these."""
         self.tries = tries
         """Times that it was handed out and not confirmed, the present one included."""
-        self.handed = deliveries > 0 or tries > 0
+        self.dispatched = deliveries > 0 or tries > 0
         """It was handed out, now or before."""
         self.confirmed = False
         """Its worker has it for certain."""
@@ -49,12 +49,12 @@ class Part:
         """Take these bits out, into a part of the same fate."""
         self.bits ^= bits
         part = Part(self.record, bits, self.deliveries, self.due_us, self.tries)
-        part.worker, part.confirmed, part.handed = self.worker, self.confirmed, self.handed
+        part.worker, part.confirmed, part.dispatched = self.worker, self.confirmed, self.dispatched
         self.record.parts.append(part)
         return part
 
 
-class Open:
+class OpenRecord:
     """A record that is not settled."""
 
     __slots__ = ("count", "dead", "deferred", "first", "key", "parts", "queued")
@@ -82,7 +82,7 @@ class Open:
     @property
     def fresh(self) -> int:
         """Never handed out."""
-        return self.bits([part for part in self.parts if not part.handed])
+        return self.bits([part for part in self.parts if not part.dispatched])
 
     @staticmethod
     def bits(parts: list[Part]) -> int:

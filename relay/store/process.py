@@ -37,9 +37,9 @@ from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.store.catalogue import is_stream
 from relay.store.database import write_beside
 from relay.store.errors import LogError
-from relay.store.keeper import COMMIT_BYTES, Store
-from relay.store.presence import Answered
+from relay.store.registration import PongWaiter
 from relay.store.session import StoreSession
+from relay.store.store import COMMIT_BYTES, Store
 from relay.supervisor import STREAMS, UNREAD
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ GATHER_S: Final = 0.002
 """A commit waits so long at most for more to come, and only while more comes."""
 WRITE_HIGH_BYTES: Final = 16 << 20
 DRAIN_S: Final = 5.0
-CANNOT_S: Final = 2.0
+RETRY_OPEN_S: Final = 2.0
 """A directory or key that cannot be used is looked at again so often; nothing is started for that."""
-BUSY_S: Final = 0.5
+RETRY_BUSY_S: Final = 0.5
 """Likewise a directory that another store has: perhaps it is on its way out."""
 RETRY_MIN_S: Final = 0.05
 RETRY_MAX_S: Final = 2.0
-HEED_S: Final = 0.5
+DRAIN_WAIT_S: Final = 0.5
 """Between a signal to us and the DRAIN of our relay, if that has got the same."""
 
 Connect = Callable[[Callable[[], Pump[StoreSession]]], Awaitable[object]]
@@ -143,11 +143,11 @@ class StoreProcess:
                     await asyncio.sleep(backoff.failed())
                     continue
                 backoff.succeeded()
-                self._tell_time(pump)
+                self._update_time(pump)
                 self.store.attached(pump.session, first=first)
                 first = False
                 # Its answer comes behind all the others; to a relay that has just started it says that we are there.
-                pump.session.ask(Ping, Answered(self.store.registered))
+                pump.session.ask(Ping, PongWaiter(self.store.registered))
                 pump.flush()
                 self.up.set()
                 log.info("store.attached", extra={"fields": {"streams": len(self.store.streams)}})
@@ -163,8 +163,8 @@ class StoreProcess:
         if self._lock_fd is None:
             return
         self.store.commit()
-        if self._unread and self.store.presence.session is None:
-            self._leave_word(unread=True)
+        if self._unread and self.store.registration.session is None:
+            self._save_complete(unread=True)
         try:
             if pump is not None and pump.connected:
                 pump.session.control(Bye("the store is stopping"))
@@ -217,9 +217,9 @@ class StoreProcess:
 
     def _now(self) -> None:
         running_us = time.clock_gettime_ns(RUNNING) // 1000
-        self.store.tell_time(time.time_ns() // 1000, running_us)
+        self.store.update_time(time.time_ns() // 1000, running_us)
 
-    def _tell_time(self, pump: Pump[StoreSession]) -> None:
+    def _update_time(self, pump: Pump[StoreSession]) -> None:
         self._now()
         pump.turn()
 
@@ -261,36 +261,37 @@ class StoreProcess:
 
     def writing_paused(self, pump: Pump[StoreSession]) -> None:
         """The relay does not read our answers: readers wait."""
-        self.store.presence.blocked = True
+        self.store.registration.blocked = True
 
     def writing_resumed(self, pump: Pump[StoreSession]) -> None:
         """It does again."""
-        self.store.presence.blocked = False
+        self.store.registration.blocked = False
 
     def disconnected(self, pump: Pump[StoreSession], reason: str) -> None:
         """The relay is gone."""
         if pump is self._pump:
-            self.store.presence.blocked = False
+            self.store.registration.blocked = False
             # A store that outlives its relay does not know which others were there in between.
             complete = self._supervised and pump.session.complete
             self.store.detached(pump.session.relay_id, complete=complete)
-            self._leave_word()
+            self._save_complete()
 
     def unread(self) -> None:
         """Our relay stops, and has let nobody in before us: what was whole at its start still is."""
         self._unread = True
 
-    async def outlast(self, ended: asyncio.Event) -> None:
+    async def wait_for_relay(self, ended: asyncio.Event) -> None:
         """We were told to stop. Whoever told us may stop our relay, too: what comes until that has `ended` is recorded."""
-        until_s = self._loop.time() + HEED_S
-        while not ended.is_set() and (self.store.presence.leaving or self._loop.time() < until_s):  # noqa: ASYNC110 - its DRAIN may come
+        until_s = self._loop.time() + DRAIN_WAIT_S
+        registration = self.store.registration
+        while not ended.is_set() and (registration.leaving or self._loop.time() < until_s):  # noqa: ASYNC110 - its DRAIN may come
             await asyncio.sleep(TICK_S)
 
-    def _leave_word(self, *, unread: bool = False) -> None:
+    def _save_complete(self, *, unread: bool = False) -> None:
         """The next store of this directory is to know which streams are whole."""
         if self._supervised:
             try:
-                self.store.leave_word(unread=unread)
+                self.store.save_complete(unread=unread)
             except LogError as err:  # it notes a gap
                 log.warning("store.no_word_left", extra={"fields": {"error": str(err)}})
 
@@ -346,7 +347,7 @@ def _lock(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[Path]:
+def locked(directory: Path) -> Iterator[Path]:
     """Hold the lock of a data directory, which is there, while its store is stopped; yield where its streams are.
 
     Raises:
@@ -381,10 +382,10 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
     ended = asyncio.Event()
     if supervised:
         # The relay holds the other end: when it is gone, however it went, so are we.
-        loop.add_reader(0, _heed, loop, stop, ended, process.unread)
+        loop.add_reader(0, _read_stdin, loop, stop, ended, process.unread)
     if not supervised:
         process.open()
-    elif not await _open_patiently(process, stop):
+    elif not await _open_when_possible(process, stop):
         return
     running = loop.create_task(process.run(), name="iris-store")
     try:
@@ -392,7 +393,7 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if supervised and not running.done():
-            await process.outlast(ended)
+            await process.wait_for_relay(ended)
         if running.done():
             running.result()
     finally:
@@ -401,7 +402,7 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
         await process.close()
 
 
-async def _open_patiently(process: StoreProcess, stop: asyncio.Event) -> bool:
+async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> bool:
     """Open the directory as soon as that works; until then tell the relay, at each change, why it does not. False: we are to stop."""
     said = ""
     while not stop.is_set():
@@ -412,24 +413,24 @@ async def _open_patiently(process: StoreProcess, stop: asyncio.Event) -> bool:
             if str(err) != said:
                 said = str(err)
                 log.error("store.cannot_serve", extra={"fields": {"error": said}})
-                tell_relay(said, final=not busy)
+                report_to_relay(said, final=not busy)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BUSY_S if busy else CANNOT_S):
+                async with asyncio.timeout(RETRY_BUSY_S if busy else RETRY_OPEN_S):
                     await stop.wait()
         else:
-            tell_relay("", final=False)
+            report_to_relay("", final=False)
             return True
     return False
 
 
-def tell_relay(why: str, *, final: bool) -> None:
+def report_to_relay(why: str, *, final: bool) -> None:
     """Tell the relay that started us why we cannot serve; empty: we can. Not `final`: it may pass by itself."""
     line = json.dumps({"cannot": why, "final": final}).encode() + b"\n"
     with contextlib.suppress(OSError):
         os.write(1, line)  # one write, shorter than a pipe holds
 
 
-def _heed(
+def _read_stdin(
     loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: asyncio.Event, unread: Callable[[], None]
 ) -> None:  # fmt: skip
     said = os.read(0, 64)

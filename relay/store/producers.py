@@ -22,7 +22,7 @@ MAX_PRODUCERS: Final = 16_384
 RECENT: Final = 64
 """Last sequences of which the offsets are kept: what a producer may have unanswered and still learn on a retry."""
 _STATE: Final = struct.Struct("<IQq")
-_PLACE: Final = struct.Struct("<QI")
+_OFFSETS: Final = struct.Struct("<QI")
 
 
 class _State:
@@ -33,13 +33,13 @@ class _State:
         self.last = last
         self.used_us = used_us
         self.recent = recent
-        """Packed places (first offset, count) of the sequences up to `last`."""
+        """Packed by_address (first offset, count) of the sequences up to `last`."""
 
-    def place(self, sequence: int) -> Duplicate:
-        at = len(self.recent) - _PLACE.size * (self.last - sequence + 1)
+    def offsets(self, sequence: int) -> Duplicate:
+        at = len(self.recent) - _OFFSETS.size * (self.last - sequence + 1)
         if at < 0:
             return Duplicate(None, None)
-        first, count = _PLACE.unpack_from(self.recent, at)
+        first, count = _OFFSETS.unpack_from(self.recent, at)
         return Duplicate(first, first + count)
 
 
@@ -67,14 +67,14 @@ class Producers:
         if state is None or stamp.epoch > state.epoch:
             return None if stamp.sequence == 0 else OutOfOrder(0)
         if stamp.sequence <= state.last:
-            return state.place(stamp.sequence)
+            return state.offsets(stamp.sequence)
         return None if stamp.sequence == state.last + 1 else OutOfOrder(state.last + 1)
 
     def take(self, stamp: Stamp, first: int, count: int, now_us: int) -> None:
         """Note that `stamp`, judged to be next, is stored at `first`."""
         state = self._batch.get(stamp.producer) or self._table.get(stamp.producer)
         recent = state.recent if state is not None and state.epoch == stamp.epoch else b""
-        recent = (recent + _PLACE.pack(first, count))[-RECENT * _PLACE.size :]
+        recent = (recent + _OFFSETS.pack(first, count))[-RECENT * _OFFSETS.size :]
         self._batch[stamp.producer] = _State(stamp.epoch, stamp.sequence, now_us, recent)
 
     def changes(self) -> Iterator[tuple[bytes, bytes | None]]:

@@ -8,17 +8,17 @@ from typing import Final
 from iris.core.guard import Guard
 from iris.wire import frames, streams
 from iris.wire.kinds import UNKNOWN_COUNT, Refusal
-from relay.store.answers import told_outcome
+from relay.store.answers import outcome_to_wire
 from relay.store.errors import LogWriteFailed
 from relay.store.log import Log
 from relay.store.outcomes import Outcome
 from relay.store.records import Entry, Note, check_entry
-from relay.store.session import Bundle, Question
+from relay.store.session import Bundle, IncomingCall
 
 MAX_SENDERS: Final = 65_536
-MOST: Final = 1 << 53
+MAX_LOST: Final = 1 << 53
 """Nobody lost more than that: a count beyond is a sender's invention."""
-FULL: Final = "disk write failed"
+DISK_WRITE_FAILED: Final = "disk write failed"
 FRESH_US: Final = 600_000_000
 """Senders that were silent for twice as long make room in the table of sequences."""
 
@@ -26,10 +26,10 @@ FRESH_US: Final = 600_000_000
 class Pending:
     """An Append call that waits for the disk."""
 
-    __slots__ = ("outcomes", "question")
+    __slots__ = ("incoming", "outcomes")
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, incoming: IncomingCall) -> None:
+        self.incoming = incoming
         self.outcomes: list[streams.Outcome] = []
 
 
@@ -59,7 +59,7 @@ class Recorder:
         """The last gap of unknown count: its cause, and the offset after it."""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all that came stands in the log, or is noted there as missing."""
         return not (self.batch or self._unrecorded or self._unrecorded_more)
 
@@ -74,8 +74,8 @@ class Recorder:
         if self.paused:
             return
         declared = bundle.flow.declared
-        place = (declared.kind, 0, declared.name, declared.key_id, declared.sender_id)
-        expected = self._guard.sequence(place, elapsed_us)
+        key = (declared.kind, 0, declared.name, declared.key_id, declared.sender_id)
+        expected = self._guard.sequence(key, elapsed_us)
         if expected is not None:
             if bundle.first < expected.next:
                 return
@@ -91,8 +91,8 @@ class Recorder:
         if gap.count == UNKNOWN_COUNT:
             self.note(None, gap.cause)
             return
-        place = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
-        expected = self._guard.reported(place)
+        key = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
+        expected = self._guard.reported(key)
         before, here = expected.lost(gap.first, gap.count)
         if before:
             self.note(before, "missing on the way")
@@ -103,11 +103,11 @@ class Recorder:
     def note(self, count: int | None, cause: str) -> None:
         """Have a gap record written in its place; neighbours of one cause are one record."""
         batch = self.batch
-        count = None if count is None else min(count, MOST)
-        self.lost = min(self.lost + (count or 0), MOST)
+        count = None if count is None else min(count, MAX_LOST)
+        self.lost = min(self.lost + (count or 0), MAX_LOST)
         if batch and isinstance(last := batch[-1][0], Note) and last.cause == cause:
             both = (last.count or 0) + (count or 0)
-            known = None if count is None or last.count is None else min(both, MOST)
+            known = None if count is None or last.count is None else min(both, MAX_LOST)
             batch[-1] = (Note(known, cause), None)
             return
         log = self.log
@@ -141,9 +141,9 @@ class Recorder:
         self.bytes += len(bundle.body)
         return True
 
-    def append(self, question: Question, entries: Sequence[Entry]) -> None:
+    def append(self, incoming: IncomingCall, entries: Sequence[Entry]) -> None:
         """Take what a call appends."""
-        pending = Pending(question)
+        pending = Pending(incoming)
         for entry in entries:
             self.batch.append((entry, pending))
             self.bytes += len(entry.body)
@@ -164,10 +164,10 @@ class Recorder:
             if isinstance(sink, Bundle):
                 sink.session.credit(sink)
             elif sink is not None:
-                sink.outcomes.append(told_outcome(outcome))
+                sink.outcomes.append(outcome_to_wire(outcome))
                 answered[sink] = None
         for pending in answered:
-            pending.question.answer(streams.Appended(pending.outcomes))
+            pending.incoming.answer(streams.Appended(pending.outcomes))
 
     def without_ids(self, batch: Batch, err: Exception) -> bool:
         """Nothing was written: what is known of messages' ids cannot be read. Who appends with one hears so, and the rest comes
@@ -178,7 +178,7 @@ class Recorder:
             if isinstance(entry, Entry) and entry.id_hash and isinstance(sink, Pending)
         )
         for pending in named:
-            pending.question.refuse(
+            pending.incoming.refuse(
                 "disk", f"the stored message ids cannot be read: {err}", sure=True
             )
         if named:
@@ -201,12 +201,12 @@ class Recorder:
                 self._unrecorded += count
                 self.lost += count
         for pending in refused:
-            pending.question.refuse("disk", err.reason, sure=err.sure)
+            pending.incoming.refuse("disk", err.reason, sure=err.sure)
 
     def opened(self, log: Log, now_us: int) -> None:
         """The log was opened again: note what was lost meanwhile. Raises LogError."""
-        lost = [Note(self._unrecorded, FULL)] if self._unrecorded else []
-        lost += [Note(None, FULL)] if self._unrecorded_more else []
+        lost = [Note(self._unrecorded, DISK_WRITE_FAILED)] if self._unrecorded else []
+        lost += [Note(None, DISK_WRITE_FAILED)] if self._unrecorded_more else []
         if lost:
             log.append(lost, now_us)
             self._unrecorded, self._unrecorded_more = 0, False

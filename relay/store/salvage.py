@@ -32,6 +32,7 @@ from iris.wire.streams import dead_uuid
 from relay.store import cursor
 from relay.store.authority import Kept
 from relay.store.chain import DUE, Chain, Draft
+from relay.store.damaged_log import DamagedLog
 from relay.store.database import room_to_open
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
@@ -39,7 +40,6 @@ from relay.store.identity import Identity, make
 from relay.store.log import MAX_OFFSET, Log
 from relay.store.records import KEY, Hole, Reason, Record, check_row
 from relay.store.segments import Segment
-from relay.store.wreck import Wreck
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _NEW, _LOOK, _OLD = ".salvaged", ".look", ".damaged-"
 _UUID: Final = re.compile("[0-9a-f]{32}")
 _LAST: Final = struct.Struct("<QQQqQ")
 _PRODUCER: Final = struct.Struct("<IQq")
-_PLACE: Final = struct.Struct("<QI")
+_OFFSETS: Final = struct.Struct("<QI")
 _WRITE_BYTES: Final = 8 << 20
 _decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
 
@@ -86,11 +86,11 @@ class Report(Struct):
 
 
 def salvage(
-    directory: Path, wanted: str = "", told: Callable[[Report], object] = lambda _: None
+    directory: Path, wanted: str = "", report_done: Callable[[Report], object] = lambda _: None
 ) -> list[Report]:
     """Salvage the streams of a data directory that are damaged, or those of this name or uuid and their dead letters.
 
-    Whoever calls holds the directory's lock. `told` hears of each when it is done.
+    Whoever calls holds the directory's lock. `report_done` is called with the report of each stream.
 
     Raises:
         ConfigError: no such stream is there.
@@ -115,7 +115,7 @@ def salvage(
     for uuid in sorted(uuids, key=lambda uuid: (names[uuid], uuid)):
         report = _salvage_one(directory / uuid, names[uuid])
         reports.append(report)
-        told(report)
+        report_done(report)
     return reports
 
 
@@ -140,8 +140,8 @@ def _salvage_one(path: Path, name: str) -> Report:
         if damage is None:
             return report
         report.error = damage
-        with Wreck(str(path), str(look)) as wreck:
-            _rebuild(wreck, path, made, report)
+        with DamagedLog(str(path), str(look)) as damaged:
+            _rebuild(damaged, path, made, report)
         if (wrong := _damage(made)) is not None:
             raise LogDamaged(str(made), f"the salvaged log is damaged too: {wrong}")
         report.kept_at = str(_swap(path, made))
@@ -214,16 +214,16 @@ def _names(directory: Path, uuids: Iterable[str]) -> dict[str, str]:
 # -- the new log ---------------------------------------------------------------------------------------------
 
 
-def _rebuild(wreck: Wreck, path: Path, made: Path, report: Report) -> None:
-    """Write what can be read of the wreck to a log of its own. Raises LogError, OSError."""
-    identity = _identity(wreck, path, report)
+def _rebuild(damaged: DamagedLog, path: Path, made: Path, report: Report) -> None:
+    """Write what can be read of the damaged to a log of its own. Raises LogError, OSError."""
+    identity = _identity(damaged, path, report)
     now_us = time.time_ns() // 1000
-    rows = dict(_other_rows(wreck, report, now_us))
-    end, report.end_from = _known_end(wreck, rows)
-    first = next((item.first for _, _, item in wreck.entries()), None)
+    rows = dict(_other_rows(damaged, report, now_us))
+    end, report.end_from = _known_end(damaged, rows)
+    first = next((item.first for _, _, item in damaged.entries()), None)
     if first is None and not end:
         raise LogDamaged(str(path), "no entry and no end offset can be read; delete the stream")
-    oldest = _offset(wreck.get(b"o"))
+    oldest = _offset(damaged.get(b"o"))
     if oldest is None:
         oldest = end if first is None else first
         report.also.append(
@@ -232,9 +232,9 @@ def _rebuild(wreck: Wreck, path: Path, made: Path, report: Report) -> None:
     database = make(str(made), identity, oldest)
     try:
         chain = Chain(database)
-        _copy_entries(wreck, chain, end, report)
+        _copy_entries(damaged, chain, end, report)
         lost = report.lost
-        for due in _due_in(wreck, lost):  # so that consumers that passed them are told
+        for due in _due_in(damaged, lost):  # so that consumers that passed them are told
             rows[b"d" + due] = b""
         batch, size = database.batch(), 0
         for key, value in rows.items():
@@ -251,11 +251,11 @@ def _rebuild(wreck: Wreck, path: Path, made: Path, report: Report) -> None:
         database.close()
 
 
-def _copy_entries(wreck: Wreck, chain: Chain, end: int, report: Report) -> None:
+def _copy_entries(damaged: DamagedLog, chain: Chain, end: int, report: Report) -> None:
     """Write the entries as they are, side by side: what is missing between them is a hole."""
     oldest = chain.oldest
     draft, size = chain.draft(), 0
-    for key, value, item in wreck.entries():
+    for key, value, item in damaged.entries():
         if item.first < oldest or item.next > MAX_OFFSET:
             continue
         _fill(draft, item.first, report)
@@ -277,10 +277,10 @@ def _fill(draft: Draft, until: int, report: Report) -> None:
         draft.add_item(Hole(draft.next, until, Reason.DAMAGED), 0)
 
 
-def _identity(wreck: Wreck, path: Path, report: Report) -> Identity:
+def _identity(damaged: DamagedLog, path: Path, report: Report) -> Identity:
     """Return who the new log is: the same, of a later epoch."""
     uuid = bytes.fromhex(path.name)
-    row = wreck.get(b"i")
+    row = damaged.get(b"i")
     try:
         found = Identity.unpack(row or b"")
         if found.uuid == uuid:
@@ -301,13 +301,13 @@ def _identity(wreck: Wreck, path: Path, report: Report) -> Identity:
         return Identity(uuid, int(time.time()), 0, definition)
 
 
-def _known_end(wreck: Wreck, rows: dict[bytes, bytes]) -> tuple[int, str]:
+def _known_end(damaged: DamagedLog, rows: dict[bytes, bytes]) -> tuple[int, str]:
     """Return the highest offset below which all were given out, as anything but the entries says, and what says it."""
     found: list[tuple[int, str]] = [(0, "nothing")]
-    if wreck.mark is not None and wreck.mark.next_offset <= MAX_OFFSET:
-        found.append((wreck.mark.next_offset, "its mark"))
-    found.append((_offset(wreck.get(b"n")) or 0, "its row of the next offset"))
-    for key, summary in wreck.rows(b"s"):
+    if damaged.mark is not None and damaged.mark.next_offset <= MAX_OFFSET:
+        found.append((damaged.mark.next_offset, "its mark"))
+    found.append((_offset(damaged.get(b"n")) or 0, "its row of the next offset"))
+    for key, summary in damaged.rows(b"s"):
         try:
             found.append((Segment.unpack(KEY.unpack(key)[0], summary).next, "a segment's summary"))
         except struct.error:
@@ -321,16 +321,16 @@ def _known_end(wreck: Wreck, rows: dict[bytes, bytes]) -> tuple[int, str]:
             found.append((state.position, "a consumer's position"))
         elif key[:1] == b"w":
             found.append((_LAST.unpack(value[4:])[2], "a writer's last batch"))
-        elif key[:1] == b"p" and len(value) >= _PRODUCER.size + _PLACE.size:
-            first, count = _PLACE.unpack(value[-_PLACE.size :])
+        elif key[:1] == b"p" and len(value) >= _PRODUCER.size + _OFFSETS.size:
+            first, count = _OFFSETS.unpack(value[-_OFFSETS.size :])
             found.append((first + count, "a producer's last record"))
     # Of equals the first, which is the better witness.
     return max((one for one in found if one[0] <= MAX_OFFSET), key=lambda one: one[0])
 
 
-def _due_in(wreck: Wreck, lost: list[tuple[int, int]]) -> Iterator[bytes]:
+def _due_in(damaged: DamagedLog, lost: list[tuple[int, int]]) -> Iterator[bytes]:
     """Yield the due times of deferred records that were lost."""
-    for row, _ in wreck.rows(b"d"):
+    for row, _ in damaged.rows(b"d"):
         if len(row) == DUE.size:
             offset = DUE.unpack(row)[1]
             if any(first <= offset < end for first, end in lost):
@@ -340,12 +340,12 @@ def _due_in(wreck: Wreck, lost: list[tuple[int, int]]) -> Iterator[bytes]:
 # -- the rows besides ----------------------------------------------------------------------------------------
 
 
-def _other_rows(wreck: Wreck, report: Report, now_us: int) -> Iterator[tuple[bytes, bytes]]:
+def _other_rows(damaged: DamagedLog, report: Report, now_us: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield what goes over besides the entries: consumers, producers, writers, and what is staged."""
-    listed = wreck.get(b"l")
+    listed = damaged.get(b"l")
     # What is due by now is not deferred anyway, so this is late enough for whatever consumers were told.
     yield b"l", max(int.from_bytes(listed or b"", "big"), now_us).to_bytes(8, "big")
-    consumers = list(wreck.rows(b"c"))
+    consumers = list(damaged.rows(b"c"))
     for name, value in consumers:
         try:
             cursor.decode("", value)
@@ -355,13 +355,15 @@ def _other_rows(wreck: Wreck, report: Report, now_us: int) -> Iterator[tuple[byt
                 f"the position of consumer {shown!r}: delete the consumer and create it again at the right offset"
             )
         yield b"c" + name, value
-    producers = [(row, value) for row, value in wreck.rows(b"p") if len(value) >= _PRODUCER.size]
-    writers = [(row, value) for row, value in wreck.rows(b"w") if _whole(b"w" + row, value, _LAST)]
+    producers = [(row, value) for row, value in damaged.rows(b"p") if len(value) >= _PRODUCER.size]
+    writers = [
+        (row, value) for row, value in damaged.rows(b"w") if _whole(b"w" + row, value, _LAST)
+    ]
     for row, value in writers:
         yield b"w" + row, value
-    sizes = {row: value for row, value in wreck.rows(b"u") if _whole(b"u" + row, value)}
+    sizes = {row: value for row, value in damaged.rows(b"u") if _whole(b"u" + row, value)}
     staged = 0
-    for row, value in wreck.rows(b"t"):
+    for row, value in damaged.rows(b"t"):
         size = sizes.pop(row, None)
         if size is None or not _whole(b"t" + row, value):
             staged += 1
@@ -372,7 +374,7 @@ def _other_rows(wreck: Wreck, report: Report, now_us: int) -> Iterator[tuple[byt
         report.also.append(
             f"{staged + len(sizes)} staged records: stage and commit their batch again"
         )
-    if wreck.current:
+    if damaged.current:
         for row, value in producers:
             yield b"p" + row, value
         return

@@ -62,7 +62,7 @@ class Bundle:
         _, _, self.count, self.first = END.unpack(end)
 
 
-class Question:
+class IncomingCall:
     """A call that came; `answer` it once."""
 
     __slots__ = ("call", "channel", "counter", "deadline_us", "hop", "key_id", "name", "session")
@@ -93,16 +93,16 @@ class Question:
 class StoreOwner(Protocol):
     """Who the session works for: the store."""
 
-    def recorded(self, bundle: Bundle) -> None: ...
-    def pushed(self, bundle: Bundle) -> None:
+    def cast_received(self, bundle: Bundle) -> None: ...
+    def push_received(self, bundle: Bundle) -> None:
         """A push: it is given back with `StoreSession.credit` once it is on disk, or refused."""
 
-    def gap(self, gap: frames.Gap) -> None: ...
-    def unseal(self, question: Question, end: memoryview, body: memoryview) -> memoryview:
+    def gap_received(self, gap: frames.Gap) -> None: ...
+    def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
         """Return the call in an authenticated body, and note its channel. Raises ChannelRefused."""
 
-    def asked(self, question: Question) -> None: ...
-    def left(self, hops: Set[int]) -> None:
+    def call_received(self, incoming: IncomingCall) -> None: ...
+    def callers_left(self, hops: Set[int]) -> None:
         """Whoever made these calls waits no more."""
 
     def draining(self) -> None: ...
@@ -149,7 +149,7 @@ class StoreSession(Conversation):
             frames.Drain: lambda drain: self.owner.draining(),
             frames.Declare: self._on_declare,
             frames.Gap: self._on_gap,
-            frames.CallerLeft: lambda left: self.owner.left(frozenset(left.hops)),
+            frames.CallerLeft: lambda left: self.owner.callers_left(frozenset(left.hops)),
         }
 
     # -- driving ---------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ class StoreSession(Conversation):
         """Serve an address."""
         self.ask(lambda n: frames.Join(n, name, key_ids, kinds, tag), waiter)
 
-    def answer(self, question: Question, body: bytes) -> None:
-        """Send the answer to a question."""
+    def answer(self, incoming: IncomingCall, body: bytes) -> None:
+        """Send the answer to a incoming."""
         if self.state is not UP:
             return
         if len(body) > self.message_limit + FRAME_OVERHEAD - _HEAD_BYTES:
@@ -200,21 +200,21 @@ class StoreSession(Conversation):
                 )
             )
         self._tick += 1
-        place = (question.name, question.key_id)
-        alias = self._aliases.get(place)
+        address = (incoming.name, incoming.key_id)
+        alias = self._aliases.get(address)
         if alias is None:
-            alias = self._aliases.add(place, self._tick)
-            name, key_id = place
+            alias = self._aliases.add(address, self._tick)
+            name, key_id = address
             self.control(
                 frames.Declare(alias.number, Kind.STREAM_REPLY, name, key_id, self._sender_id)
             )
         alias.used = self._tick
         end = END.pack(self.now_us, 0, 1, 0)
         sealed = b""
-        if question.channel is not None:
-            sealed = question.channel.seal(question.counter, end, body)
+        if incoming.channel is not None:
+            sealed = incoming.channel.seal(incoming.counter, end, body)
         size = DATA_LENGTH + len(sealed) + len(body)
-        head = HOP.pack(size, Kind.STREAM_REPLY, 0, alias.number, question.hop, 0)
+        head = HOP.pack(size, Kind.STREAM_REPLY, 0, alias.number, incoming.hop, 0)
         self.out.add(head + end + sealed)
         self.out.add(body)
         if self.out.chunk_bytes > _FULL_BYTES:
@@ -259,12 +259,12 @@ class StoreSession(Conversation):
         return flow
 
     def _cast(self, buf: memoryview, start: int, end: int) -> None:
-        self.owner.recorded(self._bundle(buf, start, end))
+        self.owner.cast_received(self._bundle(buf, start, end))
 
     def _push(self, buf: memoryview, start: int, end: int) -> None:
         if buf[start + FLAGS_AT] & FLAG_REFUSED:
             raise PeerProtocolError("a push with the refused flag came to a session")
-        self.owner.pushed(self._bundle(buf, start, end))
+        self.owner.push_received(self._bundle(buf, start, end))
 
     def _pushes(self, buf: memoryview, start: int, end: int) -> None:
         for frame in single_calls(buf, start, end, Kind.PUSH):
@@ -277,21 +277,21 @@ class StoreSession(Conversation):
             )
         _, kind, _, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         flow = self._flow(alias, kind)
-        question = Question(self, flow, hop, deadline_us, _UNREAD)
+        incoming = IncomingCall(self, flow, hop, deadline_us, _UNREAD)
         try:
             body = buf[start + BODY_AT : end]
             if len(body) and body[0] == MARK:
-                body = self.owner.unseal(question, buf[start + END_AT : start + BODY_AT], body)
-            question.call = decode_call(body)
+                body = self.owner.unseal(incoming, buf[start + END_AT : start + BODY_AT], body)
+            incoming.call = decode_call(body)
         except ChannelRefused as err:
-            question.refuse(
+            incoming.refuse(
                 "channel", str(err)
             )  # without a code: the caller may not be the channel's holder
             return
         except DecodeError as err:
-            question.refuse("invalid", str(err))
+            incoming.refuse("invalid", str(err))
             return
-        self.owner.asked(question)
+        self.owner.call_received(incoming)
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
         self._challenge = welcome.challenge
@@ -317,7 +317,7 @@ class StoreSession(Conversation):
             raise PeerProtocolError(
                 f"a gap in frames of kind 0x{gap.kind:02x}; only publications and broadcasts have gaps"
             )
-        self.owner.gap(gap)
+        self.owner.gap_received(gap)
 
 
 _FULL_BYTES: Final = 1 << 20

@@ -36,10 +36,10 @@ from iris.wire.streams import (
     NewRecord,
     Stage,
 )
-from relay.store.answers import taken_item, told_items
+from relay.store.answers import item_from_wire, items_to_wire
 from relay.store.authority import NO_CHARTER, Charter
 from relay.store.clock import Clock
-from relay.store.consuming import Consuming
+from relay.store.consumer_calls import ConsumerCalls
 from relay.store.cursor import Dead
 from relay.store.database import room_to_open
 from relay.store.errors import LogDamaged, LogError, LogWriteFailed
@@ -48,8 +48,8 @@ from relay.store.log import Log
 from relay.store.recorder import Batch, Recorder
 from relay.store.records import Entry, Stamp, check_entry
 from relay.store.segments import Limits
-from relay.store.session import Question
-from relay.store.staging import Staging
+from relay.store.session import IncomingCall
+from relay.store.stage_calls import StageCalls
 
 MAX_WAITING: Final = 16_384
 """Readers that wait at one stream; one more is refused."""
@@ -81,22 +81,22 @@ class Stream:
         self.dead = False
         """Holds the dead letters of another stream."""
         self._limits = Limits()
-        self.unheard = False
+        self.missed_while_closed = False
         """While its log was not open nothing was recorded, and nobody counted what that was."""
-        self._waiting: list[tuple[int, Question, Fetch]] = []
+        self._waiting: list[tuple[int, IncomingCall, Fetch]] = []
         self._compact_us = 0
         self.reopen_us = 0
         """A log that failed is opened again then, in elapsed time."""
         self._pause_us = REOPEN_MIN_US
-        self.consuming: Consuming | None = None
+        self.consumer_calls: ConsumerCalls | None = None
         """None while there is no log."""
-        self.staging: Staging | None = None
+        self.stage_calls: StageCalls | None = None
         """Likewise."""
         self._source_next = 0
         """Of a copy: where its source ended when a Copy last said so ..."""
-        self._heard_us = 0
+        self._source_seen_us = 0
         """... and when that was."""
-        self.bury: Callable[[str, list[Dead]], None] = _nowhere
+        self.write_dead_letters: Callable[[str, list[Dead]], None] = _no_dead_letters
         self.redefine()
         if log is not None:
             self.opened(log)
@@ -104,10 +104,10 @@ class Stream:
     def opened(self, log: Log) -> None:
         """The log can be used, for the first time or again."""
         self.log = self.recorder.log = log
-        self.consuming = Consuming(
-            log, lambda consumer, dead: self.bury(consumer, dead), self._clock
+        self.consumer_calls = ConsumerCalls(
+            log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
-        self.staging = Staging(log)
+        self.stage_calls = StageCalls(log)
         self._apply()
 
     # -- what it is ------------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ class Stream:
 
     def _apply(self) -> None:
         """Have the log and its consumers go by the definition."""
-        if self.log is not None and self.consuming is not None:
+        if self.log is not None and self.consumer_calls is not None:
             self.log.ids.window_us = self.definition.dedup_window_us
-            self.consuming.paused = self.definition.consuming_paused
+            self.consumer_calls.paused = self.definition.consuming_paused
 
     @property
     def key_ids(self) -> list[bytes]:
@@ -146,7 +146,7 @@ class Stream:
         return list(self.orders)
 
     @property
-    def live_ids(self) -> list[bytes]:
+    def recording_ids(self) -> list[bytes]:
         """Under which it records: those that ordered what it records now. A copy may be promoted under some of its keys only."""
         wanted = self.definition.topic, self.definition.cluster
         return [
@@ -158,11 +158,11 @@ class Stream:
     def records(self, topic: str, key_id: bytes) -> bool:
         """Whether what is published to `topic` under this key belongs here."""
         wanted = self.definition.topic
-        return bool(wanted) and matches(wanted, topic) and key_id in self.live_ids
+        return bool(wanted) and matches(wanted, topic) and key_id in self.recording_ids
 
     def shares(self, cluster: str, key_id: bytes) -> bool:
         """Whether this stream records what is pushed and broadcast to `cluster` under this key, whatever a relay says."""
-        return cluster == self.definition.cluster and key_id in self.live_ids
+        return cluster == self.definition.cluster and key_id in self.recording_ids
 
     def described(self, store: bytes, label: str) -> Described:
         """Return what users see of it."""
@@ -176,31 +176,31 @@ class Stream:
         return Described(
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
             *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
-            source_next=self._source_next, heard_us=self._heard_us,
+            source_next=self._source_next, heard_us=self._source_seen_us,
         )  # fmt: skip
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all that was to be recorded stands in the log, or is noted there as missing."""
         log = self.log
-        return log is not None and not log.failed and self.recorder.whole
+        return log is not None and not log.failed and self.recorder.complete
 
     # -- in: what is appended --------------------------------------------------------------------------------
 
-    def append(self, question: Question, call: Append) -> None:
+    def append(self, incoming: IncomingCall, call: Append) -> None:
         """Take an Append; it is answered by the next commit, or refused now. Raises ValueError."""
-        if self._writable(question) is None:
+        if self._writable(incoming) is None:
             return
         producer = call.producer if call.producer != streams.NO_PRODUCER else None
         if (log := self.log) is not None and any(new.id_hash for new in call.records):
             if not self.definition.dedup_window_us:
-                question.refuse(
+                incoming.refuse(
                     "invalid",
                     f"stream {self.name!r} has no dedup window, so it remembers no message ids; set one with `iris stream change --dedup-window`",
                 )
                 return
             if log.ids.count + len(call.records) > MAX_IDS:
-                question.refuse(
+                incoming.refuse(
                     "full",
                     f"stream {self.name!r} remembers {log.ids.count} message ids of at most {MAX_IDS}; shorten its dedup window",
                 )
@@ -208,59 +208,61 @@ class Stream:
         entries = []
         for new in call.records:
             stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
-            entries.append(self._entry(question, call.sender_id, new, stamp))
-        self.recorder.append(question, entries)
+            entries.append(self._entry(incoming, call.sender_id, new, stamp))
+        self.recorder.append(incoming, entries)
 
-    def stage(self, question: Question, call: Stage, now_us: int) -> None:
+    def stage(self, incoming: IncomingCall, call: Stage, now_us: int) -> None:
         """Take a Stage, likewise. Raises StagingRefused, ValueError."""
-        if (staging := self._writable(question)) is not None:
-            entries = [self._entry(question, call.sender_id, new) for new in call.records]
-            self.recorder.bytes += staging.take(question, call, entries, now_us)
+        if (stage_calls := self._writable(incoming)) is not None:
+            entries = [self._entry(incoming, call.sender_id, new) for new in call.records]
+            self.recorder.bytes += stage_calls.stage(incoming, call, entries, now_us)
 
-    def show(self, question: Question, call: Commit | Discard, now_us: int) -> None:
+    def commit_or_discard(
+        self, incoming: IncomingCall, call: Commit | Discard, now_us: int
+    ) -> None:
         """Answer a Commit or a Discard behind all that has come; `commit` tells who waits for more. Raises StagingRefused, LogError."""
         self.commit(now_us)
-        if (staging := self._writable(question)) is None:
+        if (stage_calls := self._writable(incoming)) is None:
             return
         if isinstance(call, Commit):
-            staging.commit(question, call, now_us)
+            stage_calls.commit(incoming, call, now_us)
         else:
-            staging.discard(question, call, now_us)
+            stage_calls.discard(incoming, call, now_us)
 
-    def _writable(self, question: Question) -> Staging | None:
+    def _writable(self, incoming: IncomingCall) -> StageCalls | None:
         """Return what is staged if callers may write here; else refuse."""
         if self.definition.mirror:
-            question.refuse(
+            incoming.refuse(
                 "invalid",
                 f"stream {self.name!r} is a copy of log {self.definition.mirror} and accepts nothing else until it is promoted (`iris stream promote`)",
             )
-        elif self._open(question) is None:
+        elif self._open(incoming) is None:
             pass
         elif self.dead:
-            question.refuse("invalid", "only the store itself writes dead letters")
+            incoming.refuse("invalid", "only the store itself writes dead letters")
         else:
-            return self.staging
+            return self.stage_calls
         return None
 
-    def _open(self, question: Question) -> Log | None:
+    def _open(self, incoming: IncomingCall) -> Log | None:
         """Return the log if it takes writes; else refuse."""
         if self.definition.paused:
-            question.refuse(
+            incoming.refuse(
                 "paused",
                 f"the stream is paused; run `iris stream resume {self.name}` to record again",
             )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")
             # A commit that is repeated may have been written the first time.
-            tried = not isinstance(question.call, streams.Append)
-            question.refuse("disk", failed or "the log is not open", sure=not tried)
+            tried = not isinstance(incoming.call, streams.Append)
+            incoming.refuse("disk", failed or "the log is not open", sure=not tried)
         else:
             return self.log
         return None
 
     # -- in: what is copied ----------------------------------------------------------------------------------
 
-    def copy(self, question: Question, call: Copy, now_us: int) -> None:
+    def copy(self, incoming: IncomingCall, call: Copy, now_us: int) -> None:
         """Write what the source of this copy holds, and answer; or say where the copy ends. `commit` tells who waits for more.
 
         Raises ValueError, LogError.
@@ -268,30 +270,32 @@ class Stream:
         mirror = self.definition.mirror
         if not mirror:
             why = "it was promoted" if self.definition.origins else "it is not a copy"
-            question.refuse("invalid", f"stream {self.name!r} accepts no copied records: {why}")
+            incoming.refuse("invalid", f"stream {self.name!r} accepts no copied records: {why}")
         elif call.uuid.hex() != mirror:
-            question.refuse(
+            incoming.refuse(
                 "invalid",
                 f"stream {self.name!r} is a copy of log {mirror}, not of {call.uuid.hex()}",
             )
-        elif (log := self._open(question)) is not None:
+        elif (log := self._open(incoming)) is not None:
             taken = bool(call.items) and call.start == log.next
             if taken:
-                log.copy([taken_item(item) for item in call.items], call.next, now_us)
-            self._source_next, self._heard_us = call.high_water, now_us
-            question.answer(Copied(log.next, taken))
+                log.copy([item_from_wire(item) for item in call.items], call.next, now_us)
+            self._source_next, self._source_seen_us = call.high_water, now_us
+            incoming.answer(Copied(log.next, taken))
 
     def _entry(
-        self, question: Question, sender_id: bytes, new: NewRecord, stamp: Stamp | None = None
+        self, incoming: IncomingCall, sender_id: bytes, new: NewRecord, stamp: Stamp | None = None
     ) -> Entry:
         entry = Entry(
-            Kind.STREAM, self.name, question.key_id, sender_id, new.end, new.body, stamp,
+            Kind.STREAM, self.name, incoming.key_id, sender_id, new.end, new.body, stamp,
             new.key_hash or None, new.tombstone, new.expires_us, new.due_us, new.expect, new.id_hash or None,
         )  # fmt: skip
         check_entry(entry)
         return entry
 
-    def bury_here(self, stream: Stream, consumer: str, letters: list[Dead], now_us: int) -> None:
+    def append_dead_letters(
+        self, stream: Stream, consumer: str, letters: list[Dead], now_us: int
+    ) -> None:
         """Write dead letters of a consumer of `stream`: this log is theirs. Raises LogWriteFailed."""
         if self.log is None or self.log.failed:
             raise LogWriteFailed(self.path, self.failed or "an earlier write failed")
@@ -320,9 +324,9 @@ class Stream:
     def commit(self, now_us: int) -> None:
         """Write what has come and tell everybody whom it concerns."""
         batch = self.recorder.take()
-        log, staging = self.log, self.staging
-        if not batch and not (staging and staging.waiting):
-            self._grown(now_us)  # by a Commit, perhaps
+        log, stage_calls = self.log, self.stage_calls
+        if not batch and not (stage_calls and stage_calls.waiting):
+            self._after_write(now_us)  # by a Commit, perhaps
             return
         try:
             if log is None or log.failed:
@@ -343,11 +347,11 @@ class Stream:
             self._failed(batch, LogWriteFailed(self.path, str(err)))
             return
         self.recorder.written(batch, outcomes)
-        if staging is not None:
-            staging.written()
-        self._grown(now_us)
+        if stage_calls is not None:
+            stage_calls.written()
+        self._after_write(now_us)
 
-    def _grown(self, now_us: int) -> None:
+    def _after_write(self, now_us: int) -> None:
         """Tell who waits for more, and keep no more than the limits. Raises LogError."""
         if self.log is not None and not self.log.failed:
             self.wake(now_us)
@@ -355,8 +359,8 @@ class Stream:
 
     def _failed(self, batch: Batch, err: LogWriteFailed) -> None:
         self.recorder.failed(batch, err)
-        if self.staging is not None:
-            self.staging.refuse("disk", err.reason)
+        if self.stage_calls is not None:
+            self.stage_calls.refuse("disk", err.reason)
 
     def reopen(self, now_us: int) -> None:
         """Try to write again after a failure; what was lost meanwhile is noted first. Raises LogError.
@@ -367,10 +371,10 @@ class Stream:
         self._pause_us = min(2 * self._pause_us, REOPEN_MAX_US)
         if self.log is not None:
             room_to_open(self.path)
-            if self.consuming is not None:
-                self.consuming.turn_away("the log is being reopened")
-            if self.staging is not None:
-                self.staging.refuse("leaving", "the log is being reopened")
+            if self.consumer_calls is not None:
+                self.consumer_calls.refuse_waiting("the log is being reopened")
+            if self.stage_calls is not None:
+                self.stage_calls.refuse("leaving", "the log is being reopened")
             self._shut(self.log)
         self.failed = "the log is being reopened"
         try:
@@ -385,44 +389,46 @@ class Stream:
 
     def _shut(self, log: Log) -> None:
         log.close()
-        self.log = self.recorder.log = self.consuming = self.staging = None
+        self.log = self.recorder.log = self.consumer_calls = self.stage_calls = None
 
     # -- out -------------------------------------------------------------------------------------------------
 
-    def fetch(self, question: Question, call: Fetch, now_us: int, *, wait: bool = False) -> None:
+    def fetch(
+        self, incoming: IncomingCall, call: Fetch, now_us: int, *, wait: bool = False
+    ) -> None:
         """Answer a Fetch now, or when there is something; or, if it is to `wait`, when `wake` is called next."""
         log = self.log
         if log is None:
-            question.refuse("damaged", self.failed)
+            incoming.refuse("damaged", self.failed)
         elif call.start > log.next:
-            question.refuse("offset", f"offset {call.start} is beyond the end, {log.next}")
+            incoming.refuse("offset", f"offset {call.start} is beyond the end, {log.next}")
         elif wait or (call.start == log.next and call.wait_ms):
             if len(self._waiting) < MAX_WAITING:
                 until_us = self._elapsed_us(now_us) + 1000 * call.wait_ms
-                self._waiting.append((until_us, question, call))
+                self._waiting.append((until_us, incoming, call))
             else:
-                question.refuse(
+                incoming.refuse(
                     "leaving", f"{MAX_WAITING} readers already wait for this stream, the maximum"
                 )
         else:
-            self._answer(question, call, now_us)
+            self._answer(incoming, call, now_us)
 
-    def _answer(self, question: Question, call: Fetch, now_us: int) -> None:
+    def _answer(self, incoming: IncomingCall, call: Fetch, now_us: int) -> None:
         log = self.log
         assert log is not None
-        limit = min(question.session.message_limit, call.max_bytes)
+        limit = min(incoming.session.message_limit, call.max_bytes)
         try:
             chunk = log.read(call.start, limit, now_us=now_us)
         except LogDamaged as err:
-            question.refuse("damaged", str(err))
+            incoming.refuse("damaged", str(err))
             return
-        items, end = told_items(chunk, limit, call.start)
-        question.answer(streams.Fetched(items, end, log.oldest, log.next, self.uuid))
+        items, end = items_to_wire(chunk, limit, call.start)
+        incoming.answer(streams.Fetched(items, end, log.oldest, log.next, self.uuid))
 
     def wake(self, now_us: int) -> None:
         """Answer whoever waited for more."""
-        if self.consuming is not None:
-            self.consuming.wake(self._elapsed_us(now_us))
+        if self.consumer_calls is not None:
+            self.consumer_calls.wake(self._elapsed_us(now_us))
         self._answer_waiting(now_us)
 
     def expire(self, now_us: int) -> None:
@@ -436,33 +442,33 @@ class Stream:
         end = self.log.next if self.log is not None else 0
         elapsed_us = self._elapsed_us(now_us)
         for entry in waiting:
-            until_us, question, call = entry
+            until_us, incoming, call = entry
             if self.log is None:
-                question.refuse("damaged", self.failed)
+                incoming.refuse("damaged", self.failed)
             elif call.start < end or until_us <= elapsed_us:
-                self._answer(question, call, now_us)
-            elif question.session.state is UP:
+                self._answer(incoming, call, now_us)
+            elif incoming.session.state is UP:
                 self._waiting.append(entry)
 
-    def left(self, hops: Set[int], now_us: int) -> None:
+    def callers_left(self, hops: Set[int], now_us: int) -> None:
         """Whoever made these calls waits no more."""
         gone = [entry for entry in self._waiting if entry[1].hop in hops]
         if gone:
             self._waiting = [entry for entry in self._waiting if entry[1].hop not in hops]
-        for _, question, call in gone:
+        for _, incoming, call in gone:
             if self.log is not None:  # with nothing: the relay forgets the call then
                 log = self.log
-                question.answer(streams.Fetched([], call.start, log.oldest, log.next, self.uuid))
-        if self.consuming is not None:
-            self.consuming.left(hops, self._elapsed_us(now_us))
+                incoming.answer(streams.Fetched([], call.start, log.oldest, log.next, self.uuid))
+        if self.consumer_calls is not None:
+            self.consumer_calls.callers_left(hops, self._elapsed_us(now_us))
 
-    def turn_away(self, reason: str, code: str = "leaving") -> None:
+    def refuse_waiting(self, reason: str, code: str = "leaving") -> None:
         """Nobody can wait here now: readers come again later."""
         waiting, self._waiting = self._waiting, []
-        for _, question, _ in waiting:
-            question.refuse(code, reason)
-        if self.consuming is not None:
-            self.consuming.turn_away(reason)
+        for _, incoming, _ in waiting:
+            incoming.refuse(code, reason)
+        if self.consumer_calls is not None:
+            self.consumer_calls.refuse_waiting(reason)
 
     # -- in between ------------------------------------------------------------------------------------------
 
@@ -473,8 +479,8 @@ class Stream:
             return 0
         log.enforce(self._limits, now_us)
         dropped = 0
-        if self.consuming is not None and not log.failed:
-            self.consuming.tend(self._elapsed_us(now_us))
+        if self.consumer_calls is not None and not log.failed:
+            self.consumer_calls.tend(self._elapsed_us(now_us))
             dropped = log.tend_staged(now_us)
             log.ids.now_us = self._elapsed_us(now_us)
             log.tend_ids()
@@ -498,19 +504,19 @@ class Stream:
     def close(self) -> None:
         """Give the files back. Idempotent."""
         if self.log is not None:
-            if self.consuming is not None and not self.log.failed:
+            if self.consumer_calls is not None and not self.log.failed:
                 with contextlib.suppress(
                     LogWriteFailed
                 ):  # then what was settled last is handed out again
-                    self.consuming.close()
+                    self.consumer_calls.close()
             self._shut(self.log)
 
     def end(self, reason: str) -> None:
         """The stream is deleted: whoever waits hears so."""
-        self.turn_away(reason, "no-stream")
+        self.refuse_waiting(reason, "no-stream")
         self._failed(self.recorder.take(), LogWriteFailed(self.path, reason))
         self.close()
 
 
-def _nowhere(consumer: str, dead: list[Dead]) -> None:
+def _no_dead_letters(consumer: str, dead: list[Dead]) -> None:
     raise LogWriteFailed("", "the stream has no log for dead letters")

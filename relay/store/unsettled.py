@@ -21,13 +21,13 @@ from typing import Final
 from relay.store import cursor
 from relay.store.clock import Clock
 from relay.store.cursor import Dead, Kept, Settings
-from relay.store.parts import Open, Part, lowest
+from relay.store.parts import OpenRecord, Part, lowest
 
 TIMED_OUT: Final = "not acknowledged in time"
-GONE: Final = "not acknowledged: the worker left"
+WORKER_LEFT: Final = "not acknowledged: the worker left"
 MAX_TRIES: Final = 10
 """Where there are dead letters, what was handed out so often and never confirmed is one, too: it may end whoever gets it."""
-HANDED_US: Final = 1
+DISPATCHED_US: Final = 1
 """The due time, on disk, of what was handed out and not yet delivered. Older stores take it for one that has come."""
 
 
@@ -41,7 +41,7 @@ class Unsettled:
         self.now_us = self.awake_us = now_us
         self._clock = clock
         self.dirty = True
-        self.records: dict[int, Open] = {}
+        self.records: dict[int, OpenRecord] = {}
         """By first offset."""
         self.firsts: list[int] = []
         """The same offsets, sorted."""
@@ -52,7 +52,7 @@ class Unsettled:
         self.dead: deque[Dead] = deque()
         self.open = 0
         """Messages in the table."""
-        self.handed_out = 0
+        self.dispatched = 0
         """Of these, handed out at least once."""
         self.weight = 0
         """The most bytes that the records take in the cursor."""
@@ -60,7 +60,7 @@ class Unsettled:
         """Records behind another of their key."""
         self._ack_timeout_us = settings.ack_timeout_us
         self._max_deliver = settings.max_deliver
-        self._keys: dict[bytes, deque[Open]] = {}
+        self._keys: dict[bytes, deque[OpenRecord]] = {}
         self._timers: list[tuple[int, int]] = []
         self._max_timers = 1024
         self._leases: OrderedDict[Part, None] = OrderedDict()  # all last equally long: in order
@@ -100,30 +100,30 @@ class Unsettled:
         """What it would say if it had never been set back."""
         return self.now_us + self._clock.high_ahead_us
 
-    def tell_time(self, now_us: int) -> None:
+    def update_time(self, now_us: int) -> None:
         """It is `now_us` by `Clock.elapsed_us`, or later."""
         self.now_us = max(self.now_us, now_us)
         self.awake_us = max(self.awake_us, self.now_us + self._clock.awake_ahead_us)
 
     # Finding
 
-    def within(self, first: int, end: int) -> list[Open]:
+    def within(self, first: int, end: int) -> list[OpenRecord]:
         """Return the records that have offsets from `first` until `end`, in order."""
         low = max(bisect_right(self.firsts, first) - 1, 0)
-        places = self.firsts[low : bisect_left(self.firsts, end)]
-        return [self.records[place] for place in places if self.records[place].next > first]
+        firsts = self.firsts[low : bisect_left(self.firsts, end)]
+        return [self.records[first] for first in firsts if self.records[first].next > first]
 
-    def wait(self, record: Open) -> None:
+    def wait(self, record: OpenRecord) -> None:
         """What is left of `record` waits for whoever takes next, or for its turn."""
-        self._stir(record)
+        self._requeue(record)
 
     def behind(self, key: bytes | None) -> bool:
         """Return whether a record of `key` would have to wait."""
         return key in self._keys
 
-    # Handing out
+    # Dispatcher out
 
-    def add(self, record: Open, parts: list[tuple[int, int, int, int]]) -> None:
+    def add(self, record: OpenRecord, parts: list[tuple[int, int, int, int]]) -> None:
         """Take `record` in, its messages waiting as (bits, deliveries, due time, tries)."""
         self.records[record.first] = record
         insort(self.firsts, record.first)
@@ -132,7 +132,7 @@ class Unsettled:
             record.parts.append(Part(record, bits, deliveries, due_us, tries))
             self.open += bits.bit_count()
             if deliveries or tries:
-                self.handed_out += bits.bit_count()
+                self.dispatched += bits.bit_count()
             if due_us > self.now_us:
                 self._time(due_us, record)
         if record.key is not None and record.parts:
@@ -140,7 +140,7 @@ class Unsettled:
             self.blocked += len(queue) > 0
             queue.append(record)
 
-    def eligible(self, record: Open) -> list[Part]:
+    def eligible(self, record: OpenRecord) -> list[Part]:
         """Return the parts that may be handed out: of a keyed record all that are left, or none."""
         waiting = [part for part in record.parts if part.waiting]
         if record.key is None or not waiting:
@@ -152,7 +152,7 @@ class Unsettled:
             return []
         return waiting
 
-    def cut(self, record: Open, parts: list[Part], most: int) -> list[Part]:
+    def cut(self, record: OpenRecord, parts: list[Part], most: int) -> list[Part]:
         """Return of waiting `parts` those of the first `most` messages, parted from the rest, which goes on waiting."""
         bits = record.bits(parts)
         wanted = lowest(bits, most)
@@ -168,13 +168,13 @@ class Unsettled:
             found.append(part)
         return found
 
-    def give(self, record: Open, parts: Sequence[Part], worker: bytes) -> list[Part]:
+    def dispatch(self, record: OpenRecord, parts: Sequence[Part], worker: bytes) -> list[Part]:
         """Hand `parts` of `record` to `worker`; return them by message, those of one count as one."""
         by_count: dict[int, Part] = {}
         for part in list(parts):
             same = by_count.setdefault(part.deliveries, part)
-            if not part.handed:
-                self.handed_out += part.bits.bit_count()
+            if not part.dispatched:
+                self.dispatched += part.bits.bit_count()
             if same is not part:
                 same.bits |= part.bits
                 same.tries = max(same.tries, part.tries)
@@ -183,7 +183,7 @@ class Unsettled:
         for part in by_count.values():
             count = part.bits.bit_count()
             part.tries += 1
-            part.handed = True
+            part.dispatched = True
             part.confirmed = False
             part.worker = worker
             unconfirmed.append(part)
@@ -202,9 +202,9 @@ class Unsettled:
         """`worker` has what it was handed."""
         for part in self._unconfirmed.pop(worker, ()):
             if part.worker == worker:
-                self.had(part)
+                self.mark_delivered(part)
 
-    def had(self, part: Part) -> None:
+    def mark_delivered(self, part: Part) -> None:
         """The worker that holds `part` has it: that was a delivery."""
         if not part.confirmed:
             part.confirmed = True
@@ -214,7 +214,7 @@ class Unsettled:
 
     # Settling
 
-    def settle(self, record: Open, mask: int) -> int:
+    def settle(self, record: OpenRecord, mask: int) -> int:
         """Settle messages of `record` that are not given up, and return how many. `tidy` has to follow."""
         settled = 0
         for part in list(record.parts):
@@ -225,8 +225,8 @@ class Unsettled:
                 self._release(part, bits)
             count = bits.bit_count()
             settled += count
-            if part.handed:
-                self.handed_out -= count
+            if part.dispatched:
+                self.dispatched -= count
             part.bits ^= bits
             if not part.bits:
                 part.worker = None
@@ -237,15 +237,15 @@ class Unsettled:
             self.dirty = True
             self._forget_if_settled(record)
             if record.key is not None:
-                self._stir(record)
+                self._requeue(record)
         return settled
 
     def tidy(self, first: int, end: int) -> None:
-        """Drop the places of records that were settled between these offsets: at once, not one by one."""
+        """Drop the firsts of records that were settled between these offsets: at once, not one by one."""
         low = max(bisect_right(self.firsts, first) - 1, 0)
         high = bisect_left(self.firsts, end)
-        places = self.firsts[low:high]
-        self.firsts[low:high] = [place for place in places if place in self.records]
+        firsts = self.firsts[low:high]
+        self.firsts[low:high] = [first for first in firsts if first in self.records]
 
     def forget_dead(self, n: int) -> None:
         """Settle the first `n` dead letters. Raises ValueError if there are fewer."""
@@ -257,11 +257,11 @@ class Unsettled:
             (record,) = self.within(dead.offset, dead.offset + 1)
             record.dead ^= 1 << (dead.offset - record.first)
             self.open -= 1
-            self.handed_out -= 1
+            self.dispatched -= 1
             self._forget_if_settled(record)
             self.tidy(record.first, record.next)
             self.dirty = True
-        self._bury()
+        self._list_dead_letters()
 
     def floor(self, position: int) -> int:
         """Return the first offset that is not settled and not of a deferred record, else `position`."""
@@ -274,7 +274,7 @@ class Unsettled:
 
     # Failing
 
-    def split(self, record: Open, mask: int, worker: bytes) -> list[Part]:
+    def split(self, record: OpenRecord, mask: int, worker: bytes) -> list[Part]:
         """Return what `worker` holds of these messages, parted from the rest: lease it anew or take it away."""
         found = []
         for part in list(record.parts):
@@ -289,7 +289,7 @@ class Unsettled:
             found.append(part)
         return found
 
-    def again(self, part: Part, due_us: int, reason: str) -> None:
+    def redeliver(self, part: Part, due_us: int, reason: str) -> None:
         """Take `part` from its worker: it is due at `due_us`, or given up for `reason`."""
         self._release(part, part.bits)
         self._leases.pop(part, None)
@@ -301,10 +301,10 @@ class Unsettled:
         if most and (part.deliveries >= most or part.tries >= max(most, MAX_TRIES)):
             part.reason = reason
             self._doomed.append(part)
-            self._bury()
+            self._list_dead_letters()
         elif due_us > self.now_us:
             self._time(due_us, part.record)
-        self._stir(part.record)
+        self._requeue(part.record)
         self.dirty = True
 
     def expire(self) -> None:
@@ -313,19 +313,19 @@ class Unsettled:
             part = next(iter(self._leases))
             if part.due_us > self.awake_us:
                 break
-            self.again(part, 0, TIMED_OUT)
+            self.redeliver(part, 0, TIMED_OUT)
         while self._timers and self._timers[0][0] <= self.now_us:
             record = self.records.get(heapq.heappop(self._timers)[1])
             if record is not None:
-                self._wake(record)
+                self._push_ready(record)
 
-    def drop(self, worker: bytes) -> None:
+    def worker_left(self, worker: bytes) -> None:
         """What `worker` holds is due again at once."""
         if worker in self.held:
             for part in [part for part in self._leases if part.worker == worker]:
-                self.again(part, 0, GONE)
+                self.redeliver(part, 0, WORKER_LEFT)
 
-    def undo(self, worker: bytes, *, counted: bool) -> None:
+    def answer_lost(self, worker: bytes, *, counted: bool) -> None:
         """What `worker` was handed and did not confirm never reached it: it is due again at once.
 
         It was tried, and that is `counted`, or known not to have been.
@@ -333,7 +333,7 @@ class Unsettled:
         for part in self._unconfirmed.pop(worker, ()):
             if part.worker == worker and not part.confirmed:
                 part.tries -= not counted
-                self.again(part, 0, GONE)
+                self.redeliver(part, 0, WORKER_LEFT)
 
     # The cursor
 
@@ -349,8 +349,8 @@ class Unsettled:
             kinds: dict[tuple[int, int], int] = {}
             for part in record.parts:
                 due_us = part.due_us + ahead_us if part.waiting and part.due_us else 0
-                if not part.deliveries and part.handed:
-                    due_us = due_us or HANDED_US
+                if not part.deliveries and part.dispatched:
+                    due_us = due_us or DISPATCHED_US
                 kind = (part.deliveries, max(0, due_us))
                 kinds[kind] = kinds.get(kind, 0) | part.bits
             parts = cursor.pack_parts(record.count, kinds)
@@ -370,22 +370,22 @@ class Unsettled:
                 raise ValueError(
                     f"the record at {first} has {kept.count} messages; 1 to {cursor.MAX_COUNT} below offset {end} are possible"
                 )
-            record = Open(first, kept.count, kept.key, kept.deferred)
+            record = OpenRecord(first, kept.count, kept.key, kept.deferred)
             parts = []
             for bitmap, deliveries, due_us in kept.parts:
-                tries = int(due_us == HANDED_US and not deliveries)
+                tries = int(due_us == DISPATCHED_US and not deliveries)
                 due_us = 0 if tries or not due_us else max(1, due_us - ahead_us)
                 parts.append((cursor.unpack_bits(kept.count, bitmap), deliveries, due_us, tries))
             self.add(record, parts)
             if parts:
-                self._wake(record)
+                self._push_ready(record)
         for letter in dead:
             record = self.records[self.firsts[bisect_right(self.firsts, letter.offset) - 1]]
             record.dead |= record.mask(letter.offset, letter.offset + 1)
             self.dead.append(letter)
             self._dead_bytes += cursor.dead_weight(letter)
             self.open += 1
-            self.handed_out += 1
+            self.dispatched += 1
         self.dirty = False
 
     # Inside
@@ -399,7 +399,7 @@ class Unsettled:
             del self.held[part.worker]
             self._unconfirmed.pop(part.worker, None)
 
-    def _time(self, due_us: int, record: Open) -> None:
+    def _time(self, due_us: int, record: OpenRecord) -> None:
         heapq.heappush(self._timers, (due_us, record.first))
         if len(self._timers) > self._max_timers:  # of records that were settled since
             self._timers = [
@@ -411,7 +411,7 @@ class Unsettled:
             heapq.heapify(self._timers)
             self._max_timers = 1024 + 2 * len(self._timers)
 
-    def _stir(self, record: Open) -> None:
+    def _requeue(self, record: OpenRecord) -> None:
         """Look again at `record`, or at the first of its key if it is done."""
         if record.key is not None:
             queue = self._keys.get(record.key, deque())
@@ -423,14 +423,14 @@ class Unsettled:
                 return
             record = queue[0]
         if any(part.waiting for part in record.parts):
-            self._wake(record)
+            self._push_ready(record)
 
-    def _wake(self, record: Open) -> None:
+    def _push_ready(self, record: OpenRecord) -> None:
         if not record.queued:
             record.queued = True
             heapq.heappush(self.ready, record.first)
 
-    def _bury(self) -> None:
+    def _list_dead_letters(self) -> None:
         """List as dead letters what was given up, as far as there is room for them."""
         while self._doomed and self._dead_bytes < cursor.MAX_DEAD_BYTES:
             part = self._doomed[0]
@@ -445,7 +445,7 @@ class Unsettled:
                 self._doomed.popleft()
                 record.parts.remove(part)
 
-    def _forget_if_settled(self, record: Open) -> None:
+    def _forget_if_settled(self, record: OpenRecord) -> None:
         if not record.parts and not record.dead:
             del self.records[record.first]
             self.weight -= cursor.weight(record.count, record.key)

@@ -16,7 +16,7 @@ import iris
 from iris.errors import StreamError
 from iris.wire.streams import Append, Change, ConsumerInfo, Delete, Knock, Refused, encode
 from relay.store.channels import Channels
-from relay.store.consuming import Consuming
+from relay.store.consumer_calls import ConsumerCalls
 from relay.store.session import StoreSession
 
 pytestmark = pytest.mark.timeout(60)
@@ -153,12 +153,12 @@ async def test_a_store_that_always_has_more_is_asked_for_no_more_than_a_store_ca
 ) -> None:
     asked: list[str] = []
 
-    def endless(consuming: Consuming, after: str) -> tuple[list[ConsumerInfo], bool]:
+    def endless(consuming: ConsumerCalls, after: str) -> tuple[list[ConsumerInfo], bool]:
         asked.append(after)
         told = [ConsumerInfo(f"c{len(asked):06}.{n}", *[False] * 2, *[0] * 6) for n in range(10)]
         return told, True
 
-    monkeypatch.setattr(Consuming, "described", endless)
+    monkeypatch.setattr(ConsumerCalls, "described", endless)
     monkeypatch.setattr("iris.streams.listing.MAX_FOUND", 200)
     async with stored(tmp_path) as (_, client, _other):
         await client.streams.create("orders")

@@ -14,7 +14,7 @@ from iris.errors import StreamError
 from iris.streams import Consumer, StreamMessage
 from iris.testing import LocalCluster
 from iris.wire.streams import Range, Settle, Settled
-from relay.store import consuming
+from relay.store import consumer_calls
 
 
 async def take(consumer: Consumer, count: int) -> list[StreamMessage]:
@@ -293,7 +293,7 @@ async def test_a_consumer_outlives_the_store(tmp_path: Path, how: str) -> None:
             else:
                 # Nothing more is saved: what the process had in memory is gone.
                 for stream in cluster.store.store.streams.values():
-                    stream.consuming = None
+                    stream.consumer_calls = None
                 await cluster.stop_store()
             await cluster.start_store()
             while len(done) < 100 or (await info(client, "orders", "invoices")).lag:
@@ -397,7 +397,7 @@ async def test_more_consumers_than_one_answer_takes_are_all_listed(
     setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, client, _ = setting
-    monkeypatch.setattr(consuming, "MAX_TOLD", 3)
+    monkeypatch.setattr(consumer_calls, "MAX_LISTED", 3)
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
     names = [f"c{n}" for n in range(10)]

@@ -102,7 +102,7 @@ async def test_a_clock_that_is_set_ends_no_window(setting: Any) -> None:
     clock = cluster.store.store.clock
     assert clock._running_us is not None
     for hours in (1, -2):
-        cluster.store.store.tell_time(clock.wall_us + hours * 3_600_000_000, clock._running_us)
+        cluster.store.store.update_time(clock.wall_us + hours * 3_600_000_000, clock._running_us)
         assert await other.streams.append("orders", b"7", message_id="7") == 0
 
 

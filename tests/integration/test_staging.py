@@ -25,7 +25,7 @@ from iris.errors import (
 )
 from iris.streams import CommitInfo, StagedAttempt
 from iris.wire.streams import NewRecord, Settled, Stage, Staged
-from relay.store import staged
+from relay.store import staged_rows
 from relay.store.errors import LogWriteFailed
 from relay.store.records import Record
 from relay.store.stream import Stream
@@ -279,7 +279,7 @@ async def test_over_a_bound_staging_fails_with_the_reason_and_room_can_be_made(
 ) -> None:
     _, client, _ = setting
     await client.streams.create("orders")
-    monkeypatch.setattr(staged, "STAGED_BYTES", 100_000)
+    monkeypatch.setattr(staged_rows, "STAGED_BYTES", 100_000)
     with pytest.raises(StreamUnavailable, match="at most 100000 bytes"):
         await attempt(client, 1, *[bytes(10_000)] * 50)
     await client.streams.discard("orders", writer="etl", batch=1)
@@ -302,7 +302,7 @@ async def test_what_expires_is_told_once_in_the_log(
     await client.streams.create("orders")
     done = await attempt(client, 1, b"x")
     store = cluster.store.store
-    store.now_us += 2 * staged.EXPIRE_US
+    store.now_us += 2 * staged_rows.EXPIRE_US
     store.tend()
     told = [record for record in caplog.records if record.message == "store.staged_expired"]
     assert [record.fields for record in told] == [{"stream": "orders", "records": 1}]  # type: ignore[attr-defined]  # ours

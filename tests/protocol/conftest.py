@@ -9,7 +9,7 @@ import pytest
 from protocol.kit import Network
 from protocol.stores import Relay, open_store, relay_of
 
-from relay.store.keeper import Store
+from relay.store.store import Store
 
 
 @pytest.fixture

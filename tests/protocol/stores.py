@@ -15,8 +15,8 @@ from iris.wire.codec import BODY_AT, HOP, KIND_AT, decode_control, encode_contro
 from iris.wire.kinds import Kind
 from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
 from iris.wire.streams import decode_answer, encode
-from relay.store.keeper import Store
 from relay.store.session import StoreSession
+from relay.store.store import Store
 
 KEY = ClusterKey(bytes(range(32)))
 OTHER = ClusterKey(bytes(range(1, 33)))
@@ -205,7 +205,7 @@ def state(store: Store) -> Any:
             stream.log.next if stream.log else None,
             stream.log.oldest if stream.log else None,
             stream.log.staged.bytes if stream.log else None,
-            stream.consuming.described("") if stream.consuming else None,
+            stream.consumer_calls.described("") if stream.consumer_calls else None,
         )
         for stream in store.streams.values()
     ]

@@ -31,7 +31,7 @@ from iris.errors import (
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import NEVER_US, Kind
 from iris.wire.streams import Append, Outcome
-from relay.store.answers import told_outcome
+from relay.store.answers import outcome_to_wire
 from relay.store.outcomes import Stored
 from relay.store.producers import Producers
 from relay.store.records import Stamp
@@ -77,7 +77,7 @@ class Log:
                 self.stored += _opened(key, call.sender_id, record.end, record.body)
                 outcome = Stored(first, len(self.stored))
                 self.producers.take(stamp, first, len(self.stored) - first, 0)
-            outcomes.append(told_outcome(outcome))
+            outcomes.append(outcome_to_wire(outcome))
         self.producers.commit()
         return outcomes
 

@@ -35,7 +35,7 @@ from iris.wire.kinds import Kind
 from iris.wire.orders import SignedOrder
 from iris.wire.streams import Refused, decode_answer, encode
 from relay.store.channels import Channels
-from relay.store.keeper import Store
+from relay.store.store import Store
 
 # -- bodies that others chose ------------------------------------------------------------------------------------
 

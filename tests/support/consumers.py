@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from iris.wire.codec import END
-from relay.store.consumers import Consumer
+from relay.store.consumer import Consumer
 from relay.store.cursor import Settings
-from relay.store.handing import Delivery, Taken
+from relay.store.dispatch import Delivery, Taken
 from relay.store.log import Log
 from relay.store.records import Entry
 

@@ -12,7 +12,7 @@ from iris.wire import frames
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder
 from iris.wire.streams import Call, Change, Create, Delete, Refused, encode
 from relay.store.errors import Refuse
-from relay.store.keeper import Store
+from relay.store.store import Store
 
 NOW_US = 1_800_000_000_000_000
 STORE = StoreKey(b"s" * 32)

@@ -254,9 +254,9 @@ SABOTAGES = (
         "a client trusts the order with the latest time",
     ),
     Sabotage(
-        "presence-late-member",
-        "relay/store/presence.py",
-        "Presence._joined",
+        "registration-late-member",
+        "relay/store/registration.py",
+        "Registration._track_member",
         "self._served.get(stream.uuid) is members",
         "True",
         ("tests/unit/relay/store/test_races.py",),

@@ -10,7 +10,7 @@ DAMAGE = ("tests/unit/relay/store/test_log_damage.py",)
 STAGING = ("tests/unit/relay/store/test_staging.py",)
 CONSUMERS = (
     "tests/unit/relay/store/test_consumers.py",
-    "tests/unit/relay/store/test_handing.py",
+    "tests/unit/relay/store/test_dispatch.py",
     "tests/unit/relay/store/test_consumers_model.py",
 )
 COPIES = ("tests/unit/relay/store/test_copies.py",)
@@ -111,8 +111,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "stage-twice",
-        "relay/store/staged.py",
-        "Staged.take",
+        "relay/store/staged_rows.py",
+        "StagedRows.stage",
         "if not state.has(number)",
         "if True",
         STAGING,
@@ -120,8 +120,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "commit-replayed",
-        "relay/store/staged.py",
-        "Staged.replay",
+        "relay/store/staged_rows.py",
+        "StagedRows.replay",
         "last is None or batch > last.batch",
         "True",
         STAGING,
@@ -129,8 +129,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "commit-missing",
-        "relay/store/staged.py",
-        "Staged.check",
+        "relay/store/staged_rows.py",
+        "StagedRows.check",
         "state.next < count",
         "False",
         STAGING,
@@ -138,8 +138,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "commit-more",
-        "relay/store/staged.py",
-        "Staged.check",
+        "relay/store/staged_rows.py",
+        "StagedRows.check",
         "state.records > count",
         "False",
         STAGING,
@@ -147,8 +147,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "commit-named-twice",
-        "relay/store/staged.py",
-        "Staged.check",
+        "relay/store/staged_rows.py",
+        "StagedRows.check",
         "len({attempt for attempt, _ in attempts}) < len(attempts)",
         "False",
         STAGING,
@@ -156,8 +156,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "commit-row",
-        "relay/store/staged.py",
-        "Staged.settle",
+        "relay/store/staged_rows.py",
+        "StagedRows.put_commit",
         "rows.put(key, encode_row(key, packed))",
         "pass",
         STAGING,
@@ -165,8 +165,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "stage-bytes",
-        "relay/store/staged.py",
-        "Staged.take",
+        "relay/store/staged_rows.py",
+        "StagedRows.stage",
         "self.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES",
         "False",
         STAGING,
@@ -174,8 +174,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "ack-never-handed",
-        "relay/store/consumers.py",
-        "Consumer._handed",
+        "relay/store/consumer.py",
+        "Consumer._dispatched",
         "mask & record.fresh",
         "False",
         CONSUMERS,
@@ -183,16 +183,16 @@ SABOTAGES = (
     ),
     Sabotage(
         "ack-ahead",
-        "relay/store/consumers.py",
-        "Consumer._handed",
-        "known < end and not self._handing.came_due(known, end)",
+        "relay/store/consumer.py",
+        "Consumer._dispatched",
+        "known < end and not self._dispatcher.came_due(known, end)",
         "False",
         CONSUMERS,
         "a worker settles messages that are still to come",
     ),
     Sabotage(
         "worker-fenced",
-        "relay/store/consumers.py",
+        "relay/store/consumer.py",
         "Consumer._admit",
         "worker in self._fenced",
         "False",
@@ -201,8 +201,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "worker-held",
-        "relay/store/handing.py",
-        "Handing._may_hold",
+        "relay/store/dispatch.py",
+        "Dispatcher._may_hold",
         "not held or held + count <= self._settings.max_pending_per_worker",
         "True",
         CONSUMERS,
@@ -229,7 +229,7 @@ SABOTAGES = (
     Sabotage(
         "dead-letters",
         "relay/store/unsettled.py",
-        "Unsettled.again",
+        "Unsettled.redeliver",
         "most and (part.deliveries >= most or part.tries >= max(most, MAX_TRIES))",
         "False",
         CONSUMERS,
@@ -237,7 +237,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "settle-ranges",
-        "relay/store/consuming.py",
+        "relay/store/consumer_calls.py",
         "_check_ranges",
         "not last <= one.first < one.next <= end",
         "False",
@@ -248,8 +248,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "consumer-settings",
-        "relay/store/consuming.py",
-        "Consuming._consumer",
+        "relay/store/consumer_calls.py",
+        "ConsumerCalls._consumer",
         "consumer.settings != settings",
         "False",
         (
@@ -379,8 +379,8 @@ SABOTAGES = (
         "create-key",
         "relay/store/calls.py",
         "Calls._stream",
-        "self._catalogue.places.get((question.name, question.key_id))",
-        "next((s for (name, _), s in self._catalogue.places.items() if name == question.name), None)",
+        "self._catalogue.by_address.get((incoming.name, incoming.key_id))",
+        "next((s for (name, _), s in self._catalogue.by_address.items() if name == incoming.name), None)",
         ("tests/protocol/test_store_calls.py",),
         "a stream is read and written under any key",
     ),

@@ -9,9 +9,9 @@ import pytest
 
 from iris.wire.codec import END
 from relay.store.clock import MAX_STEPS, STALL_US, Clock, Steps
-from relay.store.consumers import Consumer
+from relay.store.consumer import Consumer
 from relay.store.cursor import Settings
-from relay.store.handing import Delivery, Taken
+from relay.store.dispatch import Delivery, Taken
 from relay.store.log import Log
 from relay.store.records import Entry
 
@@ -32,7 +32,7 @@ class Host:
         self.look()
 
     def look(self) -> None:
-        if step := self.clock.tell(self.wall_us, self.running_us):
+        if step := self.clock.update(self.wall_us, self.running_us):
             self.steps.append(step)
 
     def run(self, seconds: float, *, drift: float = 0.0) -> None:

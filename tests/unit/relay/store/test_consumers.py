@@ -20,9 +20,9 @@ from support.consumers import (
     places,
 )
 
-from relay.store.consumers import MAX_DELAY_US, Consumer
+from relay.store.consumer import MAX_DELAY_US, Consumer
 from relay.store.cursor import CursorDamaged, Dead, Settings, State, decode, encode
-from relay.store.handing import Taken
+from relay.store.dispatch import Taken
 from relay.store.log import Log
 
 
@@ -139,7 +139,7 @@ def test_messages_of_a_record_with_different_counts_are_told_apart(log: Log) -> 
     all_of(one)
     one.nack(ANN, 1, 2, 0, "", 1)
     all_of(one)
-    one.worker_gone(ANN, 1)
+    one.worker_left(ANN, 1)
     assert places(all_of(one)) == [(0, 0b101, 2), (0, 0b010, 3)]
 
 
@@ -191,9 +191,9 @@ def test_the_messages_of_a_worker_that_is_gone_are_due_at_once(log: Log) -> None
     one = consumer(log, group=True, max_deliver=2)
     one.take(ANN, MANY, 2, 1)
     one.confirm(ANN)
-    one.worker_gone(ANN, 1)
+    one.worker_left(ANN, 1)
     assert places(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
-    one.worker_gone(BOB, 1)
+    one.worker_left(BOB, 1)
     assert [letter.offset for letter in one.dead_letters()] == [0, 1]
 
 
@@ -204,7 +204,9 @@ def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
         assert places(one.take(b"worker %d" % turn, MANY, MANY, 1 + turn * SECOND)) == [
             (0, 0b11, 1), (2, 1, 1),
         ]  # fmt: skip
-    one.had(b"worker 4", 0, 1, 4 * SECOND)  # it says so of one message, and has its record
+    one.confirm_range(
+        b"worker 4", 0, 1, 4 * SECOND
+    )  # it says so of one message, and has its record
     one.expire(6 * SECOND)
     assert places(one.take(ANN, MANY, MANY, 6 * SECOND)) == [(0, 0b11, 2), (2, 1, 1)]
     one.confirm(ANN)
@@ -212,7 +214,7 @@ def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
     assert [(d.offset, d.deliveries) for d in one.dead_letters()] == [(0, 2), (1, 2)]
     assert places(one.take(ANN, MANY, MANY, 8 * SECOND)) == [(2, 1, 2)]
     with pytest.raises(ValueError, match="never dispatched"):
-        one.had(ANN, 0, 4, 8 * SECOND)
+        one.confirm_range(ANN, 0, 4, 8 * SECOND)
 
 
 def test_what_nobody_ever_confirms_is_a_dead_letter_after_ten_workers(log: Log) -> None:
@@ -245,12 +247,12 @@ def test_what_is_known_not_to_have_come_is_no_try_and_what_was_confirmed_stays(l
     one.confirm(ANN)
     for _ in range(30):
         assert firsts(one.take(ANN, MANY, 1, 1)) == [1]
-        one.again(ANN, 1, counted=False)
+        one.answer_lost(ANN, 1, counted=False)
     assert not one.dead_letters()
     assert one.info().pending == 1, "the first is still with its worker"
     for _ in range(10):
         assert places(one.take(ANN, MANY, 1, 1)) == [(1, 1, 1)]
-        one.again(ANN, 1)
+        one.answer_lost(ANN, 1)
     assert [dead.offset for dead in one.dead_letters()] == [1]
 
 
@@ -274,8 +276,8 @@ def test_a_newer_worker_takes_over_and_the_older_is_fenced(log: Log) -> None:
     assert all_of(one, 1, ANN) == Taken([], 0, 0, False, True)
     assert one.nack(ANN, 0, 3, 0, "", 1) == 0
     assert one.ack(ANN, 0, 1, 1) == 1
-    one.worker_gone(ANN, 1)
-    one.worker_gone(BOB, 1)
+    one.worker_left(ANN, 1)
+    one.worker_left(BOB, 1)
     assert firsts(all_of(one, 1, ANN)) == [1, 2]
 
 

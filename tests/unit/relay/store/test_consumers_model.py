@@ -16,9 +16,9 @@ from support.consumers import (
     entry,
 )
 
-from relay.store.consumers import Consumer
+from relay.store.consumer import Consumer
 from relay.store.cursor import Settings
-from relay.store.handing import Delivery
+from relay.store.dispatch import Delivery
 from relay.store.log import Log
 
 
@@ -27,7 +27,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch("relay.store.handing.MAX_BLOCKED", 3)
+        self.patch = mock.patch("relay.store.dispatch.MAX_BLOCKED", 3)
         self.patch.start()
         self.folder = tempfile.mkdtemp()
         self.log = Log.create(f"{self.folder}/log", uuid=bytes(16), definition=b"", created_us=0)
@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from([ANN, BOB]), counted=st.booleans())
     def answer_is_lost(self, worker: bytes, counted: bool) -> None:
         before = self.consumer.info().pending
-        self.consumer.again(worker, self.now_us, counted=counted)
+        self.consumer.answer_lost(worker, self.now_us, counted=counted)
         gone = {
             part.record.first + i
             for record in self.consumer._table.records.values()
@@ -172,8 +172,8 @@ class Machine(RuleBasedStateMachine):
                 self.held[offset] = (worker, self.now_us + 1000)
 
     @rule(worker=st.sampled_from([ANN, BOB]))
-    def worker_gone(self, worker: bytes) -> None:
-        self.consumer.worker_gone(worker, self.now_us)
+    def worker_left(self, worker: bytes) -> None:
+        self.consumer.worker_left(worker, self.now_us)
         self.held = {offset: held for offset, held in self.held.items() if held[0] != worker}
 
     @rule()

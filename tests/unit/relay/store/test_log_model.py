@@ -17,7 +17,7 @@ from relay.store.log import Log
 from relay.store.outcomes import Stored
 from relay.store.records import Entry, Hole, Note, Reason, Record
 from relay.store.segments import Limits
-from relay.store.staged import Committed
+from relay.store.staged_rows import Committed
 
 
 @dataclass

@@ -107,7 +107,7 @@ def test_a_log_that_is_shut_when_the_relay_comes_back_says_so_when_it_opens(
     keeper.store.detached(bytes(16), complete=True)
     assert stream.log is not None
     stream.log.close()
-    stream.log = stream.recorder.log = stream.consuming = stream.staging = None
+    stream.log = stream.recorder.log = stream.consumer_calls = stream.stage_calls = None
     keeper.store.attached(keeper.session, first=False)  # type: ignore[arg-type]  # a stand-in
     keeper.store.registered()
     keeper.store.tend()
@@ -161,4 +161,4 @@ def test_ids_that_cannot_be_read_cost_the_appends_that_have_one_and_nothing_else
         assert log.next == 2, "what was published, and what was appended without an id"
         assert (named.said, both.said) == (["disk"], ["disk"])
         assert plain.said == [Appended([Outcome(STORED, 1)])]
-        assert stream.whole
+        assert stream.complete

@@ -180,8 +180,8 @@ def test_after_a_clock_was_set_back_orders_of_now_are_taken_and_those_of_before_
     keeper: Keeper,
 ) -> None:
     hour_us = 3_600_000_000
-    keeper.store.tell_time(NOW_US, 5_000_000)
-    keeper.store.tell_time(NOW_US - hour_us, 5_000_050)
+    keeper.store.update_time(NOW_US, 5_000_000)
+    keeper.store.update_time(NOW_US - hour_us, 5_000_050)
 
     def change(one: SignedOrder) -> Any:  # `ask` would set all of its clocks
         asked = Asked("orders", OWNER, Change([one]))
@@ -427,7 +427,7 @@ def test_a_recorded_end_does_not_end_the_stream_later(keeper: Keeper) -> None:
 
 
 def test_dead_letters_are_changed_and_ended_with_their_stream_alone(keeper: Keeper) -> None:
-    keeper.store.catalogue._bury(keeper.store.streams[UUID], "work", [])
+    keeper.store.catalogue._write_dead_letters(keeper.store.streams[UUID], "work", [])
     uuid = dead_uuid(UUID)
     for one in (UUID, uuid):
         end = order(action=END, revision=1, uuid=one)

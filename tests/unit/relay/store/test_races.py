@@ -97,9 +97,9 @@ def test_a_delete_that_comes_while_a_change_is_under_way_ends_the_stream(slow: S
     slow.settle()
     assert isinstance(change.said, Described | Refused)
     assert not slow.there, "it is a member for nothing at its relay"
-    assert not slow.store.presence.members
+    assert not slow.store.registration.members
     assert not slow.store.streams
-    assert not slow.store.catalogue.places
+    assert not slow.store.catalogue.by_address
     slow.restart()
     assert not slow.store.streams
 
@@ -116,12 +116,12 @@ def test_a_stream_that_is_deleted_or_paused_before_its_relay_answers_leaves_no_m
     slow.put(Change([order(definition=structs.replace(kept, paused=True), revision=1)]))
     slow.settle()
     assert len(slow.there) == 2, "by name and by uuid"
-    assert not slow.store.presence.members, "a paused stream takes no share"
+    assert not slow.store.registration.members, "a paused stream takes no share"
     slow.put(Change([order(definition=kept, revision=2)]))
     slow.put(Delete([order(definition=kept, action=END, revision=3)]))
     slow.settle()
     assert not slow.there
-    assert not slow.store.presence.members
+    assert not slow.store.registration.members
     slow.store.close()
 
 
@@ -158,7 +158,7 @@ def test_changes_one_after_the_other_are_in_force_in_their_order_when_the_relay_
     stream = slow.store.streams[UUID]
     assert stream.definition.paused
     assert set(stream.orders) == {OWNER.key_id, SECOND.key_id}
-    assert slow.store.catalogue.places["orders", SECOND.key_id] is stream
+    assert slow.store.catalogue.by_address["orders", SECOND.key_id] is stream
 
 
 def test_a_create_that_the_relay_refuses_while_it_is_deleted_leaves_nothing(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_key_under_which_another_stream_has_the_name_hides_neither(slow: Slow)
     slow.settle()
     assert isinstance(change.said, Described)
     for uuid in (UUID, theirs):
-        assert slow.store.catalogue.places[uuid.hex(), SECOND.key_id].uuid == uuid
+        assert slow.store.catalogue.by_address[uuid.hex(), SECOND.key_id].uuid == uuid
     slow.put(Delete([order(action=END, revision=2)]), name=UUID.hex())
     slow.settle()
-    assert slow.store.catalogue.places["orders", SECOND.key_id].uuid == theirs
+    assert slow.store.catalogue.by_address["orders", SECOND.key_id].uuid == theirs

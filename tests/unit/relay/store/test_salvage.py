@@ -13,7 +13,7 @@ import pytest
 from iris.wire.codec import END
 from relay.store import salvage as module
 from relay.store.clock import Clock
-from relay.store.consumers import Consumer
+from relay.store.consumer import Consumer
 from relay.store.cursor import Settings
 from relay.store.errors import LogDamaged
 from relay.store.log import Log
@@ -336,9 +336,9 @@ def test_without_its_identity_a_log_has_that_of_its_orders_and_an_epoch_above_al
     logs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = damaged(tmp_path, logs["tables"])
-    get = module.Wreck.get
+    get = module.DamagedLog.get
     monkeypatch.setattr(
-        module.Wreck, "get", lambda self, key: None if key == b"i" else get(self, key)
+        module.DamagedLog, "get", lambda self, key: None if key == b"i" else get(self, key)
     )
     (report,) = salvage(streams)
     assert report.epoch > 1_700_000_000
@@ -417,7 +417,7 @@ def test_a_full_disk_leaves_the_damaged_log_as_it_was(
     for what in ("copy", "write", "swap"):
         with monkeypatch.context() as patch:
             if what == "copy":
-                patch.setattr("relay.store.wreck._copy_readable", full)
+                patch.setattr("relay.store.damaged_log._copy_readable", full)
             elif what == "write":
                 patch.setattr("relay.store.database.os.pwrite", full)
             else:

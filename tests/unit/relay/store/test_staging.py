@@ -9,12 +9,12 @@ import pytest
 from support.disk import shrunk_to, table_bytes
 
 from iris.wire.codec import END
-from relay.store import database, segments, staged
+from relay.store import database, segments, staged_rows
 from relay.store.errors import LogDamaged, LogWriteFailed
 from relay.store.log import Log
 from relay.store.records import KEY, Entry, Hole, Note, Reason, Record
 from relay.store.segments import Limits
-from relay.store.staged import Committed, StagingRefused
+from relay.store.staged_rows import Committed, StagingRefused
 
 UUID = b"\x07" * 16
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -218,7 +218,7 @@ def test_an_attempt_expires_a_day_after_it_was_staged_to_last(log: Log) -> None:
     stage(log, B, b"b0", b"b1", now_us=11)
     assert log.tend_staged(DAY_US + 10) == 0
     assert log.tend_staged(DAY_US + 11) == 0, "it looks once a minute"
-    assert log.tend_staged(DAY_US + 11 + staged.LOOK_US) == 2
+    assert log.tend_staged(DAY_US + 11 + staged_rows.LOOK_US) == 2
     with pytest.raises(StagingRefused, match=B.hex()):
         log.commit("etl", 1, [(A, 2), (B, 2)], DAY_US + 20)
     assert rows(log) == 4
@@ -238,7 +238,7 @@ def test_what_expired_while_the_log_was_closed_goes_at_the_first_look(path: str,
 def test_a_stream_stages_no_more_than_its_bound_and_takes_more_when_some_is_gone(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "STAGED_BYTES", 6000)
+    monkeypatch.setattr(staged_rows, "STAGED_BYTES", 6000)
     stage(log, A, bytes(2000))
     stage(log, B, bytes(2000))
     with pytest.raises(StagingRefused, match="at most 6000 bytes") as refused:
@@ -253,7 +253,7 @@ def test_a_stream_stages_no_more_than_its_bound_and_takes_more_when_some_is_gone
 def test_a_batch_has_no_more_than_its_bound_nor_has_an_attempt(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "COMMIT_BYTES", 5000)
+    monkeypatch.setattr(staged_rows, "COMMIT_BYTES", 5000)
     stage(log, A, bytes(3000))
     with pytest.raises(StagingRefused, match="an attempt has at most 5000 bytes") as refused:
         stage(log, A, bytes(3000), first=1)
@@ -269,7 +269,7 @@ def test_a_batch_has_no_more_than_its_bound_nor_has_an_attempt(
 def test_records_that_wait_for_an_earlier_one_are_bounded(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "MAX_AHEAD", 2)
+    monkeypatch.setattr(staged_rows, "MAX_AHEAD", 2)
     stage(log, A, b"1", b"2", first=1)
     with pytest.raises(StagingRefused, match="record 0 is missing") as refused:
         stage(log, A, b"3", first=3)
@@ -294,7 +294,7 @@ def writers(log: Log) -> set[str]:
 def test_the_writer_idle_longest_makes_room_if_it_was_idle_for_a_week(
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "MAX_WRITERS", 2)
+    monkeypatch.setattr(staged_rows, "MAX_WRITERS", 2)
     log.commit("first", 1, [], 10)
     log.commit("first", 2, [], 10)
     log.commit("second", 1, [], 20)
@@ -315,7 +315,7 @@ def test_the_writer_idle_longest_makes_room_if_it_was_idle_for_a_week(
 def test_a_writer_of_a_single_batch_makes_room_after_an_hour_and_before_all_others(
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "MAX_WRITERS", 3)
+    monkeypatch.setattr(staged_rows, "MAX_WRITERS", 3)
     log.commit("query", 1, [], 10)
     log.commit("query", 2, [], 11)
     log.commit("job z", 1, [], 20)  # the older one, though its name is the later one
@@ -342,7 +342,7 @@ def test_a_writer_of_a_single_batch_makes_room_after_an_hour_and_before_all_othe
 def test_one_job_after_the_other_is_never_refused_and_costs_no_query_its_place(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "MAX_WRITERS", 8)
+    monkeypatch.setattr(staged_rows, "MAX_WRITERS", 8)
     log.commit("query", 1, [], 10)
     log.commit("query", 2, [], 10)
     for number in range(100):
@@ -489,7 +489,7 @@ def test_retention_segments_and_sums_come_out_as_if_appended(
 def test_disk_space_of_what_was_dropped_comes_back(
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(staged_rows, "FREE_BYTES", 1 << 20)
     for number in range(40):
         stage(log, A, bytes(1 << 20), first=number)
     stage(log, B, b"stays", batch=2)
@@ -541,8 +541,8 @@ def test_small_commits_drop_nothing_by_range(
 def test_large_drops_are_by_range_and_go_from_disk_after_some_of_them(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "RANGE_RECORDS", 3)
-    monkeypatch.setattr(staged, "FREE_RANGES", 8)
+    monkeypatch.setattr(staged_rows, "RANGE_RECORDS", 3)
+    monkeypatch.setattr(staged_rows, "FREE_RANGES", 8)
     ranges = Ranges(log, monkeypatch)
     stage(log, C, b"stays", batch=100)
     for batch in range(3):
@@ -568,7 +568,7 @@ def test_large_drops_are_by_range_and_go_from_disk_after_some_of_them(
 def test_many_old_attempts_are_dropped_some_at_a_time(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "EXPIRE_RECORDS", 4)
+    monkeypatch.setattr(staged_rows, "EXPIRE_RECORDS", 4)
     for batch in range(5):
         stage(log, A, b"0", b"1", batch=batch)
     stage(log, A, b"0", batch=9, now_us=DAY_US)

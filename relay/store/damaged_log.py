@@ -44,7 +44,7 @@ _SEED: Final = b"\xff" * 20
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Wreck:
+class DamagedLog:
     """What can be read of the log at `path`. `scratch` is a directory for the copy, on the same disk; `close` removes it.
 
     Raises:
@@ -86,7 +86,7 @@ class Wreck:
         self._release()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def __enter__(self) -> Wreck:
+    def __enter__(self) -> DamagedLog:
         return self
 
     def __exit__(

@@ -21,11 +21,11 @@ PUSHES: Final = Serving(4096, 64 << 20)
 _STREAM: Final = {int(Kind.STREAM): CALLS}
 _SHARE: Final = {int(Kind.PUSH): PUSHES, int(Kind.BROADCAST): PUSHES}
 
-Then = Callable[[str], object]
+Done = Callable[[str], object]
 """Hears what was wrong, or ""."""
 
 
-class Heard:
+class AckWaiter:
     """Waits for one Ack (a `Waiter`), and calls back with what was wrong, or "", and the member that it made."""
 
     def __init__(
@@ -41,18 +41,18 @@ class Heard:
     def set_result(self, result: Any, /) -> None:
         if self._late is not None and (result.error or not result.fresh):
             self._late(result.error)
-        self._tell(result.error, result.member)
+        self._finish(result.error, result.member)
 
     def set_exception(self, exception: BaseException, /) -> None:
-        self._tell(str(exception), 0)
+        self._finish(str(exception), 0)
 
-    def _tell(self, error: str, member: int) -> None:
+    def _finish(self, error: str, member: int) -> None:
         then, self._then = self._then, None
         if then is not None:
             then(error, member)
 
 
-class Answered:
+class PongWaiter:
     """Waits for one Pong (a `Waiter`), and calls back; not if the session ends before."""
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -70,17 +70,17 @@ class Answered:
         self._done = True
 
 
-class Asks:
+class PendingReplies:
     """Several control frames: `then` is called once, when the last of them is answered, with the first error."""
 
-    def __init__(self, then: Then) -> None:
+    def __init__(self, then: Done) -> None:
         self._then = then
         self._open = 1
         self._error = ""
 
-    def heard(
+    def expect(
         self, also: Callable[[int], None] | None = None, late: Callable[[str], None] | None = None
-    ) -> Heard:
+    ) -> AckWaiter:
         """Return what waits for one of them; `also` is called with the member it made, if all went well."""
         self._open += 1
 
@@ -89,21 +89,21 @@ class Asks:
                 self._error = self._error or error
             elif also is not None:
                 also(member)
-            self._less()
+            self._count_down()
 
-        return Heard(then, late)
+        return AckWaiter(then, late)
 
-    def sent(self) -> None:
+    def all_sent(self) -> None:
         """All of them are sent."""
-        self._less()
+        self._count_down()
 
-    def _less(self) -> None:
+    def _count_down(self) -> None:
         self._open -= 1
         if not self._open:
             self._then(self._error)
 
 
-class Presence:
+class Registration:
     """One store at one relay; empty after every loss of the session."""
 
     def __init__(
@@ -134,10 +134,10 @@ class Presence:
         self.detach()
         self.session = session
         self.leaving = False
-        asks = Asks(told("stores"))
+        replies = PendingReplies(log_refusal("stores"))
         for name, tag in ((STORES, self._address), (self._address, "")):
-            session.join(name, [NO_KEY], _STREAM, tag, asks.heard())
-        asks.sent()
+            session.join(name, [NO_KEY], _STREAM, tag, replies.expect())
+        replies.all_sent()
 
     def detach(self) -> None:
         """The session has ended."""
@@ -148,42 +148,44 @@ class Presence:
         self._granted.clear()
 
     def serve(
-        self, stream: Stream, dead: Stream | None, all_streams: Iterable[Stream], then: Then
+        self, stream: Stream, dead: Stream | None, all_streams: Iterable[Stream], then: Done
     ) -> None:
         """Show a stream's orders, serve it and its dead letters, and receive what it records."""
         session = self.session
         if session is None:
             then("the store has no connection to a relay")
             return
-        asks = Asks(then)
+        replies = PendingReplies(then)
         definition, key_ids = stream.definition, stream.key_ids
         for key_id, (_, signed) in stream.orders.items():
             if (stream.uuid, key_id) not in self._granted:
-                place = (stream.uuid, key_id)
-                session.grant(self._key, signed, asks.heard(partial(self._shown, place)))
+                grant = (stream.uuid, key_id)
+                session.grant(self._key, signed, replies.expect(partial(self._note_granted, grant)))
         recording = stream.log is not None and not definition.paused
         for held in (stream, dead):
             if held is not None:
                 uuid = held.uuid.hex()
-                served = self._joined(stream)
-                session.join(uuid, key_ids, _STREAM, held.name, asks.heard(served))
-                session.join(held.name, key_ids, _STREAM, uuid, asks.heard(served))
+                served = self._track_member(stream)
+                session.join(uuid, key_ids, _STREAM, held.name, replies.expect(served))
+                session.join(held.name, key_ids, _STREAM, uuid, replies.expect(served))
         if definition.cluster and recording:
-            shares = self._joined(stream, shares=True)
-            late = partial(self._missed, [stream])
-            session.join(definition.cluster, stream.live_ids, _SHARE, "", asks.heard(shares, late))
+            shares = self._track_member(stream, shares=True)
+            late = partial(self._note_missed, [stream])
+            session.join(
+                definition.cluster, stream.recording_ids, _SHARE, "", replies.expect(shares, late)
+            )
         if definition.topic and recording:
-            self._want(session, definition.topic, all_streams, asks)
-        asks.sent()
+            self._update_subscription(session, definition.topic, all_streams, replies)
+        replies.all_sent()
 
-    def _missed(self, streams: Sequence[Stream], error: str) -> None:
+    def _note_missed(self, streams: Sequence[Stream], error: str) -> None:
         """The relay sends these nothing, or had routed something before it heard of them."""
         if error:
             self._refused(streams)
         else:
             self._late()
 
-    def _joined(self, stream: Stream, *, shares: bool = False) -> Callable[[int], None]:
+    def _track_member(self, stream: Stream, *, shares: bool = False) -> Callable[[int], None]:
         """Return what notes a member of a stream, or has it leave at once if `leave` came before the relay's answer."""
         members = self._served.setdefault(stream.uuid, [])
 
@@ -193,28 +195,28 @@ class Presence:
                 if shares:
                     self.members[member] = stream
             elif self.session is not None:
-                asks = Asks(told(stream.name))
-                _leave(self.session, member, asks)
-                asks.sent()
+                replies = PendingReplies(log_refusal(stream.name))
+                _leave(self.session, member, replies)
+                replies.all_sent()
 
         return joined
 
-    def show_again(self, stream: Stream) -> None:
+    def forget_grants(self, stream: Stream) -> None:
         """A stream's orders name more than those that the relay was shown."""
-        self._granted = {place for place in self._granted if place[0] != stream.uuid}
+        self._granted = {grant for grant in self._granted if grant[0] != stream.uuid}
 
-    def _shown(self, place: tuple[bytes, bytes], member: int) -> None:
-        self._granted.add(place)
+    def _note_granted(self, grant: tuple[bytes, bytes], member: int) -> None:
+        self._granted.add(grant)
 
     def serve_dead(self, stream: Stream, dead: Stream) -> None:
         """A stream has dead letters now."""
         if self.session is not None:
             uuid = dead.uuid.hex()
-            asks = Asks(told(dead.name))
-            served = self._joined(stream)
-            self.session.join(uuid, stream.key_ids, _STREAM, dead.name, asks.heard(served))
-            self.session.join(dead.name, stream.key_ids, _STREAM, uuid, asks.heard(served))
-            asks.sent()
+            replies = PendingReplies(log_refusal(dead.name))
+            served = self._track_member(stream)
+            self.session.join(uuid, stream.key_ids, _STREAM, dead.name, replies.expect(served))
+            self.session.join(dead.name, stream.key_ids, _STREAM, uuid, replies.expect(served))
+            replies.all_sent()
 
     def leave(self, stream: Stream, others: Iterable[Stream]) -> None:
         """Serve and receive nothing for a stream; `others` record on."""
@@ -222,16 +224,16 @@ class Presence:
         members = self._served.pop(stream.uuid, [])
         if session is None:
             return
-        asks = Asks(told(stream.name))
+        replies = PendingReplies(log_refusal(stream.name))
         for member in members:
             self.members.pop(member, None)
-            _leave(session, member, asks)
+            _leave(session, member, replies)
         if stream.definition.topic:
-            self._want(session, stream.definition.topic, others, asks)
-        asks.sent()
+            self._update_subscription(session, stream.definition.topic, others, replies)
+        replies.all_sent()
 
-    def _want(
-        self, session: StoreSession, topic: str, streams: Iterable[Stream], asks: Asks
+    def _update_subscription(
+        self, session: StoreSession, topic: str, streams: Iterable[Stream], replies: PendingReplies
     ) -> None:
         """Be subscribed to a filter under all key ids under which `streams` record it, those that are served: the relay knows
         the orders of no others yet.
@@ -244,31 +246,31 @@ class Presence:
             definition = stream.definition
             recording = not definition.paused and stream.log is not None
             if definition.topic == topic and recording and stream.uuid in self._served:
-                found.update(dict.fromkeys(stream.live_ids))
+                found.update(dict.fromkeys(stream.recording_ids))
                 recorders.append(stream)
         wanted = tuple(found)
         if wanted == self._filters.get(topic, ()):
             return
         if self._filters.pop(topic, None):
-            session.ask(lambda number: Unsubscribe(number, topic), asks.heard())
+            session.ask(lambda number: Unsubscribe(number, topic), replies.expect())
         if wanted:
             self._filters[topic] = wanted
 
             def late(error: str) -> None:
                 if error:
                     self._filters.pop(topic, None)  # it is asked for again
-                self._missed(recorders, error)
+                self._note_missed(recorders, error)
 
             session.ask(
-                lambda number: Subscribe(number, topic, list(wanted)), asks.heard(late=late)
+                lambda number: Subscribe(number, topic, list(wanted)), replies.expect(late=late)
             )
 
 
-def _leave(session: StoreSession, member: int, asks: Asks) -> None:
-    session.ask(lambda number: Leave(number, member), asks.heard())
+def _leave(session: StoreSession, member: int, replies: PendingReplies) -> None:
+    session.ask(lambda number: Leave(number, member), replies.expect())
 
 
-def told(what: str) -> Then:
+def log_refusal(what: str) -> Done:
     """Return what logs an error of the relay's."""
 
     def then(error: str) -> None:

@@ -18,17 +18,17 @@ from relay.store.stream import Stream
 from relay.supervisor import COMPLETE_FILE_BYTES, remove_complete_file
 
 
-class Continuity:
+class Completeness:
     """The streams of one store that miss nothing up to now, as far as anybody knows."""
 
     def __init__(self) -> None:
-        self.whole: set[bytes] = set()
+        self.complete: set[bytes] = set()
         """By uuid: until a relay has said what it routed before they were there."""
         self._relay = ""
         """Which relay said last that they are."""
         self._registered = False
 
-    def take_up(self, path: Path, streams: Iterable[Stream]) -> None:
+    def load(self, path: Path, streams: Iterable[Stream]) -> None:
         """Read what the store before this one left, once: whatever happens from here on, the file says nothing any more. Raises OSError."""
         try:
             with path.open("rb") as file:
@@ -38,36 +38,38 @@ class Continuity:
             relay, ends = "", {}
         remove_complete_file(path)
         self._relay = str(relay)
-        self.whole = {
-            s.uuid for s in streams if s.whole and s.log and ends.get(s.uuid.hex()) == s.log.next
+        self.complete = {
+            s.uuid for s in streams if s.complete and s.log and ends.get(s.uuid.hex()) == s.log.next
         }
 
-    def begun(self) -> None:
+    def session_began(self) -> None:
         """A session has begun."""
         self._registered = False
 
     def registered(self) -> None:
         """The relay has answered all that we asked it for at first: what is missed from here on, the session tells."""
         self._registered = True
-        self.whole.clear()
+        self.complete.clear()
 
-    def late(self) -> set[bytes]:
+    def missed_at_start(self) -> set[bytes]:
         """The relay had routed something before we were there. Return the streams that may miss it."""
-        missing, self.whole = self.whole, set()
+        missing, self.complete = self.complete, set()
         return missing
 
-    def ended(self, streams: Iterable[Stream], relay: bytes, *, complete: bool) -> None:
+    def session_ended(self, streams: Iterable[Stream], relay: bytes, *, complete: bool) -> None:
         """The session is over; all that it brought has been written. `complete`: `relay` said so."""
         if self._registered:
-            self.whole = {stream.uuid for stream in streams if stream.whole} if complete else set()
+            self.complete = (
+                {stream.uuid for stream in streams if stream.complete} if complete else set()
+            )
             self._relay = relay.hex()
 
-    def leave(self, path: Path, streams: Iterable[Stream], *, unread: bool = False) -> None:
+    def save(self, path: Path, streams: Iterable[Stream], *, unread: bool = False) -> None:
         """Write down what is whole for the next store. Raises LogWriteFailed.
 
         Before all was registered, only the relay knows whether anything was missed: `unread` says that nothing was.
         """
-        ends = {s.uuid.hex(): s.log.next for s in streams if s.uuid in self.whole and s.log}
+        ends = {s.uuid.hex(): s.log.next for s in streams if s.uuid in self.complete and s.log}
         if ends and (self._registered or unread):
             said = {"relay": self._relay, "streams": ends}
             write_beside(str(path), json.dumps(said).encode())

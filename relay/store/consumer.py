@@ -17,9 +17,9 @@ from relay.store import cursor
 from relay.store.clock import Clock
 from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.cursors import MAX_CURSOR_NAME_BYTES
-from relay.store.handing import Handing, Taken
+from relay.store.dispatch import Dispatcher, Taken
 from relay.store.log import MAX_OFFSET, Log
-from relay.store.parts import Open
+from relay.store.parts import OpenRecord
 from relay.store.records import Reason
 from relay.store.unsettled import Unsettled
 
@@ -67,8 +67,8 @@ class Consumer:
         self._log = log
         self._clock = clock or Clock()
         self._table = Unsettled(settings, now_us, self._clock)
-        self._handing = Handing(log, self._table, settings, start_offset)
-        self.counts = self._handing.counts
+        self._dispatcher = Dispatcher(log, self._table, settings, start_offset)
+        self.counts = self._dispatcher.counts
         self._worker: bytes | None = None
         self._fenced: dict[bytes, None] = {}
         self._oldest = 0
@@ -102,13 +102,13 @@ class Consumer:
             consumer._table.restore(state.records, state.dead, log.next, ahead_us)
         except (ValueError, LookupError) as err:
             raise CursorDamaged(name, f"its state is inconsistent: {err}") from err
-        consumer._handing.position = state.position
-        consumer._handing.due = state.due
+        consumer._dispatcher.position = state.position
+        consumer._dispatcher.due = state.due
         log.cursors.listed(state.due[0])
-        consumer.counts = consumer._handing.counts = state.counts
+        consumer.counts = consumer._dispatcher.counts = state.counts
         return consumer
 
-    # Handing out
+    # Dispatcher out
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int, now_us: int) -> Taken:
         """Hand messages to `worker`: what failed before, then deferred records that are due, then new ones.
@@ -127,7 +127,7 @@ class Consumer:
         self.expire(now_us)
         if not self._admit(worker):
             return Taken([], 0, 0, fenced=True)
-        return self._handing.take(worker, max_bytes, max_messages)
+        return self._dispatcher.take(worker, max_bytes, max_messages)
 
     # Settling
 
@@ -141,8 +141,8 @@ class Consumer:
             ValueError: one of them was never handed out; nothing was settled. That includes messages handed out after
                 the last `save` before a crash.
         """
-        self._table.tell_time(now_us)
-        found = self._handed(first, next)
+        self._table.update_time(now_us)
+        found = self._dispatched(first, next)
         self._confirm(worker, found)
         settled = sum(self._table.settle(record, mask) for record, mask in found)
         self._table.tidy(first, next)
@@ -155,8 +155,8 @@ class Consumer:
         In a group only what `worker` holds. A deferred record comes later than its offset says, so it is settled
         only if `offset` is in it. Raises ValueError if `offset` was never handed out.
         """
-        self._table.tell_time(now_us)
-        self._handed(offset, offset + 1)
+        self._table.update_time(now_us)
+        self._dispatched(offset, offset + 1)
         settled = 0
         for record in self._table.within(0, offset + 1):
             if record.deferred and offset >= record.next:
@@ -181,14 +181,14 @@ class Consumer:
         """
         if not 0 <= delay_us <= MAX_DELAY_US:
             raise ValueError(f"delay_us: {delay_us} is not between 0 and {MAX_DELAY_US}")
-        self._table.tell_time(now_us)
+        self._table.update_time(now_us)
         text = reason.encode(errors="replace")[: cursor.MAX_REASON_BYTES].decode(errors="ignore")
         count = 0
-        for record, mask in self._handed(first, next):
+        for record, mask in self._dispatched(first, next):
             for part in self._table.split(record, mask, worker):
                 count += part.bits.bit_count()
-                self._table.had(part)
-                self._table.again(part, self._now + delay_us, text)
+                self._table.mark_delivered(part)
+                self._table.redeliver(part, self._now + delay_us, text)
         return count
 
     def touch(self, worker: bytes, first: int, next: int, now_us: int) -> int:
@@ -196,61 +196,61 @@ class Consumer:
 
         Raises ValueError if one was never handed out.
         """
-        self._table.tell_time(now_us)
+        self._table.update_time(now_us)
         count = 0
-        for record, mask in self._handed(first, next):
+        for record, mask in self._dispatched(first, next):
             for part in self._table.split(record, mask, worker):
                 count += part.bits.bit_count()
-                self._table.had(part)
+                self._table.mark_delivered(part)
                 self._table.lease(part)
         return count
 
-    def had(self, worker: bytes, first: int, next: int, now_us: int) -> None:
+    def confirm_range(self, worker: bytes, first: int, next: int, now_us: int) -> None:
         """`worker` has what it was handed from `first` until `next`. Raises ValueError if one was never handed out."""
-        self._table.tell_time(now_us)
-        self._confirm(worker, self._handed(first, next))
+        self._table.update_time(now_us)
+        self._confirm(worker, self._dispatched(first, next))
 
     def confirm(self, worker: bytes) -> None:
         """`worker` asks for more: it has what it was handed."""
         self._table.confirm(worker)
 
-    def _confirm(self, worker: bytes, found: list[tuple[Open, int]]) -> None:
+    def _confirm(self, worker: bytes, found: list[tuple[OpenRecord, int]]) -> None:
         for record, mask in found:
             for part in record.parts:
                 if part.worker == worker and part.bits & mask:
-                    self._table.had(part)
+                    self._table.mark_delivered(part)
 
     # Failing
 
     def expire(self, now_us: int) -> None:
         """Let leases end and delays pass, up to `now_us`."""
-        self._table.tell_time(now_us)
+        self._table.update_time(now_us)
         self._table.expire()
         if self._log.oldest > self._oldest:
             self._oldest = self._log.oldest
             for record in self._table.within(0, self._oldest):
-                self._handing.lose(record, Reason.RETENTION)
+                self._dispatcher.removed(record, Reason.RETENTION)
 
-    def worker_gone(self, worker: bytes, now_us: int) -> None:
+    def worker_left(self, worker: bytes, now_us: int) -> None:
         """What `worker` holds is due again at once. What it has confirmed was delivered, and counts so."""
-        self._table.tell_time(now_us)
-        self._table.drop(worker)
+        self._table.update_time(now_us)
+        self._table.worker_left(worker)
         self._fenced.pop(worker, None)
         if worker == self._worker:
             self._worker = None
 
-    def again(self, worker: bytes, now_us: int, *, counted: bool = True) -> None:
+    def answer_lost(self, worker: bytes, now_us: int, *, counted: bool = True) -> None:
         """The last answer to `worker` did not reach it: what was in it is due again at once.
 
         `counted`: it may be that message which breaks whoever gets it.
         """
-        self._table.tell_time(now_us)
-        self._table.undo(worker, counted=counted)
+        self._table.update_time(now_us)
+        self._table.answer_lost(worker, counted=counted)
 
     @property
     def position(self) -> int:
         """The offset of the next new message."""
-        return self._handing.position
+        return self._dispatcher.position
 
     def dead_letters(self) -> list[Dead]:
         """Return the messages that were given up, in that order. They are settled by `forget_dead` only."""
@@ -266,7 +266,7 @@ class Consumer:
 
         None = not by time alone. After `expire` it lies ahead. Raises LogDamaged.
         """
-        coming = self._handing.next_deferred()
+        coming = self._dispatcher.next_deferred()
         high_us = self._table.high_us
         if coming is not None and coming[0] <= high_us:  # these wait for a worker, not for time
             later = self._log.due(MAX_OFFSET, after=(high_us, MAX_OFFSET), limit=1)
@@ -289,9 +289,9 @@ class Consumer:
         if self.dirty:
             state = State(
                 self.settings,
-                self._handing.start,
-                self._handing.position,
-                self._handing.due,
+                self._dispatcher.start,
+                self._dispatcher.position,
+                self._dispatcher.due,
                 self._table.kept(self._clock.wall_ahead_us),
                 list(self._table.dead),
                 self.counts,
@@ -308,7 +308,7 @@ class Consumer:
             position=self.position,
             lag=self._log.next - self.position + table.open,
             pending=table.pending,
-            redelivering=table.handed_out - table.pending - table.given_up,
+            redelivering=table.dispatched - table.pending - table.given_up,
             dead=table.given_up,
             workers=len(table.held),
             counts=self.counts,
@@ -328,13 +328,13 @@ class Consumer:
             return False
         former, self._worker = self._worker, worker
         if former is not None:
-            self.worker_gone(former, self._now)
+            self.worker_left(former, self._now)
             self._fenced[former] = None
             if len(self._fenced) > MAX_FENCED:
                 del self._fenced[next(iter(self._fenced))]
         return True
 
-    def _handed(self, first: int, end: int) -> list[tuple[Open, int]]:
+    def _dispatched(self, first: int, end: int) -> list[tuple[OpenRecord, int]]:
         """Return the records of these offsets and their messages. Raises ValueError if one was never handed out."""
         if not 0 <= first < end:
             raise ValueError(f"first, next: {first} to {end} is not a range of offsets")
@@ -349,7 +349,7 @@ class Consumer:
             found.append((record, mask))
             if record.first <= known < record.next:
                 known = record.next
-        if known < end and not self._handing.came_due(known, end):
+        if known < end and not self._dispatcher.came_due(known, end):
             raise ValueError(
                 f"offsets {first} to {end}: the message at {known} was never dispatched"
             )

@@ -20,10 +20,10 @@ from support.consumers import (
     told,
 )
 
-from relay.store import handing
-from relay.store.consumers import Consumer
+from relay.store import dispatch
+from relay.store.consumer import Consumer
 from relay.store.cursors import MAX_CURSOR_BYTES
-from relay.store.handing import ENVELOPE_BYTES, Delivery
+from relay.store.dispatch import ENVELOPE_BYTES, Delivery
 from relay.store.log import Log
 from relay.store.records import Gap, Hole, Note, Reason
 from relay.store.segments import Limits
@@ -155,7 +155,7 @@ def test_one_worker_alone_gets_the_records_of_a_key_together(log: Log) -> None:
 def test_reading_stops_when_too_many_records_wait_behind_a_key(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handing, "MAX_BLOCKED", 2)
+    monkeypatch.setattr(dispatch, "MAX_BLOCKED", 2)
     log.append([entry(key=1)] * 5 + [entry()], 1)
     one = consumer(log, group=True)
     assert firsts(all_of(one)) == [0]
@@ -227,7 +227,7 @@ def test_what_expires_or_is_compacted_before_its_redelivery_settles_itself(log: 
     one = consumer(log)
     all_of(one)
     one.ack(ANN, 0, 1, 1)
-    one.worker_gone(ANN, 1)
+    one.worker_left(ANN, 1)
     while not log.compact(1):
         pass
     assert places(all_of(one, 9)) == [(5, 1, 2)]

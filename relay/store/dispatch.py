@@ -17,7 +17,7 @@ from relay.store import cursor
 from relay.store.cursor import Counts, Settings
 from relay.store.errors import LogDamaged
 from relay.store.log import MAX_OFFSET, Log
-from relay.store.parts import Open, Part, lowest
+from relay.store.parts import OpenRecord, Part, lowest
 from relay.store.records import Gap, Hole, Item, Reason, Record
 from relay.store.unsettled import Unsettled
 
@@ -81,7 +81,7 @@ class _Basket:
         return self.max_messages - self.messages
 
 
-class Handing:
+class Dispatcher:
     """Takes records from a log into the table of what is unsettled, and messages from there to workers."""
 
     def __init__(self, log: Log, table: Unsettled, settings: Settings, start: int) -> None:
@@ -96,12 +96,12 @@ class Handing:
         self.due = (0, 0)
         """Due time and offset of the last deferred record that was taken."""
         self._coming: tuple[tuple[int, int, int], tuple[int, int] | None] | None = None
-        self._untold: list[Hole] = []
+        self._unreported: list[Hole] = []
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int) -> Taken:
         """Hand messages to `worker`. Raises LogDamaged if the log cannot be read there, and nothing was handed out."""
         basket = _Basket(worker, max_bytes, max_messages)
-        self._tell(basket)
+        self._report_lost(basket)
         try:
             if self._take_ready(basket) and self._take_due(basket):
                 self._take_new(basket)
@@ -127,7 +127,7 @@ class Handing:
                     continue
                 wanted = lowest(record.bits(parts), basket.room)
                 fresh = (wanted & record.fresh).bit_count()
-                if fresh and not self._may_hand_out(fresh):
+                if fresh and not self._may_dispatch(fresh):
                     # It waits for acks, and those perhaps for redeliveries behind it.
                     aside.append(heapq.heappop(self._table.ready))
                     continue
@@ -136,8 +136,8 @@ class Handing:
                 item = self._log.read(record.first, 1, now_us=self._table.wall_us).items[0]
                 if not isinstance(item, Record):
                     assert isinstance(item, Hole)
-                    self.lose(record, item.reason)
-                    self._tell(basket)
+                    self.removed(record, item.reason)
+                    self._report_lost(basket)
                     continue
                 if not basket.fits(len(item.body) + ENVELOPE_BYTES):
                     return False
@@ -145,7 +145,7 @@ class Handing:
                 if record.key is not None:
                     heapq.heappop(self._table.ready)
                     record.queued = False
-                self._give(item, record, parts, basket)
+                self._dispatch(item, record, parts, basket)
         finally:
             for first in aside:
                 heapq.heappush(self._table.ready, first)
@@ -183,14 +183,14 @@ class Handing:
             room = min(size, basket.max_bytes - basket.bytes)
             chunk = self._log.read(self.position, room, now_us=self._table.wall_us, deferred=False)
             for item in chunk.items:
-                if not self._pass(item, basket):
+                if not self._take_item(item, basket):
                     return
                 self.position = item.next
                 self._table.dirty = True
             size *= 2
         basket.more = self.position < self._log.next
 
-    def _pass(self, item: Item, basket: _Basket) -> bool:
+    def _take_item(self, item: Item, basket: _Basket) -> bool:
         """Deal with what is at the read position; return whether to go on behind it."""
         first = max(item.first, self.position)
         match item:
@@ -218,7 +218,7 @@ class Handing:
         weight = cursor.weight(item.count, key)
         if self._table.records and self._table.weight + weight > cursor.MAX_RECORDS_BYTES:
             return False
-        record = Open(item.first, item.count, key, deferred)
+        record = OpenRecord(item.first, item.count, key, deferred)
         bits = record.mask(start, item.next)
         early_us = self._early_us(item) if item.due_us else 0
         if early_us or self._table.behind(key):
@@ -230,38 +230,40 @@ class Handing:
             )
             return True
         count = min(bits.bit_count(), basket.room)
-        if not self._may_hand_out(count) or not self._may_hold(basket.worker, count):
+        if not self._may_dispatch(count) or not self._may_hold(basket.worker, count):
             return False
         if not basket.fits(len(item.body) + ENVELOPE_BYTES):
             return False
         self._table.add(record, [(bits, 0, 0, 0)])
-        self._give(item, record, self._table.cut(record, list(record.parts), count), basket)
+        self._dispatch(item, record, self._table.cut(record, list(record.parts), count), basket)
         self._table.wait(record)
         return True
 
-    def _may_hand_out(self, count: int) -> bool:
+    def _may_dispatch(self, count: int) -> bool:
         """Return whether `count` new messages are within `max_pending`; alone, a record always is."""
         return (
-            not self._table.handed_out
-            or self._table.handed_out + count <= self._settings.max_pending
+            not self._table.dispatched
+            or self._table.dispatched + count <= self._settings.max_pending
         )
 
     def _may_hold(self, worker: bytes, count: int) -> bool:
         held = self._table.held.get(worker, 0)
         return not held or held + count <= self._settings.max_pending_per_worker
 
-    def _give(self, item: Record, record: Open, parts: list[Part], basket: _Basket) -> None:
-        self.counts.redelivered += sum(part.bits.bit_count() for part in parts if part.handed)
-        for part in self._table.give(record, parts, basket.worker):
+    def _dispatch(
+        self, item: Record, record: OpenRecord, parts: list[Part], basket: _Basket
+    ) -> None:
+        self.counts.redelivered += sum(part.bits.bit_count() for part in parts if part.dispatched)
+        for part in self._table.dispatch(record, parts, basket.worker):
             count = part.bits.bit_count()
             basket.items.append(Delivery(item, part.bits, part.deliveries + 1))
             basket.messages += count
             basket.bytes += len(item.body) + ENVELOPE_BYTES
 
-    def _tell(self, basket: _Basket) -> None:
+    def _report_lost(self, basket: _Basket) -> None:
         """Pass on what retention took since the last time."""
-        basket.items.extend(self._untold)
-        self._untold.clear()
+        basket.items.extend(self._unreported)
+        self._unreported.clear()
 
     def came_due(self, first: int, end: int) -> bool:
         """Return whether these offsets, ahead of the read position, are of a deferred record that is settled."""
@@ -276,7 +278,7 @@ class Handing:
             and end <= item.next
         )
 
-    def lose(self, record: Open, reason: Reason) -> None:
+    def removed(self, record: OpenRecord, reason: Reason) -> None:
         """Settle what waits of `record`: it is no longer in the log. What is held may still be acked."""
         gone = record.bits([part for part in record.parts if part.waiting])
         settled = self._table.settle(record, gone)
@@ -285,11 +287,11 @@ class Handing:
             self.counts.skipped += settled
         elif settled:
             self.counts.missed += settled
-            last = self._untold[-1] if self._untold else None
+            last = self._unreported[-1] if self._unreported else None
             if last is not None and (last.next, last.reason) == (record.first, reason):
-                self._untold[-1] = Hole(last.first, record.next, reason)
+                self._unreported[-1] = Hole(last.first, record.next, reason)
             else:
-                self._untold.append(Hole(record.first, record.next, reason))
+                self._unreported.append(Hole(record.first, record.next, reason))
 
     def _early_us(self, record: Record) -> int:
         """Return how long `record` has to wait yet; 0 if its time has come, or had when it was stored."""

@@ -1,6 +1,6 @@
 """What is staged in a log: entries out of sight, by writer, batch and attempt, until a commit appends some and drops the others.
 
-Rows outside the records, of a place = u8 length of the writer's name | name | u64 batch | attempt | u64 sequence:
+Rows outside the records, of a row_key = u8 length of the writer's name | name | u64 batch | attempt | u64 sequence:
 
     t place     the entry, laid out as a record
     u place     u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what has to be known without reading it
@@ -126,7 +126,7 @@ class _Attempt:
 _Batches = dict[int, dict[bytes, _Attempt]]
 
 
-class Staged:
+class StagedRows:
     """The staged entries and the writers of one log. What changes rows names the write that they go into."""
 
     def __init__(self, database: Database) -> None:
@@ -140,10 +140,10 @@ class Staged:
         self.bytes = 0
         """What counts against `STAGED_BYTES`."""
         self._freed = 0
-        """Bytes that were dropped and may still be on disk, all between two places."""
+        """Bytes that were dropped and may still be on disk, all between two by_address."""
         self._freed_from = self._freed_until = b""
         self._ranges = 0
-        """Drops by range that may still be on disk, between the same two places."""
+        """Drops by range that may still be on disk, between the same two by_address."""
         self._look_us = 0
         writers = []
         for row, value in database.rows(b"w"):
@@ -153,14 +153,14 @@ class Staged:
         for row, value in database.rows(b"u"):
             check_row(b"u" + row, value)
             body_bytes, row_bytes, staged_us = _SIZES.unpack(value[4:])
-            writer, batch, attempt, sequence = _unpack_place(row)
+            writer, batch, attempt, sequence = _unpack_key(row)
             state = self._batch(writer, batch).setdefault(attempt, _Attempt())
             state.add(sequence, body_bytes, row_bytes, staged_us)
             self.bytes += row_bytes + ROW_BYTES
 
     # -- staging ---------------------------------------------------------------------------------------------
 
-    def take(
+    def stage(
         self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
     ) -> int:  # fmt: skip
         """Take checked (sequence, entry) pairs; the next `put` writes what is not staged yet. Return the bytes of that.
@@ -198,22 +198,22 @@ class Staged:
         start = _pack_batch(writer, batch) + attempt
         rows = []
         for number, entry in new.items():
-            place = start + KEY.pack(number)
-            key = b"t" + place
+            row_key = start + KEY.pack(number)
+            key = b"t" + row_key
             row = encode_record(key, entry, now_us, deferred=False)
             sizes = _SIZES.pack(len(entry.body), len(key) + len(row), now_us)
-            rows.append((number, place, row, sizes))
-        size = sum(len(place) + 1 + len(row) for _, place, row, _ in rows)
+            rows.append((number, row_key, row, sizes))
+        size = sum(len(row_key) + 1 + len(row) for _, row_key, row, _ in rows)
         if self.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES:
             raise StagingRefused(
                 "full",
                 f"a stream stages at most {STAGED_BYTES} bytes; commit or discard a batch first",
             )
         self._batch(writer, batch)[attempt] = state
-        for number, place, row, sizes in rows:
-            self._waiting.append((b"t" + place, row))
-            self._waiting.append((b"u" + place, encode_row(b"u" + place, sizes)))
-            state.add(number, len(new[number].body), len(place) + 1 + len(row), now_us)
+        for number, row_key, row, sizes in rows:
+            self._waiting.append((b"t" + row_key, row))
+            self._waiting.append((b"u" + row_key, encode_row(b"u" + row_key, sizes)))
+            state.add(number, len(new[number].body), len(row_key) + 1 + len(row), now_us)
         self.bytes += size + len(rows) * ROW_BYTES
         return size
 
@@ -276,7 +276,7 @@ class Staged:
             raise StagingRefused(
                 "full", f"the batch has {size} bytes; at most {COMMIT_BYTES} are allowed. Split it"
             )
-        self._room(writer, now_us)
+        self._writer_to_forget(writer, now_us)
 
     def read(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]]
@@ -303,9 +303,9 @@ class Staged:
         last = self._writers.get(writer)
         return last.commits if last is not None else 0
 
-    def settle(self, rows: Batch, writer: str, last: Last) -> None:
-        """Add to a write: `last` is the writer's last batch, and nothing is staged for it and those before; `settled` says it is done."""
-        if (gone := self._room(writer, last.committed_us)) is not None:
+    def put_commit(self, rows: Batch, writer: str, last: Last) -> None:
+        """Add to a write: `last` is the writer's last batch, and nothing is staged for it and those before; `committed` says it is done."""
+        if (gone := self._writer_to_forget(writer, last.committed_us)) is not None:
             rows.delete(b"w" + gone.encode())
         key = b"w" + writer.encode()
         packed = _LAST.pack(last.batch, last.first, last.next, last.committed_us, last.commits)
@@ -315,9 +315,9 @@ class Staged:
         start, end = _pack_batch(writer, 0), _pack_batch(writer, last.batch + 1)
         self._drop_rows(rows, writer, every, start, end)
 
-    def settled(self, writer: str, last: Last) -> None:
-        """What `settle` added is on disk."""
-        if (gone := self._room(writer, last.committed_us)) is not None:
+    def committed(self, writer: str, last: Last) -> None:
+        """What `put_commit` added is on disk."""
+        if (gone := self._writer_to_forget(writer, last.committed_us)) is not None:
             del self._writers[gone]
         self._writers.pop(writer, None)
         self._writers[writer] = last
@@ -348,7 +348,7 @@ class Staged:
         self._drop_rows(rows, writer, every, start, end)
         return sum(self._forget(writer, batch, attempt) for attempt in chosen)
 
-    def old(self, now_us: int) -> list[tuple[str, int, bytes]]:
+    def expired(self, now_us: int) -> list[tuple[str, int, bytes]]:
         """Return attempts that were staged too long ago, as (writer, batch, attempt). Looks once a minute, or goes on at once if there are many."""
         if not self._staged or now_us < self._look_us:
             return []
@@ -387,7 +387,7 @@ class Staged:
         """Add to a write: the rows of these (batch, attempt) go, which is all that there is from `start` until `end`."""
         if not attempts:
             return
-        states = [(place, self._staged[writer][place[0]][place[1]]) for place in attempts]
+        states = [(one, self._staged[writer][one[0]][one[1]]) for one in attempts]
         if sum(state.records for _, state in states) > RANGE_RECORDS:
             for prefix in (b"t", b"u"):
                 rows.delete_range(prefix + start, prefix + end)
@@ -415,7 +415,7 @@ class Staged:
     def _batch(self, writer: str, batch: int) -> dict[bytes, _Attempt]:
         return self._staged.setdefault(writer, {}).setdefault(batch, {})
 
-    def _room(self, writer: str, now_us: int) -> str | None:
+    def _writer_to_forget(self, writer: str, now_us: int) -> str | None:
         """Return the writer to forget for this one, None if there is room; raises StagingRefused if there is neither."""
         if writer in self._writers or len(self._writers) < MAX_WRITERS:
             return None
@@ -435,7 +435,7 @@ def _pack_batch(writer: str, batch: int) -> bytes:
     return bytes([len(name)]) + name + KEY.pack(batch)
 
 
-def _unpack_place(row: bytes) -> tuple[str, int, bytes, int]:
+def _unpack_key(row: bytes) -> tuple[str, int, bytes, int]:
     end = 1 + row[0]
     (batch,) = KEY.unpack_from(row, end)
     attempt = row[end + KEY.size : end + KEY.size + ID_BYTES]

@@ -13,46 +13,48 @@ from iris.core.conversation import UP
 from iris.errors import IrisError
 from iris.wire import streams
 from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
-from relay.store.answers import told_item
+from relay.store.answers import item_to_wire
 from relay.store.clock import Clock
-from relay.store.consumers import Consumer
+from relay.store.consumer import Consumer
 from relay.store.cursor import CursorDamaged, Dead, Settings
+from relay.store.dispatch import Delivery, Taken
 from relay.store.errors import CursorsFull, LogDamaged, LogError
-from relay.store.handing import Delivery, Taken
 from relay.store.log import Log
 from relay.store.records import Gap, Hole
-from relay.store.session import Question
+from relay.store.session import IncomingCall
 
 MAX_EPHEMERAL: Final = 1024
-MAX_TOLD: Final = 500
+MAX_LISTED: Final = 500
 MAX_WAITING: Final = 16_384
 IDLE_US: Final = 60_000_000
 """An ephemeral consumer that nobody asked for so long is forgotten."""
 SAVE_US: Final = 50_000
 """A killed store repeats what was settled since the last save."""
 
-Bury = Callable[[str, list[Dead]], None]
+WriteDeadLetters = Callable[[str, list[Dead]], None]
 """Writes dead letters of a consumer down; raises LogError if that failed."""
 
 
 class _Waiting:
-    __slots__ = ("call", "question", "until_us")
+    __slots__ = ("call", "incoming", "until_us")
 
-    def __init__(self, question: Question, call: Consume, until_us: int) -> None:
-        self.question = question
+    def __init__(self, incoming: IncomingCall, call: Consume, until_us: int) -> None:
+        self.incoming = incoming
         self.call = call
         self.until_us = until_us
 
 
-class Consuming:
+class ConsumerCalls:
     """All consumers of a log. `now_us` is `Clock.elapsed_us`: a wall clock that is set ends no lease, delay or wait."""
 
-    def __init__(self, log: Log, bury: Bury, clock: Clock | None = None) -> None:
+    def __init__(
+        self, log: Log, write_dead_letters: WriteDeadLetters, clock: Clock | None = None
+    ) -> None:
         self._log = log
         self._clock = clock or Clock()
         self.paused = False
         """Nothing is handed out; what workers hold may be settled."""
-        self._bury = bury
+        self._write_dead_letters = write_dead_letters
         self._consumers: dict[str, Consumer] = {}
         self._used_us: dict[str, int] = {}
         """Ephemeral ones: when somebody asked last."""
@@ -64,28 +66,30 @@ class Consuming:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def take(self, question: Question, call: Consume, now_us: int, *, wait: bool = False) -> None:
+    def take(
+        self, incoming: IncomingCall, call: Consume, now_us: int, *, wait: bool = False
+    ) -> None:
         """Answer a Consume now, or when there is something. A worker waits once: its earlier call is answered with nothing."""
         consumer = self._consumer(call, now_us)
         waiting = self._waiting.setdefault(call.consumer, [])
         self._withdraw(consumer, [one for one in waiting if one.call.worker == call.worker])
         if call.again:
-            consumer.again(call.worker, now_us)
+            consumer.answer_lost(call.worker, now_us)
         else:
             consumer.confirm(call.worker)
-        if not wait and self._answer(consumer, question, call, now_us, last=not call.wait_ms):
+        if not wait and self._answer(consumer, incoming, call, now_us, last=not call.wait_ms):
             return
         if len(waiting) >= MAX_WAITING:
-            question.refuse(
+            incoming.refuse(
                 "leaving",
                 f"{MAX_WAITING} workers already wait for consumer {call.consumer!r}, the maximum",
             )
         else:
-            waiting.append(_Waiting(question, call, now_us + 1000 * call.wait_ms))
+            waiting.append(_Waiting(incoming, call, now_us + 1000 * call.wait_ms))
 
-    def settle(self, question: Question, call: Settle, now_us: int) -> None:
+    def settle(self, incoming: IncomingCall, call: Settle, now_us: int) -> None:
         """Answer a Settle. What was handed out before a crash and not saved comes again: its settling counts for nothing."""
-        consumer = self._found(call.consumer)
+        consumer = self._get(call.consumer)
         for ranges in (call.done, call.failed, call.held, call.had):
             _check_ranges(ranges, self._log.next)
         worker = call.worker
@@ -100,7 +104,7 @@ class Consuming:
         count = 0
         for each in call.had:
             with contextlib.suppress(ValueError):
-                consumer.had(worker, each.first, each.next, now_us)
+                consumer.confirm_range(worker, each.first, each.next, now_us)
         for one in work:
             # Of what was handed out before a crash and not saved nobody knows here; it is handed out again.
             with contextlib.suppress(ValueError):
@@ -109,22 +113,22 @@ class Consuming:
             waiting = self._waiting.get(call.consumer, [])
             self._withdraw(consumer, [one for one in waiting if one.call.worker == worker])
             consumer.confirm(worker)
-            consumer.worker_gone(worker, now_us)
-        self._settled(consumer, now_us)
-        question.answer(streams.Settled(count))
+            consumer.worker_left(worker, now_us)
+        self._after_settle(consumer, now_us)
+        incoming.answer(streams.Settled(count))
 
-    def left(self, hops: Set[int], now_us: int) -> None:
+    def callers_left(self, hops: Set[int], now_us: int) -> None:
         """Whoever made these calls waits no more: what they would be handed goes to others, and so does what just was."""
         for name, waiting in self._waiting.items():
             consumer = self._consumers.get(name)
             if consumer is not None:
-                self._withdraw(consumer, [one for one in waiting if one.question.hop in hops])
-        for place in [place for place, hop in self._answered.items() if hop in hops]:
-            del self._answered[place]
-            consumer = self._consumers.get(place[0])
+                self._withdraw(consumer, [one for one in waiting if one.incoming.hop in hops])
+        for key in [key for key, hop in self._answered.items() if hop in hops]:
+            del self._answered[key]
+            consumer = self._consumers.get(key[0])
             if consumer is not None:
-                consumer.again(place[1], now_us, counted=False)
-                self._settled(consumer, now_us)
+                consumer.answer_lost(key[1], now_us, counted=False)
+                self._after_settle(consumer, now_us)
 
     def detached(self) -> None:
         """The session has ended, and with it what its calls are known by."""
@@ -134,15 +138,15 @@ class Consuming:
         """Calls that wait are answered with nothing: the relay forgets them then."""
         for one in these:
             self._waiting[consumer.name].remove(one)
-            one.question.answer(self._delivered(consumer, Taken([], 0, 0)))
+            one.incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
 
     def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
         """Return where each is, by name, behind the name `after`; and whether there are more."""
         names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
         told = []
-        for name in names[:MAX_TOLD]:
-            consumer = self._found(name)
+        for name in names[:MAX_LISTED]:
+            consumer = self._get(name)
             info, settings, counts = consumer.info(), consumer.settings, consumer.counts
             told.append(
                 ConsumerInfo(
@@ -150,7 +154,7 @@ class Consuming:
                     info.redelivering, info.workers, info.dead, counts.missed, counts.late,
                 )
             )  # fmt: skip
-        return told, len(names) > MAX_TOLD
+        return told, len(names) > MAX_LISTED
 
     def delete(self, name: str) -> bool:
         """Forget a consumer; whether it was there. Raises LogWriteFailed."""
@@ -158,7 +162,7 @@ class Consuming:
         self._used_us.pop(name, None)
         self._save_us.pop(name, None)
         for waiting in self._waiting.pop(name, []):
-            waiting.question.refuse("consumer", f"consumer {name!r} was deleted")
+            waiting.incoming.refuse("consumer", f"consumer {name!r} was deleted")
         return self._log.cursors.delete(name) or known
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -177,8 +181,8 @@ class Consuming:
         # Who waited longest comes first; when there is nothing for one there is nothing for the next.
         while waiting:
             one = waiting[0]
-            if one.question.session.state is UP and not self._answer(
-                consumer, one.question, one.call, now_us, last=False
+            if one.incoming.session.state is UP and not self._answer(
+                consumer, one.incoming, one.call, now_us, last=False
             ):
                 return
             waiting.pop(0)
@@ -191,13 +195,13 @@ class Consuming:
                 waiting.remove(one)
                 consumer = self._consumers.get(name)
                 if consumer is not None and not self._answer(
-                    consumer, one.question, one.call, now_us, last=True
+                    consumer, one.incoming, one.call, now_us, last=True
                 ):
-                    one.question.refuse("consumer", f"consumer {name!r} was deleted")
+                    one.incoming.refuse("consumer", f"consumer {name!r} was deleted")
         for name, consumer in list(self._consumers.items()):
             deadline_us = consumer.deadline_us
             if deadline_us is not None and deadline_us <= now_us:
-                self._settled(consumer, now_us)
+                self._after_settle(consumer, now_us)
             if name in self._used_us:
                 if not self._waiting.get(name) and self._used_us[name] + IDLE_US < now_us:
                     del self._consumers[name], self._used_us[name]
@@ -208,11 +212,11 @@ class Consuming:
                 took_us = int(1e6 * (time.monotonic() - began_s))
                 self._save_us[name] = now_us + max(SAVE_US, 20 * took_us)
 
-    def turn_away(self, reason: str) -> None:
+    def refuse_waiting(self, reason: str) -> None:
         """Nobody can wait here now."""
         for waiting in self._waiting.values():
             for one in waiting:
-                one.question.refuse("leaving", reason)
+                one.incoming.refuse("leaving", reason)
         self._waiting.clear()
 
     def close(self) -> None:
@@ -253,7 +257,7 @@ class Consuming:
             self._used_us[call.consumer] = now_us
         return consumer
 
-    def _found(self, name: str) -> Consumer:
+    def _get(self, name: str) -> Consumer:
         consumer = self._consumers.get(name) or self._load(name)
         if consumer is None:
             raise ConsumerRefused(f"the stream has no consumer {name!r}")
@@ -270,46 +274,46 @@ class Consuming:
         return consumer
 
     def _answer(
-        self, consumer: Consumer, question: Question, call: Consume, now_us: int, *, last: bool
+        self, consumer: Consumer, incoming: IncomingCall, call: Consume, now_us: int, *, last: bool
     ) -> bool:
         """Hand out what there is; False if that is nothing and may wait."""
         if self.paused:
             if last:
-                question.answer(self._delivered(consumer, Taken([], 0, 0)))
+                incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
             return last
-        limit = min(call.max_bytes, question.session.message_limit)
+        limit = min(call.max_bytes, incoming.session.message_limit)
         try:
             taken = consumer.take(call.worker, limit, call.max_messages, now_us)
         except LogDamaged as err:
-            question.refuse("damaged", str(err))
+            incoming.refuse("damaged", str(err))
             return True
-        self._dead(consumer)
+        self._move_dead_letters(consumer)
         if not taken.items and not taken.fenced and not last:
             return False
-        question.answer(self._delivered(consumer, taken))
+        incoming.answer(self._delivered(consumer, taken))
         if taken.messages:
-            place = (call.consumer, call.worker)
-            self._answered[place] = question.hop
-            self._answered.move_to_end(place)
+            key = (call.consumer, call.worker)
+            self._answered[key] = incoming.hop
+            self._answered.move_to_end(key)
             if len(self._answered) > MAX_WAITING:
                 self._answered.popitem(last=False)
         return True
 
     def _delivered(self, consumer: Consumer, taken: Taken) -> Delivered:
-        items = [_handed(item) for item in taken.items]
+        items = [_to_wire(item) for item in taken.items]
         return Delivered(items, self._log.uuid, consumer.info().lag, taken.fenced)
 
-    def _settled(self, consumer: Consumer, now_us: int) -> None:
+    def _after_settle(self, consumer: Consumer, now_us: int) -> None:
         consumer.expire(now_us)
-        self._dead(consumer)
+        self._move_dead_letters(consumer)
         if consumer.name in self._waiting:
             self._wake(consumer.name, now_us)
 
-    def _dead(self, consumer: Consumer) -> None:
+    def _move_dead_letters(self, consumer: Consumer) -> None:
         letters = consumer.dead_letters()
         if letters:
             try:
-                self._bury(consumer.name, letters)
+                self._write_dead_letters(consumer.name, letters)
             except LogError:
                 return  # they stay listed, and are written when the disk takes them
             consumer.forget_dead(len(letters))
@@ -326,12 +330,12 @@ def _check_ranges(ranges: Sequence[Range], end: int) -> None:
         last = one.next
 
 
-def _handed(item: Delivery | Gap | Hole) -> Handed:
+def _to_wire(item: Delivery | Gap | Hole) -> Handed:
     if isinstance(item, Delivery):
         count = item.record.count
         wanted = item.wanted.to_bytes((count + 7) // 8, "little")
-        return Handed(told_item(item.record), wanted, item.deliveries)
-    return Handed(told_item(item))
+        return Handed(item_to_wire(item.record), wanted, item.deliveries)
+    return Handed(item_to_wire(item))
 
 
 class ConsumerRefused(IrisError):

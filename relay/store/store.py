@@ -21,9 +21,9 @@ from relay.store.calls import Calls
 from relay.store.catalogue import Catalogue
 from relay.store.channels import Channels
 from relay.store.clock import Clock
-from relay.store.continuity import Continuity
+from relay.store.completeness import Completeness
 from relay.store.errors import LogError
-from relay.store.presence import Presence, told
+from relay.store.registration import Registration, log_refusal
 from relay.store.session import Bundle, StoreSession
 from relay.store.stream import Stream
 from relay.supervisor import COMPLETE_FILE, STREAMS
@@ -48,20 +48,20 @@ class Store:
         self.key = key
         self.address = public_id(key.public_key).hex()
         self.clock = Clock()
-        self.presence = Presence(key, self.address, self._late, self._refused)
-        self.continuity = Continuity()
-        self._left = directory / COMPLETE_FILE
+        self.registration = Registration(key, self.address, self._late, self._refused)
+        self.completeness = Completeness()
+        self._complete_path = directory / COMPLETE_FILE
         self.catalogue = Catalogue(
-            directory / STREAMS, Authority(key.public_key), self.presence, self.clock
+            directory / STREAMS, Authority(key.public_key), self.registration, self.clock
         )
         self.streams = self.catalogue.streams
         self._dirty: dict[bytes, Stream] = {}
-        self._say_dirty = dirty
+        self._on_dirty = dirty
         self._urge = urge
         self._quiet = Quiet()
         channels = Channels(key, entropy)
         self.calls = Calls(key.public_key, label, self.catalogue, channels, self._touch)
-        self.unseal, self.asked = self.calls.unseal, self.calls.asked
+        self.unseal, self.call_received = self.calls.unseal, self.calls.call_received
 
     # -- time ------------------------------------------------------------------------------------------------
 
@@ -74,9 +74,9 @@ class Store:
     def now_us(self, now_us: int) -> None:
         self.clock.at(now_us)
 
-    def tell_time(self, wall_us: int, running_us: int) -> None:
+    def update_time(self, wall_us: int, running_us: int) -> None:
         """Look at the clocks: that of the wall, and one that is never set and passes also while the host sleeps."""
-        if step_us := self.clock.tell(wall_us, running_us):
+        if step_us := self.clock.update(wall_us, running_us):
             for stream in self.streams.values():
                 stream.stepped(step_us)
             fields = {
@@ -91,14 +91,14 @@ class Store:
         """Open every stream of the directory; one that cannot be opened is kept aside and told."""
         self.now_us = now_us
         self.catalogue.load()
-        self.continuity.take_up(self._left, self.streams.values())
+        self.completeness.load(self._complete_path, self.streams.values())
         for stream in list(self.streams.values()):
-            if stream.uuid not in self.continuity.whole:
+            if stream.uuid not in self.completeness.complete:
                 # Whatever was published meanwhile, nobody counted.
-                self._missed(stream, "the store was not running")
+                self._note_gap(stream, "the store was not running")
         self.commit()
         for stream in self.streams.values():
-            self.catalogue.place(stream)
+            self.catalogue.add_addresses(stream)
 
     def close(self) -> None:
         """Commit what has come, and give the files back. Idempotent."""
@@ -110,36 +110,36 @@ class Store:
 
     def attached(self, session: StoreSession, *, first: bool) -> None:
         """A relay welcomed us: show it every order, and serve every stream."""
-        self.presence.attach(session)
-        self.continuity.begun()
+        self.registration.attach(session)
+        self.completeness.session_began()
         for stream in self.streams.values():
             if stream.orders and not stream.dead:
-                gone_by = not first and stream.uuid not in self.continuity.whole
+                gone_by = not first and stream.uuid not in self.completeness.complete
                 if gone_by or stream.log is None:
-                    self._missed(stream, "the relay was away")
-                self.catalogue.serve(stream, told(stream.name))
+                    self._note_gap(stream, "the relay was away")
+                self.catalogue.serve(stream, log_refusal(stream.name))
 
     def registered(self) -> None:
         """The relay has answered all that `attached` said: what is missed from here on, the session tells."""
-        self.continuity.registered()
+        self.completeness.registered()
 
     def _late(self) -> None:
         """The relay had routed something before we were there, which nobody has counted."""
-        missing = self.continuity.late()
+        missing = self.completeness.missed_at_start()
         for stream in self.streams.values():
             if stream.uuid in missing:
-                self._missed(stream, "the store was not attached yet")
+                self._note_gap(stream, "the store was not attached yet")
 
     def _refused(self, streams: Iterable[Stream]) -> None:
         """The relay sends these nothing of what they record."""
         for stream in streams:
-            self._missed(stream, "the relay refused what it records")
+            self._note_gap(stream, "the relay refused what it records")
 
-    def _missed(self, stream: Stream, cause: str) -> None:
+    def _note_gap(self, stream: Stream, cause: str) -> None:
         if not (stream.definition.topic or stream.definition.cluster):
             return
         if stream.log is None:
-            stream.unheard = True  # it is noted when there is a log
+            stream.missed_while_closed = True  # it is noted when there is a log
             return
         stream.recorder.note(None, cause)
         self._touch(stream)
@@ -147,20 +147,20 @@ class Store:
     def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
         """The session has ended. `complete`: `relay` said so of what it sent."""
         self.calls.channels.clear()
-        self.presence.detach()
+        self.registration.detach()
         for stream in self.streams.values():
-            if stream.consuming is not None:
-                stream.consuming.detached()
+            if stream.consumer_calls is not None:
+                stream.consumer_calls.detached()
         self.commit()
-        self.continuity.ended(self.streams.values(), relay, complete=complete)
+        self.completeness.session_ended(self.streams.values(), relay, complete=complete)
 
-    def leave_word(self, *, unread: bool = False) -> None:
+    def save_complete(self, *, unread: bool = False) -> None:
         """Tell the next store of this directory which streams miss nothing. Raises LogWriteFailed."""
-        self.continuity.leave(self._left, self.streams.values(), unread=unread)
+        self.completeness.save(self._complete_path, self.streams.values(), unread=unread)
 
     # -- what comes in ---------------------------------------------------------------------------------------
 
-    def recorded(self, bundle: Bundle) -> None:
+    def cast_received(self, bundle: Bundle) -> None:
         """A publication or broadcast came: every stream that records it takes it."""
         flow = bundle.flow
         if flow.version != self.catalogue.version:
@@ -170,7 +170,7 @@ class Store:
             stream.recorder.record(bundle, self.clock.elapsed_us)
             self._touch(stream)
 
-    def pushed(self, bundle: Bundle) -> None:
+    def push_received(self, bundle: Bundle) -> None:
         """A push came for the stream that takes a cluster's share."""
         stream = self.catalogue.sharing(bundle.flow.declared)
         refusal = Refusal.LEAVING if stream is None else stream.recorder.push(bundle)
@@ -179,7 +179,7 @@ class Store:
         else:
             self._touch(stream)
 
-    def gap(self, gap: frames.Gap) -> None:
+    def gap_received(self, gap: frames.Gap) -> None:
         """The relay dropped something on the way here."""
         for stream in self.catalogue.recorders(gap):
             stream.recorder.gap(gap, self.clock.elapsed_us)
@@ -187,14 +187,14 @@ class Store:
 
     def draining(self) -> None:
         """The relay stops: nobody waits here any more."""
-        self.presence.leaving = True
+        self.registration.leaving = True
         for stream in self.streams.values():
-            stream.turn_away("the relay is stopping")
+            stream.refuse_waiting("the relay is stopping")
 
-    def left(self, hops: Set[int]) -> None:
+    def callers_left(self, hops: Set[int]) -> None:
         """Whoever made these calls waits no more, as the relay says."""
         for stream in list(self.streams.values()):
-            stream.left(hops, self.now_us)
+            stream.callers_left(hops, self.now_us)
 
     def out_full(self) -> None:
         """There is much to write."""
@@ -202,7 +202,7 @@ class Store:
 
     def _touch(self, stream: Stream) -> None:
         if not self._dirty:
-            self._say_dirty()
+            self._on_dirty()
         self._dirty[stream.uuid] = stream
 
     @property
@@ -231,7 +231,7 @@ class Store:
         """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
         for stream in list(self.streams.values()):
             try:
-                if not self.presence.blocked:
+                if not self.registration.blocked:
                     stream.expire(self.now_us)
                 if (
                     stream.orders
@@ -242,14 +242,14 @@ class Store:
                     stream.reopen(self.now_us)
                     if not was_open and not stream.dead and stream.log is not None:
                         # The definition file beside a log may be older than the log's own.
-                        self.catalogue.take_up(stream, stream.log.definition)
-                        if stream.unheard or stream.definition.cluster:
+                        self.catalogue.load_charter(stream, stream.log.definition)
+                        if stream.missed_while_closed or stream.definition.cluster:
                             # Between two memberships broadcasts may pass by.
-                            self._missed(stream, "its log could not be opened")
-                        stream.unheard = False
-                        self.catalogue.place(stream)
+                            self._note_gap(stream, "its log could not be opened")
+                        stream.missed_while_closed = False
+                        self.catalogue.add_addresses(stream)
                         self.catalogue.leave(stream)
-                        self.catalogue.serve(stream, told(stream.name))
+                        self.catalogue.serve(stream, log_refusal(stream.name))
                     log.info("store.stream_reopened", extra={"fields": {"stream": stream.name}})
                 if dropped := stream.tend(self.now_us):
                     fields = {"stream": stream.name, "records": dropped}
