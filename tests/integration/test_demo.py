@@ -113,7 +113,7 @@ def agreeing() -> tuple[Figures, data.Truth]:
         1: MemberFigures(1, rows=10, checksum=77),
         2: MemberFigures(2, rows=3, checksum=1, killed=True),
     }
-    figures.read, figures.told_after = (4, 5), [0.001]
+    figures.read, figures.reported_after = (4, 5), [0.001]
     figures.averages = {("JFK", "B6"): (9, 90), ("LGA", "OO"): (0, 0)}
     return figures, truth
 
@@ -128,7 +128,7 @@ def test_figures_that_agree_are_a_success() -> None:
     ("field", "value"),
     [
         ("finished", False), ("dashboard", data.Tally(9, 77)), ("dashboard", data.Tally(10, 78)), ("answered", 5),
-        ("timed_out", 1), ("read", (4, 6)), ("told_after", []), ("averages", {("JFK", "B6"): (9, 91)}),
+        ("timed_out", 1), ("read", (4, 6)), ("reported_after", []), ("averages", {("JFK", "B6"): (9, 91)}),
         ("members", {1: MemberFigures(1, rows=9, checksum=77)}),
     ],
 )  # fmt: skip

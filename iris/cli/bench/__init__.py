@@ -1,14 +1,14 @@
-"""`iris bench`: latency and throughput of one's own network, by the whole distribution.
+"""`iris bench`: measure the latency distribution and the throughput of your own network.
 
-jobs       what is asked for and what came of it
+jobs       a load, and its outcome
 timer      when messages are due
-load       the generators
+load       the load generators
 samples    latencies as HDR histograms
 report     figures for people and as JSON
 workers    load from several hosts at once
 
-By the method of Tyler Treat's "Benchmarking Message Queue Latency" and his Flotilla: a fixed rate, latency from the
-intended time of sending, percentiles only where there are samples to tell them.
+The method is that of Tyler Treat's "Benchmarking Message Queue Latency" and his Flotilla: a fixed rate, latency from the
+intended time of sending, and a percentile only where there are enough samples beyond it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MISSING: Final = "iris bench needs hdrhistogram: pip install 'iris-messaging[ben
 app = typer.Typer(
     name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Measure latency and throughput of your own network.
 
-    Load comes at a fixed rate, whatever became of the messages before, and
-    latency counts from the time at which a message was due: a system that
-    stalls cannot hide it by being asked less. Percentiles are printed where at
-    least 10 samples lie beyond them, averages never.
+    Messages are sent at a fixed rate, even if earlier ones are unanswered.
+    Latency counts from the time at which a message was due, so a system that
+    stalls cannot hide it. A percentile is printed only if at least 10 samples
+    lie beyond it; averages are not printed.
 
-    Needs the extra `bench` of iris-messaging.
+    Needs an extra: pip install 'iris-messaging[bench]'
 
     \b
     Examples:
@@ -50,54 +50,62 @@ app = typer.Typer(
     """,
 )  # fmt: skip
 
-Cluster = Annotated[str, typer.Argument(metavar="CLUSTER", help="Cluster of `iris bench serve`.")]
+Cluster = Annotated[
+    str, typer.Argument(metavar="CLUSTER", help="Cluster that `iris bench serve` is a member of.")
+]
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to publish to.")]
 Rate = Annotated[
     float, typer.Option("--rate", "-r", min=0.001, max=jobs.MAX_RATE, help="Messages per second.")
 ]
 Seconds = Annotated[
-    float, typer.Option("--seconds", min=0.001, max=jobs.MAX_SECONDS, help="How long to send.")
+    float, typer.Option("--seconds", min=0.001, max=jobs.MAX_SECONDS, help="Seconds to send for.")
 ]
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", "-t", min=0.001, max=jobs.MAX_TIMEOUT, help="Seconds to wait for an answer."),
+    typer.Option("--timeout", "-t", min=0.001, max=jobs.MAX_TIMEOUT, help="Seconds to wait for each answer."),
 ]  # fmt: skip
 Workers = Annotated[
     str | None,
-    typer.Option("--workers", "-w", metavar="WHICH", help="Let workers send, not this process: 'all', how many, or hosts, labels or ids: a,b.", show_default=False),
+    typer.Option("--workers", "-w", metavar="WHICH", help="Let workers on other hosts send instead of this process: 'all', a number, or hosts, labels or ids (a,b).", show_default=False),
 ]  # fmt: skip
 WorkersOf = Annotated[
-    str, typer.Option("--cluster", metavar="CLUSTER", help="Whose workers --workers means.")
+    str,
+    typer.Option("--cluster", metavar="CLUSTER", help="Cluster whose workers --workers chooses."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, with histograms.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, including histograms.")
+]
 
 
 def _size(least: int, most: int) -> Any:
-    return typer.Option("--size", "-s", min=least, max=most, help="Bytes of a message.")
+    return typer.Option("--size", "-s", min=least, max=most, help="Size of a message in bytes.")
 
 
 @app.command()
 def serve(
     cluster: Cluster = CLUSTER,
     topic: Annotated[
-        str, typer.Option("--topic", help="Publications to receive, with those below it.")
+        str, typer.Option("--topic", help="Topic to receive, with all topics below it.")
     ] = TOPIC,
     label: Annotated[
-        str, typer.Option("--label", help="A name for --workers, beside the host's.")
+        str,
+        typer.Option(
+            "--label", help="Name by which --workers can choose this worker, besides its host."
+        ),
     ] = "",
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the start.")
+        bool, typer.Option("--json", help="Print one JSON object at the start, and nothing else.")
     ] = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Be a member of a bench cluster, until Ctrl-C.
+    """Serve a bench cluster, until Ctrl-C: the other end of the benches that run elsewhere.
 
-    It sends requests back, acknowledges the messages of tunnels, receives
-    publications and drops them, and it is a worker: it sends load when a
-    `--workers` of another host says so, one job at a time.
+    It echoes requests, acknowledges tunnel messages, and receives publications
+    and drops them. It is also a worker, which sends load when a bench on
+    another host asks for it with --workers, one job at a time.
 
-    CLUSTER is not to be the name of a service in use: it would get requests
-    that are meant for that.
+    Do not use the CLUSTER of a real service: this member would receive a share
+    of its requests.
 
     \b
     Examples:
@@ -108,7 +116,10 @@ def serve(
     _checked(check_cluster, cluster, "CLUSTER")
     _checked(check_topic, topic, "--topic")
     if len(label) > 64 or "," in label:
-        raise typer.BadParameter("at most 64 characters, and no comma", param_hint="--label")
+        raise typer.BadParameter(
+            f"{label!r} is not a label; use at most 64 characters without a comma",
+            param_hint="--label",
+        )
 
     from contextlib import AsyncExitStack
 
@@ -117,14 +128,14 @@ def serve(
 
     keep_freed_memory()
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         if not json:
             output.write(f"{printable(line)}\n".encode())
 
     async def serving() -> None:
         import asyncio
 
-        worker = workers.Worker(relay, label, tell)
+        worker = workers.Worker(relay, label, log)
         config = iris.ClientConfig(relay=relay, label=f"iris bench serve {cluster}"[:64])
         async with iris.connect(config=config) as client, AsyncExitStack() as stack:
             stack.push_async_callback(worker.close)
@@ -134,7 +145,7 @@ def serve(
                 output.write_json(
                     {"cluster": cluster, "worker": worker.id, "host": worker.host, "label": label}
                 )
-            tell(f"serving {cluster} as worker {worker.id} of {worker.host}; Ctrl-C ends it")
+            log(f"serving {cluster} as worker {worker.id} on {worker.host}; stop it with Ctrl-C")
             await asyncio.Event().wait()
 
     async def work() -> int:
@@ -149,16 +160,16 @@ def request(
     cluster: Cluster = CLUSTER,
     rate: Annotated[
         float | None,
-        typer.Option("--rate", "-r", min=0.001, max=jobs.MAX_RATE, help="Requests per second; 1000 without --inflight.", show_default=False),
+        typer.Option("--rate", "-r", min=0.001, max=jobs.MAX_RATE, help="Requests per second. Default: 1000 without --inflight.", show_default=False),
     ] = None,
     inflight: Annotated[
         int | None,
-        typer.Option("--inflight", min=1, max=jobs.MAX_INFLIGHT, help="No rate: so many requests at a time, each sent when one is answered.", show_default=False),
+        typer.Option("--inflight", min=1, max=jobs.MAX_INFLIGHT, help="Instead of a rate: keep N requests in flight.", show_default=False),
     ] = None,
     size: Annotated[int, _size(0, jobs.MAX_MESSAGE)] = 256,
     seconds: Seconds = 10.0,
     connections: Annotated[
-        int, typer.Option("--connections", "-c", min=1, max=jobs.MAX_CONNECTIONS, help="Sessions to share the requests.")
+        int, typer.Option("--connections", "-c", min=1, max=jobs.MAX_CONNECTIONS, help="Connections that share the requests.")
     ] = 1,
     timeout: Timeout = 5.0,
     workers: Workers = None,
@@ -167,9 +178,9 @@ def request(
 ) -> None:  # fmt: skip
     """Send requests at a fixed rate and print the distribution of their latency.
 
-    The members of the cluster are `iris bench serve`, or a service of yours
-    that can take requests of zeros. --inflight asks for a closed loop, which
-    shows the highest rate and hides waiting.
+    The cluster is that of `iris bench serve`, or a service of yours that
+    accepts requests of zero bytes. --inflight runs a closed loop instead,
+    which shows the highest rate but hides time spent waiting.
 
     \b
     Examples:
@@ -179,7 +190,7 @@ def request(
       iris bench request --rate 50000 --workers host1,host2
     """
     if rate is not None and inflight is not None:
-        raise typer.BadParameter("give --rate or --inflight, not both", param_hint="--inflight")
+        raise typer.BadParameter("use --rate or --inflight, not both", param_hint="--inflight")
     asked = _load(
         verb="request", target=_checked(check_cluster, cluster, "CLUSTER"), size=size, seconds=seconds, timeout=timeout,
         rate=1000.0 if rate is None and inflight is None else rate, inflight=inflight, connections=connections,
@@ -199,12 +210,13 @@ def publish(
     json: AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
-    """Publish at a fixed rate and measure the delivery to a subscriber of its own, and what is lost.
+    """Publish at a fixed rate, and measure delivery latency and loss at a subscriber in this process.
 
-    The subscriber is a second session of this process, because only one clock
-    can tell a latency: what is measured is this host's relay, under the load
-    of every other receiver. Each `iris bench serve` is one. With --workers
-    each worker publishes to TOPIC.<worker>, to its own subscriber.
+    Publisher and subscriber are two connections of one process, so that one
+    clock measures both times. The figures are those of this host's relay, while
+    it also delivers to every other receiver, such as each `iris bench serve`.
+    With --workers each worker publishes to TOPIC.<worker>, to its own
+    subscriber.
 
     \b
     Examples:
@@ -231,9 +243,9 @@ def tunnel(
 ) -> None:
     """Send messages through one tunnel at a fixed rate.
 
-    Latency is until the acknowledgement of `iris bench serve`, 8 bytes that it
-    sends back when it has the whole message. The return of send would only say
-    that the message is on the way, and a full echo would measure two streams.
+    Latency ends with the acknowledgement of `iris bench serve`: 8 bytes, sent
+    when it has the whole message. The return of send would only show that the
+    message was accepted, and a full echo would measure two streams.
 
     \b
     Examples:
@@ -277,7 +289,7 @@ def _load(**fields: Any) -> jobs.Load:
 def _run(
     asked: jobs.Load, wanted: str | None, cluster: str, relay: str | None, *, as_json: bool
 ) -> None:
-    """Run a load here or on workers, print the report and end with the exit code that says whether it is whole."""
+    """Run a load here or on workers and print the report; the exit code shows whether the result is complete."""
     _need_histograms()
     from iris.cli.bench import load, report, workers
 
@@ -288,7 +300,7 @@ def _run(
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(
             signal.SIGTERM, task.cancel
-        )  # workers are told
+        )  # so that workers are stopped, too
         parts: list[report.Part] = []
         if wanted is not None:
             _checked(check_cluster, workers.address(cluster), "CLUSTER")
@@ -301,7 +313,9 @@ def _run(
                     outcomes = [await run()]
             except iris.NoMembers:
                 command = "iris bench serve" + ("" if cluster == CLUSTER else f" {cluster}")
-                detail = f"no members; run `{command}` on another host, or here"
+                detail = (
+                    f"the cluster has no members; run `{command}` on another host, or on this one"
+                )
                 raise iris.NoMembers(cluster, detail) from None
         found = report.Report(asked, outcomes, parts)
         if as_json:
@@ -317,7 +331,7 @@ def _run(
 
 
 def _code(found: Any) -> Exit:
-    """Return OK for a whole result; errors are part of one, as long as something was answered."""
+    """Return OK for a complete result. Errors are part of it, as long as something was answered."""
     if any(part.outcome is None for part in found.parts):
         return Exit.CONNECTION
     if found.answered:

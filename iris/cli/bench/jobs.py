@@ -1,4 +1,4 @@
-"""What a bench is asked to do and what came of it, as it also travels between coordinator and workers."""
+"""The load that a bench is to send, and its outcome; coordinator and workers send these to each other."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_SECONDS: Final = 3600.0
 MAX_CONNECTIONS: Final = 1000
 MAX_INFLIGHT: Final = 10_000
 MAX_MESSAGE: Final = DEFAULT_MESSAGE_LIMIT
-"""Bytes of a request or publication: what clients and relays take unless they are told otherwise."""
+"""Largest request or publication in bytes: the default limit of clients and relays."""
 MAX_TUNNEL_MESSAGE: Final = 16 << 20
 MAX_TIMEOUT: Final = 60.0
 MAX_HISTOGRAM: Final = 256 << 10
-"""Characters of an encoded histogram: one with every counter in use stays under it."""
+"""Longest encoded histogram in characters: one with every counter in use is shorter."""
 
 STAMP: Final = struct.Struct("<8sQqq")
-"""Head of a publication: run, number, intended and actual time of sending."""
+"""Head of a publication: run id, number, intended and actual time of sending."""
 NUMBER: Final = struct.Struct("<Q")
-"""Head of a tunnel's message; what the serving side sends back."""
+"""Head of a tunnel message: its number, which the serving side sends back."""
 
 Verb = Literal["request", "publish", "tunnel"]
 Name = Annotated[str, Meta(max_length=255)]
@@ -35,7 +35,7 @@ Encoded = Annotated[str, Meta(max_length=MAX_HISTOGRAM)]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What one process is to send. Only `msgspec.convert` and decoding check the limits, not the constructor."""
+    """Load that one process is to send. Only `msgspec.convert` and decoding check the limits, not the constructor."""
 
     verb: Verb
     target: Name
@@ -50,19 +50,23 @@ class Load(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.inflight is None):
-            raise ValueError("give a rate or a number in flight, and not both")
+            raise ValueError("a load has either a rate or a number in flight; give one of them")
         if self.inflight is not None and self.verb != "request":
-            raise ValueError("a number in flight is for requests only; give a rate")
+            raise ValueError(
+                f"a number in flight is for requests only; give a rate for {self.verb}"
+            )
         if not all(map(math.isfinite, (self.rate or 1.0, self.seconds, self.timeout))):
             raise ValueError("rate, seconds and timeout must be finite numbers")
         least = {"request": 0, "publish": STAMP.size, "tunnel": NUMBER.size}[self.verb]
         most = MAX_TUNNEL_MESSAGE if self.verb == "tunnel" else MAX_MESSAGE
         if not least <= self.size <= most:
-            raise ValueError(f"size: a {self.verb} bench takes {least} to {most} bytes")
+            raise ValueError(
+                f"size: {self.size} bytes is not from {least} to {most}, which a {self.verb} bench can send"
+            )
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a load in one process. Histograms are HDR, in nanoseconds, base64."""
+    """Outcome of a load in one process. Histograms are HDR, in nanoseconds, base64."""
 
     due: Annotated[int, Meta(ge=0)]
     """Messages that the rate and the time ask for; in a closed loop, those sent."""
@@ -70,21 +74,21 @@ class Outcome(msgspec.Struct, frozen=True):
     answered: Annotated[int, Meta(ge=0)]
     """Replies, deliveries or acknowledgements: as many as each histogram has samples."""
     errors: Tallies
-    """By the name of the exception."""
+    """Exception name -> count."""
     not_sent: Tallies
-    """Due and not sent, by reason."""
+    """Messages due and not sent: reason -> count."""
     lost: Tallies
-    """Publications that did not come, by cause."""
+    """Publications that were not delivered: cause -> count."""
     sending_s: Annotated[float, Meta(gt=0)]
-    """From the begin to the last message sent, and at least the time that was asked for."""
+    """Seconds from the start to the last message sent, and at least `Load.seconds`."""
     total_s: Annotated[float, Meta(gt=0)]
-    """From the begin to the last answer, and at least as long."""
+    """Seconds from the start to the last answer, and at least `sending_s`."""
     latest_ms: Annotated[float, Meta(ge=0)]
-    """By how much the latest message left after it was due."""
+    """Longest delay between the time a message was due and the time it was sent."""
     uncorrected: Encoded
-    """From the actual time of sending."""
+    """Latencies from the actual time of sending."""
     corrected: Encoded | None = None
-    """From the intended time of sending; None in a closed loop, which has none."""
+    """Latencies from the intended time of sending; None in a closed loop, which has no intended times."""
 
 
 BEHIND: Final = "fell behind"

@@ -1,7 +1,7 @@
-"""The load generators. Messages leave when they are due, whatever became of those before (open loop).
+"""The load generators. Messages are sent when they are due, even if earlier ones are unanswered (open loop).
 
-Latency is counted twice: from the time at which a message was due, which is what somebody who wanted to send then waited,
-and from the time at which it was sent, which leaves out how long this process or a full buffer held it back.
+Latency is counted twice: from the time at which a message was due, which is how long a caller at that time would have
+waited, and from the time at which it was sent, which leaves out delays in this process and in a full buffer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from iris.cli.bench.timer import GRACE_NS, batches, due_ns
 MAX_OUTSTANDING: Final = 10_000
 MAX_OUTSTANDING_BYTES: Final = 256 << 20
 PAUSE_S: Final = 0.001
-LEAD_NS: Final = 10_000_000
-"""Until the first message is due: it shall not be late because of what precedes it."""
+START_DELAY_NS: Final = 10_000_000
+"""Time from the start of a run until its first message is due, so that setting up does not make that one late."""
 PROBE: Final = (1 << 64) - 1
 
 Run = Callable[[], Awaitable[Outcome]]
 
 
 class Tally:
-    """What is counted while a load runs."""
+    """Counts and latencies of a running load."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -46,15 +46,15 @@ class Tally:
         self._corrected = Samples()
         self._uncorrected = Samples()
 
-    def left(self, due_at_ns: int, at_ns: int) -> None:
-        """A message was sent."""
+    def count_sent(self, due_at_ns: int, at_ns: int) -> None:
+        """Count a message that was sent at `at_ns`."""
         self.sent += 1
         self._last_sent_ns = at_ns
         if at_ns - due_at_ns > self._latest_ns:
             self._latest_ns = at_ns - due_at_ns
 
-    def arrived(self, due_at_ns: int, sent_at_ns: int) -> None:
-        """It was answered, delivered or acknowledged, now."""
+    def count_answered(self, due_at_ns: int, sent_at_ns: int) -> None:
+        """Count a message that was answered, delivered or acknowledged now."""
         now_ns = time.monotonic_ns()
         self.answered += 1
         self._last_answer_ns = now_ns
@@ -63,7 +63,7 @@ class Tally:
             self._corrected.add(now_ns - due_at_ns)
 
     def outcome(self) -> Outcome:
-        """Return what came of it, once nothing more comes."""
+        """Return the outcome; call it when nothing more can arrive."""
         behind = self.count - self.sent - self.not_sent.total()
         if self.count and behind > 0:
             self.not_sent[BEHIND] += behind
@@ -85,9 +85,9 @@ class Tally:
 
 @contextlib.asynccontextmanager
 async def prepared(load: Load, relay: str | None) -> AsyncIterator[Run]:
-    """Connect, send one message that is not counted, and give what runs the load; nothing is left open afterwards.
+    """Connect, send one message that is not counted, and yield the function that runs the load; disconnect at the end.
 
-    Raises NoMembers, RequestTimeout or another IrisError if not even the first message gets through.
+    Raises NoMembers, RequestTimeout or another IrisError if that first message fails.
     """
     kind = {"request": _requests, "publish": _publications, "tunnel": _messages}[load.verb]
     async with kind(load, relay) as run:
@@ -100,15 +100,15 @@ def _connect(load: Load, relay: str | None) -> iris.Client:
 
 
 def _due(tally: Tally) -> contextlib.aclosing[AsyncGenerator[range, None]]:
-    """Begin; what comes when entered gives the numbers of messages as they become due."""
+    """Start the clock of `tally`; the context manager yields message numbers as they become due."""
     assert tally.load.rate is not None
-    tally.begin_ns = time.monotonic_ns() + LEAD_NS
+    tally.begin_ns = time.monotonic_ns() + START_DELAY_NS
     return contextlib.aclosing(batches(tally.load.rate, tally.count, tally.begin_ns))
 
 
 @contextlib.asynccontextmanager
 async def _within_time(tally: Tally) -> AsyncIterator[None]:
-    """End, without an error, what still waits for room when nothing may be sent any more."""
+    """Cancel without an error what is still waiting for room GRACE_NS twice after the end."""
     timer = asyncio.timeout(tally.load.seconds + 2 * GRACE_NS / 1e9)
     try:
         async with timer:
@@ -138,13 +138,13 @@ async def _ask(client: iris.Client, payload: bytes, due_at_ns: int | None, tally
     load = tally.load
     now_ns = time.monotonic_ns()
     due_at_ns = now_ns if due_at_ns is None else due_at_ns
-    tally.left(due_at_ns, now_ns)
+    tally.count_sent(due_at_ns, now_ns)
     try:
         await client.request(load.target, payload, timeout=load.timeout, type=bytes)
-    except Exception as error:  # counted by its name, whatever it is
+    except Exception as error:  # any error is counted by its name
         tally.errors[type(error).__name__] += 1
         return False
-    tally.arrived(due_at_ns, now_ns)
+    tally.count_answered(due_at_ns, now_ns)
     return True
 
 
@@ -166,7 +166,7 @@ async def _open_loop(load: Load, clients: list[iris.Client], payload: bytes) -> 
                     task = loop.create_task(_ask(client, payload, due_at_ns, tally))
                     running.add(task)
                     task.add_done_callback(running.discard)
-        if running:  # each has its own timeout; a second more, for one that cannot keep it
+        if running:  # each has its own timeout; one second more in case one is late
             _, late = await asyncio.wait(running, timeout=load.timeout + 1)
             tally.errors[iris.RequestTimeout.__name__] += len(late)
     finally:
@@ -180,14 +180,14 @@ async def _closed_loop(load: Load, clients: list[iris.Client], payload: bytes) -
     tally = Tally(load)
     end_ns = tally.begin_ns + int(load.seconds * 1e9)
 
-    async def one_after_the_other(client: iris.Client) -> None:
+    async def request_in_turn(client: iris.Client) -> None:
         while time.monotonic_ns() < end_ns:
             if not await _ask(client, payload, None, tally):
-                await asyncio.sleep(PAUSE_S)  # what fails at once would fail without end
+                await asyncio.sleep(PAUSE_S)  # do not spin on requests that fail at once
 
     async with asyncio.TaskGroup() as group:
         for number in range(load.inflight):
-            group.create_task(one_after_the_other(clients[number % len(clients)]))
+            group.create_task(request_in_turn(clients[number % len(clients)]))
     return tally.outcome()
 
 
@@ -203,17 +203,17 @@ async def _cancel(tasks: set[asyncio.Task[bool]]) -> None:
 
 @contextlib.asynccontextmanager
 async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
-    """The subscriber is on a connection of its own, in this process: both times are of one clock."""
+    """Publish to a subscriber on a second connection of this process, so that one clock measures both times."""
     run_id = os.urandom(8)
     filler = bytes(load.size - STAMP.size)
-    probed, heard = asyncio.Event(), asyncio.Event()
+    probed, progress = asyncio.Event(), asyncio.Event()
     tally = Tally(load)
     expected = 0
 
-    def take(message: iris.Message) -> None:
+    def receive(message: iris.Message) -> None:
         nonlocal expected
         if len(message.payload) != load.size:
-            return  # somebody else's
+            return  # from another publisher
         run, number, due_at_ns, sent_at_ns = STAMP.unpack_from(message.payload)
         if run != run_id:
             return
@@ -223,12 +223,12 @@ async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
         if number < expected:
             tally.errors["OutOfOrder"] += 1
         expected = number + 1
-        tally.arrived(due_at_ns, sent_at_ns)
-        heard.set()
+        tally.count_answered(due_at_ns, sent_at_ns)
+        progress.set()
 
     def on_gap(gap: iris.Lost) -> None:
         tally.lost[gap.cause] += gap.count or 0
-        heard.set()
+        progress.set()
 
     async def send(client: iris.Client) -> None:
         assert load.rate is not None
@@ -244,7 +244,7 @@ async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
                     except iris.IrisError as error:
                         tally.not_sent[type(error).__name__] += 1
                     else:
-                        tally.left(due_at_ns, now_ns)
+                        tally.count_sent(due_at_ns, now_ns)
 
     async def run(client: iris.Client) -> Outcome:
         async with _within_time(tally):
@@ -252,8 +252,8 @@ async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(load.timeout):
                 while _open(tally) > 0:
-                    heard.clear()
-                    await heard.wait()
+                    progress.clear()
+                    await progress.wait()
         tally.lost["unaccounted for"] += max(0, _open(tally))
         tally.lost = +tally.lost
         return tally.outcome()
@@ -261,14 +261,14 @@ async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
     async with (
         _connect(load, relay) as receiver,
         _connect(load, relay) as sender,
-        receiver.subscribe(load.target, take, on_gap=on_gap),
+        receiver.subscribe(load.target, receive, on_gap=on_gap),
     ):
         await sender.publish(load.target, STAMP.pack(run_id, PROBE, 0, 0) + filler)
         try:
             async with asyncio.timeout(load.timeout):
                 await probed.wait()
         except TimeoutError:
-            detail = f"a publication did not come back within {load.timeout:g} s"
+            detail = f"the first publication was not delivered within {load.timeout:g} s"
             raise iris.RequestTimeout(load.target, detail) from None
         yield lambda: run(sender)
 
@@ -282,10 +282,10 @@ def _open(tally: Tally) -> int:
 
 @contextlib.asynccontextmanager
 async def _messages(load: Load, relay: str | None) -> AsyncIterator[Run]:
-    """Latency is until the member's acknowledgement, which it sends when it has the whole message.
+    """Send messages through a tunnel; latency ends with the acknowledgement, sent when the member has the whole message.
 
-    The return of `send` would say only that the bytes are on the way: with credit for a megabyte, it would measure this
-    process. A full echo would measure both directions at once. The acknowledgement is 8 bytes, in order, one a message.
+    The return of `send` shows only that the bytes were accepted: with credit for a megabyte, it would measure this
+    process. A full echo would measure both directions at once. Acknowledgements have 8 bytes, one per message, in order.
     """
     async with (
         _connect(load, relay) as client,
@@ -298,7 +298,7 @@ async def _messages(load: Load, relay: str | None) -> AsyncIterator[Run]:
         except (TimeoutError, iris.EndOfTunnel, iris.MessageTooLarge):
             first = b""
         if first != NUMBER.pack(PROBE):
-            detail = "its member acknowledges no messages; is it `iris bench serve`?"
+            detail = f"the member did not acknowledge the first message within {load.timeout:g} s; is it `iris bench serve`?"
             raise iris.RequestTimeout(load.target, detail)
         yield lambda: _stream(load, tunnel)
 
@@ -315,7 +315,7 @@ async def _stream(load: Load, tunnel: iris.Tunnel) -> Outcome:
             if number == PROBE or head != NUMBER.pack(number):
                 tally.errors["OutOfOrder"] += 1
                 return
-            tally.arrived(due_at_ns, sent_at_ns)
+            tally.count_answered(due_at_ns, sent_at_ns)
 
     async def send() -> None:
         assert load.rate is not None
@@ -330,9 +330,9 @@ async def _stream(load: Load, tunnel: iris.Tunnel) -> Outcome:
                         await tunnel.send(NUMBER.pack(number) + filler)
                         whole = True
                     finally:
-                        if not whole:  # cut off in the middle: the member discards it
+                        if not whole:  # interrupted: the member drops the incomplete message
                             waiting.pop()
-                    tally.left(due_at_ns, now_ns)
+                    tally.count_sent(due_at_ns, now_ns)
 
     receiving = asyncio.create_task(acknowledged())
     problem, ended = iris.RequestTimeout.__name__, False

@@ -1,4 +1,4 @@
-"""What a bench says at its end: figures of all processes together, as JSON or for people. Distributions, never an average."""
+"""The report of a bench: figures of all processes together, for people or as JSON. It has distributions, not averages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PERCENTILES: Final = {
     "p99.999": 10,
     "p99.9999": 1,
 }
-"""Name -> samples beyond it, of a million."""
+"""Percentile name -> samples beyond it, per million."""
 MIN_BEYOND: Final = 10
-"""A percentile with fewer samples beyond it says more about chance than about the system: it is left out."""
+"""Percentiles with fewer samples beyond them are left out: they would show chance, not the system."""
 KEPT_UP: Final = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one worker made of its share; `problem` says why there is no outcome."""
+    """Result of one worker; `problem` is the reason if there is no outcome."""
 
     worker: str
     host: str
@@ -38,7 +38,7 @@ class Part:
 
 
 class Report:
-    """The sum of all outcomes of one load."""
+    """Sum of all outcomes of one load."""
 
     def __init__(self, load: Load, outcomes: list[Outcome], parts: list[Part]) -> None:
         self.load = load
@@ -55,13 +55,13 @@ class Report:
         kept = sum((o.due - o.not_sent.get(BEHIND, 0)) / o.sending_s for o in outcomes)
         asked = sum(o.due / load.seconds for o in outcomes)
         self.behind = load.rate is not None and kept < KEPT_UP * asked
-        """It could not send at the rate that was asked for."""
+        """True if less than 99 % of the wanted rate could be sent."""
         self.uncorrected = samples.merge([o.uncorrected for o in outcomes])
         corrected = [o.corrected for o in outcomes if o.corrected is not None]
         self.corrected = None if load.rate is None else samples.merge(corrected)
 
     def document(self) -> dict[str, Any]:
-        """Return what `--json` prints. Latencies are in microseconds, `histogram` is HDR in nanoseconds, base64."""
+        """Return the document that `--json` prints. Latencies are in microseconds; `histogram` is HDR in nanoseconds, base64."""
         load = self.load
         return {
             "verb": load.verb,
@@ -89,7 +89,7 @@ class Report:
         }
 
     def show(self) -> None:
-        """Print it for people."""
+        """Print the report for people."""
         from rich.table import Table
 
         load = self.load
@@ -104,7 +104,7 @@ class Report:
             f"{load.verb} {load.target}: {pace}, {load.size:,} bytes, {load.seconds:g} s{connections}{each}"
         )
         done = {"request": "answered", "publish": "delivered", "tunnel": "acknowledged"}[load.verb]
-        asked = "" if load.rate is None else f"asked for {load.rate:,.1f}/s, "
+        asked = "" if load.rate is None else f"wanted {load.rate:,.1f}/s, "
         write(
             f"  {asked}sent {self.sent_rate:,.1f}/s, {done} {self.answered_rate:,.1f}/s"
             f" ({self.answered_rate * load.size / 1e6:,.3f} MB/s)"
@@ -123,10 +123,10 @@ class Report:
             write(f"  worker {_worker_line(part, done)}")
         if load.rate is None:
             write(
-                "  closed loop: a slow answer holds back the next request, so waiting is counted once only"
+                "  closed loop: a slow answer delays the next request, so the time spent waiting is counted once only"
             )
         elif self.errors or self.not_sent or self.lost:
-            write(f"  latencies are of what was {done} only")
+            write(f"  latencies count {done} messages only")
         output.write("".join(f"{printable(line)}\n" for line in lines).encode())
         if not self.answered:
             return
@@ -146,10 +146,10 @@ class Report:
     def _why_behind(self) -> str:
         what = {
             "request": "this generator could not send at that rate",
-            "publish": "this generator, or a full write buffer, could not keep that rate",
-            "tunnel": "this generator, or the tunnel's credit, could not keep that rate",
+            "publish": "this generator, or a full write buffer, could not keep up with that rate",
+            "tunnel": "this generator, or the tunnel's credit, could not keep up with that rate",
         }[self.load.verb]
-        late = f"the latest message left {self.latest_ms:,.1f} ms after it was due"
+        late = f"the latest message was sent {self.latest_ms:,.1f} ms after it was due"
         return f"FELL BEHIND: {what}; {late}. Lower --rate, or add --workers."
 
 
@@ -161,7 +161,7 @@ def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _percentiles(histogram: Any) -> dict[str, float]:
-    """Return microseconds by name: percentiles with enough samples beyond them, and the maximum."""
+    """Return percentile name -> microseconds, for those with enough samples beyond them, and the maximum."""
     count = histogram.get_total_count()
     found = {
         name: histogram.get_value_at_percentile(100 - beyond / 10_000) / 1000

@@ -1,4 +1,4 @@
-"""Latency samples: collected in bounded memory, kept and merged as HDR histograms. The only module that needs hdrhistogram."""
+"""Latency samples, collected in bounded memory and merged as HDR histograms. Only this module needs hdrhistogram."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]  # it sh
 LONGEST_NS: Final = 2 * 3600 * 10**9
 _DIGITS: Final = 3
 _BITS: Final = 11
-"""A histogram of three digits tells values apart by their first 11 bits."""
+"""A histogram of three digits distinguishes values by their first 11 bits."""
 _HEADER: Final = 8
 _MAX_DECODED: Final = 1 << 20
 
 
 class Samples:
-    """Counts by value, rounded as the histogram will: 0.3 µs a sample, where `record_value` takes ten times as long."""
+    """Sample counts by value, rounded as the histogram rounds: 0.3 µs a sample, a tenth of `record_value`."""
 
     __slots__ = ("_counts",)
 
@@ -42,12 +42,12 @@ class Samples:
 
 
 def new() -> Any:
-    """Return an empty histogram, of the kind that all are here."""
+    """Return an empty histogram: 1 ns to 2 hours, three digits."""
     return HdrHistogram(1, LONGEST_NS, _DIGITS)
 
 
 def merge(encoded: list[str]) -> Any:
-    """Return the sum of encoded histograms; raises ValueError if one of them, perhaps another host's, is none of ours."""
+    """Return the sum of encoded histograms; raises ValueError for one, perhaps of another host, that `new` did not make."""
     total = new()
     for text in encoded:
         try:
@@ -55,11 +55,11 @@ def merge(encoded: list[str]) -> Any:
             packed = base64.b64decode(text, validate=True)[_HEADER:]
             unpacker.decompress(packed, _MAX_DECODED)
             if not unpacker.eof:
-                raise ValueError("too large")
+                raise ValueError(f"it is larger than {_MAX_DECODED} bytes")
             other = HdrHistogram.decode(text.encode())
             if (other.lowest_trackable_value, other.highest_trackable_value) != (1, LONGEST_NS):
-                raise ValueError("of another range")
+                raise ValueError(f"its range is not 1 to {LONGEST_NS} ns")
             total.add(other)
-        except Exception as error:  # whatever hdrh raises, of its own classes and of zlib's
-            raise ValueError(f"not a latency histogram: {error}") from error
+        except Exception as error:  # hdrh and zlib raise classes of their own
+            raise ValueError(f"a latency histogram is invalid: {error}") from error
     return total

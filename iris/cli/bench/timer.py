@@ -1,4 +1,4 @@
-"""Waking at an exact time: event loops round to a millisecond, which would be counted as latency."""
+"""Wake at an exact time. Event loops round to a millisecond, which would count as latency."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, Final, Self
 
 _TFD_TIMER_ABSTIME: Final = 1
 COARSEST_NS: Final = 100_000
-"""Above 10,000 messages/s those of this long are sent together, up to so late."""
+"""Above 10,000 messages/s, messages due within this time are sent together, late by at most this much."""
 BATCH: Final = 256
-"""Messages that are sent in a row when it is late, before answers are looked at."""
+"""When sending is late: messages sent in a row before answers are handled."""
 GRACE_NS: Final = 1_000_000_000
-"""How long after the end messages that were due before it may still be sent."""
+"""Time after the end in which messages that were due before it may still be sent."""
 
 
 class _TimerSpec(ctypes.Structure):
@@ -26,7 +26,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Timer:
-    """Sleeps until a time of CLOCK_MONOTONIC: with timerfd(2) to some 50 µs, elsewhere as the event loop does."""
+    """Sleep until a time of CLOCK_MONOTONIC, to some 50 µs with timerfd(2); elsewhere as exactly as the event loop can."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -50,7 +50,7 @@ class Timer:
             os.close(self._descriptor)
 
     async def until(self, at_ns: int) -> None:
-        """Return at that time; at once, but after the others' turn, if it is past."""
+        """Return at `at_ns`; if that is past, after one turn of the event loop."""
         left_ns = at_ns - time.monotonic_ns()
         if left_ns <= 0:
             await asyncio.sleep(0)
@@ -71,14 +71,14 @@ class Timer:
 
 
 def due_ns(number: int, rate: float) -> int:
-    """Return when message `number` is due, from the begin on."""
+    """Return when message `number` is due, in nanoseconds from the start."""
     return int(number * 1e9 / rate)
 
 
 async def batches(rate: float, count: int, begin_ns: int) -> AsyncGenerator[range, None]:
-    """Iterate over the numbers of messages as they become due, never before; several at once if it is late.
+    """Iterate over ranges of message numbers as they become due, never before; several numbers at once if sending is late.
 
-    Ends early, with messages left over, when it is still behind GRACE_NS after the last was due.
+    Stops with messages left over if it is still behind GRACE_NS after the last was due.
     """
     end_ns = begin_ns + due_ns(count, rate) + GRACE_NS
     sent = 0

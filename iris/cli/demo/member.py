@@ -1,4 +1,4 @@
-"""A member of the cluster `delays`: what the demo's member processes serve with `iris run iris.cli.demo.member`."""
+"""The service of the demo's member processes: cluster `delays`, started with `iris run iris.cli.demo.member`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from iris.cli.demo.data import Tally
 
 CLUSTER: Final = "delays"
 READ_ROWS: Final = 40
-"""Rows that the slow reader of tunnels takes before it pauses."""
+"""Rows that the slow reader of a tunnel reads before each pause."""
 READ_PAUSE_S: Final = 0.01
 
 
 class Question(msgspec.Struct):
-    """How late do flights of this carrier leave from there?"""
+    """Ask for the delays of one carrier's flights from one airport."""
 
     origin: str
     carrier: str
 
 
 class Delay(msgspec.Struct):
-    """What a member has heard so far."""
+    """Flights with a known delay that a member has received, and the sum of their delays in minutes."""
 
     flights: int
     minutes: int
 
 
 class Count(msgspec.Struct):
-    """A member's account. `missed` counts publications that it was told it had lost."""
+    """Counts of a member. `missed` is the number of publications that were reported to it as lost."""
 
     pid: int
     rows: int
@@ -43,40 +43,40 @@ class Count(msgspec.Struct):
 
 
 service = iris.Service(CLUSTER)
-_heard: Final = Tally()
+_received: Final = Tally()
 _count: Final = Count(os.getpid(), 0, 0, 0, 0, 0)
 
 
 @service.on_publish("flights.>")
-def hear(flight: bytes) -> None:
-    """Remember the delay of one flight."""
-    _heard.add_delay(flight)
+def on_flight(flight: bytes) -> None:
+    """Add the delay of one flight."""
+    _received.add_delay(flight)
 
 
 @service.on_gap
-def miss(loss: iris.Lost) -> None:
-    """Admit what was lost."""
+def on_gap(loss: iris.Lost) -> None:
+    """Count lost publications."""
     _count.missed += loss.count or 1
 
 
 @service.on_request
 def delay(question: Question) -> Delay:
-    """Answer from what was heard."""
+    """Answer from the flights received so far."""
     _count.answered += 1
-    flights, minutes = _heard.departures.get((question.origin, question.carrier), (0, 0))
+    flights, minutes = _received.departures.get((question.origin, question.carrier), (0, 0))
     return Delay(flights, minutes)
 
 
 @service.on_survey
 def count(_: bytes) -> Count:
-    """Give the account so far."""
-    _count.rows, _count.checksum = _heard.rows, _heard.checksum
+    """Return the counts so far."""
+    _count.rows, _count.checksum = _received.rows, _received.checksum
     return _count
 
 
 @service.on_tunnel
 async def read_slowly(tunnel: iris.Tunnel) -> None:
-    """Say who reads, read rows at a slow pace, and say at the end what they came to."""
+    """Send this member's counts, read rows slowly, and send the totals at the end."""
     _count.tunnel_rows = 0
     await tunnel.send(msgspec.json.encode(_count))
     tally = Tally()

@@ -1,4 +1,4 @@
-"""A relay and members of their own, in processes and a directory that are gone afterwards."""
+"""A relay and members in processes of their own, with a temporary directory; all are removed at the end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from iris import keyfiles
 from iris.errors import IrisError, RelayUnavailable
 
 START_S: Final = 20.0
-"""Until a process that was started answers; a busy machine takes its time."""
+"""Time for a started process to answer, on a busy machine, too."""
 STOP_S: Final = 5.0
 
 
 class Sandbox:
-    """A temporary directory with keys, and the processes that find them there. A context manager."""
+    """A temporary directory with keys, and the processes that use them; a context manager."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="iris-demo-")
@@ -33,7 +33,7 @@ class Sandbox:
         self.keyring, _ = keyfiles.create_keys(root / "config")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._log = root / "log"
-        # Nothing of the user's own settings: a relay of another name, other keys, a supervisor's notification socket.
+        # Without the user's own settings: another relay, other keys, a supervisor's notification socket.
         self._environ = {
             name: value
             for name, value in os.environ.items()
@@ -63,7 +63,7 @@ class Sandbox:
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, until - time.monotonic()))
-        finally:  # also when Ctrl-C comes once more
+        finally:  # also after a second Ctrl-C
             for process in running:
                 process.kill()
                 process.wait()
@@ -78,7 +78,7 @@ class Sandbox:
                 stdout=log,
                 stderr=log,
                 env=self._environ,
-                start_new_session=True,  # Ctrl-C is for the demo, which stops them in order
+                start_new_session=True,  # so that Ctrl-C reaches only the demo, which stops them in order
             )
         self.processes[process.pid] = process
         return process.pid
@@ -89,7 +89,7 @@ class Sandbox:
         return iris.connect(keyring=self.keyring, config=config)
 
     async def relay_up(self) -> None:
-        """Return when the relay answers; raises IrisError with its last words if it does not."""
+        """Return when the relay answers; raises IrisError with the end of its log if it does not."""
         until = time.monotonic() + START_S
         while True:
             self.check_alive()
@@ -104,13 +104,15 @@ class Sandbox:
             await asyncio.sleep(0.02)
 
     def check_alive(self) -> None:
-        """Raise IrisError with the last words of a process that ended by itself."""
+        """Raise IrisError with the end of the log if a process has ended by itself."""
         for process in self.processes.values():
             code = process.poll()
             if code is not None and code != -signal.SIGKILL:
                 last = self._log.read_text(errors="replace")[-2000:]
-                raise IrisError(f"process {process.pid} ended with code {code}: {last}")
+                raise IrisError(
+                    f"the demo's process {process.pid} ended with exit code {code}; the end of its log: {last}"
+                )
 
     def signal(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal to one of our processes."""
+        """Send a signal to one of the processes."""
         self.processes[pid].send_signal(number)

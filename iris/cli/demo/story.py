@@ -1,4 +1,4 @@
-"""What happens in the demo: publish, ask, survey and stream at once, kill a member, ask for the result."""
+"""The course of the demo: publish, request, survey and stream at once, kill a member, request the result."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MEMBERS: Final = 3
 RATE: Final = 16_000
 """Flights published per second: a year in 21 seconds."""
 MAX_AHEAD: Final = 50_000
-"""Flights that the dashboard may be behind before the publisher waits for it."""
+"""Flights that the dashboard may be behind before the publisher waits."""
 ASKERS: Final = 16
 ASK_PAUSE_S: Final = 0.01
 ANSWER_S: Final = 5.0
 CARRIER: Final = "B6"
 KILL_AT: Final = 0.4
-"""Share of the flights after which a member is killed."""
+"""Share of the flights that are published before a member is killed."""
 SETTLE_S: Final = 20.0
 LIMIT_S: Final = 150.0
 
 
-async def tell(source: Path, figures: Figures, screen: Screen) -> None:
-    """Run the whole story. What goes wrong in it is in the figures; what keeps it from running raises IrisError.
+async def play(source: Path, figures: Figures, screen: Screen) -> None:
+    """Run the demo. Failures of messages are counted in `figures`; what prevents the demo from running raises IrisError.
 
-    Cancelled, or ended by an error, it leaves no process and no file behind.
+    No process and no file is left behind, also after an error or a cancellation.
     """
     with Sandbox() as sandbox:
         screen.note("starting a relay and three members of the cluster delays")
@@ -77,14 +77,14 @@ async def _members_up(sandbox: Sandbox, caller: iris.Client) -> None:
 
 
 def _first(error: Exception) -> Exception:
-    """Return the error that ended a task group: the others only heard of it."""
+    """Return the error that ended a task group; the others follow from it."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 class Script:
-    """What is going to be sent, worked out before the clock ticks."""
+    """The messages to send, prepared before the clock starts."""
 
     def __init__(self, rows: list[bytes]) -> None:
         self.rows = rows
@@ -96,7 +96,7 @@ class Script:
 
 
 class Story:
-    """The actors, which share figures."""
+    """The tasks of the demo, which share `figures`."""
 
     def __init__(
         self, figures: Figures, sandbox: Sandbox, caller: iris.Client, script: Script
@@ -109,16 +109,16 @@ class Story:
         self._reader_known = asyncio.Event()
 
     def received(self, message: iris.Message) -> None:
-        """Take what the dashboard subscribed to."""
+        """Count a flight that the dashboard received."""
         self._figures.dashboard.add(message.payload)
 
     def missed(self, loss: iris.Lost) -> None:
-        """Hear of a gap in it."""
+        """Count a loss that was reported to the dashboard."""
         self._figures.missed += loss.count or 1
 
     async def run(self, publisher: iris.Client, screen: Screen) -> None:
-        """Play all parts at once, then see what came of it."""
-        screen.note("publishing, asking, streaming")
+        """Run all tasks at once, then wait for the results."""
+        screen.note("publishing, requesting, streaming")
         async with asyncio.TaskGroup() as always:
             watching = [
                 always.create_task(self._show(screen)),
@@ -131,7 +131,7 @@ class Story:
                 acts.create_task(self._publish(publisher))
                 acts.create_task(self._stream())
                 acts.create_task(self._kill(screen))
-            screen.note("waiting until everybody has heard everything")
+            screen.note("waiting until every receiver has every flight")
             askers.set()
             await self._settle()
             for route in self._script.routes:
@@ -164,7 +164,7 @@ class Story:
         await publisher.flush()
 
     async def _ask(self, first: int, stop: asyncio.Event) -> None:
-        """Ask for one route's delay after the other."""
+        """Request the delays of one route after the other."""
         for number in itertools.count(first):
             if stop.is_set():
                 return
@@ -174,7 +174,7 @@ class Story:
             await asyncio.sleep(ASK_PAUSE_S)
 
     async def _answer(self, route: Route) -> Delay:
-        """Ask until there is an answer. To ask twice does no harm, so a lost member is no reason to give up."""
+        """Repeat a request until it is answered. The request is idempotent, so it may run twice when a member is lost."""
         figures = self._figures
         figures.asked += 1
         again = False
@@ -184,7 +184,7 @@ class Story:
                     CLUSTER, Question(*route), timeout=ANSWER_S, idempotent=again, type=Delay
                 )
             except iris.ConnectionLost:
-                figures.told_after.append(time.monotonic() - figures.killed_at)
+                figures.reported_after.append(time.monotonic() - figures.killed_at)
             except (iris.NoMembers, iris.Overloaded):
                 figures.refused += 1
                 await asyncio.sleep(ASK_PAUSE_S)
@@ -211,7 +211,7 @@ class Story:
             figures.read = msgspec.json.decode(await tunnel.recv(), type=tuple[int, int])
 
     async def _kill(self, screen: Screen) -> None:
-        """Kill a member that holds requests: it is stopped first, so that some are surely in its hands."""
+        """Kill a member with requests in flight. It is stopped first, so that there are some."""
         figures = self._figures
         await self._time_to_kill.wait()
         await self._reader_known.wait()
@@ -237,22 +237,22 @@ class Story:
             await asyncio.sleep(1.0)
 
     async def _survey(self) -> None:
-        """Ask all members for their counts. One that is killed meanwhile is missing in the answers."""
+        """Survey all members for their counts. A member that is killed meanwhile does not answer."""
         async for count in self._caller.survey(CLUSTER, b"", timeout=ANSWER_S, type=Count):
             member = self._figures.members[count.pid]
             member.rows, member.checksum = count.rows, count.checksum
             member.missed, member.answered = count.missed, count.answered
 
     async def _settle(self) -> None:
-        """Return when everybody who is left has heard of all flights, or nothing more comes in time."""
+        """Return when every remaining receiver has all flights or a report of their loss, or after SETTLE_S."""
         figures = self._figures
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
             await self._survey()
-            heard = [
+            received = [
                 figures.dashboard.rows + figures.missed,
                 *(member.rows + member.missed for member in figures.survivors),
             ]
-            if all(rows >= figures.published for rows in heard):
+            if all(rows >= figures.published for rows in received):
                 return
             await asyncio.sleep(0.05)

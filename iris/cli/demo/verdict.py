@@ -1,4 +1,4 @@
-"""The summary: every figure beside what the file says."""
+"""The summary: every figure compared with the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from iris.cli.demo.figures import Figures, percentile
 
 
 def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
-    """Return the lines of the summary, and whether everything agrees and nothing was lost."""
+    """Return the lines of the summary, and True if all figures agree and nothing was lost."""
     checks = [
         (figures.finished, "the demo ran to its end"),
         _rows("dashboard", figures.dashboard.rows, figures.dashboard.checksum, truth.all),
@@ -17,7 +17,7 @@ def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
         ),
         _rows(
             f"tunnel with {figures.carrier}", *figures.read, truth.by_carrier.get(figures.carrier, Tally()),
-            f"; its slow reader held the sender back for {figures.held_back:.1f} s",
+            f"; the sender waited {figures.held_back:.1f} s for its slow reader",
         ),
         _averages(figures, truth),
         _requests(figures),
@@ -27,7 +27,7 @@ def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
     lines = ["", *(f"{'ok  ' if ok else 'FAIL'}  {text}" for ok, text in checks)]
     if figures.dropped:
         causes = ", ".join(f"{count:,} {cause}" for cause, count in figures.dropped.items())
-        lines.append(f"      the relay dropped, for the member that was killed: {causes}")
+        lines.append(f"      the relay dropped, for the killed member: {causes}")
     lines.append(
         f"{'ok  ' if agrees else 'FAIL'}  sent {figures.published + figures.asked:,}, refused {figures.refused:,}, "
         f"received {figures.dashboard.rows + figures.answered:,}, lost {figures.lost:,}"
@@ -37,17 +37,17 @@ def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
 
 def _rows(who: str, rows: int, checksum: int, truth: Tally, more: str = "") -> tuple[bool, str]:
     agrees = (rows, checksum) == (truth.rows, truth.checksum)
-    there = (
+    compared = (
         "as in the file"
         if agrees
         else f"but the file has {truth.rows:,}, checksum {truth.checksum:016x}"
     )
-    return agrees, f"{who}: {rows:,} flights, checksum {checksum:016x}, {there}{more}"
+    return agrees, f"{who}: {rows:,} flights, checksum {checksum:016x}, {compared}{more}"
 
 
 def _averages(figures: Figures, truth: Truth) -> tuple[bool, str]:
     wanted = truth.all.departures
-    # A route whose flights were all cancelled has no delay, and the members say so.
+    # A route whose flights were all cancelled has no delay; members answer with 0 departures.
     given = {route: answer for route, answer in figures.averages.items() if answer[0]}
     wrong = [
         route for route in wanted.keys() | given.keys() if wanted.get(route) != given.get(route)
@@ -73,8 +73,8 @@ def _requests(figures: Figures) -> tuple[bool, str]:
 
 
 def _kill(figures: Figures, pid: int) -> tuple[bool, str]:
-    told = figures.told_after
-    return bool(told), (
-        f"member {pid} was killed with {len(told)} requests in its hands: the callers were told within "
-        f"{1e3 * max(told, default=0.0):.1f} ms and asked again"
+    reported = figures.reported_after
+    return bool(reported), (
+        f"member {pid} was killed with {len(reported)} requests in flight; their callers got an error within "
+        f"{1e3 * max(reported, default=0.0):.1f} ms and sent them again"
     )
