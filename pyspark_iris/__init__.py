@@ -1,4 +1,7 @@
-"""The name by which Spark finds the format "iris" by itself: it looks for modules called `pyspark_…` when a session first needs a format."""
+"""Lets Spark find the format "iris" by itself.
+
+When a session first needs a format, Spark looks for modules called `pyspark_…`.
+"""
 
 from __future__ import annotations
 

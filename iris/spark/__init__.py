@@ -1,12 +1,12 @@
-"""Spark as a member of a cluster: the format "iris", for `spark.read`, `readStream`, `write` and `writeStream`.
+"""The Spark format "iris", for `spark.read`, `readStream`, `write` and `writeStream`.
 
     import iris.spark
 
     iris.spark.register(spark)
     rows = spark.readStream.format("iris").option("subscribe", "flights.>").option("groupId", "pipeline").load()
 
-The job proves that it holds the key of what it reads, as every member does, and its executors open the rows with their own keyring
-file: `docs/spark.md` says how they get it. Needs the extra: `pip install 'iris-messaging[spark]'`.
+Like every member, the job proves that it holds the key of what it reads. Its executors open the rows with their own
+keyring file; `docs/spark.md` says how they get it. Install with the extra: `pip install 'iris-messaging[spark]'`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format "iris" known to a session. Again does no harm."""
+    """Register the format "iris" with a session. Idempotent."""
     spark.dataSource.register(IrisSource)
 
 
@@ -48,14 +48,14 @@ class IrisSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return what `format()` is given."""
+        """Return the name for `format()`."""
         return "iris"
 
     def schema(self) -> StructType:
         """Return the columns of a read. Raises SparkError."""
         from iris.spark.schema import source_schema
 
-        # Which of the two it is for is not said here, and the columns are the same.
+        # Spark does not say here whether it is a batch or a streaming read; the columns are the same.
         try:
             return source_schema(self._source(streaming=None))
         except IrisError as err:

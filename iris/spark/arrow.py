@@ -1,6 +1,7 @@
-"""Rows as Arrow: an opened bundle's columns are Arrow arrays where they lie, and what is the same for all its rows is repeated in C.
+"""Converts between bundles and Arrow rows. The columns of an opened bundle become Arrow arrays without a copy.
 
-No Python loop runs over rows, but where rows ask for one: headers (each a MessagePack map of its own), and `valueSchema`.
+Values that are the same for all rows of a bundle are repeated in C. No Python loop runs over rows, except for headers
+(each a MessagePack map of its own) and for `valueSchema`.
 """
 
 from __future__ import annotations
@@ -37,34 +38,35 @@ from iris.spark.schema import value_schema
 from iris.wire.kinds import Kind
 
 CREATE_TIME: Final = 0
-"""Kafka's timestampType: when the sender sent it, by the sender's clock."""
+"""Kafka's timestampType for the time of sending, by the sender's clock."""
 MAX_US: Final = 253_402_300_799_999_999
-"""The end of the year 9999, which is Spark's."""
+"""The end of the year 9999, Spark's latest timestamp, in µs since 1970."""
 BATCH_BYTES: Final = 4 << 20
 BATCH_ROWS: Final = 1 << 16
+"""Size of a record batch, about: more bundles begin another batch."""
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 class Opened(Struct, frozen=True, gc=False):
-    """A record that was opened: `plain` is its bundle of `count` messages, `skip` and `rows` choose those that are wanted."""
+    """An opened record: `plain` is its bundle of `count` messages; `rows` of them after `skip` are wanted."""
 
     plain: bytes
     count: int
     skip: int
     rows: int
     offset: int
-    """Of the first message that is wanted."""
+    """Offset of the first wanted message."""
     kind: int
     name: str
     sender: bytes
     sequence: int
-    """Of the first message that is wanted."""
+    """The sender's sequence number of the first wanted message."""
     sent_us: int
     tombstone: bool
 
 
 class RowBuilder:
-    """Makes record batches of the columns that a source with these options has."""
+    """Builds record batches with the columns of a source."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -72,10 +74,10 @@ class RowBuilder:
         self._values = _ValueDecoder(options) if options.value_schema else None
 
     def batches(self, opened: Sequence[Opened]) -> Iterator[pa.RecordBatch]:
-        """Yield batches of the rows of these bundles, in order, each about 4 MiB or 65,536 rows at most.
+        """Yield the rows of the bundles in order, in batches of at most about 4 MiB or 65,536 rows.
 
         Raises:
-            DecodeError: columns of a bundle do not add up.
+            DecodeError: the columns of a bundle are inconsistent.
             SparkError: a value does not fit, in `valueMode=failfast`.
         """
         group: list[Opened] = []
@@ -143,10 +145,10 @@ class RowBuilder:
 
 
 def bundle_arrays(one: Opened) -> tuple[pa.Array, pa.Array, list[Headers | None] | None]:
-    """Return (payloads, keys, headers) of the messages that are wanted: payloads and keys lie where the bundle was opened to.
+    """Return (payloads, keys, headers) of the wanted messages; payloads and keys point into the bundle, uncopied.
 
     Raises:
-        DecodeError: the columns do not add up.
+        DecodeError: the columns are inconsistent.
     """
     plain = expanded(one.plain)
     found = find_columns(plain)
@@ -208,7 +210,7 @@ def _header_array(headers: list[Headers | None] | None, rows: int) -> pa.Array:
 
 
 def _timestamp_us(name: str, text: str) -> int:
-    """µs since 1970 of a header: ISO 8601, in UTC unless it says otherwise, or whole milliseconds."""
+    """Return a header's time in µs since 1970. It is ISO 8601 (UTC without an offset) or whole milliseconds."""
     try:
         if text.isascii() and text.lstrip("-").isdecimal():
             time_us = int(text) * 1000
@@ -227,7 +229,7 @@ def _timestamp_us(name: str, text: str) -> int:
 
 
 class _ValueDecoder:
-    """Decodes values to the columns of `valueSchema`."""
+    """Decodes values into the columns of `valueSchema`."""
 
     def __init__(self, options: SourceOptions) -> None:
         schema = value_schema(options)
@@ -237,7 +239,7 @@ class _ValueDecoder:
         self._decode: Callable[[bytes], Any] = (msgspec.json if json else msgspec.msgpack).decode
 
     def columns(self, values: pa.Array) -> list[pa.Array]:
-        """Return one array for each column, and last the values that did not fit."""
+        """Return one array per column, and last the values that did not fit the schema."""
         raw = values.to_pylist()
         rows: list[Any] = []
         for value in raw:
@@ -264,7 +266,7 @@ class _ValueDecoder:
         return [*columns, pa.array(corrupt, pa.binary())]
 
     def _singly(self, rows: list[Any]) -> list[pa.Array]:
-        """Find the rows that do not fit the types; they become None in `rows`."""
+        """Build the columns row by row, setting rows that do not fit the types to None in `rows`."""
         for index, row in enumerate(rows):
             if row is None:
                 continue
@@ -288,7 +290,10 @@ class _ValueDecoder:
 
 
 def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Headers | None] | None) -> Iterator[tuple[bytes, int]]:  # fmt: skip
-    """Yield (plain text, count) of the bundles of these rows, cut as by `BundleBuilder`; values and keys are binary arrays without nulls."""
+    """Yield the rows as (bundle, message count), split as `BundleBuilder` does.
+
+    Values and keys are binary arrays without nulls.
+    """
     rows = len(values)
     starts, data = _buffers(values)
     weights = starts - starts[0] + MESSAGE_BYTES * np.arange(rows + 1)
@@ -318,7 +323,7 @@ def encode_bundles(values: pa.Array, keys: pa.Array | None, headers: list[Header
 
 
 def _buffers(array: pa.Array) -> tuple[Any, memoryview]:
-    """Return (offsets into the bytes as int64, one more than rows; the bytes)."""
+    """Return (offsets into the bytes as int64, one more than there are rows; the bytes)."""
     _, offsets, values = array.buffers()
     ends = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
     return ends.astype(np.int64), memoryview(values) if values is not None else memoryview(b"")

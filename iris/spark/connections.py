@@ -1,7 +1,7 @@
-"""Connections of this process to its relay: one for each way there, kept between tasks, dropped on any error.
+"""Connections of this process to its relay, one for each `Access`; kept between tasks and dropped on any error.
 
-Spark's Python workers run one task after another, so what the first one opened serves the next. A worker is forked from a daemon
-that imported us: a connection belongs to the process that made it.
+A Python worker of Spark runs one task after another, so the connection that one task opened serves the next. Workers
+are forked from a daemon that has imported this module, so a connection belongs to the process that made it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from iris.spark.errors import TIMEOUT, to_spark_error
 from iris.spark.options import Access
 
 MAX_CONNECTIONS: Final = 16
-"""Ways to a relay that one process keeps open; beyond it the one that was used longest ago is closed."""
+"""Connections that one process keeps open; beyond this the least recently used one is closed."""
 LABEL: Final = "spark"
 CONNECT_S: Final = 10.0
-"""How long a relay that takes no connections is waited for: one that restarts is back by then."""
+"""Seconds to wait for a relay that accepts no connections; a relay that restarts is back by then."""
 PAUSE_S: Final = 0.2
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _ConnectionKey = tuple[int, Access, int]
-"""Process, way, and when the key file was written: a rotated key is taken up by the next task."""
+"""(process id, access, modification time of the key files). With the time, the next task uses a rotated key."""
 _connections: dict[_ConnectionKey, Connection] = {}
 
 
 class Connection:
-    """A client for threads."""
+    """A client for use from threads."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -55,15 +55,15 @@ class Connection:
         self._blocking = blocking.Client(self.client)
 
     def call(self, work: Callable[[Client], Coroutine[Any, Any, T]], *, writing: bool = False) -> T:
-        """Return what `work(client)` returns; raises SparkError, and then this connection is used no more."""
+        """Return the result of `work(client)`. Raises SparkError, and then this connection is not used again."""
         return self.result(self.start(work), writing=writing)
 
     def start(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Begin a call, for `result`."""
+        """Start `work(client)`; pass the future to `result`."""
         return self._blocking.start(work)
 
     def result(self, future: Future[T], *, writing: bool = False) -> T:
-        """Wait for what `start` began; raises as `call`."""
+        """Wait for a future of `start` and return its result. Raises as `call`."""
         try:
             return future.result()
         except (IrisError, TimeoutError, OSError) as err:
@@ -75,7 +75,7 @@ class Connection:
             raise
 
     def drop(self) -> None:
-        """Close it: the next task opens another. Idempotent."""
+        """Close the connection and forget it, so that the next task opens another. Idempotent."""
         with _lock:
             for key, connection in list(_connections.items()):
                 if connection is self:
@@ -88,7 +88,10 @@ class Connection:
 
 
 def connection(access: Access) -> Connection:
-    """Return this process's connection; raises SparkError if the relay or the keys cannot be reached. Waits for a relay that restarts."""
+    """Return this process's connection, waiting up to 10 s for a relay that restarts.
+
+    Raises SparkError if the relay cannot be reached or the keys cannot be read.
+    """
     key = (os.getpid(), access, _key_files_written_ns(access))
     with _lock:
         found = _connections.pop(key, None)
@@ -108,7 +111,7 @@ def connection(access: Access) -> Connection:
     surplus: list[Connection] = []
     with _lock:
         for other in [key for key in _connections if key[0] != os.getpid()]:
-            del _connections[other]  # the parent's, whose threads are not here
+            del _connections[other]  # inherited by fork: its threads run only in the parent
         found = _connections.setdefault(key, made)
         if found is not made:
             surplus.append(made)
@@ -120,9 +123,9 @@ def connection(access: Access) -> Connection:
 
 
 async def wait_for_stream(find: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """Return what `find()` returns, which asks for a stream; again while no store is known to hold it: one that restarts comes back.
+    """Return the result of `find()`, which looks up a stream; retry for `patience_s` while no store holds it.
 
-    A client that has not seen the stream before does not wait for it by itself.
+    A store that restarts comes back, but a client that has not found the stream before does not wait by itself.
     """
     until_s = time.monotonic() + patience_s
     while True:
@@ -136,7 +139,7 @@ async def wait_for_stream(find: Callable[[], Awaitable[T]], patience_s: float) -
 
 @atexit.register
 def close_all() -> None:
-    """Leave every relay, as the process ends."""
+    """Close this process's connections when it ends."""
     with _lock:
         mine = [made for (pid, *_), made in _connections.items() if pid == os.getpid()]
         _connections.clear()
@@ -150,6 +153,6 @@ def _key_files_written_ns(access: Access) -> int:
         access.keyring_file or config_directory(os.environ) / KEYRING_FILE,
         access.access_file,
     ):
-        with contextlib.suppress(OSError):  # opening it says what is wrong
+        with contextlib.suppress(OSError):  # opening the file later reports the error
             written += os.stat(path).st_mtime_ns if path else 0
     return written

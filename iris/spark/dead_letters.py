@@ -1,8 +1,8 @@
-"""Rows that do not parse, out of the way and kept: `with_dead_letter` returns the others.
+"""Sends rows that do not parse to a topic or stream of dead letters, so that a query goes on with the others.
 
     good = with_dead_letter(rows, json.loads, schema="id INT, total DOUBLE", topic="unreadable.orders")
 
-It is a step of the plan, so the input is read once, and whatever follows is as without it: any sink, any output mode, state.
+It is a step of the query plan: the input is read once, and any sink, output mode and state may follow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PARSED: Final = "parsed"
 REASON: Final = "reason"
-"""Why, in a header of a dead letter; TOPIC and OFFSET say where the row came from, if the frame does."""
+"""Header of a dead letter that says why. TOPIC and OFFSET say where the row came from, if the frame has the columns."""
 TOPIC: Final = "topic"
 OFFSET: Final = "offset"
 REASON_CHARACTERS: Final = 200
@@ -39,27 +39,33 @@ def with_dead_letter(
     df: DataFrame, parse: Parse | None = None, *, topic: str = "", stream: str = "", schema: StructType | str | None = None,
     options: Mapping[str, str] | None = None,
 ) -> DataFrame:  # fmt: skip
-    """Return the rows that parse; the others go to a topic or stream, as they came, with headers that say why.
+    """Return the rows that parse. The other rows are sent unchanged to a topic or stream, with headers that say why.
 
     `parse` is one of three:
 
-    * with `schema`, a Python function of the value (bytes) that returns a dict. It runs in the executors. A row is dead if it raises
-      or returns None, or if what it returns does not fit the schema.
-    * without, a function from the column `value` to another. A row is dead where that is null, or is a struct in which all fields are
-      null, or its field `_corrupt_record` is not: which is how `from_json` says it.
-    * None: `df` is of a source with `valueSchema`, which has parsed. A row is dead where `_corrupt_value` is not null.
+    * With `schema`: a Python function that takes the value (bytes) and returns a dict. It runs in the executors. A
+    row is
+      dead if the function raises or returns None, or if its result does not fit the schema.
+    * Without `schema`: a function from the column `value` to another column. A row is dead if the result is null,
+    or is a
+      struct whose fields are all null or whose field `_corrupt_record` is not null, as `from_json` returns it.
+    * None: `df` comes from a source with `valueSchema`, which has parsed the values. A row is dead if
+    `_corrupt_value` is
+      not null.
 
-    The result has the columns of `df` and `parsed`; in the third case those of `df` without `_corrupt_value`. A value of null is no
-    dead letter. A watermark belongs after this step. `topic` has to lie outside what `df` reads, or dead letters come back as rows.
+    The result has the columns of `df` and a column `parsed`; in the third case the columns of `df` without
+    `_corrupt_value`. A null value is never a dead letter. Set watermarks after this step. `topic` must not be one
+    that `df` reads, or dead letters come back as rows.
 
-    A dead letter is sent, and appended to a stream or handed to the relay, before the task goes on: **at least once**, since a task or
-    batch that is done again sends it again, and so does a plan that is run twice. Headers `topic` and `offset` tell repeats apart. If
-    they cannot be sent, the task fails. `options` are those of the sink: relay, keyringFile, accessKeyFile, fetchTimeoutMs, createStream.
+    Dead letters are sent before the task goes on, **at least once**: a task or batch that runs again sends them
+    again, and so does a plan that is executed twice. The headers `topic` and `offset` identify repeats. If a dead
+    letter cannot be sent, the task fails. `options` are those of the sink: relay, keyringFile, accessKeyFile,
+    fetchTimeoutMs, createStream.
 
     Raises:
-        SparkError: an option is wrong, or `df` has no column that this needs.
+        SparkError: an option is wrong, or `df` lacks a column that is needed.
     """
-    from pyspark.sql import functions as F  # noqa: N812  # as everybody calls it
+    from pyspark.sql import functions as F  # noqa: N812  # its usual name
     from pyspark.sql.types import StructField, StructType
 
     try:
@@ -68,7 +74,7 @@ def with_dead_letter(
         _check_frame(df.columns, corrupt=parse is None)
     except IrisError as err:
         raise to_spark_error(err) from err
-    # Makes the stream, if it is to; the tasks find it.
+    # Creates the stream if `createStream` is set, so that the tasks find it.
     _writer(sink)
     given = {name: text for name, text in given.items() if name.lower() != "createstream"}
     function: Parse | None = None
@@ -130,7 +136,7 @@ def _check_frame(columns: list[str], *, corrupt: bool) -> None:
 
 
 class _Splitter:
-    """Splits the batches of a task: dead letters are sent, the other rows go on. Travels to the executors."""
+    """Sends the dead letters of a task's batches and passes on the other rows. It is pickled to the executors."""
 
     def __init__(
         self, sink: dict[str, str], body: str, parse: Parse | None, result: StructType
@@ -160,7 +166,7 @@ class _Splitter:
             yield whole
 
     def _judge(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.Array]:
-        """Return the columns of the result, and for each row why it is dead, or null."""
+        """Return the result's columns, and for each row the reason that it is dead, or null."""
         import pyarrow as pa
 
         columns = {name: batch.column(name) for name in batch.schema.names}
@@ -185,7 +191,7 @@ class _Splitter:
                 if row is None and value is not None:
                     why = NULL
             except Exception as err:
-                # Whatever it is: that is what this is for.
+                # Any error of the user's function makes a dead letter.
                 why = f"{type(err).__name__}: {err}"
             rows.append(row)
             reasons.append(why)
@@ -202,7 +208,7 @@ class _Splitter:
 
 
 def _letters(rows: pa.RecordBatch, body: str, reasons: pa.Array, first: int) -> pa.RecordBatch:
-    """Return what the sink takes: the rows as they came, each with headers that say why it is here; `first` numbers them."""
+    """Return the rows for the sink, each with headers for the reason and the row number, counted from `first`."""
     import pyarrow as pa
 
     from iris.spark.sink import ROW_HEADER
@@ -224,7 +230,7 @@ def _letters(rows: pa.RecordBatch, body: str, reasons: pa.Array, first: int) -> 
 
 
 def _batch_of_task() -> dict[str, str]:
-    """Return options that name the query and batch that this task is of, if it is of a query."""
+    """Return options that name the query and batch of this task; empty outside a streaming query."""
     from pyspark import TaskContext
 
     from iris.spark.sink import BATCH_PROPERTY, QUERY_PROPERTY

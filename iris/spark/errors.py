@@ -1,4 +1,7 @@
-"""What a query that cannot go on says: a stable code first, so that whoever restarts queries need not read prose."""
+"""Errors of Spark queries.
+
+Each begins with a stable code, so that programs that restart queries need not parse prose.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,26 @@ from iris.errors import (
 )
 
 DATA_LOSS: Final = "IRIS_DATA_LOSS"
-"""Rows that the query is owed are gone: retention took them, the log is another, or the disk lost them."""
+"""Rows that the query should read are lost: removed by retention, in a deleted log, or lost by the disk."""
 AUTH: Final = "IRIS_AUTH"
-"""The keyring is missing, too open, or does not hold the key that the rows are sealed under."""
+"""The keyring file is missing or readable by others, or lacks the key that the rows are sealed under."""
 NO_STREAM: Final = "IRIS_NO_STREAM"
-"""No store holds the stream under our keys, or two do."""
+"""No store holds the stream under this keyring's keys, or several do."""
 TIMEOUT: Final = "IRIS_TIMEOUT"
-"""The relay or the store did not answer in time; a restart of the query goes on where it was."""
+"""The relay or the store did not answer in time. A restarted query continues where it was."""
 CONFIG: Final = "IRIS_CONFIG"
 """An option or a column is wrong."""
 MALFORMED: Final = "IRIS_MALFORMED"
 """A value does not fit `valueSchema`, in `valueMode=failfast`."""
 SINK: Final = "IRIS_SINK"
-"""The stream did not take the rows, or did not say so in time: it is full, paused, or what was staged has expired."""
-
+"""The rows were not stored, or not acknowledged in time: the stream is full or paused, or staged rows have expired."""
 
 MISFITS: Final = (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError, RecursionError)  # fmt: skip
-"""What msgspec and pyarrow raise for a value that does not fit its type: their own errors are among these."""
+"""Errors that msgspec and pyarrow raise for a value that does not fit its type (their own errors are subclasses)."""
 
 
 class SparkError(IrisError):
-    """A read or write of Spark failed; `code` is one of the constants of this module and begins the text."""
+    """A read or write of Spark failed. `code` is one of this module's constants, and begins the text."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(code, detail)
@@ -49,7 +51,7 @@ class SparkError(IrisError):
 
 
 def to_spark_error(err: IrisError | TimeoutError | OSError, *, writing: bool = False) -> SparkError:
-    """Return what Spark is told of an error of the client."""
+    """Return the SparkError for an error of the client."""
     if isinstance(err, SparkError):
         return err
     detail = str(err) or type(err).__name__

@@ -1,9 +1,10 @@
-"""How far behind its streams a query is: to the log, to a topic, and as text for Prometheus.
+"""Reports how far queries are behind their streams: to the log, to a topic, and as text for Prometheus.
 
-    spark.streams.addListener(IrisLagListener(topic="metrics.spark", prometheus_file="/var/lib/node_exporter/iris.prom"))
+    spark.streams.addListener(IrisLagListener(topic="metrics.spark",
+    prometheus_file="/var/lib/node_exporter/iris.prom"))
 
-Spark tells progress once a batch, so the lag is that of the batch: what the stream had when the batch was planned, less where the batch
-ended. While a batch runs nothing is told.
+Spark reports progress once per batch. So the lag is that of the batch: the end of the stream when the batch was
+planned, minus the end of the batch. Nothing is reported while a batch runs.
 """
 
 from __future__ import annotations
@@ -39,48 +40,51 @@ from iris.wire.names import check_topic
 log = logging.getLogger(__name__)
 
 MAX_QUERIES: Final = 1024
-"""Queries that are remembered, should Spark not tell that some ended; the one that was heard of longest ago goes."""
+"""Queries that are remembered, in case Spark does not report the end of some; the least recent is forgotten."""
 PUBLISH_S: Final = 5.0
-"""What one publication may take: Spark tells a session's listeners one after the other."""
+"""Seconds that one publication may take: Spark calls the listeners of a session one after the other."""
 PAUSE_S: Final = 10.0
-"""After a publication that failed, none is tried for so long."""
+"""Seconds without publications after one that failed."""
 
 
 class StreamLag(Struct, frozen=True):
-    """Where a query stands in one stream."""
+    """The position of a query in one stream."""
 
     next: int
-    """The offset that the next batch begins with."""
+    """The first offset of the next batch."""
     lag: int | None
-    """Offsets until the end of the stream, gaps included; None if Spark does not say where it ends."""
+    """Offsets up to the end of the stream, gaps included; None if Spark does not report the end."""
 
 
 class QueryLag(Struct, frozen=True):
-    """What the last batch of a query came to."""
+    """Figures of the last batch of a query."""
 
     query: str
-    """Its id, the same after a restart from its checkpoint."""
+    """The query's id, the same after a restart from its checkpoint."""
     run: str
     name: str
-    """Empty if it has none."""
+    """The query's name; empty if it has none."""
     batch: int
     batch_ms: int
     rows: int
     rows_per_s: float
-    """Rows of the batch over its time."""
+    """Rows of the batch divided by its duration."""
     streams: dict[str, StreamLag]
 
 
 class IrisLagListener(StreamingQueryListener):
-    """Tells the lag of every query that reads with the format "iris"; never breaks one: its own failures are logged, each kind once."""
+    """Reports the lag of every query that reads with the format "iris".
+
+    It never breaks a query: its own failures are logged, each kind once.
+    """
 
     def __init__(
         self, *, topic: str = "", prometheus_file: str = "", relay: str = "", keyring_file: str = "", access_file: str = "",
     ) -> None:  # fmt: skip
-        """`topic` is published to, a map as of `QueryLag`; `prometheus_file` is replaced with each batch. Empty: neither.
+        """Publish a map of `QueryLag` to `topic`, and replace `prometheus_file`, after each batch. Empty: do not.
 
-        The others are as the options `relay`, `keyringFile` and `accessKeyFile`, for the driver. Raises ConfigError, KeyringError
-        not before the first batch.
+        The other arguments are the options `relay`, `keyringFile` and `accessKeyFile`, for the driver. Raises
+        ConfigError; a bad keyring is only logged, with the first batch.
         """
         if topic:
             check_topic(topic)
@@ -98,16 +102,16 @@ class IrisLagListener(StreamingQueryListener):
         self._queries: dict[str, QueryLag] = {}
         self._rows: dict[str, int] = {}
         self._failing: set[tuple[str, str]] = set()
-        """What failed and how, since it last went well."""
+        """(part, kind of error) of the failures logged since that part last succeeded."""
         self._publish_at_s = 0.0
 
-    # -- what Spark tells ------------------------------------------------------------------------------------
+    # -- events from Spark ------------------------------------------------------------------------------------
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802  # Spark's name
-        """Nothing: Spark waits for this one."""
+        """Do nothing: Spark waits for this call."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802  # Spark's name
-        """Tell a batch."""
+        """Report a batch."""
         with self._guarded("progress"):
             found = _query_lag(event.progress)
             if found is None:
@@ -121,7 +125,7 @@ class IrisLagListener(StreamingQueryListener):
             self._publish(found)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802  # Spark's name
-        """Nothing: where the query stands has been told."""
+        """Do nothing: the position of the query has been reported."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802  # Spark's name
         """Forget the query."""
@@ -129,13 +133,13 @@ class IrisLagListener(StreamingQueryListener):
             query = str(event.id)
             with self._lock:
                 found = self._queries.get(query)
-                # It may run again already.
+                # The query may have been started again already.
                 if found is None or found.run != str(event.runId):
                     return
                 del self._queries[query], self._rows[query]
             self._write_file()
 
-    # -- what others ask -------------------------------------------------------------------------------------
+    # -- figures -------------------------------------------------------------------------------------
 
     def queries(self) -> list[QueryLag]:
         """Return the last batch of each query that runs."""
@@ -143,7 +147,7 @@ class IrisLagListener(StreamingQueryListener):
             return list(self._queries.values())
 
     def prometheus(self) -> str:
-        """Return what Prometheus reads: text format 0.0.4, ends with a line end; empty without queries."""
+        """Return the metrics in Prometheus text format 0.0.4, with a final newline; empty without queries."""
         with self._lock:
             queries = list(self._queries.values())
             rows = dict(self._rows)
@@ -161,11 +165,11 @@ class IrisLagListener(StreamingQueryListener):
             for stream, position in one.streams.items()
         ]
         add(
-            "iris_spark_lag_messages", "gauge", "Offsets between the end of the last batch and that of the stream.",
+            "iris_spark_lag_messages", "gauge", "Offsets between the end of the last batch and the end of the stream.",
             ((labels, position.lag) for labels, position in streams if position.lag is not None),
         )  # fmt: skip
         add(
-            "iris_spark_next_offset", "gauge", "The offset that the next batch begins with.",
+            "iris_spark_next_offset", "gauge", "The first offset of the next batch.",
             ((labels, position.next) for labels, position in streams),
         )  # fmt: skip
         add(
@@ -173,16 +177,16 @@ class IrisLagListener(StreamingQueryListener):
             ((_labels(one), rows[one.query]) for one in queries),
         )  # fmt: skip
         add(
-            "iris_spark_rows_per_second", "gauge", "Rows of the last batch over its time.",
+            "iris_spark_rows_per_second", "gauge", "Rows of the last batch divided by its duration.",
             ((_labels(one), one.rows_per_s) for one in queries),
         )  # fmt: skip
         add(
-            "iris_spark_batch_seconds", "gauge", "Time of the last batch.",
+            "iris_spark_batch_seconds", "gauge", "Duration of the last batch.",
             ((_labels(one), one.batch_ms / 1000) for one in queries),
         )  # fmt: skip
         return "\n".join(lines) + "\n"
 
-    # -- how -------------------------------------------------------------------------------------------------
+    # -- reporting -------------------------------------------------------------------------------------------------
 
     def _remember(self, found: QueryLag) -> None:
         with self._lock:
@@ -197,7 +201,7 @@ class IrisLagListener(StreamingQueryListener):
         if not self._file:
             return
         with self._guarded("prometheus_file"):
-            # Its end is not .prom: a collector does not read it half written.
+            # The name does not end in .prom, so a collector never reads a half-written file.
             partial = f"{self._file}.{os.getpid()}.tmp"
             try:
                 with open(partial, "w", encoding="utf-8") as file:
@@ -224,7 +228,7 @@ class IrisLagListener(StreamingQueryListener):
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Log what fails, each kind once until it went well again: what a listener raises, Spark logs at every batch."""
+        """Log failures, each kind once until `what` succeeds. Spark would log a listener's error at every batch."""
         try:
             yield
         except Exception as err:
@@ -237,7 +241,7 @@ class IrisLagListener(StreamingQueryListener):
 
 
 def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
-    """Return what a progress says of our sources; None if the query has none."""
+    """Return the figures of the iris sources in a progress; None if the query has no such source."""
     streams: dict[str, StreamLag] = {}
     rows = 0
     rate = 0.0
@@ -258,7 +262,7 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
                 else None
             )
             before = streams.get(name)
-            # A query may read a stream twice: it is as far as the slower one.
+            # A query may read a stream twice: report the slower position.
             if before is None or position.next < before.next:
                 streams[name] = StreamLag(position.next, lag)
     if not ours:
@@ -276,7 +280,7 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
 
 
 def _offsets(text: str) -> Offsets | None:
-    """Return the offsets of a source of ours, else None."""
+    """Return the offsets of an iris source, None for another source."""
     try:
         found = json.loads(text)
         return decode_offsets(found) if found else None

@@ -1,8 +1,9 @@
-"""Offsets as Spark keeps them: Kafka's JSON, `{"orders": {"0": 23}}`, where 23 is the next offset, and which log it is of.
+"""Offsets as Spark checkpoints them: Kafka's JSON, with the log's uuid added.
 
     {"orders": {"0": 23, "log": "5f0c…"}}
 
-A stream has one partition, 0. `log` is the log's uuid: one that was deleted and made again counts from 0 and is another.
+A stream has one partition, 0; 23 is the next offset. `log` is the uuid of the log. A stream that was deleted and
+created again is another log, whose offsets start at 0.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from iris.spark.errors import CONFIG, DATA_LOSS, SparkError
 
 
 class Position(Struct, frozen=True):
-    """The next offset of a log."""
+    """A position in a log: its uuid, and the next offset to read."""
 
     uuid: str
     next: int
 
 
 Offsets = dict[str, Position]
-"""By stream."""
+"""Stream -> position."""
 
 
 def encode_offsets(offsets: Offsets) -> dict[str, Any]:
-    """Return offsets as Spark writes them to its checkpoint."""
+    """Return offsets in the form that Spark writes to its checkpoint."""
     return {
         name: {"0": position.next, "log": position.uuid}
         for name, position in sorted(offsets.items())
@@ -35,7 +36,7 @@ def encode_offsets(offsets: Offsets) -> dict[str, Any]:
 
 
 def decode_offsets(found: Any) -> Offsets:
-    """Return the offsets of a checkpoint; raises SparkError if it is not ours."""
+    """Return the offsets of a checkpoint. Raises SparkError if the iris source did not write it."""
     try:
         offsets = {
             name: Position(position["log"], position["0"]) for name, position in found.items()
@@ -54,7 +55,7 @@ def decode_offsets(found: Any) -> Offsets:
 
 
 def check_same_log(name: str, before: Position, uuid: str) -> None:
-    """Raise SparkError if a stream is not the log that it was: its offsets now name other rows."""
+    """Raise SparkError if the stream is another log now: the old offsets would mean other rows."""
     if before.uuid != uuid:
         raise SparkError(
             DATA_LOSS,
@@ -64,7 +65,7 @@ def check_same_log(name: str, before: Position, uuid: str) -> None:
 
 
 def split(start: int, end: int, parts: int, most: int) -> list[tuple[int, int]]:
-    """Return at least `parts` neighbouring ranges of [start, end), none longer than `most` (0: no limit), none empty."""
+    """Split [start, end) into at least `parts` ranges, none empty and none longer than `most` (0: no limit)."""
     total = end - start
     if total <= 0:
         return []
@@ -75,13 +76,13 @@ def split(start: int, end: int, parts: int, most: int) -> list[tuple[int, int]]:
 
 
 def spread(wanted: dict[str, int], most: int) -> dict[str, int]:
-    """Return how many messages of each stream to take, in proportion to what there is, `most` in all (0: no limit)."""
+    """Return how many messages of each stream to read, in proportion to `wanted`, `most` in total (0: no limit)."""
     total = sum(wanted.values())
     if not most or total <= most:
         return dict(wanted)
     taken = {name: count * most // total for name, count in wanted.items()}
     left = most - sum(taken.values())
-    # First those whose share came to nothing.
+    # Streams whose share was rounded to 0 come first.
     for name in sorted(
         wanted, key=lambda name: (taken[name] > 0, taken[name] - wanted[name], name)
     ):

@@ -1,6 +1,7 @@
-"""The options of the `iris` format, read once: the dictionary of strings that Spark hands over becomes one of two dataclasses.
+"""Parses the options of the `iris` format, a dictionary of strings from Spark, into SourceOptions or SinkOptions.
 
-Names and meanings follow Spark's Kafka source; options are case-insensitive. Nothing here holds a secret: key files are paths.
+Names and meanings follow Spark's Kafka source. Option names are case-insensitive. No option holds a secret: key
+files are given by path.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from iris.wire.names import check_cluster, check_filter, check_topic
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
 LIVE_AGE_S: Final = 7 * 86_400
-"""What a stream that a source creates keeps, unless `streamMaxAge` says otherwise: as long as a Kafka topic by default."""
+"""Default of `streamMaxAge`, for streams that a source creates: 7 days, the retention of a Kafka topic."""
 MAX_FETCH_BYTES: Final = 8 << 20
 EXACTLY_ONCE: Final = "exactly_once"
 AT_LEAST_ONCE: Final = "at_least_once"
@@ -34,7 +35,7 @@ MSGPACK: Final = "msgpack"
 PERMISSIVE: Final = "permissive"
 FAILFAST: Final = "failfast"
 SPARK_OWN: Final = frozenset({"path", "checkpointlocation", "queryname", "outputmode"})
-"""What Spark itself hands to every format."""
+"""Options that Spark itself passes to every format."""
 
 _BOTH: Final = ("stream", "keyringFile", "accessKeyFile", "relay", "fetchTimeoutMs")
 _SOURCE: Final = (
@@ -60,37 +61,37 @@ class Access:
     """How a process reaches its relay and its keys: paths and addresses, the same on every host."""
 
     keyring_file: str = ""
-    """Mode 0600, on the host of whoever opens it. Empty: the configuration directory's, else the development relay's."""
+    """Path of the keyring (mode 0600) on each host. Empty: that of the configuration directory or development relay."""
     access_file: str = ""
-    """For `relay=tls://…`: the file that `iris key access` made."""
+    """Path of the file made by `iris key access`, for `relay=tls://…`."""
     relay: str = ""
     timeout_s: float = 120.0
-    """How long a store may be away until the task or the query fails."""
+    """Seconds that a store may be away before the task or the query fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What `spark.read` and `spark.readStream` were told."""
+    """Options of `spark.read` and `spark.readStream`."""
 
     access: Access
     kind: str
-    """STREAM: `names` are streams that are there. TOPIC or CLUSTER: addresses, each recorded in a stream of its own."""
+    """STREAM: `names` are existing streams. TOPIC or CLUSTER: they are addresses, each recorded in its own stream."""
     names: tuple[str, ...]
     group: str = ""
     group_prefix: str = "spark-iris"
     starting: str = ""
-    """EARLIEST, LATEST or Kafka's JSON."""
+    """EARLIEST, LATEST, or offsets as Kafka's JSON."""
     ending: str = LATEST
     starting_ms: int | None = None
     ending_ms: int | None = None
     max_offsets: int = 0
-    """A trigger's, over all streams. 0: no limit."""
+    """Offsets per trigger, over all streams; 0: no limit."""
     max_bytes: int = 0
     min_offsets: int = 0
     max_delay_s: float = 900.0
     min_partitions: int = 0
     max_records: int = 0
-    """A partition's."""
+    """Records per partition; 0: no limit."""
     fail_on_data_loss: bool = True
     include_headers: bool = False
     include_meta: bool = False
@@ -105,7 +106,7 @@ class SourceOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None) -> SourceOptions:
-        """Return what the options say; `streaming` None: for either. Raises ConfigError, which names the option."""
+        """Return the parsed options; `streaming` is None if not known. Raises ConfigError, which names the option."""
         given = _Given(options, _SOURCE)
         kind, text = given.one_of(
             {"stream": STREAM, "subscribe": TOPIC, "subscribePattern": TOPIC, "cluster": CLUSTER}
@@ -184,7 +185,7 @@ class SourceOptions:
         return parsed
 
     def stream_of(self, name: str, group: str) -> str:
-        """Return the stream that is read for a name: itself, or the one that records the address for a group."""
+        """Return the stream to read for a name: the stream itself, or the one that records the address for a group."""
         if self.kind == STREAM:
             return name
         digest = hashlib.sha256(f"{self.kind}\0{name}".encode()).hexdigest()[:16]
@@ -193,27 +194,27 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkOptions:
-    """What `df.write` and `df.writeStream` were told."""
+    """Options of `df.write` and `df.writeStream`."""
 
     access: Access
     send: str
     """APPEND, PUBLISH, PUSH or BROADCAST."""
     stream: str = ""
     name: str = ""
-    """Topic or cluster of rows that name none."""
+    """Topic or cluster for rows without a column that names one."""
     exactly_once: bool = True
     writer: str = ""
     batch: int | None = None
-    """Of a batch job that is retried by its scheduler, with `writer`."""
+    """Batch number of a batch job that its scheduler may run again; requires `writer`."""
     keyed_records: bool | None = None
-    """Each row with a key is a record of its own, with the key's hash. None: if the stream is compacted."""
+    """Whether each row with a key is its own record, with the key's hash. None: only if the stream is compacted."""
     create_stream: bool = False
     when_full: WhenFull = "wait"
-    """Of rows that are published."""
+    """What to do with published rows while the network is full: wait or drop."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> SinkOptions:
-        """Return what the options say; raises ConfigError, which names the option."""
+        """Return the parsed options. Raises ConfigError, which names the option."""
         given = _Given(options, _SINK)
         stream, topic, cluster = (given.text(name, "") for name in ("stream", "topic", "cluster"))
         if sum(map(bool, (stream, topic, cluster))) > 1:
@@ -270,7 +271,10 @@ class SinkOptions:
 
 
 def parse_offsets(option: str, text: str) -> dict[str, int]:
-    """Return offset by stream or address of `{"orders": {"0": 23}}`; -2 is earliest, -1 latest. Raises ConfigError."""
+    """Return the offsets in JSON like `{"orders": {"0": 23}}` by name; -2 is earliest, -1 latest.
+
+    Raises ConfigError.
+    """
     try:
         found = json.loads(text)
         offsets = {name: position["0"] for name, position in found.items()}
@@ -287,7 +291,7 @@ def parse_offsets(option: str, text: str) -> dict[str, int]:
 
 
 class _Given:
-    """Options by name without regard to case, those that exist."""
+    """The given options, looked up without regard to case. Raises ConfigError for an unknown option."""
 
     def __init__(self, options: Mapping[str, str], known: Iterable[str]) -> None:
         names = {name.lower(): name for name in known}
@@ -338,7 +342,7 @@ class _Given:
         return self.number(name, 0) if name.lower() in self._values else None
 
     def duration(self, name: str, default_s: float) -> float:
-        """Seconds of `15m`, `200ms`, `1.5 hours`; a number alone is milliseconds, as Spark's are."""
+        """Return the seconds of `15m`, `200ms` or `1.5 hours`; a plain number is milliseconds, as in Spark."""
         text = self.text(name, "")
         if not text:
             return default_s

@@ -1,4 +1,4 @@
-"""Where a query stands: the streams it reads, where it begins, and how far a trigger goes. Runs on the driver."""
+"""Plans a query on the driver: which streams it reads, where it starts, and where each trigger ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from iris.streams import StreamInfo
 
 log = logging.getLogger(__name__)
 RETRY_S: Final = 0.5
+"""Seconds between tries of a failed call."""
 WAIT_S: Final = 0.1
+"""Seconds that a trigger without messages waits for some."""
 T = TypeVar("T")
 _Work = Callable[[Client], Coroutine[Any, Any, T]]
 
@@ -41,23 +43,26 @@ class Planner:
         self.options = options
         self._group = options.group
         self._streams: dict[str, str] = {}
-        """What we were asked for (a stream, topic or cluster) -> the stream that is read."""
+        """Name in the options (a stream, topic or cluster) -> the stream that is read for it."""
         self._created: set[str] = set()
-        """Streams that were made for this query: it begins where they do."""
+        """Streams created for this query, which it reads from their beginning."""
         self._initial: Offsets | None = None
-        """Of a new query: where it begins."""
+        """Where a new query starts; None until asked."""
         self._pinned = False
-        """Its first batch is in the checkpoint."""
+        """Whether the first batch of a new query is in the checkpoint."""
         self._target: Offsets | None = None
-        """With Trigger.AvailableNow: where the query ends."""
+        """Where the query ends, with Trigger.AvailableNow."""
         self._capture_target = False
         self._planned_s = time.monotonic()
-        """When a trigger had something to do last."""
+        """Monotonic time when a trigger last had messages."""
 
     # -- streams ---------------------------------------------------------------------------------------------
 
     def infos(self, known: Offsets | None = None) -> dict[str, StreamInfo]:
-        """Return the streams that are read, by name, made if they record an address and are not there. Raises SparkError."""
+        """Return the streams to read, by name.
+
+        Those that record an address are created if missing. Raises SparkError.
+        """
         known = known or {}
         if known and not self.options.group and self.options.kind != STREAM:
             self._group = _group_of(known)
@@ -86,7 +91,7 @@ class Planner:
                 return await client.streams.describe(stream, timeout=timeout_s)
 
             if there:
-                # It was there: a store that restarts brings it back.
+                # The stream existed before, so wait for a store that restarts.
                 return await wait_for_stream(once, timeout_s)
             try:
                 return await once()
@@ -106,7 +111,7 @@ class Planner:
         return describe
 
     def _ask(self, work: _Work[T]) -> T:
-        """Ask a store, again after what passes: `fetchOffset.numRetries` times, over a new connection each time."""
+        """Run a call; retry `fetchOffset.numRetries` times after errors that pass, each time over a new connection."""
         tries = self.options.retries
         while True:
             try:
@@ -121,10 +126,11 @@ class Planner:
     # -- offsets ---------------------------------------------------------------------------------------------
 
     def initial(self) -> Offsets:
-        """Return where a new query begins; one without a group gets one of its own, which its checkpoint remembers.
+        """Return where a new query starts. Without a group it gets a random one, which its checkpoint remembers.
 
-        Spark asks more than once, also when it does its first batch again after a crash, and keeps no answer but as the end of a
-        batch. So the first batch ends here, empty, whatever there is: what the second one begins with is then in the checkpoint.
+        Spark asks more than once, also when it repeats its first batch after a crash, and stores an offset only as
+        the end of a batch. So the first batch is always empty and ends here; the start of the second is then in the
+        checkpoint.
         """
         if self._initial is None:
             self._group = self._group or f"{self.options.group_prefix}-{os.urandom(8).hex()}"
@@ -137,24 +143,24 @@ class Planner:
         return self._resolve("endingOffsets", self.options.ending, self.options.ending_ms)
 
     def latest(self) -> Offsets | None:
-        """Return where the streams end now, None while it is not known which they are."""
+        """Return the current ends of the streams; None while the group, and so the streams, are not known."""
         if not self._group and self.options.kind != STREAM:
             return None
         return {name: Position(info.uuid, info.next) for name, info in self.infos().items()}
 
     def end_at_target(self) -> None:
-        """Go on to where the streams end now and no further (Trigger.AvailableNow)."""
+        """End the query where the streams end now (Trigger.AvailableNow)."""
         self._capture_target = True
         self._target = self.latest()
 
     def next_end(self, start: Offsets) -> Offsets:
-        """Return how far the trigger that begins at `start` goes; `start` itself if it is not due yet. Raises SparkError."""
+        """Return the end of the trigger that starts at `start`; `start` itself if it is not due. Raises SparkError."""
         if self._initial is not None and not self._pinned:
             return start
         infos = self.infos(start)
         offsets = self._plan(start, infos)
         if offsets is None and self._target is None and self._ask(self._wait(infos)):
-            # What came goes into this trigger: Spark's next question is a pause and two calls away.
+            # Read the new messages in this trigger: Spark asks again only after a pause and two calls.
             infos = self.infos(start)
             offsets = self._plan(start, infos)
         if offsets is None:
@@ -164,7 +170,7 @@ class Planner:
         return offsets
 
     def _plan(self, start: Offsets, infos: dict[str, StreamInfo]) -> Offsets | None:
-        """Return how far the trigger that begins at `start` goes, None if it is not due."""
+        """Return the end of the trigger that starts at `start`; None if it is not due."""
         options = self.options
         if self._capture_target and self._target is None:
             self._target = {name: Position(info.uuid, info.next) for name, info in infos.items()}
@@ -172,7 +178,7 @@ class Planner:
         wanted: dict[str, int] = {}
         for name, info in infos.items():
             if name not in start:
-                # A stream that joins begins where it does now: this batch says so, the next one reads.
+                # A new stream starts at its oldest message. This batch records that; the next one reads.
                 begins[name], wanted[name] = info.oldest, 0
                 continue
             begin, end = start[name].next, info.next
@@ -199,11 +205,11 @@ class Planner:
         return {name: Position(infos[name].uuid, begins[name] + taken[name]) for name in infos}
 
     def _wait(self, infos: dict[str, StreamInfo]) -> _Work[bool]:
-        """Return what ends when one of the streams has grown, or after a short while, and says which."""
+        """Return a call that waits up to WAIT_S for new messages, and returns whether there are some."""
         timeout_s = self.options.access.timeout_s
 
         async def wait(client: Client) -> bool:
-            # Spark asks a hundred times a second: one question that waits is cheaper, and as fast.
+            # Spark asks 100 times per second; one call that waits is cheaper and as fast.
             calls = [
                 asyncio.ensure_future(
                     client.streams.fetch(
@@ -223,7 +229,7 @@ class Planner:
         return wait
 
     def ranges(self, start: Offsets, end: Offsets) -> list[Range]:
-        """Return the parts that tasks read. Raises SparkError if something of it is gone."""
+        """Return the ranges for tasks to read. Raises SparkError if a part was removed or lost."""
         options = self.options
         self._pinned = True
         infos = self.infos(end)
@@ -234,7 +240,7 @@ class Planner:
         for name, position in end.items():
             info = infos[name]
             if name not in start:
-                continue  # it joins here
+                continue  # a new stream, read from the next batch on
             begin = start[name].next
             check_same_log(name, start[name], position.uuid)
             if position.next > info.next:
@@ -252,7 +258,7 @@ class Planner:
         return parts
 
     def _resolve(self, option: str, text: str, time_ms: int | None) -> Offsets:
-        """Return the offsets that an option names."""
+        """Return the offsets that an option means."""
         infos = self.infos()
         named = {} if text in (EARLIEST, LATEST) else parse_offsets(option, text)
         unknown = named.keys() - self._streams.keys() - infos.keys()
@@ -263,7 +269,7 @@ class Planner:
         offsets = {}
         for name, stream in self._streams.items():
             info = infos[stream]
-            # What was recorded since it was made is new.
+            # Everything in a stream created for this query is new to it.
             latest = text == LATEST and stream not in self._created
             at = named.get(name, named.get(stream, -1 if latest else -2))
             if named and name not in named and stream not in named:
@@ -290,7 +296,7 @@ class Planner:
 
 
 def _group_of(known: Offsets) -> str:
-    """Return the group that a checkpoint's streams were made for."""
+    """Return the group that a checkpoint's streams were created for."""
     for name in known:
         parts = name.split(".")
         if len(parts) >= 3 and parts[0] == "spark":

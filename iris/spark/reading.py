@@ -1,7 +1,7 @@
-"""Reading a range of a stream, in an executor: every offset of it is accounted for, or the task fails.
+"""Reads a range of a stream in an executor; the task fails unless every offset is accounted for.
 
-Spark never checks that a range was served whole, so this does: what the store sends has to lie side by side from the first offset to the
-last, and of what is missing it has to say why.
+Spark does not check that a range was served completely, so this module does: the store's answers must cover the range
+without holes, and must give a reason for every message that is missing.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTACT: Final = frozenset({"compacted", "expired", "deferred"})
-"""Holes that are as they should be: the stream was told to make them."""
+"""Causes of holes that are not data loss, because the stream's users asked for them."""
 
 
 class Range(Struct, frozen=True):
-    """Offsets from `start` until `end` of one log."""
+    """Offsets from `start` up to `end` of one log."""
 
     stream: str
     uuid: str
     start: int
     end: int
     key_ids: tuple[str, ...] = ()
-    """Under which the stream is kept, in hex."""
+    """Ids of the keys that the stream is kept under, in hex."""
 
 
 def read_range(part: Range, options: SourceOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a range as record batches, fetched ahead by one.
+    """Yield the rows of a range as record batches, with one page fetched ahead.
 
     Raises:
-        SparkError: DATA_LOSS if something of it is gone and `failOnDataLoss` is set, AUTH if the keyring does not open it, TIMEOUT.
+        SparkError: DATA_LOSS if messages are missing and `failOnDataLoss` is set; AUTH if the keyring cannot open a
+            message; TIMEOUT.
     """
     from iris.spark.arrow import RowBuilder
 
@@ -65,7 +66,7 @@ def read_range(part: Range, options: SourceOptions, schema: StructType) -> Itera
 
 
 class _RangeReader:
-    """Iterates over lists of opened records that cover a range."""
+    """Iterates over a range, one list of opened records per page."""
 
     def __init__(self, link: Connection, part: Range, options: SourceOptions) -> None:
         self._link = link
@@ -100,7 +101,7 @@ class _RangeReader:
                 yield opened
 
     def close(self) -> None:
-        """Fetch no more."""
+        """Stop fetching."""
         if self._ahead is not None:
             self._ahead.cancel()
 
@@ -121,12 +122,12 @@ class _RangeReader:
         )
 
     def _cover(self, page: StreamPage, at: int) -> tuple[list[Opened], int]:
-        """Return what of a page is wanted, and where it ends; raises SparkError if it leaves something out."""
+        """Return the wanted records of a page and their end. Raises SparkError if the page leaves offsets out."""
         opened: list[Opened] = []
         end = self._part.end
         for item in page:
             if at >= end:
-                break  # and so what lies behind is not opened
+                break  # so that records after the range are not opened
             first = item.offset if isinstance(item, StreamRecord) else item.first
             if first > at:
                 raise self._lost(f"the store left out offsets {at} to {first}")

@@ -1,4 +1,4 @@
-"""The columns of a source: those of Spark's Kafka source, in its order and of its types, and what options add."""
+"""The columns of a source: those of Spark's Kafka source, in the same order, and the ones that options add."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KAFKA: Final = (
     StructField("timestampType", IntegerType()),
 )
 CORRUPT: Final = "_corrupt_value"
-"""With `valueSchema`: the bytes that did not fit it, else null."""
+"""Column that `valueSchema` adds: the bytes of a value that did not fit, else null."""
 META: Final = (
     StructField("sender", BinaryType()),
     StructField("cluster", StringType()),
@@ -71,7 +71,7 @@ def source_schema(options: SourceOptions) -> StructType:
 
 
 def value_schema(options: SourceOptions) -> StructType:
-    """Return `valueSchema`: DDL like `a INT, b ARRAY<STRING>`, or the JSON of a StructType. Raises ConfigError."""
+    """Parse the option `valueSchema`, DDL like `a INT, b ARRAY<STRING>` or a StructType's JSON. Raises ConfigError."""
     text = options.value_schema.strip()
     try:
         if text.startswith("{"):
@@ -82,7 +82,7 @@ def value_schema(options: SourceOptions) -> StructType:
 
 
 class _Ddl:
-    """Reads the DDL of columns where there is no JVM to ask: sources are planned in plain Python processes."""
+    """Parses the DDL of columns. Spark plans sources in Python processes without a JVM, which could parse it."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _TOKEN.findall(text)

@@ -1,8 +1,8 @@
-"""`df.write` and `df.writeStream` of the format "iris": rows appended to a stream, exactly once, or sent live.
+"""Writers of the format "iris", for `df.write` and `df.writeStream`: rows are appended to a stream, or sent live.
 
-Exactly once: each task stages its rows in the store under (writer, batch, a random attempt); the driver's `commit` names the attempts that
-won, and the store appends their rows in one write and remembers the batch. What is replayed after a crash stages again, commits
-again, and changes nothing.
+Exactly once: each task stages its rows in the store under (writer, batch, random attempt). The driver's `commit`
+names the attempts of the successful tasks, and the store appends their rows in one write and remembers the batch. A
+batch that is replayed after a crash is staged and committed again, which changes nothing.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ BATCH_HEADER: Final = "spark-batch"
 PARTITION_HEADER: Final = "spark-partition"
 ROW_HEADER: Final = "spark-row"
 FLUSH_ROWS: Final = 4096
+"""Appends that are sent at once before their answers are awaited."""
 DISCARD_S: Final = 10.0
-"""How long a store is waited for at most that is to forget a batch: what it does not hear expires by itself."""
+"""Seconds to wait for a store when a batch is discarded. If that fails, what was staged expires by itself."""
 
 
 class IrisCommit(WriterCommitMessage):
-    """What a task says to the driver: whose rows it staged, if any."""
+    """A task's message to the driver: the attempt that it staged, if any."""
 
     def __init__(self, writer: str, batch: int, attempt: StagedAttempt | None, rows: int) -> None:
         self.writer = writer
@@ -62,7 +63,7 @@ class IrisCommit(WriterCommitMessage):
 
 
 class _Sink:
-    """What batch and streaming writers share."""
+    """The common part of batch and streaming writers."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         if overwrite:
@@ -95,13 +96,13 @@ class _Sink:
                 rows += one.num_rows
             attempt = link.call(lambda _: staging.finish(), writing=True)
         except Exception:
-            # Or what this task staged stands against the bound of the stream for a day.
+            # Otherwise these rows would count against the stream's staging limit for a day.
             self._discard(writer, batch, [StagedAttempt(staging.attempt, 1)])
             raise
         return IrisCommit(writer, batch, attempt, rows)
 
     def _describe(self, patience_s: float) -> Callable[[Client], Coroutine[Any, Any, StreamInfo]]:
-        """Find the stream, also if its store restarts: once it has been seen, the client waits for it by itself."""
+        """Find the stream, even while its store restarts. Once it was found, the client waits for it by itself."""
         name, timeout_s = self._options.stream, self._options.access.timeout_s
         return lambda client: wait_for_stream(
             lambda: client.streams.describe(name, timeout=timeout_s), patience_s
@@ -110,7 +111,7 @@ class _Sink:
     def _send(
         self, batches: Iterator[pa.RecordBatch], writer: str, batch: int, partition: int
     ) -> IrisCommit:
-        """Append or send rows one by one, each with headers that name it: a retried task repeats them."""
+        """Append or send rows singly, each with headers that identify it, because a retried task repeats rows."""
         link = connection(self._options.access)
         rows = 0
         common = {QUERY_HEADER: writer, BATCH_HEADER: str(batch), PARTITION_HEADER: str(partition)}
@@ -180,7 +181,7 @@ class _Sink:
     def _commit(
         self, messages: Sequence[WriterCommitMessage | None], *, latest: bool = False
     ) -> None:
-        """Make a batch visible; with `latest` one that the writer went beyond before is no replay but an error."""
+        """Make a batch visible. With `latest`, a batch below the writer's last one is an error, not a replay."""
         commits = [message for message in messages if isinstance(message, IrisCommit)]
         attempts = [
             one.attempt for one in commits if one.attempt is not None and one.attempt.records
@@ -196,7 +197,7 @@ class _Sink:
             )  # fmt: skip
 
         link = connection(options.access)
-        # Tasks have staged in it: it is there.
+        # Tasks have staged in the stream, so it exists; wait for its store.
         link.call(self._describe(options.access.timeout_s), writing=True)
         done = link.call(commit, writing=True)
         if latest and done.replayed and done.first is None:
@@ -208,13 +209,13 @@ class _Sink:
             log.info("spark.batch_was_there", extra={"fields": {"stream": options.stream, "writer": writer, "batch": batch}})  # fmt: skip
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Remove all that was staged for the batch."""
+        """Discard everything staged for the batch."""
         commits = [message for message in messages if isinstance(message, IrisCommit)]
         if commits and self._options.exactly_once:
             self._discard(commits[0].writer, commits[0].batch, ())
 
     def _discard(self, writer: str, batch: int, attempts: Sequence[StagedAttempt]) -> None:
-        """Remove attempts at a batch, all of them if none is named; what cannot be removed now expires in the store."""
+        """Discard attempts at a batch, or all of them if none is given. If that fails they expire in the store."""
         options = self._options
         timeout_s = min(DISCARD_S, options.access.timeout_s)
 
@@ -230,11 +231,11 @@ class _Sink:
 
 
 class IrisWriter(_Sink, DataSourceArrowWriter):
-    """A batch write: into a stream all rows or none; live, each at least once."""
+    """A batch write: all rows or none into a stream, or each row live at least once."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         super().__init__(options, schema, overwrite)
-        # Drawn on the driver, before the writer travels to the tasks.
+        # Chosen on the driver, before the writer is pickled to the tasks.
         self._writer = options.writer or f"job-{uuid.uuid4().hex}"
         self._batch = options.batch or 0
         if options.create_stream and options.stream:
@@ -251,12 +252,12 @@ class IrisWriter(_Sink, DataSourceArrowWriter):
         self._commit(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Forget the rows of all tasks."""
+        """Discard the rows of all tasks."""
         self._abort(messages)
 
 
 class IrisStreamWriter(_Sink, DataSourceStreamArrowWriter):
-    """A streaming write, a batch at a time."""
+    """A streaming write, one batch at a time."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         super().__init__(options, schema, overwrite)
@@ -279,16 +280,16 @@ class IrisStreamWriter(_Sink, DataSourceStreamArrowWriter):
         return self._send(iterator, writer, int(batch), _partition())
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  # Spark's name
-        """Make a batch visible, once, however often Spark says so. Raises SparkError."""
+        """Make a batch visible once, even if Spark commits it again. Raises SparkError."""
         self._commit(messages, latest=True)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  # Spark's name
-        """Forget a batch: Spark tries it again."""
+        """Discard a batch; Spark tries it again."""
         self._abort(messages)
 
 
 class _Row:
-    """One row, as it is sent singly."""
+    """One row that is appended or sent singly."""
 
     __slots__ = ("headers", "key", "name", "value")
 
@@ -302,7 +303,7 @@ class _Row:
 
 
 def _check_columns(schema: StructType, options: SinkOptions) -> frozenset[str]:
-    """Return the names of the columns; raises SparkError if the sink cannot use one."""
+    """Return the column names. Raises SparkError if the sink cannot use a column."""
     text = (StringType, BinaryType)
     target = (
         "cluster"
@@ -376,7 +377,7 @@ def _headers(array: pa.Array) -> list[Headers | None]:
 
 
 def _bundles(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[tuple[bytes, int]]:
-    """Yield a record batch as plain bundles, without a loop over its rows but for headers."""
+    """Yield a record batch as (bundle, message count), without a Python loop over rows except for headers."""
     from iris.spark.arrow import encode_bundles
 
     values = _binary(batch.column("value"))

@@ -1,4 +1,4 @@
-"""`spark.read` and `spark.readStream` of the format "iris"."""
+"""Readers of the format "iris", for `spark.read` and `spark.readStream`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class IrisPartition(InputPartition):
 
 
 class IrisReader(DataSourceReader):
-    """A batch read: all between two places."""
+    """A batch read: everything between two offsets."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -48,7 +48,7 @@ class IrisReader(DataSourceReader):
             name: position if position.next >= start[name].next else start[name]
             for name, position in planner.final().items()
         }
-        # Without any, Spark makes one of its own, which is none of ours.
+        # If there were no partitions, Spark would make one that is not an IrisPartition.
         return [IrisPartition(part) for part in planner.ranges(start, end)] or [IrisPartition(None)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -57,7 +57,7 @@ class IrisReader(DataSourceReader):
 
 
 class IrisStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A streaming read with admission control. Offsets and ranges replay after a crash: see `iris.spark.reading`."""
+    """A streaming read with admission control. After a crash, the same offsets give the same ranges again."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -65,11 +65,11 @@ class IrisStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._planner = Planner(options)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802  # Spark's name
-        """Return where a new query begins."""
+        """Return where a new query starts."""
         return encode_offsets(self._planner.initial())
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802  # Spark's name
-        """Return the narrowest of the limits; `latestOffset` applies all of them, as one object cannot hold them."""
+        """Return the narrowest limit. One object cannot hold all of them; `latestOffset` applies them all."""
         options = self._options
         if options.max_offsets:
             return ReadMaxRows(options.max_offsets)
@@ -87,11 +87,11 @@ class IrisStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return encode_offsets(offsets) if offsets is not None else None
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802  # Spark's name
-        """Read what is there now, in as many batches as the limits make of it, and end."""
+        """Read what the streams hold now, in as many batches as the limits require, then end."""
         self._planner.end_at_target()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """Return the ranges of a batch; after a crash the same as before it. Raises SparkError."""
+        """Return the ranges of a batch, the same again after a crash. Raises SparkError."""
         parts = self._planner.ranges(decode_offsets(start), decode_offsets(end))
         return [IrisPartition(part) for part in parts]
 
@@ -100,10 +100,10 @@ class IrisStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _read(partition, self._options, self._schema)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Nothing: it comes a batch late and never for the last one, so nothing may be removed on its word."""
+        """Do nothing: Spark commits one batch late and never the last one, so nothing can be removed here."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tasks read ranges; where the query stands is the driver's.
+        # Tasks only read ranges; the planner stays on the driver.
         return {"_options": self._options, "_schema": self._schema}
 
 
