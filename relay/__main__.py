@@ -1,4 +1,4 @@
-"""`python -m relay` and `iris relay`: check the arguments, then turn this process into the relay (`relay.start`)."""
+"""`python -m relay` and `iris relay`: checks the arguments, then turns this process into the relay (`relay.start`)."""
 
 from __future__ import annotations
 
@@ -25,92 +25,92 @@ def relay(
     config: Annotated[
         Path | None, typer.Option(help="Settings (TOML).", exists=True, dir_okay=False)
     ] = None,
-    group: Annotated[str | None, typer.Option(help="Group whose users may connect, too.")] = None,
+    group: Annotated[str | None, typer.Option(help="Group whose users may connect, besides this user and root.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
     log_format: Annotated[str | None, typer.Option(help="json, or text: sentences for people.")] = None,
     join: Annotated[
         list[str] | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="A relay to link with, or dns:NAME:PORT for all addresses of a name. Repeatable.",
+            help="A relay to link with; dns:NAME:PORT for all addresses of a name. Repeatable.",
         ),
     ] = None,
     no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Do not look for relays by multicast.")
+        bool, typer.Option("--no-mdns", help="Do not find relays by multicast DNS.")
     ] = False,
     port: Annotated[
         int | None,
-        typer.Option(help="Where relays link; 0: any. Default: 7430, or any if it is taken."),
+        typer.Option(help="Port for links; 0: any free port. Default: 7430, or any free port if that is in use."),
     ] = None,
     bind: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Where relays link. Repeatable. Default: everywhere."),
+        typer.Option(metavar="ADDRESS", help="Address of this host for links. Repeatable. Default: all addresses."),
     ] = None,
     listen: Annotated[
         list[str] | None,
         typer.Option(
             metavar="tls://HOST:PORT",
-            help="Take sessions of programs on hosts without a relay (`iris key access`). Repeatable.",
+            help="Accept programs of hosts without a relay (`iris key access`). Repeatable.",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Keep durable streams here: starts a store.", file_okay=False),
+        typer.Option(help="Directory for durable streams; starts a store there.", file_okay=False),
     ] = None,
     site: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The site that this relay is in.", rich_help_panel=_SITES),
+        typer.Option(metavar="NAME", help="Name of this relay's site.", rich_help_panel=_SITES),
     ] = None,
     gateway: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="tls://HOST:PORT", help="Where gateways of other sites connect. Repeatable.", rich_help_panel=_SITES
+            metavar="tls://HOST:PORT", help="Accept gateways of other sites here. Repeatable.", rich_help_panel=_SITES
         ),
     ] = None,
     site_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="This site's key (`iris federation key`).", dir_okay=False, rich_help_panel=_SITES),
+        typer.Option(metavar="FILE", help="Key of this site (`iris federation key`).", dir_okay=False, rich_help_panel=_SITES),
     ] = None,
     peer_site: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SITE=tls://HOST:PORT#FINGERPRINT",
-            help="Another site: its gateways' addresses (with commas; none: they dial us) and its key's fingerprint. Repeatable.",
+            help="Another site: addresses of its gateways (with commas; none: they dial this one) and fingerprint of its key. Repeatable.",
             rich_help_panel=_SITES,
         ),
     ] = None,
     site_cost: Annotated[
         list[str] | None,
-        typer.Option(metavar="SITE=MS", help="What requests to a site cost on top of the round trip. Repeatable.", rich_help_panel=_SITES),
+        typer.Option(metavar="SITE=MS", help="Milliseconds added to the round trip when sites are compared. Repeatable.", rich_help_panel=_SITES),
     ] = None,
     site_compression: Annotated[
         bool,
-        typer.Option("--site-compression", help="Has no effect: gateways no longer compress.", hidden=True),
+        typer.Option("--site-compression", help="No effect: gateways no longer compress.", hidden=True),
     ] = False,
     export: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PATTERN", help="What other sites may know of: names, filters, or !FILTER for what not. Repeatable. Default: all.",
+            metavar="PATTERN", help="Clusters and topics advertised to other sites: names, filters, or !FILTER to leave out. Repeatable. Default: all.",
             rich_help_panel=_SITES,
         ),
     ] = None,
     import_: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="PATTERN", help="The same of what this site takes from others. Repeatable.", rich_help_panel=_SITES),
+        typer.Option("--import", metavar="PATTERN", help="Clusters and topics of other sites that this one uses, as in --export. Repeatable.", rich_help_panel=_SITES),
     ] = None,
     dev: Annotated[
         bool,
-        typer.Option("--dev", help="Alone, with throw-away keys that this user's programs find."),
+        typer.Option("--dev", help="For development: no peers, and throw-away keys that this user's programs find."),
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Check settings and keys, and leave: exit code 0, or 2 and what is wrong."),
+        typer.Option("--check", help="Check settings and keys and exit: code 0, or 2 with what is wrong."),
     ] = False,
 ) -> None:  # fmt: skip
     """Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).
 
-    SIGHUP reads settings and network keys again. The log names the settings
-    that need a restart.
+    SIGHUP makes it read settings and network keys again. The log names the
+    settings that need a restart.
 
     \b
     Examples:
@@ -131,7 +131,7 @@ def relay(
             "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,
         }  # fmt: skip
-        load_config(overrides, os.environ, config)  # its errors name the flags
+        load_config(overrides, os.environ, config)  # here, because its errors name the flags
         environ = {**os.environ, **as_environment(overrides, config)}
         if check:
             _check(environ)
@@ -140,12 +140,12 @@ def relay(
         sys.stderr.write(f"iris relay: {err}\n")
         print_causes(err)
         raise typer.Exit(2) from err
-    # The argument parser takes 10 MB, which a relay would otherwise keep for as long as it runs.
+    # The argument parser takes 10 MB of memory, which the relay would keep for as long as it runs.
     os.execve(sys.executable, [sys.executable, "-m", "relay.start", *sys.argv[1:]], environ)
 
 
 def _check(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError or KeyringError for what would keep a relay of these settings from starting; nothing is made or bound."""
+    """Raise ConfigError or KeyringError if a relay with these settings could not start. Create and bind nothing."""
     from relay.start import network_keys
 
     config = load_config({}, environ, None)

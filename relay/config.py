@@ -1,4 +1,4 @@
-"""What a relay can be told. `relay.settings` says where it is told."""
+"""The settings of a relay, with their defaults and bounds. `relay.settings` reads them from files, variables and flags."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 MAX_LISTEN = 16
 MAX_SITES = 64
 MAX_PINS = 8
-"""Keys that are pinned for one site: two while it changes its own."""
+"""Most keys that are pinned for one site. Two are needed while a site changes its key."""
 MAX_GATEWAYS = 16
-"""Addresses of one site."""
+"""Most gateway addresses of one site."""
 MAX_COST_MS = 3_600_000
 MAX_PATTERNS = 1024
 ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
 
 _MIB = 1 << 20
-_MIN_MESSAGE_BYTES = 64 << 10  # a bundle has to fit
+_MIN_MESSAGE_BYTES = 64 << 10  # a bundle must fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
 _MAX_ALIASES = 65_536
 _MAX_ADDRESSES = 64
-_MAX_TOLD = 1 << 20  # other relays keep this many of one relay's
-_MAX_NETWORKS = 32  # as many as an advert has room for
+_MAX_ADVERTISED = 1 << 20  # other relays keep at most this many of one relay
+_MAX_NETWORKS = 32  # an advert has room for no more
 _MIN_TIMEOUT_S = 0.001
 _MAX_TIMEOUT_S = 86_400.0
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -45,17 +45,17 @@ _LOG_FORMATS = ("json", "text")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
-    """Everything a relay can be told. Start from `lan` or `dev`, and change it with `replace`.
+    """All settings of a relay. Start from `lan` or `dev`, and change them with `dataclasses.replace`.
 
     Raises:
-        ConfigError: a value is out of its range; the text begins with the name of the field.
+        ConfigError: a value is out of range; the message begins with the name of the field.
     """
 
     socket_path: Path
     """Where the sessions of this host connect: an absolute path of at most 106 bytes."""
 
     socket_group: str | None = None
-    """Group whose users may connect as well. None: the relay's own user and root only."""
+    """Group whose users may also connect. None: only the relay's user and root."""
 
     socket_mode: int | None = None
     """Permission bits of the socket. None: 0600, or 0660 with a `socket_group`."""
@@ -64,83 +64,86 @@ class RelayConfig:
     """The file that these settings were read from, if any."""
 
     relay_user: str = "iris"
-    """User that the relay of a whole host runs as. By the socket's credentials clients trust relays of
-    this user, of root and of their own user."""
+    """User that the relay of a whole host runs as. Clients trust relays of this user, of root and of their
+    own user, by the credentials of the socket."""
 
     message_limit_bytes: int = _MIB
-    """Largest body that is routed, 64 KiB to 64 MiB. Larger messages go through a tunnel."""
+    """Largest body that is routed, 64 KiB to 64 MiB. Send larger messages through a tunnel."""
 
     port_queue_bytes: int = 64 * _MIB
-    """Most that waits to be written to one session or link, at least `message_limit_bytes`. Above it
-    each frame meets the answer of its own pattern: refused, or dropped and counted."""
+    """Most bytes that wait to be written to one session or link, at least `message_limit_bytes`. Beyond it,
+    calls are refused and casts are dropped and counted."""
 
     queue_bytes: int = 128 * _MIB
-    """Most that waits to be written to all sessions and links together, at least `message_limit_bytes`. Above it the longest queue
-    gives way: its newest publications are dropped, and told."""
+    """Most bytes that wait to be written to all sessions and links together, at least `message_limit_bytes`.
+    Beyond it, the newest publications of the longest queue are dropped and reported."""
 
     tunnel_share_bytes: int = 256 * _MIB
-    """Most tunnel records that wait at one port. Above it the tunnel that holds most of them is broken:
-    relays do not throttle tunnels, their ends do."""
+    """Most bytes of tunnel records that wait at one session or link. Beyond it, the tunnel that holds most of
+    them is broken: the ends of a tunnel throttle it, relays do not."""
 
     max_direct_tunnels: int = 512
-    """Most tunnels between sessions of this host whose records pass the relay by, through a socket pair. Each costs the relay
-    two descriptors. Others stay with the relay; 0: all do."""
+    """Most tunnels between two sessions of this host that use a socket pair and so bypass the relay. Each
+    costs the relay two descriptors. Further tunnels stay with the relay; with 0 all do."""
 
     max_sessions: int = 4096
-    """Sessions at once; the next is turned away. Bounds descriptors and receive buffers. One user (or the holder of one access
-    file) can take all but the last quarter of this limit and of the next two."""
+    """Most sessions at once; further ones are refused. Bounds descriptors and receive buffers. One user (or
+    one access file) may take at most three quarters of this limit and of the next two."""
 
     max_members: int = 262_144
-    """Members of all sessions together, each counted once per key id, up to 1,048,576; the next is refused. One session may
-    have a quarter."""
+    """Most members of all sessions together, each counted once per key id, up to 1,048,576; further ones are
+    refused. One session may have a quarter."""
 
     max_subscriptions: int = 262_144
-    """Subscriptions of all sessions together, counted as those of a session, up to 1,048,576; the next is refused."""
+    """Most subscriptions of all sessions together, up to 1,048,576; further ones are refused. Counted as in
+    `max_subscriptions_per_session`."""
 
     max_aliases: int = _MAX_ALIASES
-    """Aliases per direction of a session or link, up to 65,536."""
+    """Most aliases per direction of a session or link, up to 65,536."""
 
     max_pending_per_session: int = 65_536
-    """Requests and surveys of one session, or over one link, that wait for answers; the next is refused. Over a link one session
-    may have half of the calls, and one user three quarters, so set the same value at all relays."""
+    """Most requests and surveys of one session, or over one link, that wait for answers; further ones are
+    refused. Over a link, one session may have half of them and one user three quarters, so set the same
+    value at all relays."""
 
     max_subscriptions_per_session: int = 65_536
-    """Filters of one session, each counted as its tokens times its key ids: nodes of the topic tree."""
+    """Most filters of one session, each counted as its tokens times its key ids (nodes of the topic tree)."""
 
     max_keys_per_session: int = 1024
-    """Key ids that one session may prove; each costs the relay one check of a signature."""
+    """Most key ids that one session may prove; each costs the relay one signature check."""
 
     max_joins_per_session: int = 4096
-    """Clusters that one session may serve. A store takes up to four for a stream."""
+    """Most clusters that one session may serve. A store needs up to four for a stream."""
 
     hello_timeout_s: float = 5.0
-    """Seconds in which a connection has to say HELLO, so that silent ones hold no place."""
+    """Seconds within which a connection must send HELLO, so that silent ones do not use up `max_sessions`."""
 
     frame_timeout_s: float = 30.0
-    """Seconds in which a frame that has begun has to end. Between frames a session may be silent."""
+    """Seconds within which a frame that has begun must end. Between frames a session may be silent."""
 
     port: int | None = None
-    """TCP port that links are accepted on; 0 takes any free one. None: 7430, or any if that is taken."""
+    """TCP port that links are accepted on; 0 uses any free port. None: 7430, or any free port if it is in use."""
 
     bind: tuple[str, ...] = ("0.0.0.0", "::")
     """IP addresses of this host that links are accepted on, at most 64."""
 
     join: tuple[str, ...] = ()
-    """Relays to link with, where multicast does not reach: HOST:PORT, or dns:NAME:PORT for all addresses of a
-    name. One is enough: relays introduce their peers."""
+    """Relays to link with where multicast does not reach: HOST:PORT, or dns:NAME:PORT for all addresses of a
+    name. One is enough, because relays introduce their peers to each other."""
 
     listen: tuple[str, ...] = ()
-    """Where sessions of processes on hosts without a relay are accepted, each tls://HOST:PORT. They show what `iris key access` made."""
+    """Where sessions from hosts without a relay are accepted, each tls://HOST:PORT. Their processes present an
+    access file (`iris key access`)."""
 
     data: Path | None = None
-    """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless a store is
-    started otherwise."""
+    """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless
+    you start a store yourself."""
 
     mdns: bool = True
-    """Whether relays on the same LAN are found, and find this one, by multicast DNS."""
+    """Whether multicast DNS is used to find relays on the same LAN and to be found by them."""
 
     drain_timeout_s: float = 10.0
-    """Seconds that a stopping relay gives to what is queued and running; 0 stops at once."""
+    """Seconds that a stopping relay waits for what is queued and running; 0 stops at once."""
 
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
@@ -149,33 +152,38 @@ class RelayConfig:
     """"json": one object a line, for programs; "text": sentences, for people."""
 
     network_keys: tuple[NetworkKey, ...] = field(default=(), repr=False)
-    """Keys of the networks whose relays are admitted. Kept out of `repr`, so out of logs. Read from key
-    files by the caller, never from settings: an environment or a settings file is no place for keys."""
+    """Keys of the networks whose relays are admitted. Left out of `repr`, and so out of logs. The caller reads
+    them from key files; settings files and environments must not hold keys."""
 
     site: str = ""
-    """The site that this relay is in: 1 to 32 of a-z, 0-9 and -. Empty: it has no name. All relays of a site have the same."""
+    """Name of the site that this relay is in: 1 to 32 of a-z, 0-9 and -. Empty: the site has no name. All relays
+    of a site have the same."""
 
     gateway: tuple[str, ...] = ()
-    """Where gateways of other sites are accepted, each tls://HOST:PORT. Makes this relay a gateway, as `peer_site` does."""
+    """Where gateways of other sites are accepted, each tls://HOST:PORT. Makes this relay a gateway, as does
+    `peer_site`."""
 
     site_key: Path | None = None
-    """File of the key that shows gateways of this site to other sites, as `iris federation key` makes one."""
+    """File with the key that proves to other sites that a gateway is of this site (`iris federation key`)."""
 
     peer_site: tuple[str, ...] = ()
-    """Other sites: SITE=tls://HOST:PORT,tls://HOST:PORT#FINGERPRINT, the address of each of their gateways and what `iris federation
-    key` printed there. Without an address they dial us. Entries of the same site add to each other."""
+    """Other sites: SITE=tls://HOST:PORT,tls://HOST:PORT#FINGERPRINT, with the address of each of their gateways
+    and the fingerprint that `iris federation key` printed there. Without an address, that site must dial
+    this one. Entries of the same site are combined."""
 
     site_cost: tuple[str, ...] = ()
-    """What it costs to send requests to another site, SITE=MS: milliseconds that count on top of the round trip. 0 if not said."""
+    """Cost of sending requests to another site, SITE=MS: milliseconds added to the round trip. Default: 0."""
 
     site_compression: bool = False
-    """Has no effect: gateways no longer compress. Accepted with a warning, and refused by the next version."""
+    """No effect: gateways no longer compress. Accepted with a warning; the next version will refuse it."""
 
     export: tuple[str, ...] = ()
-    """Clusters and topics of this site that others may know of: names and filters, "!" before those that they may not. Empty: all."""
+    """Clusters and topics of this site that are advertised to other sites: names and filters, with "!" before
+    those that are not. Empty: all."""
 
     import_: tuple[str, ...] = ()
-    """Clusters and topics of other sites that this one may know of, written as in `export`. The setting is called `import`."""
+    """Clusters and topics of other sites that this site uses, written as in `export`. The setting is called
+    `import`."""
 
     dev: bool = False
     """True for a relay on a developer's machine."""
@@ -183,19 +191,23 @@ class RelayConfig:
     def __post_init__(self) -> None:
         path_bytes = len(os.fsencode(self.socket_path))
         if not self.socket_path.is_absolute() or "\0" in str(self.socket_path):
-            raise ConfigError(f"socket_path: {str(self.socket_path)!r} is not an absolute path")
+            raise ConfigError(
+                f"socket_path: {str(self.socket_path)!r} is not an absolute path; write it from / on"
+            )
         if path_bytes > MAX_PATH_BYTES:
             raise ConfigError(
-                f"socket_path: {path_bytes} bytes, over the {MAX_PATH_BYTES} of a socket"
+                f"socket_path: the path has {path_bytes} bytes, and a socket's path may have {MAX_PATH_BYTES}; use a shorter one"
             )
         if self.socket_group == "":
-            raise ConfigError("socket_group: is empty")
+            raise ConfigError("socket_group: is empty; name a group, or leave the setting out")
         if self.socket_mode is not None and (
             self.socket_mode & ~0o666 or self.socket_mode & 0o600 != 0o600
         ):
-            raise ConfigError(f"socket_mode: {self.socket_mode:#o} is not within 0o600 to 0o666")
+            raise ConfigError(
+                f"socket_mode: {self.socket_mode:#o} is not from 0o600 to 0o666 without execute bits"
+            )
         if not self.relay_user:
-            raise ConfigError("relay_user: is empty")
+            raise ConfigError("relay_user: is empty; name the user that relays run as")
         self._check_range("message_limit_bytes", _MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES)
         self._check_range("port_queue_bytes", self.message_limit_bytes, math.inf)
         self._check_range("queue_bytes", self.message_limit_bytes, math.inf)
@@ -211,33 +223,43 @@ class RelayConfig:
             self._check_range(name, 1, math.inf)
         self._check_range("max_direct_tunnels", 0, math.inf)
         for name in ("max_members", "max_subscriptions"):
-            self._check_range(name, 1, _MAX_TOLD)
+            self._check_range(name, 1, _MAX_ADVERTISED)
         for name in ("hello_timeout_s", "frame_timeout_s"):
             self._check_range(name, _MIN_TIMEOUT_S, _MAX_TIMEOUT_S)
         self._check_range("drain_timeout_s", 0, _MAX_TIMEOUT_S)
         if len(self.network_keys) > _MAX_NETWORKS:
-            raise ConfigError(f"network_keys: {len(self.network_keys)} keys, over {_MAX_NETWORKS}")
+            raise ConfigError(
+                f"network_keys: {len(self.network_keys)} keys are over the limit of {_MAX_NETWORKS}; remove old ones"
+            )
         if self.port is not None:
             self._check_range("port", 0, 65_535)
         if not 0 < len(self.bind) <= _MAX_ADDRESSES or len(set(self.bind)) < len(self.bind):
-            raise ConfigError(f"bind: {', '.join(self.bind)!r} is not 1 to 64 different addresses")
+            raise ConfigError(
+                f"bind: {', '.join(self.bind)!r} is not a list of 1 to {_MAX_ADDRESSES} different addresses"
+            )
         for address in self.bind:
             try:
                 ipaddress.ip_address(address)
             except ValueError as err:
-                raise ConfigError(f"bind: {address!r} is not an IP address") from err
+                raise ConfigError(
+                    f"bind: {address!r} is not an IP address; a host name cannot be used here"
+                ) from err
         for name in (*_NOT_DEV, "port") if self.dev else ():
             if getattr(self, name) not in ((), None, ""):
                 raise ConfigError(
-                    f"{SETTINGS.get(name, name)}: a development relay stays alone; make keys with `iris key new`, copy network.toml to the other hosts, and "
-                    "leave out --dev"
+                    f"{SETTINGS.get(name, name)}: a development relay has no peers; make keys with `iris key new`, copy network.toml to the other "
+                    "hosts, and start without --dev"
                 )
         if len(self.listen) > MAX_LISTEN:
-            raise ConfigError(f"listen: {len(self.listen)} entries, over {MAX_LISTEN}")
+            raise ConfigError(
+                f"listen: {len(self.listen)} entries are over the limit of {MAX_LISTEN}"
+            )
         for text in self.listen:
             parse_listen(text)
         if len(self.join) > MAX_JOINS:
-            raise ConfigError(f"join: {len(self.join)} entries, over {MAX_JOINS}")
+            raise ConfigError(
+                f"join: {len(self.join)} entries are over the limit of {MAX_JOINS}; use dns:NAME for many relays"
+            )
         for join in self.join:
             parse_join(join)
         self._check_federation()
@@ -249,19 +271,21 @@ class RelayConfig:
 
     @property
     def no_effect(self) -> tuple[str, ...]:
-        """Settings that are given, and that this version only accepts."""
+        """The settings given that this version accepts and ignores."""
         return ("site_compression",) if self.site_compression else ()
 
     @property
     def is_gateway(self) -> bool:
-        """Whether this relay meets other sites."""
+        """Whether this relay connects to other sites."""
         return bool(self.gateway or self.peer_site)
 
     def _check_federation(self) -> None:
         if self.site:
             _site("site", self.site)
         if len(self.gateway) > MAX_LISTEN:
-            raise ConfigError(f"gateway: {len(self.gateway)} entries, over {MAX_LISTEN}")
+            raise ConfigError(
+                f"gateway: {len(self.gateway)} entries are over the limit of {MAX_LISTEN}"
+            )
         for text in self.gateway:
             parse_gateway(text)
         peers = peer_sites(self)
@@ -269,12 +293,14 @@ class RelayConfig:
         for name in ("export", "import"):
             patterns: tuple[str, ...] = getattr(self, FIELDS.get(name, name))
             if len(patterns) > MAX_PATTERNS:
-                raise ConfigError(f"{name}: {len(patterns)} patterns, over {MAX_PATTERNS}")
+                raise ConfigError(
+                    f"{name}: {len(patterns)} patterns are over the limit of {MAX_PATTERNS}; use filters (orders.>)"
+                )
             for text in patterns:
                 parse_pattern(name, text)
             if patterns and not self.is_gateway:
                 raise ConfigError(
-                    f"{name}: is for gateways; this relay has neither gateway nor peer_site"
+                    f"{name}: works only at gateways, and this relay is not one; add gateway or peer_site, or remove {name}"
                 )
         if not self.is_gateway:
             if costs:
@@ -284,17 +310,22 @@ class RelayConfig:
             return
         named = "gateway" if self.gateway else "peer_site"
         if not self.site:
-            raise ConfigError(f"site: a relay with {named} needs the name of its site")
+            raise ConfigError(
+                f"site: a relay with {named} needs the name of its site; add --site NAME"
+            )
         if self.site_key is None:
             raise ConfigError(
-                f"site_key: a relay with {named} needs the key of its site; make one with `iris federation key FILE`"
+                f"site_key: a relay with {named} needs the key of its site; make one with `iris federation key FILE` and add --site-key FILE"
             )
         for site, peer in peers.items():
             if site == self.site:
-                raise ConfigError(f"peer_site: {site} is this site; its relays link by themselves")
+                raise ConfigError(
+                    f"peer_site: {site} is this relay's own site; remove the entry, because relays of one site link by themselves"
+                )
             if not peer.addresses and not self.gateway:
                 raise ConfigError(
-                    f"peer_site: {site} has no address, and without gateway there is none that it could dial"
+                    f"peer_site: {site} has no address, and this relay does not accept gateways; add an address of {site}, or --gateway so that {site} "
+                    "can dial this one"
                 )
         for site in costs:
             if site not in peers:
@@ -311,20 +342,20 @@ class RelayConfig:
 
 @dataclass(frozen=True, slots=True)
 class PeerSite:
-    """Another site as `peer_site` has it."""
+    """Another site, parsed from `peer_site`."""
 
     site: str
     addresses: tuple[tuple[str, int], ...]
-    """Host (a name, or numeric without brackets) and port of each of its gateways that is dialled."""
+    """Host (a name, or numeric without brackets) and port of each of its gateways to dial."""
     pins: tuple[bytes, ...]
     """Its public keys, 32 bytes each."""
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of `tls://host:port`; raises ConfigError, for a listener without TLS above all."""
+    """Return host and port of `tls://host:port`; raises ConfigError, in particular for a listener without TLS."""
     if not text.startswith("tls:"):
         raise ConfigError(
-            f"listen: {text!r} is not tls://HOST:PORT. Relays accept programs of other hosts over TLS only; programs on this host use the socket"
+            f"listen: {text!r} is not tls://HOST:PORT. Relays accept programs of other hosts only over TLS; programs on this host use the socket"
         )
     return _tls_address("listen", text)
 
@@ -347,7 +378,9 @@ def parse_peer_site(text: str) -> PeerSite:
         try:
             parse_join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except ConfigError as err:
-            raise ConfigError(f"peer_site: {address!r} names no host, or no port to dial") from err
+            raise ConfigError(
+                f"peer_site: {address!r} lacks a host or a port from 1 to 65535; write tls://HOST:PORT"
+            ) from err
         addresses.append((host, port))
     try:
         return PeerSite(site, tuple(addresses), (parse_fingerprint(pin.strip()),))
@@ -356,10 +389,10 @@ def parse_peer_site(text: str) -> PeerSite:
 
 
 def peer_sites(config: RelayConfig) -> dict[str, PeerSite]:
-    """Return the other sites by name, entries of the same site as one.
+    """Return the other sites by name, with the entries of one site combined.
 
     Raises:
-        ConfigError: an entry is malformed, there are too many, or two sites have the same key.
+        ConfigError: an entry is malformed, a limit is exceeded, or two sites have the same key.
     """
     found: dict[str, PeerSite] = {}
     for text in config.peer_site:
@@ -371,22 +404,24 @@ def peer_sites(config: RelayConfig) -> dict[str, PeerSite]:
             tuple(dict.fromkeys(known.pins + more.pins)),
         )
     if len(found) > MAX_SITES:
-        raise ConfigError(f"peer_site: {len(found)} sites, over {MAX_SITES}")
+        raise ConfigError(f"peer_site: {len(found)} sites are over the limit of {MAX_SITES}")
     owners: dict[bytes, str] = {}
     for peer in found.values():
         if len(peer.addresses) > MAX_GATEWAYS or len(peer.pins) > MAX_PINS:
             raise ConfigError(
-                f"peer_site: {peer.site} has over {MAX_GATEWAYS} addresses or {MAX_PINS} fingerprints"
+                f"peer_site: {peer.site} has {len(peer.addresses)} addresses and {len(peer.pins)} fingerprints; the limits are {MAX_GATEWAYS} and {MAX_PINS}"
             )
         for pin in peer.pins:
             owner = owners.setdefault(pin, peer.site)
             if owner != peer.site:
-                raise ConfigError(f"peer_site: {owner} and {peer.site} have the same fingerprint")
+                raise ConfigError(
+                    f"peer_site: {owner} and {peer.site} have the same fingerprint; each site needs a key of its own"
+                )
     return found
 
 
 def site_costs(config: RelayConfig) -> dict[str, int]:
-    """Return the cost of other sites in ms, where one is said; raises ConfigError."""
+    """Return the costs given for other sites: site -> ms; raises ConfigError."""
     costs: dict[str, int] = {}
     for text in config.site_cost:
         site, _, cost = text.partition("=")
@@ -397,13 +432,13 @@ def site_costs(config: RelayConfig) -> dict[str, int]:
                 f"site_cost: {text!r} is not SITE=MS, a whole number of ms from 0 to {MAX_COST_MS}"
             )
         if site.strip() in costs:
-            raise ConfigError(f"site_cost: {site.strip()} is there twice")
+            raise ConfigError(f"site_cost: {site.strip()} is given twice; keep one")
         costs[site.strip()] = cost_ms
     return costs
 
 
 def parse_pattern(setting: str, text: str) -> tuple[bool, str]:
-    """Return whether a pattern of `export` or `import` denies, and its name or filter; raises ConfigError."""
+    """Return (denies, name or filter) of a pattern of `export` or `import`; raises ConfigError."""
     denies = text.startswith("!")
     try:
         return denies, check_filter(text.removeprefix("!"))
@@ -419,9 +454,9 @@ def _site(setting: str, name: str) -> str:
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number, or None for what is not one."""
+    """Return the value as a whole number; None if it is not one."""
     if isinstance(value, str):
-        # 19 digits are what a signed 64-bit number can have
+        # a signed 64-bit number has at most 19 digits
         return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -439,19 +474,19 @@ def _tls_address(setting: str, text: str) -> tuple[str, int]:
 
 
 def lan(socket_path: Path) -> RelayConfig:
-    """Return the settings of a relay among others on one network: the defaults."""
+    """Return the default settings: a relay that links with others of its network."""
     return RelayConfig(socket_path=socket_path)
 
 
 def dev(socket_path: Path) -> RelayConfig:
     """Return the settings of a relay on a developer's machine.
 
-    It stops within a second, because somebody waits at the keyboard.
+    It stops within a second, because a developer waits for it.
     """
     return replace(lan(socket_path), dev=True, drain_timeout_s=1.0)
 
 
-# Not settings: a flag's code may give these, a file or an environment may not.
+# Settings that a development relay refuses.
 _NOT_DEV = (
     "join",
     "listen",
@@ -463,6 +498,6 @@ _NOT_DEV = (
     "export",
     "import_",
 )
-# Settings whose name is no name in Python -> fields, and back.
+# Settings whose name is a Python keyword -> fields, and the reverse.
 FIELDS = {"import": "import_"}
 SETTINGS = {name: setting for setting, name in FIELDS.items()}

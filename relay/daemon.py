@@ -1,8 +1,8 @@
-"""The relay as a process: what starts, in which order it stops, and the signals.
+"""The relay as a process: its start, its stop and its signals.
 
 bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery -> ... -> STOPPING=1 -> end discovery -> drain -> close -> release
 
-SIGTERM and SIGINT stop it, SIGHUP has it read its settings and network keys again.
+SIGTERM and SIGINT stop it. SIGHUP makes it read its settings and network keys again.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from relay.supervisor import StoreSupervisor
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""A relay that looks for others says "nobody serves it" only after this."""
+"""A relay that looks for peers refuses calls with NoMembers only after this."""
 NOTHING_FOUND_S = 3.0
 LOOK_AGAIN_S = 10.0
-"""Between two looks at this host's addresses."""
+"""Interval at which this host's addresses are read."""
 JOIN_HINT = "iris relay --join HOST:PORT"
 LIVE = ("drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_format", "log_level")
-"""Settings that a running relay takes up; the others need a restart."""
+"""Settings that SIGHUP applies to a running relay; the others need a restart."""
 _WILDCARDS = ("0.0.0.0", "::")
 _MAX_SIGHTED = 1024
 _NOT_SETTINGS: Final = ("config_file", "network_keys")
@@ -90,7 +90,7 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
 class Relay:
     """One relay. `start` binds and serves, `stop` drains and closes; both are awaited in one event loop.
 
-    It has links when it has network keys and is no development relay, and connections to other sites when it is a gateway.
+    It has links if it has network keys and is not a development relay, and connections to other sites if it is a gateway.
     """
 
     def __init__(self, config: RelayConfig) -> None:
@@ -108,7 +108,9 @@ class Relay:
         if config.is_gateway:
             if self.links is None:
                 named = "gateway" if config.gateway else "peer_site"
-                raise ConfigError(f"{named}: a gateway needs the network keys of its site's relays")
+                raise ConfigError(
+                    f"{named}: a gateway needs the network keys of its site's relays; copy network.toml to this host"
+                )
             self.gateways = GatewayHub(self.driver, config)
         self._hubs: list[Hub] = [hub for hub in (self.links, self.gateways) if hub is not None]
         self._discoveries: dict[str, Discovery] = {}
@@ -132,7 +134,7 @@ class Relay:
         self.router.status_extra = self._status
 
     async def start(self) -> None:
-        """Serve at the socket, and at the links' port. Raises ConfigError or AlreadyRunning; nothing is left behind then."""
+        """Accept sessions and links. Raises ConfigError or AlreadyRunning, and then leaves nothing bound."""
         self._socket = socketfile.bind(
             self.config.socket_path, mode=self.config.socket_mode, group=self.config.socket_group
         )
@@ -162,7 +164,7 @@ class Relay:
             self._task(self._store.run(), "iris-store")
         if self.links is not None:
             if self.config.port is None and self.links.port != DEFAULT_PORT:
-                # Who joins this host by its usual port reaches somebody else.
+                # Relays that join this host at the usual port would reach another process.
                 moved = {"port": self.links.port, "taken": DEFAULT_PORT}
                 log.warning("links.another_port", extra={"fields": moved})
             self._discover(self.links)
@@ -174,16 +176,16 @@ class Relay:
             "pid": os.getpid(),
         }
         log.info("relay.started", extra={"fields": fields})
-        self._member_count.start()  # nothing was read yet: sessions come with the next turns of the loop
+        self._member_count.start()  # in time: sessions are read in later turns of the loop
 
     def _opened(self) -> None:
-        """Sessions are read from now on."""
+        """Accept remote sessions, too: sessions are read from now on."""
         if self.remote is not None:
             self.remote.accept()
         self._member_count.sessions_admitted()
 
     async def stop(self, *, drain_s: float | None = None) -> None:
-        """Take no new session or link, give what runs `drain_s` to finish, close. Idempotent, and safe to cancel: it closes then."""
+        """Accept no new session or link, let what runs finish within `drain_s`, close. Idempotent; if cancelled, it closes at once."""
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         if self._store is not None:
             self._store.stop_restarting()
@@ -227,12 +229,12 @@ class Relay:
         )
 
     def count_garbled_name(self) -> None:
-        """A stranger named a network by what is no text at all."""
+        """Count a connection whose TLS server name is not text."""
         if self.links is not None:
             self.links.refusals["garbled name"] = self.links.refusals.get("garbled name", 0) + 1
 
     def reload_keys(self, keys: Sequence[NetworkKey]) -> None:
-        """Serve these networks from now on: links under a key that is gone are closed, new ones are looked for."""
+        """Serve exactly these networks from now on: close links under removed keys, and look for relays under new ones."""
         if self.links is None:
             return
         self.links.reload(keys)
@@ -243,7 +245,7 @@ class Relay:
                 discovery.set_networks(self.links.fingerprints)
 
     def reload(self, config: RelayConfig) -> None:
-        """Take up what `config` changes of the settings in `LIVE`, and name in the log what needs a restart."""
+        """Apply the changes of `config` to the settings in `LIVE`, and log which changes need a restart."""
         changed = [
             found.name
             for found in fields(config)
@@ -257,18 +259,18 @@ class Relay:
             configure(config.log_level, config.log_format)
         if joined and self.links is not None:
             self._task(self._join(self.links), "iris-join")
-        told = {
+        outcome = {
             "changed": list(live),
             "needs_restart": [name for name in changed if name not in LIVE],
         }
         log.log(
-            logging.WARNING if told["needs_restart"] else logging.INFO,
+            logging.WARNING if outcome["needs_restart"] else logging.INFO,
             "relay.settings_read",
-            extra={"fields": told},
+            extra={"fields": outcome},
         )
 
     async def _join(self, links: LinkHub) -> None:
-        """Look for the relays that `join` names now, and no more for those that it named before; links that are up stay."""
+        """Look for the relays in the new `join`, and no longer for those in the old one; links that are up stay."""
         before = self._discoveries.pop("join", None)
         if before is not None:
             await before.close()
@@ -279,7 +281,7 @@ class Relay:
     # -- other relays ----------------------------------------------------------------------------------------
 
     def _discover(self, links: LinkHub) -> None:
-        """Look for others in the background: whatever the network does, this relay serves already."""
+        """Look for peers in the background: this relay already serves its host, whatever the network does."""
         config = self.config
         chosen = [address for address in config.bind if address not in _WILDCARDS]
         self._advertise(links, chosen)
@@ -296,14 +298,14 @@ class Relay:
         if config.join:
             self._discoveries["join"] = SeedDiscovery(config.join)
         if not self._discoveries:
-            return  # alone on purpose, until somebody else dials
+            return  # no peers wanted, until one dials
         self.router.mesh.settle_us = time.monotonic_ns() // 1000 + int(SETTLE_S * 1e6)
         self._found = asyncio.get_running_loop().call_later(NOTHING_FOUND_S, self._check_found)
         for name, discovery in self._discoveries.items():
             self._task(self._follow(links, discovery), f"iris-discovery-{name}")
 
     async def _follow(self, links: LinkHub, discovery: Discovery) -> None:
-        """Hand what one discovery sees to the links. A fault of it ends it alone."""
+        """Pass the sightings of one discovery to the links. An internal error ends this discovery only."""
         try:
             async for sighting in discovery.sightings():
                 key = (sighting.relay_id, sighting.addresses, sighting.gone)
@@ -321,7 +323,7 @@ class Relay:
             log.exception("discovery.fault")
 
     async def _look(self, links: LinkHub, chosen: Sequence[str]) -> None:
-        """Keep up with this host's addresses, which peers hand on."""
+        """Read this host's addresses again and again; peers pass them on to other relays."""
         while True:
             try:
                 ours = await asyncio.to_thread(scan)
@@ -335,7 +337,7 @@ class Relay:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _advertise(self, links: LinkHub, hosts: Sequence[str]) -> None:
-        # Before the first look: who dials us or is dialled knows an address of ours; the port is what it lacks.
+        # Before the addresses are first read, loopback will do: a peer that is connected knows an address, but not the port.
         shown = [show(host, links.port) for host in hosts or ("127.0.0.1",)]
         self.router.mesh.addresses = shown[: MAX_ADDRESSES - 1]
 
@@ -348,7 +350,7 @@ class Relay:
 
     @property
     def _linked(self) -> bool:
-        """Whether there is another relay, be it in another site."""
+        """Whether any other relay is connected, in this site or another."""
         return bool(self.router.links or self.router.wans)
 
     def _check_found(self) -> None:
@@ -370,7 +372,7 @@ class Relay:
         self._tasks.append(asyncio.create_task(work, name=name))
 
     def _store_cannot(self, why: str, final: bool) -> None:
-        """Our store says why it cannot serve; empty: it can."""
+        """Pass on why the store cannot serve; empty: it can."""
         self.driver.turn()
         self.router.stores.cannot(why, final=final, now_us=self.router.now_us)
         self.driver.settle()
@@ -423,7 +425,7 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
 
 
 def read_again(relay: Relay, environ: Mapping[str, str]) -> None:
-    """Take up changed settings and network keys; a file that cannot be read changes nothing, and is named in the log."""
+    """Apply changed settings and network keys. A file that cannot be read changes nothing and is named in the log."""
     try:
         relay.reload(load_config({}, environ, None))
     except ConfigError as err:
@@ -438,7 +440,7 @@ def read_again(relay: Relay, environ: Mapping[str, str]) -> None:
 
 
 def run(config: RelayConfig, environ: Mapping[str, str]) -> None:
-    """Run a relay in this process until it is told to stop: logging, memory settings, event loop."""
+    """Run a relay in this process until a signal stops it: logging, memory settings, event loop."""
     configure(config.log_level, config.log_format)
     raise_descriptor_limit()
     keep_freed_memory()

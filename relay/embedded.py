@@ -1,4 +1,4 @@
-"""A relay inside the calling process: the same router and ports, over pipes of memory instead of sockets."""
+"""A relay inside the calling process: the same router and ports, with in-memory pipes instead of sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relay.net.sessions import SessionHub
 
 
 class MemoryTransport(asyncio.Transport):
-    """One side of a pipe: what is written is handed to the other side's protocol in a later turn of the loop."""
+    """One end of a pipe. Bytes written are delivered to the other end's protocol in a later turn of the loop."""
 
     def __init__(self, protocol: asyncio.BufferedProtocol) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class MemoryTransport(asyncio.Transport):
         self._lost = False
 
     def join(self, peer: MemoryTransport) -> None:
-        """Make `peer` the other side."""
+        """Connect this end to `peer`."""
         self._peer = peer
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -128,7 +128,7 @@ class MemoryTransport(asyncio.Transport):
 
 
 class EmbeddedRelay:
-    """A relay without a socket. Sessions come by `connect`; `entropy` may be seeded."""
+    """A relay without a socket. Sessions attach with `connect`; tests may pass a seeded `entropy`."""
 
     def __init__(
         self, *, entropy: Callable[[int], bytes] = os.urandom, config: RelayConfig | None = None
@@ -143,7 +143,7 @@ class EmbeddedRelay:
     async def connect(self, factory: Callable[[], asyncio.BufferedProtocol]) -> None:
         """Attach the protocol that `factory` makes, as a session; raises RelayUnavailable after `close`."""
         if self._closed:
-            raise RelayUnavailable("the embedded relay was closed")
+            raise RelayUnavailable("the embedded relay was closed; make a new EmbeddedRelay")
         if self._sweeper is None:
             self._sweeper = asyncio.create_task(self.hub.sweep(), name="iris-sweep")
         theirs, ours = factory(), self.hub.port()

@@ -4,7 +4,7 @@ Modules log constant events with fields beside them,
 
     log.warning("link.dropped", extra={"fields": {"peer": peer, "idle_s": idle_s}})
 
-and only the daemon calls `configure`: a relay inside another process leaves that process's logging alone.
+and only processes of Iris call `configure`: a relay inside another process leaves that process's logging alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from datetime import UTC, datetime
 from iris.wire.names import printable
 
 QUIET_LIMIT = 1024
-"""Peer-triggered events that one `Quiet` remembers, about 200 bytes each."""
+"""Most (event, key) pairs that one `Quiet` remembers, about 200 bytes each."""
 
 QUIET_INTERVAL_S = 10.0
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, event, then `record.fields`, then any error.
+    """One JSON object a line: time (UTC), level, logger, event, then `record.fields`, then any traceback.
 
-    A field that has the name of one of ours gets an underscore behind it. Bytes are shown in hex,
-    other values that JSON lacks by their `str`; keys redact themselves there.
+    A field with the name of one of these five gets an underscore appended. Bytes are shown in hex, other
+    values that JSON lacks as their `str`; the `str` of a key is redacted.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -104,31 +104,31 @@ def configure(level: str, log_format: str = "json") -> logging.Handler:
 
 
 class Quiet:
-    """Lets one warning through per (event, key) and interval, in bounded memory, and counts the rest.
+    """Logs one warning per (event, key) and interval, in bounded memory, and counts the others.
 
-    For warnings that a peer can cause at will. It remembers hashes, so a peer that picks long keys
-    costs nothing more; two keys of one hash would share a line. When `limit` keys spoke within the
-    interval, further keys are silent until the first of them is out of it: a peer that varies its key
-    cannot make more than `limit` lines per interval either.
+    For warnings that a peer can cause at will. It remembers hashes, so long keys cost no more memory; two
+    keys with the same hash would share a line. When `limit` keys were logged within the interval, warnings
+    for further keys are suppressed until the oldest of them is out of it. So a peer that varies its key
+    cannot cause more than `limit` lines per interval either.
     """
 
-    __slots__ = ("_interval_s", "_limit", "_said", "_unsaid", "suppressed")
+    __slots__ = ("_interval_s", "_limit", "_logged", "_suppressed_others", "suppressed")
 
     suppressed: int
-    """Warnings kept back since the start."""
+    """Warnings suppressed since the start."""
 
     def __init__(self, *, limit: int = QUIET_LIMIT, interval_s: float = QUIET_INTERVAL_S) -> None:
         self._limit = limit
         self._interval_s = interval_s
-        # hash of (event, key) -> (when it last spoke, kept back since); the oldest line comes first
-        self._said: dict[int, tuple[float, int]] = {}
-        # kept back for keys that are not, or no longer, in the table
-        self._unsaid = 0
+        # hash of (event, key) -> (when it was last logged, suppressed since); the oldest comes first
+        self._logged: dict[int, tuple[float, int]] = {}
+        # suppressed for keys that are not, or no longer, in the table
+        self._suppressed_others = 0
         self.suppressed = 0
 
     def __len__(self) -> int:
-        """Return how many keys it remembers, at most `limit`."""
-        return len(self._said)
+        """Return the number of keys remembered, at most `limit`."""
+        return len(self._logged)
 
     def warning(
         self,
@@ -138,43 +138,43 @@ class Quiet:
         now_s: float,
         fields: Mapping[str, object],
     ) -> bool:
-        """Log `event` with `fields`, unless this key did so within the interval; True if it was logged.
+        """Log `event` with `fields` unless this key was logged within the interval; return True if it was logged.
 
-        `now_s` is monotonic. A line that follows kept-back ones carries `suppressed`, their number for
-        this key, and `suppressed_others`, that of keys which were forgotten or never had a line.
+        `now_s` is monotonic. After suppressed warnings the next line has `suppressed`, their number for this
+        key, and `suppressed_others`, their number for keys that were forgotten or never logged.
         """
         entry = hash((event, key))
-        last = self._said.get(entry)
+        last = self._logged.get(entry)
         if last is not None:
-            said_s, kept_back = last
-            if now_s - said_s < self._interval_s:
-                self._said[entry] = (said_s, kept_back + 1)
+            logged_s, suppressed = last
+            if now_s - logged_s < self._interval_s:
+                self._logged[entry] = (logged_s, suppressed + 1)
                 self.suppressed += 1
                 return False
-            del self._said[entry]
+            del self._logged[entry]
         else:
-            kept_back = 0
+            suppressed = 0
             if not self._make_room(now_s):
-                self._unsaid += 1
+                self._suppressed_others += 1
                 self.suppressed += 1
                 return False
-        self._said[entry] = (now_s, 0)
-        told = dict(fields)
-        if kept_back:
-            told["suppressed"] = kept_back
-        if self._unsaid:
-            told["suppressed_others"] = self._unsaid
-            self._unsaid = 0
-        log.warning(event, extra={"fields": told})
+        self._logged[entry] = (now_s, 0)
+        shown = dict(fields)
+        if suppressed:
+            shown["suppressed"] = suppressed
+        if self._suppressed_others:
+            shown["suppressed_others"] = self._suppressed_others
+            self._suppressed_others = 0
+        log.warning(event, extra={"fields": shown})
         return True
 
     def _make_room(self, now_s: float) -> bool:
-        if len(self._said) < self._limit:
+        if len(self._logged) < self._limit:
             return True
-        oldest = next(iter(self._said), None)
-        if oldest is None or now_s - self._said[oldest][0] < self._interval_s:
+        oldest = next(iter(self._logged), None)
+        if oldest is None or now_s - self._logged[oldest][0] < self._interval_s:
             return False
-        self._unsaid += self._said.pop(oldest)[1]
+        self._suppressed_others += self._logged.pop(oldest)[1]
         return True
 
 

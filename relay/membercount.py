@@ -1,10 +1,11 @@
-"""How many members a relay has, kept beside its socket: after a restart it knows whose return to wait for.
+"""Writes the number of a relay's members to a file, so that its successor knows how many to wait for.
 
-    <socket>.sessions   {"boot": "…", "sessions": 3, "members": 2}, mode 0600; replaced as a whole, removed when nobody serves anything
+    <socket>.sessions   {"boot": "…", "sessions": 3, "members": 2}, mode 0600; replaced as a whole, removed at 0 members
 
-A relay that starts reads it. Until as many members have joined, or `RETURN_S` is over, a call that nobody serves waits (within its
-deadline) instead of being refused, and the file stays as it is: a relay that is killed again at once still knows. A drain leaves what was
-there when it began. What another boot of the host has written counts for nothing.
+A relay reads the file when it starts. Until as many members have joined, or `RETURN_S` is over, a call that finds no
+member waits (within its deadline) instead of being refused. The file is not changed in that time, so that a relay that
+is killed again at once still has it. A drain leaves the numbers from when it began. A file that another boot of the
+host wrote is ignored.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETURN_S: Final = 3.0
-"""Nobody is waited for any longer."""
+"""How long a relay waits for members to return."""
 WRITE_S: Final = 0.05
-"""Changes within this time are written together."""
+"""Changes within this time are written at once."""
 FILE_BYTES: Final = 1024
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class MemberCount:
-    """Keeps the count of one relay's members from `start` to `freeze`."""
+    """Keeps the file of one relay up to date from `start` to `freeze`."""
 
     def __init__(self, socket_path: Path, router: Router) -> None:
         self._path = socket_path.with_name(socket_path.name + ".sessions")
@@ -46,7 +47,7 @@ class MemberCount:
         self._frozen = False
 
     def start(self) -> None:
-        """Read what the relay before this one left, and wait for as many. The lock of the socket is held."""
+        """Read the previous relay's file, and wait for as many members. Call it while the socket's lock is held."""
         self._started_s = time.monotonic()
         sessions, members = self._written = self._read()
         self._router.interest.on_members = self._changed
@@ -56,13 +57,13 @@ class MemberCount:
             log.info("relay.waits", extra={"fields": fields})
 
     def sessions_admitted(self) -> None:
-        """Sessions are read from now on: before that no member could come back."""
+        """Start the wait again: sessions are read from now on, and no member could return before."""
         if self._returning is not None:
             self._returning.cancel()
             self._wait(self._written[1])
 
     def freeze(self) -> None:
-        """Keep what is there now: whoever goes from here on goes because the relay does. Idempotent."""
+        """Write the present numbers for the last time: members that leave later do so because the relay stops. Idempotent."""
         if self._frozen:
             return
         if self._returning is None:
@@ -80,7 +81,7 @@ class MemberCount:
         self._returning = loop.call_later(RETURN_S, self._missed, members)
 
     def _changed(self) -> None:
-        """A member came or went."""
+        """Note that a member joined or left."""
         if self._frozen:
             return
         if self._returning is not None:
@@ -105,20 +106,20 @@ class MemberCount:
         log.info(event, extra={"fields": fields})
 
     def _read(self) -> tuple[int, int]:
-        """Return sessions and members of the relay before; zeros if that is not known."""
+        """Return the previous relay's sessions and members; zeros if they are unknown."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with open(descriptor, "rb") as file:
-                said = json.loads(file.read(FILE_BYTES + 1)[:FILE_BYTES])
-            sessions, members = said["sessions"], said["members"]
+                found = json.loads(file.read(FILE_BYTES + 1)[:FILE_BYTES])
+            sessions, members = found["sessions"], found["members"]
         except (OSError, ValueError, TypeError, KeyError):
             return 0, 0
         sound = all(type(count) is int and 0 <= count < 1 << 32 for count in (sessions, members))
-        return (sessions, members) if sound and said.get("boot") == self._boot else (0, 0)
+        return (sessions, members) if sound and found.get("boot") == self._boot else (0, 0)
 
     def _write(self) -> None:
         if self._timer is not None:
-            self._timer.cancel()  # before a drain it is not due yet, and would count who has left by then
+            self._timer.cancel()  # a write that is due during a drain would count members that have left by then
             self._timer = None
         count = (len(self._router.sessions), self._router.interest.joined)
         if count == self._written:
@@ -145,7 +146,7 @@ class MemberCount:
 
 
 def _boot() -> str:
-    """Return what names this boot of the host; an empty text where that is not known."""
+    """Return the id of this boot of the host; an empty text if it is unknown."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

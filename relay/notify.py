@@ -1,4 +1,4 @@
-"""Tells the service manager how far the daemon has come: sd_notify(3), without libsystemd."""
+"""Notifies the service manager of the relay's state: sd_notify(3) without libsystemd."""
 
 from __future__ import annotations
 
@@ -12,26 +12,34 @@ VARIABLE = "NOTIFY_SOCKET"
 
 
 def ready(environ: Mapping[str, str]) -> bool:
-    """Say that the relay accepts sessions (`READY=1`); see `notify`."""
+    """Report that the relay accepts sessions (`READY=1`); see `notify`."""
     return notify(environ, "READY=1")
 
 
 def stopping(environ: Mapping[str, str]) -> bool:
-    """Say that the relay has begun to stop (`STOPPING=1`); see `notify`."""
+    """Report that the relay has begun to stop (`STOPPING=1`); see `notify`."""
     return notify(environ, "STOPPING=1")
 
 
 def notify(environ: Mapping[str, str], state: str) -> bool:
     """Send `state` to the socket that NOTIFY_SOCKET names; never waits and never raises OSError.
 
-    True when it was sent. False when nobody asked (the variable is unset or empty), or, after a
-    warning in the log, when it could not be sent: the relay is worth more than the notification.
+    Return True if it was sent. Return False if the variable is unset or empty, or if sending failed: that
+    is logged as a warning, because the relay must run even if the notification is lost.
     """
     address = environ.get(VARIABLE, "")
     if not address:
         return False
     if address[0] not in "/@":
-        log.warning("notify.failed", extra={"fields": {"address": address, "error": "not a path"}})
+        log.warning(
+            "notify.failed",
+            extra={
+                "fields": {
+                    "address": address,
+                    "error": "it is not a path; it must begin with / or @",
+                }
+            },
+        )
         return False
     # A leading @ stands for the NUL byte of an abstract address.
     target = "\0" + address[1:] if address[0] == "@" else address

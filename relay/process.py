@@ -1,4 +1,4 @@
-"""What every process of ours does at its start: the relay, the store, the bridges."""
+"""Signals, descriptor limit and event loop of Iris's processes: the relay, the store, the bridges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set, whoever else may set it; a second signal ends the process at once."""
+    """Return an event that SIGTERM and SIGINT set; callers may set it, too. A second signal ends the process at once."""
     stop = asyncio.Event()
     signalled = False
 
@@ -29,16 +29,16 @@ def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
 
 def raise_descriptor_limit() -> None:
-    """Allow as many descriptors as the hard limit does."""
+    """Raise the limit of open descriptors to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(
         ValueError, OSError
-    ):  # containers may forbid it; the soft limit then stands
+    ):  # containers may forbid it; the soft limit then stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, where it exists."""
+    """Return the factory of uvloop's event loop; None on Windows."""
     if sys.platform == "win32":
         return None
     import uvloop

@@ -1,4 +1,4 @@
-"""Where a relay's settings come from: a TOML file, overridden by the environment, overridden by flags."""
+"""Reads a relay's settings: a TOML file, overridden by the environment, overridden by flags."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def load_config(
 ) -> RelayConfig:
     """Return the settings of `file`, overridden by the environment, overridden by flags.
 
-    `file` is TOML whose keys are the fields of `RelayConfig`; None is the file that
-    IRIS_RELAY_CONFIG_FILE names, or none. The environment has IRIS_RELAY_<FIELD>. `argv_overrides`
-    maps fields to values or texts; None is a flag that was not given. `dev` chooses the preset under
-    all of them. The socket's default is `iris.paths.default_socket` for `uid` (None: this process's).
+    `file` is TOML whose keys are the fields of `RelayConfig`. If it is None, the file that
+    IRIS_RELAY_CONFIG_FILE names is read, if that is set. Variables are named IRIS_RELAY_<FIELD>.
+    `argv_overrides` maps fields to values or texts; None is a flag that was not given. `dev` selects the
+    preset that all of them override. The socket's default is `iris.paths.default_socket` for `uid` (None:
+    the user of this process).
 
     Raises:
         ConfigError: the file cannot be read, a setting is unknown, or a value has the wrong type or
-            range. The text names file or variable, and the setting.
+            range. The message names the file or variable, and the setting.
     """
     if file is None and (named := environ.get(_FILE_VARIABLE)):
         file = Path(named)
@@ -66,7 +67,7 @@ def load_config(
 
 
 def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> dict[str, str]:
-    """Return the environment variables that give `load_config` the same settings as these flags and this file did."""
+    """Return the environment variables from which `load_config` reads the settings of these flags and this file."""
     variables = {
         ENVIRONMENT_PREFIX + name.upper(): ",".join(value)
         if isinstance(value, list)
@@ -87,17 +88,17 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def _parse(name: str, value: object, where: str) -> object:
-    """Return `value` as the type of field `name`; `where` is what an error names."""
+    """Return `value` converted to the type of field `name`; errors begin with `where`."""
     parser = _PARSERS.get(name)
     if parser is None:
-        raise ConfigError(f"{where}: is not a setting")
+        raise ConfigError(f"{where}: is not a setting; check its spelling (`iris relay --help`)")
     parsed = parser(value)
     if parsed is None:
         raise ConfigError(f"{where}: {value!r} is not {_WANTED[parser]}")
     return parsed
 
 
-# Parsers return None for a value that is not of their type.
+# Each parser returns None for a value that is not of its type.
 
 
 def _text(value: object) -> str | None:
@@ -113,7 +114,7 @@ def _port(value: object) -> int | None:
 
 
 def _texts(value: object) -> tuple[str, ...] | None:
-    """A list of texts; in an environment, one text with commas."""
+    """Parse a list of texts; in the environment it is one text with commas."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
@@ -122,14 +123,14 @@ def _texts(value: object) -> tuple[str, ...] | None:
 
 
 def _sites(value: object) -> tuple[str, ...] | None:
-    """As `_texts`, of entries that begin with SITE= and have commas of their own."""
+    """Parse like `_texts`, but entries begin with SITE= and may contain commas."""
     if isinstance(value, str):
         return tuple(part.strip() for part in _NEXT_SITE.split(value) if part.strip())
     return _texts(value)
 
 
 def _bits(value: object) -> int | None:
-    """Texts are octal, as for chmod; TOML and Python write 0o660 themselves."""
+    """Parse permission bits. Texts are octal, as for chmod; TOML and Python have 0o660 for numbers."""
     if isinstance(value, str):
         digits = value.removeprefix("0o")
         return int(digits, 8) if digits and not set(digits) - set("01234567") else None
@@ -181,5 +182,5 @@ _PARSERS = {
     for found in fields(RelayConfig)
     if found.name not in (*_GIVEN_ONLY, "config_file")
 }
-_PARSERS["socket_mode"] = _bits  # no number of the usual kind
+_PARSERS["socket_mode"] = _bits  # octal
 _PARSERS["peer_site"] = _sites

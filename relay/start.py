@@ -1,6 +1,7 @@
-"""`python -m relay.start`: a relay with all its settings in the environment and a file.
+"""`python -m relay.start`: runs a relay whose settings are all in the environment and a file.
 
-`iris relay` becomes this process once it has read its arguments. They stay on the command line, so that people find the process.
+`iris relay` turns into this process after it has parsed its arguments. They stay on the command line, so that people
+can find the process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from relay.settings import load_config
 
 
 def main(environ: Mapping[str, str]) -> int:
-    """Run the relay until it is told to stop, and return the exit code. Wrong settings and keys are reported on stderr."""
+    """Run the relay until a signal stops it, and return the exit code. Wrong settings and keys are reported on stderr."""
     try:
         config = load_config({}, environ, None)
         keys = _dev_keys(environ) if config.dev else network_keys(environ)
@@ -32,33 +33,35 @@ def main(environ: Mapping[str, str]) -> int:
 
 
 def network_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
-    """Return the keys of the networks that this host's relay is in; raises IrisError where there are none."""
+    """Return the network keys of this host; raises IrisError if there are none."""
     directory = keyfiles.config_directory(environ)
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():
         raise IrisError(
-            f"no network key at {path}. Make one with `iris key new`, or copy network.toml from a host of your network. "
-            "For a relay on this host alone: iris relay --dev"
+            f"no network key at {path}; make one with `iris key new`, or copy network.toml from a host of your network. "
+            "To try a relay on this host alone, run iris relay --dev"
         )
     return keyfiles.load_network_keys(path)
 
 
 def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
-    """Return throw-away keys of the runtime directory, made at first use. Clients without their own keys use them."""
+    """Return the throw-away keys in the runtime directory, made at first use. Clients without keys use them, too."""
     directory = paths.dev_key_directory(environ, os.geteuid())
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as err:
-        raise ConfigError(f"no runtime directory {directory.parent}: {err.strerror}") from err
+        raise ConfigError(
+            f"cannot make the runtime directory {directory.parent}: {err.strerror}; set XDG_RUNTIME_DIR to one that you can write to"
+        ) from err
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():
         keyfiles.create_keys(directory)
     sys.stderr.write(
-        f"iris relay: throw-away development keys in {directory}, kept until this host restarts\n"
+        f"iris relay: using throw-away development keys in {directory}, which last until this host restarts\n"
     )
     if keyfiles.has_keys(environ):
         own = keyfiles.config_directory(environ) / keyfiles.KEYRING_FILE
-        sys.stderr.write(f"iris relay: programs of this user use the keys of {own} instead\n")
+        sys.stderr.write(f"iris relay: programs of this user use the keys in {own} instead\n")
     return keyfiles.load_network_keys(path)
 
 

@@ -1,12 +1,15 @@
-"""Who is let in when a relay starts: nobody, before what it routes for is back, for at most `BACK_S`, or `WORD_S` for its store.
+"""Holds the sessions of a relay that starts until its store and its links are back, for a limited time.
 
-    <socket>.links   {"links": 2, "relay": "…"}: relays and sites that it was connected to, and which relay that was; mode 0600
+    <socket>.links   {"links": 2, "relay": "…"}: how many links and WAN connections the relay had, and its id; mode 0600
 
-Programs keep what they publish while their relay restarts, and send it as soon as they are let in. A relay that is not linked again by
-then, or whose store records nothing yet, would route it past those who had it before, and nobody would have counted it.
+Programs keep what they publish while their relay restarts, and send it as soon as they are admitted. If the relay were
+not linked yet by then, or its store did not record yet, these messages would miss receivers that had them before, and
+nobody would count the loss. Sessions are held for at most `BACK_S` for links and for a store, or `WORD_S` for a store
+that was closed well.
 
-A store leaves word of what its streams lack nothing up to (`relay.store.completeness`). That counts if no other relay has let anybody in
-at this socket since: one that was started without the data directory removes nothing from there, but writes its own id here.
+A store notes up to where its streams are complete (`relay.store.completeness`). The note is valid if no other relay has
+admitted sessions at this socket since: a relay started without the data directory cannot remove the note, but it
+writes its own id into the file here.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ log = logging.getLogger(__name__)
 
 BACK_S: Final = 3.0
 WORD_S: Final = 10.0
-"""For a store whose streams would go on without a gap: it was closed well, so that only a busy host takes long to start it."""
+"""Limit for a store that was closed well, whose streams can continue without a gap. Only a busy host takes so long."""
 LOOK_S: Final = 0.01
 FILE_BYTES: Final = 256
 UNKNOWN: Final = "unknown"
 
 
 class StartupGate:
-    """Holds the sessions of one relay from `start` until what was there before is back; `opened` is called then."""
+    """Holds the sessions of one relay from `start` until its store and links are back, then calls `opened`."""
 
     def __init__(
         self, hub: SessionHub, router: Router, store: StoreSupervisor | None, socket_path: Path,
@@ -50,7 +53,7 @@ class StartupGate:
         self._path = socket_path.with_name(socket_path.name + ".links")
         self._store_due = False
         self._store_s = 0.0
-        """It is waited for so long."""
+        """How long to wait for the store."""
         self._links_due = 0
         self._written = (0, "")
         self._began_s = 0.0
@@ -59,13 +62,13 @@ class StartupGate:
 
     @property
     def unread(self) -> bool:
-        """Whether nothing can have been published here yet, nor elsewhere for somebody here."""
+        """Whether nothing can have been published here yet, nor elsewhere for subscribers here."""
         return not self._open and self._router.alone
 
     def start(self, *, linked: bool) -> None:
-        """Hold sessions if something is to come back first; `linked`: this relay looks for others, or they for it.
+        """Hold sessions if a store or links are expected back. `linked`: this relay may have links at all.
 
-        Raises ConfigError: its store would take up what is not true any more.
+        Raises ConfigError: the store's note that its streams are complete is wrong, and cannot be removed.
         """
         self._written = self._read()
         links, relay = self._written
@@ -76,7 +79,9 @@ class StartupGate:
                 try:
                     self._store.forget_completeness()
                 except OSError as err:
-                    raise ConfigError(f"data: {err}") from err
+                    raise ConfigError(
+                        f"data: cannot remove the note of the last store: {err}"
+                    ) from err
             self._store_due = self._store.has_streams
             self._store_s = WORD_S if self._store.complete_for else BACK_S
         self._began_s = time.monotonic()
@@ -88,14 +93,14 @@ class StartupGate:
         self._look()
 
     def freeze(self) -> None:
-        """Keep what is there now, and let nobody in: the relay stops. Idempotent."""
+        """Stop writing the file and admitting sessions: the relay stops. Idempotent."""
         self._frozen = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def links_changed(self) -> None:
-        """A link or WAN connection came or went."""
+        """Note that a link or WAN connection came up or went down."""
         if not self._frozen:
             self._write()
 
@@ -123,7 +128,7 @@ class StartupGate:
         self._opened()
 
     def _forget(self) -> None:
-        """The store is not there, and others are let in: its streams may miss something."""
+        """Remove the store's note if sessions are admitted without it: its streams may miss messages."""
         if self._store_due and self._store is not None:
             try:
                 self._store.forget_completeness()
@@ -133,12 +138,12 @@ class StartupGate:
     # -- the file --------------------------------------------------------------------------------------------
 
     def _read(self) -> tuple[int, str]:
-        """Return the links of the relay before, and its id: empty if there was none, `UNKNOWN` if the file does not say."""
+        """Return the previous relay's number of links and its id: empty without a file, `UNKNOWN` if the file is not valid."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with open(descriptor, "rb") as file:
-                said = json.loads(file.read(FILE_BYTES))
-            links, relay = said["links"], said["relay"]
+                found = json.loads(file.read(FILE_BYTES))
+            links, relay = found["links"], found["relay"]
         except FileNotFoundError:
             return 0, ""
         except (OSError, ValueError, TypeError, KeyError):
@@ -148,7 +153,7 @@ class StartupGate:
 
     def _write(self) -> None:
         links = len(self._router.links) + len(self._router.wans)
-        if not self._open:  # a relay that is killed before all are back still knows
+        if not self._open:  # a relay that is killed before all are back must not lower the number
             links = max(links, self._written[0])
         kept = self._store is not None or self._written[1]
         now = (links, self._router.relay_id.hex() if kept else "")

@@ -1,8 +1,8 @@
-"""The drain of a relay: everybody is read to the end, what that was goes on its way, and where that cannot be had it is told.
+"""The drain of a relay: every session is read to its end, and what cannot be read is reported as a loss.
 
 DRAIN, PING ──► sessions, links        clients move: BYE, or the end of their stream
-all have ended, or the grace is over ── GAP for what was not read ──► links, sites
-                                     ── BYE ──► stores, last: what they record has come
+all have ended, or the time is over ── GAP for what was not read ──► links, sites
+                                    ── BYE ──► stores, last: they have received all that they record
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.01
 DRAIN_QUIET_POLLS: Final = 10
-"""Of sessions that do not say goodbye, and of links, nothing ran and nothing waited so many times in a row."""
+"""How many polls in a row must find nothing running or waiting at links and at sessions that do not send BYE."""
 STORE_S: Final = 5.0
-"""A store that reads no more is not waited for any longer."""
+"""How long to wait for a store to read the last frames."""
 
 
 class Stopping:
-    """One drain. `run` returns when nothing is left to wait for."""
+    """One drain of a relay."""
 
     def __init__(self, driver: Driver, sessions: SessionHub, hubs: Sequence[Hub]) -> None:
         self._driver = driver
@@ -37,19 +37,19 @@ class Stopping:
         self._hubs = hubs
 
     async def run(self, bound_s: float) -> None:
-        """Drain for at most `bound_s`, end the sessions of stores, and leave the others to be closed."""
+        """Drain for at most `bound_s`, then end the sessions of stores. The caller closes the others."""
         self._driver.turn()
         self._router.drain(int(bound_s * 1000))
         self._driver.settle()
         until_s = time.monotonic() + bound_s
-        quiet, told = 0, False
+        quiet, logged = 0, False
         while time.monotonic() < until_s and quiet < DRAIN_QUIET_POLLS:
             self._router.drains.answer_byes()
             self._driver.settle()
             if self._idle and not self._remaining:
                 break
-            if not told:
-                told = True  # who watches would take a drain for a hang
+            if not logged:
+                logged = True  # otherwise a drain looks like a hang
                 fields = {
                     "sessions": len(self._sessions.ports),
                     "within_s": bound_s,
@@ -57,31 +57,33 @@ class Stopping:
                 }
                 log.info("relay.draining", extra={"fields": fields})
             await asyncio.sleep(POLL_S)
-            quiet = quiet + 1 if self._idle and not any(map(self._held, self._remaining)) else 0
+            quiet = (
+                quiet + 1 if self._idle and not any(map(self._must_be_read, self._remaining)) else 0
+            )
         self._driver.turn()
         ended = self._cut(bound_s)
         await self._end_stores(ended and self._router.alone)
 
     @property
     def _remaining(self) -> list[SessionPort]:
-        """Sessions that have not ended, but for those that were never begun and those of stores, which end last."""
+        """Sessions that have greeted and not ended, except those of stores, which end last."""
         ports = self._sessions.ports
         return [port for port in ports if port.session.greeted and not _is_store_only(port)]
 
-    def _held(self, port: SessionPort) -> bool:
-        """Whether a session has to be read until it ends: it says goodbye itself, or it may have sent what nobody would miss."""
+    def _must_be_read(self, port: SessionPort) -> bool:
+        """Whether a session must be read until it ends: it will send BYE, or it has sent casts whose loss nobody would notice."""
         session = port.session
         return not session.closed and (session.minor >= HEARD_MINOR or session.casts)
 
     @property
     def _idle(self) -> bool:
-        """Nothing runs, waits or passes through, and nobody can begin anything new that has not heard of the drain."""
+        """Whether nothing runs, waits or is in transit, and all peers that can start something know of the drain."""
         heard = self._router.drains.heard
         return heard and self._sessions.idle and all(hub.idle for hub in self._hubs)
 
     def _cut(self, bound_s: float) -> bool:
-        """The grace is over: what is still under way is said, and that nobody knows what else was sent. Return whether all had ended."""
-        # A store is told that nothing is missing: what is taken after that would be.
+        """Cut the remaining sessions, log what was in flight and report what may be lost. Return whether all had ended."""
+        # Stores are notified that their streams are complete, so nothing may be received after that.
         self._sessions.cut_ungreeted()
         drains = self._router.drains
         drains.answer_byes(over=True)
@@ -91,18 +93,18 @@ class Stopping:
             fields = {"calls": calls, "tunnels": tunnels, "after_s": bound_s}
             log.warning("relay.cut", extra={"fields": fields})
         ended = all(port.session.closed for port in self._remaining)
-        unread = [port for port in self._remaining if self._held(port)]
+        unread = [port for port in self._remaining if self._must_be_read(port)]
         if unread:
-            told_of = {"sessions": len(unread), "labels": [p.session.label for p in unread[:8]], "after_s": bound_s}  # fmt: skip
-            log.warning("relay.unread", extra={"fields": told_of})
+            missed: dict[str, object] = {"sessions": len(unread), "labels": [p.session.label for p in unread[:8]], "after_s": bound_s}  # fmt: skip
+            log.warning("relay.unread", extra={"fields": missed})
         for port in unread:
             self._router.unread(port.session)
-            port.abort("the relay stopped before it had said goodbye")
+            port.abort("the relay stopped before the session ended")
         self._driver.settle()
         return ended
 
     async def _end_stores(self, complete: bool) -> None:
-        """Say goodbye to stores, and return when they have taken all that was sent to them, or take no more."""
+        """Send BYE to stores, and return when they have read all and closed, or after `STORE_S`."""
         stores = [port for port in self._sessions.ports if _is_store_only(port)]
         for port in stores:
             self._router.end(port.session, complete=complete and not port.held_messages)
@@ -113,5 +115,5 @@ class Stopping:
 
 
 def _is_store_only(port: SessionPort) -> bool:
-    """Whether a session is a store's, which ends last. Whoever publishes is none: what it sent is to be read before."""
+    """Whether a session is that of a store and ends last. One that also publishes is not: it must be read before."""
     return port.session.stores and not port.session.casts

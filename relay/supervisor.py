@@ -1,7 +1,7 @@
-"""Starts the store of a relay that was given a data directory, and starts it again whenever it ends.
+"""Starts the store of a relay with a data directory, and starts it again whenever it ends.
 
-The store is a process of its own, so that a slow or full disk never holds up routing. The relay holds the other end of its
-standard input: when the relay is gone, however it went, the store ends.
+The store is a separate process, so that a slow or full disk never holds up routing. The relay holds the other end of
+the store's standard input. When the relay ends, even if it is killed, that input ends and so does the store.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ log = logging.getLogger(__name__)
 PAUSE_MIN_S: Final = 0.2
 PAUSE_MAX_S: Final = 10.0
 LASTED_S: Final = 10.0
-"""A store that ran for so long is started again at once."""
+"""A store that ran for longer than this is started again after the shortest pause."""
 STOP_S: Final = 10.0
 STREAMS: Final = "streams"
-"""In the data directory: a directory for each log."""
+"""Subdirectory of the data directory with a directory for each log."""
 COMPLETE_FILE: Final = "complete"
-"""In the data directory, from the end of a relay that has read everybody to the start of its next store: what its streams lack nothing up to."""
+"""File in the data directory that says up to where the streams are complete. A store writes it after a relay that read
+all sessions to their end; the next store removes it."""
 COMPLETE_FILE_BYTES: Final = 1 << 16
 UNREAD: Final = b"unread\n"
-"""At its standard input: what a relay says to its store that has not come yet."""
+"""Line that the relay writes to the store's standard input if it stops without having admitted any session."""
 
 
 EXIT_USAGE: Final = 2
-"""It could not begin, and has said why."""
+"""Exit code of a store that could not start and has reported why."""
 
 
 class _StatusLine(msgspec.Struct):
-    """A line of the store's standard output."""
+    """One line of the store's standard output: why it cannot serve (empty: it can), and whether that stays so."""
 
     cannot: str
     final: bool
@@ -58,7 +59,8 @@ class StoreSupervisor:
     def __init__(
         self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None
     ) -> None:  # fmt: skip
-        """`cannot` hears why the store cannot serve, and whether that stays so until somebody mends it; of "" when it can again."""
+        """`cannot` is called with why the store cannot serve, and whether that lasts until somebody corrects it; with "" when
+        it can serve again."""
         self._data = data
         self._command = (
             sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
@@ -72,7 +74,7 @@ class StoreSupervisor:
         self._on_cannot_serve = cannot
 
     async def run(self) -> None:
-        """Keep the store running. Runs until cancelled or stopped; an end that nobody asked for is logged."""
+        """Keep the store running until cancelled or stopped. An unexpected end is logged."""
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while not self._stopping:
             began_s = time.monotonic()
@@ -82,7 +84,7 @@ class StoreSupervisor:
                 )
             except OSError as err:
                 log.error("store.not_started", extra={"fields": {"error": str(err)}})
-                self._set_cannot_serve(f"it cannot be started: {err}", final=False)
+                self._set_cannot_serve(f"the store's process cannot be started: {err}", final=False)
             else:
                 self._starts += 1
                 await self._listen(self._process)
@@ -100,7 +102,7 @@ class StoreSupervisor:
 
     @property
     def has_streams(self) -> bool:
-        """Whether the store before this one left streams, which record again once it is here."""
+        """Whether the data directory has streams, which record again when the store is back."""
         try:
             return any(path.is_dir() for path in (self._data / STREAMS).iterdir())
         except OSError:
@@ -108,7 +110,7 @@ class StoreSupervisor:
 
     @property
     def complete_for(self) -> str:
-        """Id of the relay up to whose end its streams lack nothing, as the store before this one said; empty if it did not."""
+        """Id of the relay up to whose end the streams are complete, from `COMPLETE_FILE`; empty without it."""
         try:
             with (self._data / COMPLETE_FILE).open("rb") as file:
                 return str(json.loads(file.read(COMPLETE_FILE_BYTES))["relay"])
@@ -116,11 +118,11 @@ class StoreSupervisor:
             return ""
 
     def forget_completeness(self) -> None:
-        """Something may have been published that the next store does not hear of: there may be a gap. Raises OSError."""
+        """Remove `COMPLETE_FILE`: messages may be published that the next store does not receive. Raises OSError."""
         remove_complete_file(self._data / COMPLETE_FILE)
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Read what the store says of itself until it ends: one JSON object a line. What is none is not for us."""
+        """Read the store's status lines until it ends: one JSON object a line. Other lines are ignored."""
         assert process.stdout is not None
         while True:
             try:
@@ -138,13 +140,13 @@ class StoreSupervisor:
             self._on_cannot_serve(why, final)
 
     def stop_restarting(self) -> None:
-        """Start it no more: whoever stops the relay may stop the store, too."""
+        """Do not start the store again: whoever stops the relay may stop the store, too."""
         self._stopping = True
 
     async def stop(self, *, unread: bool = False) -> None:
-        """End the store: it writes what it has. Killed when that takes too long. Idempotent.
+        """End the store, which writes what it holds; kill it after `STOP_S`. Idempotent.
 
-        `unread`: this relay waited for it, and let nobody in, so that its streams still lack nothing.
+        `unread`: this relay has not admitted any session, so the streams are still complete.
         """
         self._stopping = True
         process = self._process
@@ -162,7 +164,7 @@ class StoreSupervisor:
             await process.wait()
 
     def kill(self) -> None:
-        """End it now. Idempotent."""
+        """Kill the store. Idempotent."""
         self._stopping = True
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -170,11 +172,11 @@ class StoreSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running store; None if there is none."""
+        """Process id of the store; None while none runs."""
         return self._process.pid if self._process is not None else None
 
     def status(self) -> dict[str, object]:
-        """Return what `iris status` shows of it."""
+        """Return what `iris status` shows of the store, ready for JSON."""
         return {
             "data": str(self._data),
             "pid": self.pid,
@@ -185,7 +187,7 @@ class StoreSupervisor:
 
 
 def remove_complete_file(path: Path) -> None:
-    """Remove the file `COMPLETE_FILE`, for good. Idempotent; raises OSError."""
+    """Remove `COMPLETE_FILE` durably. Idempotent; raises OSError."""
     try:
         path.unlink()
     except FileNotFoundError:

@@ -286,7 +286,7 @@ def test_what_a_session_does_wrong_is_one_json_line_and_a_flood_of_it_is_not_man
         warnings = [line for line in daemon.lines() if line["event"] == "session.protocol_error"]
         assert len(warnings) == 1
         assert warnings[0]["level"] == "WARNING"
-        assert warnings[0]["error"].startswith("a frame of 0 bytes")
+        assert "0 bytes" in warnings[0]["error"]
         assert asyncio.run(ask(daemon.socket))["protocol_errors"] == 50
 
 

@@ -314,10 +314,10 @@ GATEWAY: dict[str, Any] = {
     [
         ("site", {"site": ""}),
         ("site_key", {"site_key": None}),
-        ("peer_site: eu is this site", {"site": "us"}),
+        ("peer_site: us is this relay's own site", {"site": "us"}),
         ("peer_site: us has no address", {"gateway": (), "peer_site": (f"us=#{PIN}",)}),
         ("site_cost: 'ap' is not listed in peer_site", {"site_cost": ("ap=1",)}),
-        ("site_cost: us is there twice", {"site_cost": ("us=1", "us=2")}),
+        ("site_cost: us is given twice", {"site_cost": ("us=1", "us=2")}),
     ],
 )
 def test_a_gateway_whose_settings_do_not_belong_together_is_refused(
@@ -325,7 +325,7 @@ def test_a_gateway_whose_settings_do_not_belong_together_is_refused(
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         replace(lan(SOCKET), **{**GATEWAY, **changes})
-    assert str(raised.value).startswith(names.replace("eu is", "us is"))
+    assert str(raised.value).startswith(names)
 
 
 def test_a_relay_of_a_site_need_not_be_a_gateway_and_a_gateway_need_not_listen_or_dial() -> None:
@@ -370,7 +370,7 @@ def test_a_pattern_that_is_none_names_its_setting(text: str) -> None:
     [*GATEWAY.items(), ("site_cost", ("us=1",)), ("export", ("a",)), ("import", ("a",))],
 )
 def test_a_development_relay_joins_no_site(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: a development relay stays alone"):
+    with pytest.raises(ConfigError, match=f"^{name}: a development relay "):
         replace(dev(SOCKET), **{"import_" if name == "import" else name: value})
 
 
