@@ -374,7 +374,7 @@ class Relay:
     def _store_cannot(self, why: str, final: bool) -> None:
         """Pass on why the store cannot serve; empty: it can."""
         self.driver.turn()
-        self.router.stores.cannot(why, final=final, now_us=self.router.now_us)
+        self.router.stores.set_failure(why, final=final, now_us=self.router.now_us)
         self.driver.settle()
 
     def _status(self) -> dict[str, object]:

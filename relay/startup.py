@@ -105,12 +105,12 @@ class StartupGate:
             self._write()
 
     def _look(self) -> None:
-        if self._store is not None and self._router.stores.ours_is_up:
+        if self._store is not None and self._router.stores.own_store_is_up:
             self._store_due = False
         after_s = time.monotonic() - self._began_s
         linked = sum(link.replica.known for link in self._router.links.values())
         linked += sum(wan.replica.known for wan in self._router.wans.values())
-        due = self._store_due and not self._router.stores.ours_cannot
+        due = self._store_due and not self._router.stores.own_store_failed
         store_waits = due and after_s < self._store_s
         if store_waits or (linked < self._links_due and after_s < BACK_S):
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from relay.core.draining import HEARD_MINOR
+from relay.core.draining import PING_MINOR
 from relay.net.hub import Hub
 from relay.net.ports import Driver
 from relay.net.sessions import SessionHub, SessionPort
@@ -73,12 +73,12 @@ class Stopping:
     def _must_be_read(self, port: SessionPort) -> bool:
         """Whether a session must be read until it ends: it will send BYE, or it has sent casts whose loss nobody would notice."""
         session = port.session
-        return not session.closed and (session.minor >= HEARD_MINOR or session.casts)
+        return not session.closed and (session.minor >= PING_MINOR or session.casts)
 
     @property
     def _idle(self) -> bool:
         """Whether nothing runs, waits or is in transit, and all peers that can start something know of the drain."""
-        heard = self._router.drains.heard
+        heard = self._router.drains.acknowledged
         return heard and self._sessions.idle and all(hub.idle for hub in self._hubs)
 
     def _cut(self, bound_s: float) -> bool:

@@ -39,12 +39,12 @@ class Absence:
 
     def may_end(self, route: Route, now_us: int) -> bool:
         """Whether a relay may come back that serves a route's address, or none was found yet."""
-        place = (route.kind, route.name, route.key_id)
-        if self._sites.comes_home(route) and (
-            self._mesh.might_serve(*place, now_us) or self._returning(now_us)
+        address = (route.kind, route.name, route.key_id)
+        if self._sites.is_for_this_site(route) and (
+            self._mesh.might_serve(*address, now_us) or self._returning(now_us)
         ):
             return True
-        return self._sites.might_serve(*place, route.site, self._mesh.settling(now_us), now_us)
+        return self._sites.might_serve(*address, route.site, self._mesh.settling(now_us), now_us)
 
     def _returning(self, now_us: int) -> bool:
         """Whether members that this relay had before a restart are still to come back."""
@@ -60,7 +60,10 @@ class Absence:
         """Return what the caller hears when nobody serves it, and nobody is waited for."""
         if route.kind == Kind.STREAM:
             return f"no store holds it{self._mesh.failed_stores()}"
-        if route.site not in ("", HERE, self._sites.site) and route.site not in self._sites.ways:
+        if (
+            route.site not in ("", HERE, self._sites.site)
+            and route.site not in self._sites.site_routes
+        ):
             return f"no gateway here is connected to site {route.site!r}; check the name, or add it to peer_site on a gateway"
         text = f"no members of {route.name} serve {_PLURAL[route.kind]} under your key {route.key_id[:4].hex()}…"
         others = self._interest.others(route.name, (route.key_id,))

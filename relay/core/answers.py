@@ -18,7 +18,7 @@ from iris.wire.runs import hop_ids, read_answers, single_answers
 from relay.core.absence import kind_name
 from relay.core.flags import clear_flags, route_of
 from relay.core.interest import Interest
-from relay.core.neighbor import Handed, HandedRun, Load, Neighbor, Route
+from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 from relay.core.ports import Accounts
 from relay.core.session import Session
 from relay.core.surveys import Surveys
@@ -30,7 +30,7 @@ class Answers:
 
     def __init__(
         self, accounts: Accounts, interest: Interest, neighbors: dict[int, Neighbor], tunnels: Tunnels, surveys: Surveys,
-        ended: Callable[[Handed, int], None], release: Callable[[Handed, int], None],
+        ended: Callable[[Dispatched, int], None], release: Callable[[Dispatched, int], None],
     ) -> None:  # fmt: skip
         self._accounts = accounts
         self._interest = interest
@@ -54,32 +54,32 @@ class Answers:
         if route is None or route.kind != kind:
             route = route_of(neighbor, route, alias, buf, start)
         accounts = self._accounts
-        handed = neighbor.handed.get(hop)
-        if handed is None:
+        dispatched = neighbor.in_flight.get(hop)
+        if dispatched is None:
             accounts.in_ += 1
             accounts.drop("late answer", 1)
             return
-        asked = handed.route
+        asked = dispatched.route
         if (
             route.name != asked.name
             or route.key_id != asked.key_id
             or asked.kind not in _ANSWERS[route.kind]
         ):
-            self._misanswered(neighbor, route, handed, hop)
+            self._misanswered(neighbor, route, dispatched, hop)
             return
         accounts.in_ += 1
-        survey = handed.survey
+        survey = dispatched.survey
         if survey is None:
-            del neighbor.handed[hop]
-            self._ended(handed, 1)
-        origin = handed.origin
+            del neighbor.in_flight[hop]
+            self._ended(dispatched, 1)
+        origin = dispatched.origin
         if origin.closed:
             accounts.drop("late answer", 1)
         else:
             taken = origin.port.has_room(end - start)
             if taken:
                 number = route.target(origin, 0).number(self._interest.next_tick())
-                theirs = handed.hop if handed.count == 1 else handed.theirs(hop)
+                theirs = dispatched.hop if dispatched.count == 1 else dispatched.origin_hop(hop)
                 REWRITE.pack_into(buf, start + ALIAS_AT, number, theirs)
                 taken = origin.port.forward(buf, start, end, 1)
             if taken:
@@ -87,13 +87,13 @@ class Answers:
             else:
                 accounts.drop("slow receiver", 1)
                 if survey is not None:
-                    survey.lose(self._surveys.owing(handed))
+                    survey.lose(self._surveys.unanswered(dispatched))
                 else:
                     detail = "the reply was dropped because the caller read too slowly"
-                    origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
-        if survey is not None and handed.load.member is not None:
-            del neighbor.handed[hop]  # over a link, more may come until its DONE
-            self._surveys.less(handed, ())
+                    origin.control(Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True))
+        if survey is not None and dispatched.load.member is not None:
+            del neighbor.in_flight[hop]  # over a link, more may come until its DONE
+            self._surveys.finish_part(dispatched, ())
 
     def answered_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Replies came from a member's session or over a link, or answers to surveys from a member; they are the credit, too."""
@@ -112,12 +112,12 @@ class Answers:
             count = len(hops)
             self._accounts.in_ += count
             for hop in hops:
-                del neighbor.handed[hop]
+                del neighbor.in_flight[hop]
             self._ended(run, count)
-            first = run.hop - run.given
+            first = run.hop - run.first_hop
             theirs = [first + hop for hop in hops]
             hop_ids(count).pack_into(buf, start + BODY_AT, *theirs)
-            self._give_back(run.origin, route, theirs, buf, start, end)
+            self._return_answers(run.origin, route, theirs, buf, start, end)
             return
         calls = self._of_one_origin(neighbor, route, hops)
         if calls is None:
@@ -126,48 +126,50 @@ class Answers:
             return
         self._accounts.in_ += len(hops)
         theirs = []
-        for hop, handed in zip(hops, calls, strict=True):
-            theirs.append(handed.theirs(hop))
-            del neighbor.handed[hop]
-            self._ended(handed, 1)
+        for hop, dispatched in zip(hops, calls, strict=True):
+            theirs.append(dispatched.origin_hop(hop))
+            del neighbor.in_flight[hop]
+            self._ended(dispatched, 1)
         hop_ids(len(hops)).pack_into(buf, start + BODY_AT, *theirs)
-        self._give_back(calls[0].origin, route, theirs, buf, start, end)
+        self._return_answers(calls[0].origin, route, theirs, buf, start, end)
 
-    def _run_of(self, neighbor: Neighbor, route: Route, hops: Sequence[int]) -> HandedRun | None:
+    def _run_of(
+        self, neighbor: Neighbor, route: Route, hops: Sequence[int]
+    ) -> DispatchedRun | None:
         """Return the run that all these calls are of, if it is one and its caller takes the answers as one."""
-        table = neighbor.handed
-        handed = table.get(hops[0])
+        table = neighbor.in_flight
+        dispatched = table.get(hops[0])
         if (
-            isinstance(handed, HandedRun)
+            isinstance(dispatched, DispatchedRun)
             and len(set(hops)) == len(hops)
-            and set(map(table.get, hops)) == {handed}
-            and _answers(route, handed.route)
-            and not handed.origin.closed
-            and handed.origin.minor >= RUN_MINOR
+            and set(map(table.get, hops)) == {dispatched}
+            and _answers(route, dispatched.route)
+            and not dispatched.origin.closed
+            and dispatched.origin.minor >= RUN_MINOR
         ):
-            return handed
+            return dispatched
         return None
 
     def _of_one_origin(
         self, neighbor: Neighbor, route: Route, hops: Sequence[int]
-    ) -> list[Handed] | None:
+    ) -> list[Dispatched] | None:
         """Return these calls if one session or link asked all of them, and takes the answers as one."""
-        calls: list[Handed] = []
+        calls: list[Dispatched] = []
         asked: Route | None = None
-        for handed in map(neighbor.handed.get, hops):
-            if handed is None or handed.survey is not None:
+        for dispatched in map(neighbor.in_flight.get, hops):
+            if dispatched is None or dispatched.survey is not None:
                 return None
-            if handed.route is not asked:
-                asked = handed.route
+            if dispatched.route is not asked:
+                asked = dispatched.route
                 if not _answers(route, asked):
                     return None
-            calls.append(handed)
+            calls.append(dispatched)
         origin = calls[0].origin
         if origin.closed or origin.minor < RUN_MINOR or len(set(hops)) != len(hops):
             return None
-        return calls if all(handed.origin is origin for handed in calls) else None
+        return calls if all(dispatched.origin is origin for dispatched in calls) else None
 
-    def _give_back(
+    def _return_answers(
         self, origin: Neighbor, route: Route, hops: Sequence[int], buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         if origin.port.has_room(end - start):
@@ -181,12 +183,14 @@ class Answers:
             detail = "the reply was dropped because the caller read too slowly"
             origin.control(Fail(hop, Cause.LOST, detail, True))
 
-    def _misanswered(self, neighbor: Neighbor, route: Route, handed: Handed, hop: int) -> None:
+    def _misanswered(
+        self, neighbor: Neighbor, route: Route, dispatched: Dispatched, hop: int
+    ) -> None:
         """Handle an answer that does not have its question's kind, name or key, so that the caller gets no alias for it.
 
         A session that answers so breaks a rule. A relay may only have forwarded the answer, so its connection stays.
         """
-        asked = handed.route
+        asked = dispatched.route
         if not neighbor.hop_class:
             raise PeerProtocolError(
                 f"{Kind(route.kind).name} for {route.name} under key {route.key_id[:4].hex()}… cannot answer a "
@@ -196,16 +200,16 @@ class Answers:
         self._accounts.drop("misdirected answer", 1)
         if asked.kind not in (Kind.REQUEST, Kind.STREAM):
             return  # a survey ends with DONE, a push with its credit, a tunnel with its end
-        del neighbor.handed[hop]
-        self._ended(handed, 1)
-        if not handed.origin.closed:
+        del neighbor.in_flight[hop]
+        self._ended(dispatched, 1)
+        if not dispatched.origin.closed:
             detail = "the answer was dropped because its name, key or kind does not match the call"
-            handed.origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
+            dispatched.origin.control(Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
         """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
         distinct = set(credit.hops)
-        if len(distinct) < len(credit.hops) or not load.handed.keys() >= distinct:
+        if len(distinct) < len(credit.hops) or not load.pushes.keys() >= distinct:
             raise PeerProtocolError(
                 f"CREDIT for a {kind_name(load.kind)} that was not dispatched to this member, or is listed twice"
             )
@@ -219,52 +223,54 @@ class Answers:
         if len(ran) + len(credit.unstarted) != len(credit.hops):
             raise PeerProtocolError("CREDIT.unstarted must be distinct hop ids from CREDIT.hops")
         for hop in credit.unstarted:
-            handed = session.handed.pop(hop)
-            told = handed.given_up
-            self._release(handed, hop)
-            if not handed.origin.closed and not told:
-                theirs = handed.theirs(hop)
-                if handed.deadline_us and handed.deadline_us <= now_us:
+            dispatched = session.in_flight.pop(hop)
+            given_up = dispatched.given_up
+            self._release(dispatched, hop)
+            if not dispatched.origin.closed and not given_up:
+                theirs = dispatched.origin_hop(hop)
+                if dispatched.deadline_us and dispatched.deadline_us <= now_us:
                     fail = Fail(
                         theirs, Cause.EXPIRED, "the deadline had passed when it reached the member"
                     )
                 else:
                     fail = Fail(theirs, Cause.REFUSED, "the member did not run it")
-                handed.origin.control(fail)
+                dispatched.origin.control(fail)
         return ran
 
     def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
         """Remove pushes that members behind a link, or in another site, have finished. Unknown ones are ignored."""
-        hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.handed]
-        if any(link.handed[hop].load.kind != Kind.PUSH for hop in hops):
+        hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.in_flight]
+        if any(link.in_flight[hop].load.kind != Kind.PUSH for hop in hops):
             raise PeerProtocolError("CREDIT over a link for a call that is not a push")
         self._credit(link, Kind.PUSH, hops)
 
     def _credit(self, neighbor: Neighbor, kind: int, hops: Sequence[int]) -> None:
-        told: dict[int, list[int]] = {}
+        given_up: dict[int, list[int]] = {}
         for hop in dict.fromkeys(hops):
-            handed = neighbor.handed.pop(hop)
-            self._release(handed, hop)
-            if handed.origin.hop_class and not handed.origin.closed:
-                told.setdefault(handed.origin.number, []).append(handed.theirs(hop))
-        for number, theirs in told.items():
+            dispatched = neighbor.in_flight.pop(hop)
+            self._release(dispatched, hop)
+            if dispatched.origin.hop_class and not dispatched.origin.closed:
+                given_up.setdefault(dispatched.origin.number, []).append(dispatched.origin_hop(hop))
+        for number, theirs in given_up.items():
             self._neighbors[number].control(Credit(0, kind, theirs))
 
     def failed_by_link(self, link: Neighbor, fail: Fail) -> None:
         """The relay behind a link, or a gateway of another site, answers itself."""
-        handed = link.handed.pop(fail.hop, None)
-        if handed is None:
+        dispatched = link.in_flight.pop(fail.hop, None)
+        if dispatched is None:
             return
-        if handed.survey is not None:
+        if dispatched.survey is not None:
             nobody = fail.cause == Cause.NO_MEMBERS
-            self._surveys.less(handed, () if nobody else self._surveys.owing(handed))
+            self._surveys.finish_part(
+                dispatched, () if nobody else self._surveys.unanswered(dispatched)
+            )
             return
-        self._release(handed, fail.hop)
-        if handed.load.kind == Kind.TUNNEL_OPEN:
-            self._tunnels.refused(handed, link, fail.hop)
-        if not handed.origin.closed:
-            theirs = handed.theirs(fail.hop)
-            handed.origin.control(Fail(theirs, fail.cause, fail.detail, fail.may_have_run))
+        self._release(dispatched, fail.hop)
+        if dispatched.load.kind == Kind.TUNNEL_OPEN:
+            self._tunnels.refused(dispatched, link, fail.hop)
+        if not dispatched.origin.closed:
+            theirs = dispatched.origin_hop(fail.hop)
+            dispatched.origin.control(Fail(theirs, fail.cause, fail.detail, fail.may_have_run))
 
 
 _ANSWERS: Final[dict[int, tuple[int, ...]]] = {

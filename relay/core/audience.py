@@ -32,7 +32,7 @@ _ENTRY_BYTES: Final = 48
 """Most that one of them takes besides its texts."""
 
 
-class _Asked:
+class _Question:
     """A session's question that other relays have not all answered."""
 
     __slots__ = ("audience", "open", "session", "until_us")
@@ -56,23 +56,25 @@ class Audiences:
         self._interest = interest
         self._slow = slow
         self._clock = clock
-        self._asked: dict[int, _Asked] = {}
+        self._questions: dict[int, _Question] = {}
         """By the id that we gave, the oldest first."""
         self._last = 0
 
     def ask(self, session: Session, topic: frames.Topic) -> None:
         """A session asks; it holds the key."""
         audience = self._audience(topic)
-        links = self._links(topic) if topic.slow and len(self._asked) < MAX_ASKED else []
+        links = self._links(topic) if topic.slow and len(self._questions) < MAX_ASKED else []
         if not links:
             self._answer(session, audience)
             return
         self._last += 1
-        asked = self._asked[self._last] = _Asked(session, audience, self._clock() + ASK_US)
+        question = self._questions[self._last] = _Question(
+            session, audience, self._clock() + ASK_US
+        )
         for link in links:
-            asked.open.add(link.number)
+            question.open.add(link.number)
             link.control(msgspec.structs.replace(topic, id=self._last))
-        self.deadline_us = min(self.deadline_us, asked.until_us)
+        self.deadline_us = min(self.deadline_us, question.until_us)
 
     def asked_by_link(self, link: Link, topic: frames.Topic) -> None:
         """The relay behind a link asks: what this relay alone knows."""
@@ -80,42 +82,44 @@ class Audiences:
 
     def answered(self, link: Link, audience: frames.Audience) -> None:
         """The relay behind a link answers. One that was not asked, or answers twice, is ignored."""
-        asked = self._asked.get(audience.id)
-        if asked is None or link.number not in asked.open:
+        question = self._questions.get(audience.id)
+        if question is None or link.number not in question.open:
             return
-        asked.open.remove(link.number)
+        question.open.remove(link.number)
         slow = [
             msgspec.structs.replace(
                 entry, label=printable(entry.label), address=printable(entry.address), relay=printable(entry.relay)
             )
             for entry in audience.slow
         ]  # fmt: skip
-        before = asked.audience
-        asked.audience = msgspec.structs.replace(
+        before = question.audience
+        question.audience = msgspec.structs.replace(
             before, dropped=_capped(before.dropped + audience.dropped), slow=_fitting([*before.slow, *slow])
         )  # fmt: skip
-        if not asked.open:
+        if not question.open:
             self._end(audience.id)
 
     def forget(self, neighbor: Neighbor) -> None:
         """A link is gone: nobody waits for it."""
-        for number, asked in list(self._asked.items()):
-            if neighbor.number in asked.open:
-                asked.open.remove(neighbor.number)
-                if not asked.open:
+        for number, question in list(self._questions.items()):
+            if neighbor.number in question.open:
+                question.open.remove(neighbor.number)
+                if not question.open:
                     self._end(number)
 
     def expire(self, now_us: int) -> None:
         """Answer with what has come in time."""
-        for number, asked in list(self._asked.items()):
-            if now_us >= asked.until_us:
+        for number, question in list(self._questions.items()):
+            if now_us >= question.until_us:
                 self._end(number)
-        self.deadline_us = min((each.until_us for each in self._asked.values()), default=NEVER_US)
+        self.deadline_us = min(
+            (each.until_us for each in self._questions.values()), default=NEVER_US
+        )
 
     def _end(self, number: int) -> None:
-        asked = self._asked.pop(number)
-        if not asked.session.closed:
-            self._answer(asked.session, asked.audience)
+        question = self._questions.pop(number)
+        if not question.session.closed:
+            self._answer(question.session, question.audience)
 
     def _answer(self, session: Session, audience: frames.Audience) -> None:
         """Answer a session; which process is slow, and where, is told to the relay's own user alone, as in its status."""
@@ -140,11 +144,14 @@ class Audiences:
     def _links(self, topic: frames.Topic) -> Iterable[Link]:
         """Return the links that lead to subscribers, whose relays take the question."""
         plain, groups = self._interest.subscribers(topic.name, topic.key_id)
-        takers = [*plain, *(taker for members in groups.values() for taker in members)]
+        subscribers = [
+            *plain,
+            *(subscriber for members in groups.values() for subscriber in members),
+        ]
         links = {
-            taker.number: taker
-            for taker in takers
-            if taker.hop_class == HopClass.MESH and isinstance(taker, Link) and taker.minor >= AUDIENCE_MINOR
+            subscriber.number: subscriber
+            for subscriber in subscribers
+            if subscriber.hop_class == HopClass.MESH and isinstance(subscriber, Link) and subscriber.minor >= AUDIENCE_MINOR
         }  # fmt: skip
         return list(links.values())
 

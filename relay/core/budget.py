@@ -141,7 +141,7 @@ def cut(
     later: set[int] = (
         set()
     )  # aliases that were declared further on: what they stood for before is not known
-    said: list[tuple[Delivery, list[int]]] = []  # first, count, and how much is kept behind it
+    gaps: list[tuple[Delivery, list[int]]] = []  # first, count, and how much is kept behind it
     latest: dict[Delivery, list[int]] = {}
     read = freed = seen = 0
     for entry in newest:
@@ -171,7 +171,7 @@ def cut(
                 gap[:] = first, gap[1] + number, len(kept)
             else:
                 gap = latest[delivery] = [first, number, len(kept)]
-                said.append((delivery, gap))
+                gaps.append((delivery, gap))
         if held is not None:
             kept.append(entry)
         elif rest:
@@ -179,11 +179,11 @@ def cut(
         seen += len(data)
         if freed >= wanted_bytes or seen >= LOOK * wanted_bytes:
             break
-    said.reverse()  # at one place the one said last goes before those said earlier
-    said.sort(key=lambda one: -one[1][2])
-    for delivery, (first, number, place) in said:
+    gaps.reverse()  # at one place the one said last goes before those said earlier
+    gaps.sort(key=lambda one: -one[1][2])
+    for delivery, (first, number, index) in gaps:
         frame = encode_control(gap_of(delivery, first, number, "slow receiver"))
-        kept.insert(place, (frame, 0, None))
+        kept.insert(index, (frame, 0, None))
         freed -= len(frame)
     kept.reverse()
     return kept, list(lost.items()), read, freed
@@ -191,10 +191,10 @@ def cut(
 
 def _frames(data: bytes) -> list[tuple[int, int]]:
     """Return where the frames of an entry begin and end."""
-    places = []
+    spans = []
     start = 0
     while start < len(data):
         end = start + 4 + LENGTH.unpack_from(data, start)[0]
-        places.append((start, end))
+        spans.append((start, end))
         start = end
-    return places
+    return spans

@@ -42,7 +42,7 @@ from relay.core.leaving import Leaving
 from relay.core.limits import Limits
 from relay.core.link import Link
 from relay.core.mesh import Mesh
-from relay.core.neighbor import Handed, HandedRun, Load, Neighbor, Route, Target
+from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route, Target
 from relay.core.overdue import LIFE_US, Overdue
 from relay.core.parking import Parked, Parking, Prospect
 from relay.core.ports import Accounts
@@ -54,7 +54,7 @@ from relay.core.tunnels import Tunnels
 
 MAX_ATTEMPTS: Final = 4
 """The first member, and up to three others after refusals; then as many in other sites."""
-MAX_HANDED: Final = 262_144
+MAX_IN_FLIGHT: Final = 262_144
 """Unfinished calls that a session of this relay may have been handed. The member itself chooses its limit in bytes."""
 _NUMBERS: Final = (1 << 62) - 1
 
@@ -147,19 +147,19 @@ class Calls:
         self._resolve(route)
         if route.loads:
             if route.hop_class in COUNTED and isinstance(neighbor, Link):
-                self.asked(neighbor, route)
+                self.count_demand(neighbor, route)
         elif not route.peers and not route.sites:
             self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
             return
-        self._dispatch(neighbor, route, hop, deadline_us, buf, start, end)
+        self._start(neighbor, route, hop, deadline_us, buf, start, end)
 
-    def asked(self, link: Link, route: Route) -> None:
+    def count_demand(self, link: Link, route: Route) -> None:
         """Count a call for its link: the other relay is to hear how busy our members are."""
-        asked = route.asked = link.asking(route.kind, route.name, route.key_id)
-        asked.used_us = self._now_us
-        self._loads.asked(self._now_us)
+        demand = route.demand = link.demand(route.kind, route.name, route.key_id)
+        demand.used_us = self._now_us
+        self._loads.called(self._now_us)
 
-    def _dispatch(
+    def _start(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         until_us = 0
@@ -169,20 +169,20 @@ class Calls:
         if route.kind == Kind.SURVEY:
             self.surveys.start(origin, route, hop, deadline_us, until_us, buf, start, end)
             return
-        handed = Handed(origin, hop, route, end - start)
-        handed.deadline_us = deadline_us
-        handed.until_us = until_us
-        if self._hand(handed, buf, start, end):
+        dispatched = Dispatched(origin, hop, route, end - start)
+        dispatched.deadline_us = deadline_us
+        dispatched.until_us = until_us
+        if self._dispatch_to_best(dispatched, buf, start, end):
             origin.pending += 1
         else:
-            self._unhanded(handed, buf, start, end)
+            self._return_unserved(dispatched, buf, start, end)
 
-    def hand_one(self, handed: Handed, buf: memoryview, start: int, end: int) -> None:
+    def dispatch_one(self, dispatched: Dispatched, buf: memoryview, start: int, end: int) -> None:
         """Hand a call to whoever is left, or end it."""
-        if self._hand(handed, buf, start, end):
-            handed.origin.pending += 1
+        if self._dispatch_to_best(dispatched, buf, start, end):
+            dispatched.origin.pending += 1
         else:
-            self._unhanded(handed, buf, start, end)
+            self._return_unserved(dispatched, buf, start, end)
 
     def is_served(self, route: Route, now_us: int) -> bool:
         """Whether anybody serves a route's address, here or in another site."""
@@ -194,12 +194,12 @@ class Calls:
         """Find who serves this route's address while the interest stays as it is."""
         if route.version != self._interest.version:
             route.targets.clear()
-            place = (route.name, route.key_id, route.kind)
+            address = (route.name, route.key_id, route.kind)
             route.loads, route.peers = (), ()
-            if self._sites.comes_home(route):
-                route.loads = self._interest.loads(*place)
+            if self._sites.is_for_this_site(route):
+                route.loads = self._interest.loads(*address)
                 if route.neighbor.hop_class != HopClass.MESH:
-                    route.peers = self._interest.peer_loads(*place)
+                    route.peers = self._interest.peer_loads(*address)
             route.sites = self._sites.loads(route)
             route.version = self._interest.version
 
@@ -207,89 +207,93 @@ class Calls:
         self._last_hop = hop = (self._last_hop + 1) & _NUMBERS
         return hop | neighbor.own_hop
 
-    def _hand(self, handed: Handed, buf: memoryview, start: int, end: int) -> bool:
+    def _dispatch_to_best(
+        self, dispatched: Dispatched, buf: memoryview, start: int, end: int
+    ) -> bool:
         """Hand it to the best member left, or to a relay that has one, or else to another site; False when there is none.
 
         Work stays at home while anybody there takes it, even into a queue: another site is a way of tens of milliseconds off.
         """
-        route = handed.route
+        route = dispatched.route
         self._resolve(route)
-        handed.attempts += 1
+        dispatched.attempts += 1
         while True:
             route.turn += 1
             load = None
-            if handed.attempts <= MAX_ATTEMPTS:
-                load = pick(route.loads, route.peers, handed.size, handed.tried, route.turn)
-            if load is None and handed.attempts <= 2 * MAX_ATTEMPTS:
-                load = next((far for far in route.sites if far not in handed.tried), None)
+            if dispatched.attempts <= MAX_ATTEMPTS:
+                load = pick(route.loads, route.peers, dispatched.size, dispatched.tried, route.turn)
+            if load is None and dispatched.attempts <= 2 * MAX_ATTEMPTS:
+                load = next((far for far in route.sites if far not in dispatched.tried), None)
             if load is None:
                 return False
-            if self.give(handed, load, buf, start, end):
+            if self.send_to(dispatched, load, buf, start, end):
                 self.accounts.out += 1
                 return True
-            handed.tried.append(load)  # its port is full
+            dispatched.tried.append(load)  # its port is full
 
-    def give(self, handed: Handed, load: Load, buf: memoryview, start: int, end: int) -> bool:
+    def send_to(
+        self, dispatched: Dispatched, load: Load, buf: memoryview, start: int, end: int
+    ) -> bool:
         neighbor = load.neighbor
         if not neighbor.port.has_room(end - start):
             return False
-        route = handed.route
-        target = route.target(load.way or neighbor, load.serial)
+        route = dispatched.route
+        target = route.target(load.site_route or neighbor, load.serial)
         if load.member is not None:
-            if len(neighbor.handed) + handed.count > MAX_HANDED:
+            if len(neighbor.in_flight) + dispatched.count > MAX_IN_FLIGHT:
                 return False
-        elif not self._may_hold_more(target, handed):
+        elif not self._may_hold_more(target, dispatched):
             return False
         hop = (self._last_hop + 1) & _NUMBERS | neighbor.own_hop
-        self._last_hop += handed.count
+        self._last_hop += dispatched.count
         number = target.number(self._interest.next_tick())
         REWRITE.pack_into(buf, start + ALIAS_AT, number, hop)
-        if not neighbor.port.forward(buf, start, end, handed.count):
-            if handed.share is not None:
-                handed.share.less(handed.count)
-                handed.share = None
+        if not neighbor.port.forward(buf, start, end, dispatched.count):
+            if dispatched.share is not None:
+                dispatched.share.remove(dispatched.count)
+                dispatched.share = None
             return False
-        handed.load = load
-        count = handed.count
-        load.taken(handed.size, self._now_us, count)
-        if route.asked is not None:
-            route.asked.messages += count
+        dispatched.load = load
+        count = dispatched.count
+        load.taken(dispatched.size, self._now_us, count)
+        if route.demand is not None:
+            route.demand.messages += count
         kind = load.kind
-        if isinstance(handed, HandedRun):
-            handed.given = hop
+        if isinstance(dispatched, DispatchedRun):
+            dispatched.first_hop = hop
             hops = range(hop, hop + count)
-            neighbor.handed.update(dict.fromkeys(hops, handed))
+            neighbor.in_flight.update(dict.fromkeys(hops, dispatched))
             if kind == Kind.PUSH:
-                load.handed.update(zip(hops, hops, strict=True))
+                load.pushes.update(zip(hops, hops, strict=True))
             return True
-        neighbor.handed[hop] = handed
+        neighbor.in_flight[hop] = dispatched
         if kind == Kind.PUSH:
-            load.handed[hop] = hop
+            load.pushes[hop] = hop
         elif kind == Kind.TUNNEL_OPEN:
-            self.tunnels.opening(handed, neighbor, hop)
+            self.tunnels.opening(dispatched, neighbor, hop)
         return True
 
-    def _may_hold_more(self, target: Target, handed: Handed) -> bool:
+    def _may_hold_more(self, target: Target, dispatched: Dispatched) -> bool:
         """Whether a link or WAN connection may be handed one more call of that sender. If so, count it in the sender's share.
 
         A side that finishes nothing must not fill our tables, and one session must not take all places at the other side.
         """
         neighbor, limit, share = target.neighbor, self._limits.pending, target.share
-        count = handed.count
-        if len(neighbor.handed) + count <= limit:
+        count = dispatched.count
+        if len(neighbor.in_flight) + count <= limit:
             # Does what `hold` does while there is room for everybody, without its calls.
             if share is not None and share.held + count <= limit >> 1:
                 whole = share.whole
                 if whole.held + count <= limit - (limit >> 2):
                     share.held += count
                     whole.held += count
-                    handed.share = share
+                    dispatched.share = share
                     return True
-            if hold(target, handed, limit):
+            if hold(target, dispatched, limit):
                 return True
         if not self._overdue.make_room_at(neighbor, self._now_us):
             return False
-        return len(neighbor.handed) + count <= limit and hold(target, handed, limit)
+        return len(neighbor.in_flight) + count <= limit and hold(target, dispatched, limit)
 
     # -- nobody serves it for now ---------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class Calls:
     ) -> None:  # fmt: skip
         """Nobody serves it: final, unless a relay may come back that does, or none was found yet."""
         if not isinstance(origin, Session) or not self.absence.may_end(route, self._now_us):
-            self._unhanded(Handed(origin, hop, route, end - start), buf, start, end)
+            self._return_unserved(Dispatched(origin, hop, route, end - start), buf, start, end)
             return
         entry = Parked(origin, route, hop, deadline_us, bytes(buf[start:end]))
         if error := self.parking.add(entry, self._now_us):
@@ -317,9 +321,9 @@ class Calls:
         frame = memoryview(bytearray(entry.frame))
         self._resolve(route)
         if served:
-            self._dispatch(origin, route, hop, entry.deadline_us, frame, 0, len(frame))
+            self._start(origin, route, hop, entry.deadline_us, frame, 0, len(frame))
         else:
-            self._unhanded(Handed(origin, hop, route, len(frame)), frame, 0, len(frame))
+            self._return_unserved(Dispatched(origin, hop, route, len(frame)), frame, 0, len(frame))
 
     @property
     def deadline_us(self) -> int:
@@ -343,124 +347,131 @@ class Calls:
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, reason: int, hop: int
     ) -> None:
         """A message came back unopened: another may take it, within the deadline."""
-        handed = neighbor.handed.get(hop)
-        if handed is None:
+        dispatched = neighbor.in_flight.get(hop)
+        if dispatched is None:
             if not neighbor.greeted:
                 raise PeerProtocolError("data frame before HELLO")
             self.accounts.in_ += 1
             self.accounts.drop("late answer", 1)
             return
-        if handed.load.kind != buf[start + KIND_AT] or handed.length(hop) != end - start:
+        if dispatched.load.kind != buf[start + KIND_AT] or dispatched.length(hop) != end - start:
             raise PeerProtocolError("a refused call was returned with another kind or length")
         self.accounts.in_ += 1
-        del neighbor.handed[hop]
-        if handed.survey is not None:
+        del neighbor.in_flight[hop]
+        if dispatched.survey is not None:
             self.accounts.refused += 1
-            self.surveys.less(handed, self.surveys.owing(handed))
+            self.surveys.finish_part(dispatched, self.surveys.unanswered(dispatched))
             return
-        told = handed.given_up
-        self.release(handed, hop)
-        if handed.load.kind == Kind.TUNNEL_OPEN:
-            self.tunnels.refused(handed, neighbor, hop)
-        if handed.origin.closed or told:
+        given_up = dispatched.given_up
+        self.release(dispatched, hop)
+        if dispatched.load.kind == Kind.TUNNEL_OPEN:
+            self.tunnels.refused(dispatched, neighbor, hop)
+        if dispatched.origin.closed or given_up:
             self.accounts.drop("late answer", 1)
             return
-        handed = handed.alone(hop)
-        handed.tried.append(handed.load)
+        dispatched = dispatched.single(hop)
+        dispatched.tried.append(dispatched.load)
         buf[start + FLAGS_AT] = 0
         # Over a link it came back with the deadline by the other clock.
-        DEADLINE.pack_into(buf, start + DEADLINE_AT, handed.deadline_us)
+        DEADLINE.pack_into(buf, start + DEADLINE_AT, dispatched.deadline_us)
         if reason in (Refusal.FULL, Refusal.LEAVING):
-            deadline_us, route = handed.deadline_us, handed.route
+            deadline_us, route = dispatched.deadline_us, dispatched.route
             in_time = not deadline_us or deadline_us > self._now_us
-            if in_time and self._hand(handed, buf, start, end):
-                handed.waits = True
-                handed.origin.pending += 1
+            if in_time and self._dispatch_to_best(dispatched, buf, start, end):
+                dispatched.waits = True
+                dispatched.origin.pending += 1
             elif in_time and not route.loads and not route.peers and not route.sites:
-                self._nobody(handed.origin, route, handed.hop, deadline_us, buf, start, end)
+                self._nobody(dispatched.origin, route, dispatched.hop, deadline_us, buf, start, end)
             else:
-                self._unhanded(handed, buf, start, end, reason)
-        elif handed.origin.hop_class:
-            self._bounce(handed, buf, start, end, reason)
+                self._return_unserved(dispatched, buf, start, end, reason)
+        elif dispatched.origin.hop_class:
+            self._bounce(dispatched, buf, start, end, reason)
         elif reason == Refusal.EXPIRED:
             self.accounts.expired += 1
             detail = "the deadline had passed when it reached the member"
-            handed.origin.control(Fail(handed.hop, Cause.EXPIRED, detail))
+            dispatched.origin.control(Fail(dispatched.hop, Cause.EXPIRED, detail))
         else:
             self.accounts.refused += 1
             ran = reason in (Refusal.REPLAYED, Refusal.STALE)
             detail = _DETAILS.get(reason, "the member could not decrypt it")
-            handed.origin.control(Fail(handed.hop, Cause.REFUSED, detail, ran))
+            dispatched.origin.control(Fail(dispatched.hop, Cause.REFUSED, detail, ran))
 
-    def _unhanded(
-        self, handed: Handed, buf: memoryview, start: int, end: int, reason: int = Refusal.FULL
+    def _return_unserved(
+        self,
+        dispatched: Dispatched,
+        buf: memoryview,
+        start: int,
+        end: int,
+        reason: int = Refusal.FULL,
     ) -> None:
         """Nobody here takes it: the caller hears so, or the relay it came from gets it back."""
-        route = handed.route
-        places = (("member on this relay", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
-        served = [_counted(len(loads), what) for what, loads in places if loads]
-        if handed.origin.hop_class:
-            self._bounce(handed, buf, start, end, reason if served else Refusal.LEAVING)
+        route = dispatched.route
+        servers = (("member on this relay", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
+        served = [_counted(len(loads), what) for what, loads in servers if loads]
+        if dispatched.origin.hop_class:
+            self._bounce(dispatched, buf, start, end, reason if served else Refusal.LEAVING)
             return
         self.accounts.refused += 1
         if served:
             detail = f"everybody who serves it is at capacity or refused it: {', '.join(served)}"
             far = (load.neighbor for load in (*route.peers, *route.sites))
-            if any(is_over(neighbor, handed.origin, self._limits.pending) for neighbor in far):
+            if any(is_over(neighbor, dispatched.origin, self._limits.pending) for neighbor in far):
                 detail += "; your share of the calls in flight to another relay or site is used up, try again later"
-            handed.origin.control(Fail(handed.hop, Cause.OVERLOADED, detail))
+            dispatched.origin.control(Fail(dispatched.hop, Cause.OVERLOADED, detail))
             return
-        handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS, self.absence.why(route)))
+        dispatched.origin.control(Fail(dispatched.hop, Cause.NO_MEMBERS, self.absence.why(route)))
 
-    def _bounce(self, handed: Handed, buf: memoryview, start: int, end: int, reason: int) -> None:
+    def _bounce(
+        self, dispatched: Dispatched, buf: memoryview, start: int, end: int, reason: int
+    ) -> None:
         """Send it back over the link that it came by: the caller's relay may know somebody else."""
-        port = handed.origin.port
-        if handed.route.barred:
+        port = dispatched.origin.port
+        if dispatched.route.barred:
             self.accounts.refused += 1
-            handed.origin.control(Fail(handed.hop, Cause.REFUSED, handed.route.barred))
+            dispatched.origin.control(Fail(dispatched.hop, Cause.REFUSED, dispatched.route.barred))
             return
-        if handed.route.kind == Kind.SURVEY:
+        if dispatched.route.kind == Kind.SURVEY:
             self.accounts.refused += 1
-            handed.origin.control(Fail(handed.hop, Cause.NO_MEMBERS))
+            dispatched.origin.control(Fail(dispatched.hop, Cause.NO_MEMBERS))
             return
-        if reason == Refusal.CLOCK and handed.origin.minor < CLOCK_MINOR:
+        if reason == Refusal.CLOCK and dispatched.origin.minor < CLOCK_MINOR:
             reason = Refusal.UNREADABLE
         buf[start + FLAGS_AT] = FLAG_REFUSED | reason << 4
-        REWRITE.pack_into(buf, start + ALIAS_AT, REFUSED_ALIAS, handed.hop)
+        REWRITE.pack_into(buf, start + ALIAS_AT, REFUSED_ALIAS, dispatched.hop)
         if port.has_room(end - start) and port.forward(buf, start, end, 1):
             self.accounts.out += 1
         else:
             self.accounts.refused += 1
-            handed.origin.control(
-                Fail(handed.hop, Cause.OVERLOADED, "the send queue of the link is full")
+            dispatched.origin.control(
+                Fail(dispatched.hop, Cause.OVERLOADED, "the send queue of the link is full")
             )
 
-    def release(self, handed: Handed, hop: int) -> None:
+    def release(self, dispatched: Dispatched, hop: int) -> None:
         """A member, or the relay behind a link, has this no more."""
-        handed.load.handed.pop(hop, None)
-        self.ended(handed)
+        dispatched.load.pushes.pop(hop, None)
+        self.ended(dispatched)
 
-    def ended(self, handed: Handed, count: int = 1) -> None:
+    def ended(self, dispatched: Dispatched, count: int = 1) -> None:
         """A member, or the relay behind a link, is done with so many calls of `handed`."""
-        load = handed.load
-        load.ended(handed.size, self._now_us, count)
-        asked = handed.route.asked
-        if asked is not None and handed.survey is None:
-            asked.messages -= count
+        load = dispatched.load
+        load.ended(dispatched.size, self._now_us, count)
+        demand = dispatched.route.demand
+        if demand is not None and dispatched.survey is None:
+            demand.messages -= count
         member = load.member
         if member is not None and member.left:
             member.forget_if_done()
-        share = handed.share
+        share = dispatched.share
         if share is not None:
-            if handed.left == count:
-                handed.share = None
+            if dispatched.left == count:
+                dispatched.share = None
             share.held -= count
             whole = share.whole
             whole.held -= count
             if not whole.sessions:
                 whole.forget_if_done()
-        if handed.survey is None:
-            handed.ended(count)
+        if dispatched.survey is None:
+            dispatched.ended(count)
 
     # -- losses ----------------------------------------------------------------------------------------------
 
@@ -471,19 +482,19 @@ class Calls:
             share = far.shares.pop(neighbor.number, None)
             if share is not None:
                 share.close()
-        handed_to_it, neighbor.handed = neighbor.handed, {}
+        lost_calls, neighbor.in_flight = neighbor.in_flight, {}
         what = _LOST[neighbor.hop_class]
-        for hop, handed in handed_to_it.items():
-            if handed.survey is not None:
-                self.surveys.less(handed, self.surveys.owing(handed))
+        for hop, dispatched in lost_calls.items():
+            if dispatched.survey is not None:
+                self.surveys.finish_part(dispatched, self.surveys.unanswered(dispatched))
                 continue
-            told = handed.given_up
-            self.release(handed, hop)
-            if not handed.origin.closed and not told:
-                handed.origin.control(
-                    Fail(handed.theirs(hop), Cause.LOST, f"{what} was lost", True)
+            given_up = dispatched.given_up
+            self.release(dispatched, hop)
+            if not dispatched.origin.closed and not given_up:
+                dispatched.origin.control(
+                    Fail(dispatched.origin_hop(hop), Cause.LOST, f"{what} was lost", True)
                 )
-        self.leaving.gone(neighbor, now_us)
+        self.leaving.neighbor_down(neighbor, now_us)
 
 
 def _counted(count: int, what: str) -> str:

@@ -16,23 +16,23 @@ from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
 from iris.wire.frames import Gap, Share
 from iris.wire.kinds import MAX_PARTS, RUN_MINOR, UNKNOWN_COUNT, HopClass, Kind
-from relay.core.away import Away
 from relay.core.credit import Credits, Flow
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.link import Link
-from relay.core.neighbor import UNUSED, Delivery, Neighbor, Route, Taker, Target
+from relay.core.missed_casts import MissedCasts
+from relay.core.neighbor import UNUSED, Delivery, Neighbor, Route, Subscriber, Target
 from relay.core.ports import Accounts
 from relay.core.session import Session
+from relay.core.site_routes import SiteRoute, Wan
 from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
-from relay.core.ways import Wan, Way
 
-TOLD_US: Final = 1_000_000
-MAX_TOLD: Final = 4096
+REPORT_EVERY_US: Final = 1_000_000
+MAX_GAPS_REPORTED: Final = 4096
 PARTS_EACH: Final = 2
 """Bundles of a turn for each member of a queue group: one that is passed over because it is slow still gets a part."""
-BEGAN: Final = "sent while a link on the way was down"
+SENT_WHILE_DOWN: Final = "sent while a link on the way was down"
 
 
 class Casts:
@@ -40,7 +40,7 @@ class Casts:
 
     def __init__(
         self, accounts: Accounts, interest: Interest, sites: Sites, slow: SlowReceivers, clock: Callable[[], int],
-        has_heard: Callable[[Neighbor], bool], heard_us: Callable[[], int],
+        has_acknowledged: Callable[[Neighbor], bool], last_received_us: Callable[[], int],
     ) -> None:  # fmt: skip
         """`has_heard`: whether this relay stops, and that neighbor has heard of it; `heard_us` as in `Away`."""
         self._accounts = accounts
@@ -49,10 +49,10 @@ class Casts:
         self._slow = slow
         self.begun = False
         """Something was published or broadcast."""
-        self.away = Away(clock, heard_us)
+        self.missed = MissedCasts(clock, last_received_us)
         self.credits = Credits(interest, self._resolve, clock)
         """Publishers that wait."""
-        self._has_heard = has_heard
+        self._has_acknowledged = has_acknowledged
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Publish or broadcast: to every target."""
@@ -129,7 +129,7 @@ class Casts:
 
     def _declare(self, target: Target, tick: int) -> Alias:
         if target.neighbor.hop_class:
-            self.away.began(
+            self.missed.record(
                 target.route
             )  # if the connection is lost now, the other side does not know of it
         return target.declare(tick)
@@ -149,8 +149,8 @@ class Casts:
     def _resolve(self, route: Route) -> None:
         """Find who gets this route's casts while the interest stays as it is."""
         self.begun = True
-        if route.version == UNUSED or self.away:
-            self.away.began(route)
+        if route.version == UNUSED or self.missed:
+            self.missed.record(route)
         route.targets.clear()
         route.groups = ()
         if route.kind == Kind.BROADCAST:
@@ -161,14 +161,14 @@ class Casts:
                 route.many = ()
                 route.groups = [("", plain), *groups.items()]
             else:
-                route.many = [route.target(taker, 0) for taker in plain]
+                route.many = [route.target(subscriber, 0) for subscriber in plain]
         route.single = route.many[0] if len(route.many) == 1 else None
         route.version = self._interest.version
         if route.flow is not None:
             route.flow.review_at = 0
-        self._tell_parts(route)
+        self._send_parts(route)
 
-    def _tell_parts(self, route: Route) -> None:
+    def _send_parts(self, route: Route) -> None:
         """A publisher hears into how many bundles it is to cut a turn's messages, so that the groups that want them share a burst."""
         publisher = route.neighbor
         most = max((len(candidates) for name, candidates in route.groups if name), default=0)
@@ -179,17 +179,19 @@ class Casts:
 
     def _members(self, route: Route) -> list[Target]:
         interest = self._interest
-        place = (route.name, route.key_id, Kind.BROADCAST)
+        key = (route.name, route.key_id, Kind.BROADCAST)
         targets = []
-        if self._sites.comes_home(route):
-            loads = interest.loads(*place)
+        if self._sites.is_for_this_site(route):
+            loads = interest.loads(*key)
             if self._spreads(route):
-                loads += interest.peer_loads(*place)
+                loads += interest.peer_loads(*key)
             targets = [route.target(load.neighbor, load.serial) for load in loads]
-        far = (load.way for load in self._sites.loads(route))
-        return targets + [route.target(way, 0) for way in far if way is not None]
+        far = (load.site_route for load in self._sites.loads(route))
+        return targets + [
+            route.target(site_route, 0) for site_route in far if site_route is not None
+        ]
 
-    def _subscribers(self, route: Route) -> tuple[list[Taker], dict[str, list[Taker]]]:
+    def _subscribers(self, route: Route) -> tuple[list[Subscriber], dict[str, list[Subscriber]]]:
         """Return who wants it without a group, and the candidates of every group: a link once for each of its sessions.
 
         Of a group that has somebody in this site, no other site is a candidate; of another, the nearest alone is.
@@ -199,37 +201,45 @@ class Casts:
         named = groups if route.hop_class == HopClass.LOCAL else route.only
         apart = {group: self._apart(route, groups.get(group, ())) for group in named}
         # One way for each site, whoever wants it there: a bundle crosses once.
-        every = [*far, *(way for _, away in apart.values() for way in away)]
-        vias = {way.site: way for way in self._sites.takers(route, dict.fromkeys(every))}
-        chosen: dict[str, list[Taker]] = {}
-        for group, (near, away) in apart.items():
-            sites = {way.site for way in away}
+        every = [*far, *(site_route for _, remote in apart.values() for site_route in remote)]
+        vias = {
+            site_route.site: site_route
+            for site_route in self._sites.choose(route, dict.fromkeys(every))
+        }
+        chosen: dict[str, list[Subscriber]] = {}
+        for group, (near, remote) in apart.items():
+            sites = {site_route.site for site_route in remote}
             if near:
                 chosen[group] = [
                     candidate
-                    for taker in near
-                    for candidate in [taker] * self._weight(route, taker, group)
+                    for subscriber in near
+                    for candidate in [subscriber] * self._weight(route, subscriber, group)
                 ]
-            elif nearest := [way for site, way in vias.items() if site in sites][:1]:
+            elif nearest := [site_route for site, site_route in vias.items() if site in sites][:1]:
                 chosen[group] = [*nearest]
-        wanting = {way.site for way in far}
-        return [*here, *(way for site, way in vias.items() if site in wanting)], chosen
+        subscription_count = {site_route.site for site_route in far}
+        return [
+            *here,
+            *(site_route for site, site_route in vias.items() if site in subscription_count),
+        ], chosen
 
-    def _apart(self, route: Route, takers: Iterable[Taker]) -> tuple[list[Taker], list[Way]]:
+    def _apart(
+        self, route: Route, subscribers: Iterable[Subscriber]
+    ) -> tuple[list[Subscriber], list[SiteRoute]]:
         """Return those of this site that a route's messages may go to, and the ways to others."""
-        home, spreads = self._sites.comes_home(route), self._spreads(route)
-        here: list[Taker] = []
-        far: list[Way] = []
-        for taker in takers:
-            if isinstance(taker, Way):
-                far.append(taker)
-            elif home and (spreads or not taker.hop_class):
-                here.append(taker)
+        home, spreads = self._sites.is_for_this_site(route), self._spreads(route)
+        here: list[Subscriber] = []
+        far: list[SiteRoute] = []
+        for subscriber in subscribers:
+            if isinstance(subscriber, SiteRoute):
+                far.append(subscriber)
+            elif home and (spreads or not subscriber.hop_class):
+                here.append(subscriber)
         return here, far
 
-    def _weight(self, route: Route, taker: Taker, group: str) -> int:
+    def _weight(self, route: Route, subscriber: Subscriber, group: str) -> int:
         """Return how many sessions of a group a candidate stands for."""
-        return taker.weight(route.key_id, group) if isinstance(taker, Link) else 1
+        return subscriber.weight(route.key_id, group) if isinstance(subscriber, Link) else 1
 
     def _spreads(self, route: Route) -> bool:
         """Whether a route's messages go over links to the other relays of this site: from a session, or fresh from the WAN."""
@@ -239,20 +249,20 @@ class Casts:
         """Choose one session or link per queue group for a bundle; one that is slow is passed over."""
         route.turn += 1
         (_, plain), *groups = route.groups
-        chosen: dict[int, list[str]] = {taker.number: [] for taker in plain}
-        takers = {taker.number: taker for taker in plain}
+        chosen: dict[int, list[str]] = {subscriber.number: [] for subscriber in plain}
+        subscribers = {subscriber.number: subscriber for subscriber in plain}
         for name, candidates in groups:
             first = route.turn % len(candidates)
             order = [*candidates[first:], *candidates[:first]]
             if isinstance(route.flow, Flow):
                 flow = route.flow
-                order = [t for t in order if flow.takes(t.neighbor, name)] or order
-            taker = next((t for t in order if not t.neighbor.port.held_messages), order[0])
-            takers[taker.number] = taker
-            chosen.setdefault(taker.number, []).append(name)
-        alone = {taker.number for taker in plain}
+                order = [t for t in order if flow.has_credit(t.neighbor, name)] or order
+            subscriber = next((t for t in order if not t.neighbor.port.held_messages), order[0])
+            subscribers[subscriber.number] = subscriber
+            chosen.setdefault(subscriber.number, []).append(name)
+        alone = {subscriber.number for subscriber in plain}
         return [
-            route.target(takers[number], 0, number in alone, tuple(names))
+            route.target(subscribers[number], 0, number in alone, tuple(names))
             for number, names in chosen.items()
         ]
 
@@ -261,7 +271,7 @@ class Casts:
     def gap_from_link(self, link: Link, gap: Gap) -> None:
         """The relay behind a link dropped messages on their way here, or to another site: whoever would have got them hears of it."""
         if not gap.site:
-            self._tell_here(gap)
+            self._report_here(gap)
             return
         what = (gap.sender_id, gap.name, gap.kind, gap.key_id, gap.site)
         for route in link.routes:
@@ -286,18 +296,18 @@ class Casts:
         What the sender's next message shows is exact. And it is told once a second for each sender and address.
         """
         gap = msgspec.structs.replace(gap, first=0, count=UNKNOWN_COUNT, site="", member=0)
-        place = (gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, tuple(gap.groups))
-        if now_us < wan.told_us.get(place, 0):
+        key = (gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, tuple(gap.groups))
+        if now_us < wan.reported_us.get(key, 0):
             return
-        wan.told_us.pop(place, None)  # it becomes the youngest
-        if len(wan.told_us) >= MAX_TOLD:
-            wan.told_us.clear()
-        wan.told_us[place] = now_us + TOLD_US
+        wan.reported_us.pop(key, None)  # it becomes the youngest
+        if len(wan.reported_us) >= MAX_GAPS_REPORTED:
+            wan.reported_us.clear()
+        wan.reported_us[key] = now_us + REPORT_EVERY_US
         self._spread_gap(gap)
 
     def _spread_gap(self, gap: Gap) -> None:
         """Sessions of this relay, and other relays of this site, hear of a loss."""
-        self._tell_here(gap)
+        self._report_here(gap)
         if gap.kind == Kind.BROADCAST:
             for load in self._interest.peer_loads(gap.name, gap.key_id, Kind.BROADCAST):
                 load.neighbor.control(msgspec.structs.replace(gap, groups=[]))
@@ -307,36 +317,36 @@ class Casts:
         # Each link is told only of its own groups. Those always fit a frame; the groups that arrived may not.
         theirs: dict[Neighbor, list[str]] = {link: [] for link in links}
         for group in dict.fromkeys(gap.groups):
-            for taker in dict.fromkeys(groups.get(group, ())):
-                if taker.hop_class == HopClass.MESH:
-                    theirs.setdefault(taker.neighbor, []).append(group)
+            for subscriber in dict.fromkeys(groups.get(group, ())):
+                if subscriber.hop_class == HopClass.MESH:
+                    theirs.setdefault(subscriber.neighbor, []).append(group)
         for link, named in theirs.items():
             wanted = gap.plain and link in links
             link.control(msgspec.structs.replace(gap, plain=wanted, groups=named))
 
-    def _tell_here(self, gap: Gap) -> None:
+    def _report_here(self, gap: Gap) -> None:
         """Sessions of this relay hear of a loss."""
         if gap.kind == Kind.BROADCAST:
             for load in self._interest.loads(gap.name, gap.key_id, Kind.BROADCAST):
-                self._tell(load.neighbor, gap, load.serial, ())
+                self._send_gap(load.neighbor, gap, load.serial, ())
             return
         plain, groups = self._interest.subscribers(gap.name, gap.key_id)
         if gap.plain:
-            for taker in plain:
-                if not taker.hop_class:
-                    self._tell(taker.neighbor, gap, 0, ())
+            for subscriber in plain:
+                if not subscriber.hop_class:
+                    self._send_gap(subscriber.neighbor, gap, 0, ())
         for group in gap.groups:
             # Whose turn it would have been, nobody knows: the oldest member of the group hears it.
             here = next((t for t in groups.get(group, ()) if not t.hop_class), None)
             if here is not None:
-                self._tell(here.neighbor, gap, 0, (group,))
+                self._send_gap(here.neighbor, gap, 0, (group,))
 
     def link_lost(self, link: Link) -> None:
         """What was on its way over a lost link is lost, and nobody knows how much."""
         for route, gap in self._gaps(link):
             if route.hop_class != HopClass.TO_WAN:
-                self._tell_here(gap)
-            elif not self._has_heard(link):  # else nothing new came this way
+                self._report_here(gap)
+            elif not self._has_acknowledged(link):  # else nothing new came this way
                 self._gap_to_site(route, msgspec.structs.replace(gap, site=route.site))
 
     def unread(self, session: Session) -> None:
@@ -346,44 +356,50 @@ class Casts:
                 continue
             for target in self._all_targets(route):
                 if target.neighbor.hop_class:  # a session's connection ends, which says the same
-                    target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, "a relay on the way was stopped")  # fmt: skip
+                    target.neighbor.send_gap(target.delivery, 0, UNKNOWN_COUNT, "a relay on the way was stopped")  # fmt: skip
 
     def _all_targets(self, route: Route, alone: Neighbor | None = None) -> list[Target]:
         """Return every target that a route's messages may go to. `alone`: of a queue group only if all of it is behind that neighbor."""
         if route.version != self._interest.version:
             self._resolve(route)
         targets = [*route.many]
-        for name, takers in route.groups:
+        for name, subscribers in route.groups:
             groups = (name,) if name else ()
-            if not name or alone is None or all(taker.neighbor is alone for taker in takers):
-                targets += [route.target(t, 0, not name, groups) for t in dict.fromkeys(takers)]
+            if (
+                not name
+                or alone is None
+                or all(subscriber.neighbor is alone for subscriber in subscribers)
+            ):
+                targets += [
+                    route.target(t, 0, not name, groups) for t in dict.fromkeys(subscribers)
+                ]
         return targets
 
-    def link_back(self, link: Link) -> None:
+    def link_restored(self, link: Link) -> None:
         """The relay behind a link has said what it wants: it hears of what was sent while it was away."""
-        for route in self.away.back(link.relay_id):
+        for route in self.missed.reconnected(link.relay_id):
             targets = self._all_targets(route, link)
-            self._tell_late(route, [target for target in targets if target.neighbor is link])
+            self._report_late(route, [target for target in targets if target.neighbor is link])
 
-    def site_back(self, site: str, *, connected: bool) -> None:
+    def site_restored(self, site: str, *, connected: bool) -> None:
         """As `link_back`, for another site; `connected`: this relay is its gateway."""
-        for route in self.away.back(site, connected=connected):
+        for route in self.missed.reconnected(site, connected=connected):
             targets = self._all_targets(route)
-            self._tell_late(route, [target for target in targets if target.delivery[-1] == site])
+            self._report_late(route, [target for target in targets if target.delivery[-1] == site])
 
-    def way_lost(self, way: Way, began: Iterable[Route]) -> None:
+    def site_route_lost(self, site_route: SiteRoute, unconfirmed: Iterable[Route]) -> None:
         """One of several ways to a site is lost: what went that way and is not known there is told another way."""
-        for route in began:
+        for route in unconfirmed:
             targets = self._all_targets(route)
-            self._tell_late(
-                route, [target for target in targets if target.delivery[-1] == way.site]
+            self._report_late(
+                route, [target for target in targets if target.delivery[-1] == site_route.site]
             )
 
-    def _tell_late(self, route: Route, targets: Iterable[Target]) -> None:
+    def _report_late(self, route: Route, targets: Iterable[Target]) -> None:
         for target in targets:
             if target.delivery[-1]:  # a gateway on the way passes on what was declared to it
                 target.number(self._interest.tick)
-            target.neighbor.tell(target.delivery, 0, UNKNOWN_COUNT, BEGAN)
+            target.neighbor.send_gap(target.delivery, 0, UNKNOWN_COUNT, SENT_WHILE_DOWN)
         if route.neighbor.closed:
             route.release()
 
@@ -403,7 +419,7 @@ class Casts:
                 delivery = (route.plain, list(route.only))
                 yield route, Gap(*address, 0, UNKNOWN_COUNT, cause, *delivery)
 
-    def _tell(self, neighbor: Neighbor, gap: Gap, member: int, groups: Sequence[str]) -> None:
+    def _send_gap(self, neighbor: Neighbor, gap: Gap, member: int, groups: Sequence[str]) -> None:
         address = (gap.kind, gap.name, gap.key_id, gap.sender_id)
         delivery = (not groups, list(groups), member)
         neighbor.control(Gap(*address, gap.first, gap.count, gap.cause, *delivery))

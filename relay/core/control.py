@@ -191,7 +191,7 @@ class SessionControl:
         member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
         session.members[serial] = member
         self._router.interest.join(member)
-        self._router.telling.joined(member, self._router.now_us)
+        self._router.advertiser.joined(member, self._router.now_us)
         session.control(frames.Ack(join.id, "", serial, self._router.fresh))
         if join.name == STORES and NO_KEY in key_ids:
             self._router.stores.joined(session, self._router.now_us)
@@ -211,7 +211,7 @@ class SessionControl:
         return members.full(session.user, "members, each counted once per key")
 
     def _on_subscribe(self, session: Session, subscribe: frames.Subscribe) -> None:
-        place = (subscribe.filter, subscribe.group)
+        key = (subscribe.filter, subscribe.group)
         granted = [
             key_id
             for key_id in subscribe.key_ids
@@ -221,30 +221,30 @@ class SessionControl:
         error = self._unproven(session, unproven) or _grammar(check_filter, subscribe.filter)
         if not error and subscribe.group:
             error = _grammar(check_group, subscribe.group)
-        if not error and place in session.subscriptions:
+        if not error and key in session.subscriptions:
             error = f"this session is already subscribed to {subscribe.filter!r}"
-        places = _places(subscribe.filter, subscribe.key_ids)
-        if not error and session.places + places > self._router.limits.subscriptions:
+        nodes = _node_count(subscribe.filter, subscribe.key_ids)
+        if not error and session.topic_nodes + nodes > self._router.limits.subscriptions:
             error = f"the subscriptions of this session would exceed {self._router.limits.subscriptions} tokens; use fewer or shorter filters"
         table = self._router.quotas.subscriptions
-        if not error and not table.has_room(session.user, places):
+        if not error and not table.has_room(session.user, nodes):
             error = table.full(session.user, "subscription tokens")
         groups = session.groups
         if not error and subscribe.group:
             if subscribe.group not in groups and len(groups) >= MAX_GROUPS:
                 error = f"this session is already in {MAX_GROUPS} queue groups, which is the limit; use another process"
             else:
-                error = self._router.telling.group_error(
+                error = self._router.advertiser.group_error(
                     subscribe.group, subscribe.key_ids, session.user
                 )
             if not error:
                 groups[subscribe.group] = groups.get(subscribe.group, 0) + 1
         if not error:
-            key_ids = session.subscriptions[place] = tuple(dict.fromkeys(subscribe.key_ids))
-            session.places += places
-            table.take(session.user, places)
+            key_ids = session.subscriptions[key] = tuple(dict.fromkeys(subscribe.key_ids))
+            session.topic_nodes += nodes
+            table.take(session.user, nodes)
             self._router.interest.subscribe(session, subscribe.filter, subscribe.group, key_ids)
-            self._router.telling.wanted(
+            self._router.advertiser.count_subscription(
                 subscribe.filter, key_ids, subscribe.group, session.user, 1, self._router.now_us
             )
         session.control(frames.Ack(subscribe.id, error, fresh=self._router.fresh))
@@ -262,11 +262,11 @@ class SessionControl:
             session.groups[unsubscribe.group] -= 1
             if not session.groups[unsubscribe.group]:
                 del session.groups[unsubscribe.group]
-        places = _places(unsubscribe.filter, key_ids)
-        session.places -= places
-        self._router.quotas.subscriptions.give(session.user, places)
+        nodes = _node_count(unsubscribe.filter, key_ids)
+        session.topic_nodes -= nodes
+        self._router.quotas.subscriptions.give(session.user, nodes)
         self._router.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
-        self._router.telling.wanted(
+        self._router.advertiser.count_subscription(
             unsubscribe.filter, key_ids, unsubscribe.group, session.user, -1, self._router.now_us
         )
         session.control(frames.Ack(unsubscribe.id))
@@ -306,11 +306,11 @@ class SessionControl:
         for there in (self._router.mesh, self._router.sites):
             for short, count in there.others(ask.name, ask.key_ids).items():
                 others[short] = others.get(short, 0) + count
-        away = {} if ask.streams else self._router.sites.members(ask.name, ask.key_ids)
+        remote = {} if ask.streams else self._router.sites.members(ask.name, ask.key_ids)
         starting = self._router.mesh.starting_stores()[:MAX_STARTING] if ask.streams else []
         for at in range(0, max(1, len(found)), MAX_INFOS):
             part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
-            first = ({}, more, {}) if at else (others, more, away, starting)
+            first = ({}, more, {}) if at else (others, more, remote, starting)
             session.control(frames.Membership(ask.id, part, [], *first))
 
     def _on_topic(self, session: Session, topic: frames.Topic) -> None:
@@ -357,7 +357,7 @@ class SessionControl:
         return ""
 
 
-def _places(pattern: str, key_ids: Sequence[bytes]) -> int:
+def _node_count(pattern: str, key_ids: Sequence[bytes]) -> int:
     """Return how many nodes of the topic tree a subscription takes at most."""
     return len(set(key_ids)) * (pattern.count(".") + 1)
 

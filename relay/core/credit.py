@@ -53,7 +53,7 @@ class Credit:
         """It had no credit for as long as a publisher waits. A session is dropped for; a relay gets everything, and drops itself."""
 
     @property
-    def place(self) -> tuple[int, bool, tuple[str, ...]]:
+    def key(self) -> tuple[int, bool, tuple[str, ...]]:
         """Number of the neighbor, whether subscriptions without a group are meant, and groups: what tells those of one flow apart."""
         return (self.neighbor.number, self.delivery[4], self.delivery[5])
 
@@ -69,8 +69,16 @@ class Flow:
     """A topic of a publisher that waits. It is the publisher's alias that has it."""
 
     __slots__ = (
-        "_end", "alias", "credits", "limit", "places", "received", "review_at", "route", "serial",
-    )  # fmt: skip
+        "_end",
+        "alias",
+        "by_group",
+        "credits",
+        "limit",
+        "received",
+        "review_at",
+        "route",
+        "serial",
+    )
 
     def __init__(self, route: Route, alias: int, end: Callable[[Flow], None]) -> None:
         """`end` is called when the publisher is gone."""
@@ -86,7 +94,7 @@ class Flow:
         """With so many bytes received it is looked at what more there is."""
         self.credits: dict[tuple[int, bool, tuple[str, ...]], Credit] = {}
         """By `Credit.place`."""
-        self.places: dict[tuple[int, str], list[Credit]] = {}
+        self.by_group: dict[tuple[int, str], list[Credit]] = {}
         """Number of the neighbor, group or an empty text -> the same credits."""
 
     def ended(self) -> None:
@@ -94,31 +102,31 @@ class Flow:
 
     def hold(self, credit: Credit) -> None:
         """Send to where a credit is for."""
-        self.credits[credit.place] = credit
-        number, plain, groups = credit.place
+        self.credits[credit.key] = credit
+        number, plain, groups = credit.key
         for group in ("", *groups) if plain else groups:
-            self.places.setdefault((number, group), []).append(credit)
+            self.by_group.setdefault((number, group), []).append(credit)
 
     def drop(self, credit: Credit) -> None:
         """Keep one credit no more: the connection is gone, or its alias is."""
-        del self.credits[credit.place]
-        number, plain, groups = credit.place
+        del self.credits[credit.key]
+        number, plain, groups = credit.key
         for group in ("", *groups) if plain else groups:
-            there = self.places[(number, group)]
+            there = self.by_group[(number, group)]
             there.remove(credit)
             if not there:
-                del self.places[(number, group)]
+                del self.by_group[(number, group)]
 
     def room(self, neighbor: Neighbor, group: str) -> int:
         """Return how many bytes may be sent over a connection to those who want it without a group, or in one; who is left out does not count."""
-        there = self.places.get((neighbor.number, group))
+        there = self.by_group.get((neighbor.number, group))
         if there is None:
             return FIRST_WINDOW if neighbor.minor >= WAIT_MINOR else UNLIMITED
         return min(UNLIMITED if credit.left_out else credit.room for credit in there)
 
-    def takes(self, neighbor: Neighbor, group: str) -> bool:
+    def has_credit(self, neighbor: Neighbor, group: str) -> bool:
         """Whether the members of a group behind a connection have credit."""
-        there = self.places.get((neighbor.number, group), ())
+        there = self.by_group.get((neighbor.number, group), ())
         return not any(credit.left_out or credit.room <= 0 for credit in there)
 
 
@@ -182,8 +190,8 @@ class Credits:
         if credit.left_out:
             self._recovered(credit)
         for flow in list(credit.flows):
-            told = max(0, flow.limit - flow.received)
-            if min(before, credit.room - 1) <= told or flow.route.groups:
+            granted = max(0, flow.limit - flow.received)
+            if min(before, credit.room - 1) <= granted or flow.route.groups:
                 self.review(flow)
 
     def forget(self, neighbor: Neighbor) -> None:
@@ -203,7 +211,7 @@ class Credits:
         flow.drop(credit)
         del credit.flows[flow]
         if credit.left_out and credit.neighbor.gaps:
-            credit.neighbor.tell_gaps()  # nothing may follow that would show it
+            credit.neighbor.send_gaps()  # nothing may follow that would show it
         if not credit.flows:
             there = self._credits[credit.neighbor.number]
             del there[credit.delivery]
@@ -236,9 +244,9 @@ class Credits:
             self._resolve(route)
         room = self._room(flow)
         limit = UNLIMITED if room == UNLIMITED else min(flow.received + max(0, room), UNLIMITED - 1)
-        told = flow.limit
+        before = flow.limit
         # Less, if somebody came or is back whose window is smaller.
-        if answer or abs(limit - told) >= STEP_BYTES or told <= flow.received < limit:
+        if answer or abs(limit - before) >= STEP_BYTES or before <= flow.received < limit:
             flow.limit = limit
             route.neighbor.control(frames.Window(flow.alias, flow.serial, limit))
         flow.review_at = max(flow.received + 1, flow.limit - STEP_BYTES)
@@ -269,22 +277,24 @@ class Credits:
             near = (target.neighbor for target in route.many if not target.delivery[-1])
             return min((flow.room(neighbor, "") for neighbor in near), default=UNLIMITED)
         least = UNLIMITED
-        for group, takers in route.groups:
+        for group, subscribers in route.groups:
             here = dict.fromkeys(
-                taker.neighbor for taker in takers if taker.hop_class != HopClass.TO_WAN
+                subscriber.neighbor
+                for subscriber in subscribers
+                if subscriber.hop_class != HopClass.TO_WAN
             )
             rooms = (flow.room(neighbor, group) for neighbor in here)
             if not group:
                 least = min(least, min(rooms, default=UNLIMITED))
-            elif len(here) == len(set(takers)):
+            elif len(here) == len(set(subscribers)):
                 least = min(least, max(rooms, default=UNLIMITED))
         return least
 
     def _begin(self, flow: Flow, target: Target) -> Credit:
         """Return the credit of a target whose alias is new."""
         neighbor, (_, _, _, _, plain, groups, _, _, site) = target.neighbor, target.delivery
-        place = (neighbor.number, plain, groups)
-        credit = flow.credits.get(place)
+        key = (neighbor.number, plain, groups)
+        credit = flow.credits.get(key)
         if credit is None:
             if len(flow.credits) >= MAX_CREDITS:
                 for one in list(flow.credits.values()):
@@ -321,5 +331,5 @@ class Credits:
             return False
         credit.left_out = False
         if credit.neighbor.gaps:
-            credit.neighbor.tell_gaps()
+            credit.neighbor.send_gaps()
         return True

@@ -103,7 +103,7 @@ class DirectTunnels:
         """One end says what passed; raises PeerProtocolError."""
         if not session.had_pairs:
             raise PeerProtocolError("CARRIED from a session that never had a socket pair")
-        for place, more in enumerate(
+        for index, more in enumerate(
             (
                 carried.sent_records,
                 carried.sent_bytes,
@@ -111,7 +111,7 @@ class DirectTunnels:
                 carried.received_bytes,
             )
         ):
-            self.passed[place] += more
+            self.passed[index] += more
 
     def status(self) -> dict[str, object]:
         """Return the figures, ready for JSON. Those of records and bytes are what the ends said."""

@@ -18,13 +18,13 @@ from iris.wire.kinds import NEVER_US
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
-from relay.core.ways import Wan
+from relay.core.site_routes import Wan
 
 DRAIN_PING: Final = 1
 """The id of the PING of a relay that stops."""
-HEARD_MINOR: Final = 2
+PING_MINOR: Final = 2
 """Of relays that answer PING, and of sessions that begin nothing new after DRAIN."""
-HEARD_US: Final = 2_000_000
+DRAIN_WAIT_US: Final = 2_000_000
 """Nobody is waited for any longer; of a short grace a quarter."""
 UNASKED_US: Final = 100_000
 
@@ -40,13 +40,13 @@ class Draining:
         """Under way when a session that took part in them said goodbye."""
         self._bye = bye
         self._byes: dict[int, Session] = {}
-        self.heard = True
+        self.acknowledged = True
         """Nobody who has not heard of the drain can send anything new."""
         self.deadline_us = NEVER_US
         self._leave = leave
         self._open: set[int] = set()
         """Neighbors that have not answered."""
-        self._mute: frozenset[int] = frozenset()
+        self._silent: frozenset[int] = frozenset()
         """Those that had not when time was over."""
         self._unasked_us = 0
         """Until then relays that are not asked may have something on the way."""
@@ -56,10 +56,10 @@ class Draining:
 
     def begin(self, neighbors: Iterable[Neighbor], grace_ms: int, now_us: int) -> None:
         """Ask everybody who was told of the drain whether they have heard."""
-        self.begun, self.heard = True, False
-        self._until_us = now_us + min(HEARD_US, 250 * grace_ms)
+        self.begun, self.acknowledged = True, False
+        self._until_us = now_us + min(DRAIN_WAIT_US, 250 * grace_ms)
         for neighbor in neighbors:
-            if neighbor.minor >= HEARD_MINOR:
+            if neighbor.minor >= PING_MINOR:
                 self._open.add(neighbor.number)
                 neighbor.control(frames.Ping(DRAIN_PING))
             elif isinstance(neighbor, (Link, Wan)):
@@ -72,11 +72,11 @@ class Draining:
         if self._open and pong.id == DRAIN_PING:
             self.forget(neighbor, now_us)
 
-    def has_heard(self, neighbor: Neighbor) -> bool:
+    def has_acknowledged(self, neighbor: Neighbor) -> bool:
         """Whether a neighbor of a relay that stops sends nothing new. Of who is not asked that is so when nobody is waited for any more."""
-        if not self.begun or neighbor.number in self._open or neighbor.number in self._mute:
+        if not self.begun or neighbor.number in self._open or neighbor.number in self._silent:
             return False
-        return self.heard or neighbor.minor >= HEARD_MINOR
+        return self.acknowledged or neighbor.minor >= PING_MINOR
 
     def forget(self, neighbor: Neighbor, now_us: int) -> None:
         """A neighbor has heard, or is gone."""
@@ -86,7 +86,7 @@ class Draining:
 
     def keep_bye(self, session: Session) -> bool:
         """Keep the BYE of a session until its pushes have ended, whose failures it is told; False: it is answered now."""
-        if not self.begun or session.minor < HEARD_MINOR or not session.pending:
+        if not self.begun or session.minor < PING_MINOR or not session.pending:
             return False
         self._byes[session.number] = session
         return True
@@ -106,22 +106,22 @@ class Draining:
 
     def hold(self, session: Session, leave: frames.Leave) -> bool:
         """Keep the LEAVE of a member until all have heard; False: it goes now. One that is repeated is not kept."""
-        place = (session.number, leave.member)
-        if self.heard or place in self._leaving:
+        key = (session.number, leave.member)
+        if self.acknowledged or key in self._leaving:
             return False
-        self._leaving[place] = (session, leave)
+        self._leaving[key] = (session, leave)
         return True
 
     def expire(self, now_us: int) -> None:
         """Go on if all have heard, or time is over."""
-        if self.heard:
+        if self.acknowledged:
             return
         until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)
         if now_us < until_us:
             self.deadline_us = until_us
             return
-        self.heard, self.deadline_us = True, NEVER_US
-        self._mute = frozenset(self._open)
+        self.acknowledged, self.deadline_us = True, NEVER_US
+        self._silent = frozenset(self._open)
         self._open.clear()
         leaving, self._leaving = self._leaving, {}
         for session, leave in leaving.values():

@@ -17,21 +17,21 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US, Kind
+from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
 from relay.core.interest import Interest
 from relay.core.neighbor import Address, Topic
 from relay.core.reach import Reach
-from relay.core.replica import Heard, Journal
-from relay.core.sites import Sites
-from relay.core.summary import Room, Summary
-from relay.core.telling import Telling
-from relay.core.ways import (
+from relay.core.replica import Journal, Verdict
+from relay.core.site_routes import (
     MAX_WANTED,
     NOBODY,
-    Told,
+    Served,
+    SiteRoute,
     Wan,
-    Way,
 )
+from relay.core.sites import Sites
+from relay.core.summary import Room, Summary
 
 WAN_GATHER_US: Final = 50_000
 """Changes are gathered so long before other sites hear of them."""
@@ -45,7 +45,7 @@ class Federation:
     """The router's half that deals with other sites."""
 
     def __init__(
-        self, interest: Interest, sites: Sites, reach: Reach, telling: Telling, casts: Casts, next_number: Callable[[], int]
+        self, interest: Interest, sites: Sites, reach: Reach, advertiser: Advertiser, casts: Casts, next_number: Callable[[], int]
     ) -> None:  # fmt: skip
         self.journal = Journal()
         """Of what other sites were told."""
@@ -53,7 +53,7 @@ class Federation:
         self._interest = interest
         self._sites = sites
         self._reach = reach
-        self._telling = telling
+        self._advertiser = advertiser
         self._casts = casts
         self._next_number = next_number
         self.leaving = False
@@ -79,14 +79,14 @@ class Federation:
             self._interest.listen(self._touched, self._touched_topic)
             for address in self._interest.addresses():
                 self._ours.touch(address)
-            for place in self._telling.topics_here():
-                self._ours.touch_topic(place)
+            for topic in self._advertiser.topics():
+                self._ours.touch_topic(topic)
         self._flush()  # to the others; the new one gets it all
-        wan.way = way = Way(wan.site, wan, wan.relay_id, self._next_number())
-        way.cost_ms = cost_ms
-        way.rtt_us = wan.beats.rtt_us
+        wan.site_route = site_route = SiteRoute(wan.site, wan, wan.relay_id, self._next_number())
+        site_route.cost_ms = cost_ms
+        site_route.rtt_us = wan.beats.rtt_us
         self._sites.wans[wan.relay_id] = wan
-        self._reach.add(way)
+        self._reach.add(site_route)
         self._snapshot(wan)
 
     def wan_down(self, wan: Wan, now_us: int, *, silent: bool = False) -> None:
@@ -95,8 +95,8 @@ class Federation:
             del self._sites.wans[wan.relay_id]
         if not wan.bye and not silent:
             self._casts.wan_lost(wan)
-        self._reach.remove(wan.way, now_us, final=wan.bye)
-        self._tell_mesh(wan.site, now_us)
+        self._reach.remove(wan.site_route, now_us, final=wan.bye)
+        self._advertise_site(wan.site, now_us)
 
     def on_interest(self, wan: Wan, change: frames.Interest, now_us: int) -> None:
         """The other site says what it wants."""
@@ -108,21 +108,21 @@ class Federation:
         spoken += [entry.site for entry in change.site_topics]
         if any(site != wan.site for site in spoken):
             raise PeerProtocolError(f"INTEREST from site {wan.site!r} describes another site")
-        heard = wan.replica.hear(change)
-        if heard is Heard.PART:
-            wan.way.untaken += wan.replica.gather(change, MAX_WANTED)
+        verdict = wan.replica.receive(change)
+        if verdict is Verdict.PART:
+            wan.site_route.dropped_entries += wan.replica.gather(change, MAX_WANTED)
             if not change.more:
                 coming = wan.replica.coming
-                if self._reach.replace(wan.way, coming.clusters, coming.site_topics):
-                    self._telling.gather(now_us)
+                if self._reach.replace(wan.site_route, coming.clusters, coming.site_topics):
+                    self._advertiser.gather(now_us)
                 if wan.replica.whole(change.version):
-                    self._tell_mesh(wan.site, now_us)
-                    self._casts.site_back(wan.site, connected=True)
-        elif heard is Heard.CHANGE:
-            if self._reach.take(wan.way, change.clusters, change.site_topics):
-                self._telling.gather(now_us)
-        elif heard is Heard.MISSING:
-            self._ask_again(wan)
+                    self._advertise_site(wan.site, now_us)
+                    self._casts.site_restored(wan.site, connected=True)
+        elif verdict is Verdict.CHANGE:
+            if self._reach.apply(wan.site_route, change.clusters, change.site_topics):
+                self._advertiser.gather(now_us)
+        elif verdict is Verdict.MISSING:
+            self._request_resync(wan)
 
     def on_resync(self, wan: Wan, now_us: int) -> None:
         """A change was lost on the way: all is told again, at most once a second, because it takes a while."""
@@ -136,26 +136,26 @@ class Federation:
 
     def beat(self, wan: Wan, version: int, now_us: int) -> None:
         """A beat came; its version is that of the changes sent before it."""
-        wan.heard()
+        wan.smooth_rtt()
         # The oldest come first: however much was told, a beat looks only at what has run out.
-        told = wan.told_us
-        for what in list(takewhile(lambda what: told[what] <= now_us, told)):
-            del told[what]
+        reported = wan.reported_us
+        for what in list(takewhile(lambda what: reported[what] <= now_us, reported)):
+            del reported[what]
         if not wan.replica.in_step(version):
-            self._ask_again(wan)
+            self._request_resync(wan)
         entry = self._reach.entries.get(wan.site)
         rtt_us = self._sites.rtt_us(wan.site)
         if entry is not None and abs(rtt_us - entry.rtt_us) > max(RTT_STEP_US, entry.rtt_us // 4):
             self._interest.version += 1
-            self._tell_mesh(wan.site, now_us)
+            self._advertise_site(wan.site, now_us)
 
-    def _ask_again(self, wan: Wan) -> None:
+    def _request_resync(self, wan: Wan) -> None:
         self.resyncs += 1
-        wan.control(wan.replica.ask_again())
+        wan.control(wan.replica.request_resync())
 
     # -- our site, to others ---------------------------------------------------------------------------------
 
-    def _cluster_here(self, address: Address) -> Told:
+    def _cluster_here(self, address: Address) -> Served:
         """Return who serves an address in our site, as others may know."""
         name, key_id = address
         kinds: dict[int, int] = {}
@@ -167,21 +167,21 @@ class Federation:
                 kinds[kind] = kinds.get(kind, 0) + concurrency
         return (dict(sorted(kinds.items())), members) if kinds else NOBODY
 
-    def _topic_here(self, place: Topic) -> int:
+    def _topic_here(self, topic: Topic) -> int:
         """Return how many of our site want a topic, as others may know: without a group, whether anybody does."""
-        if not self._sites.policy.imported.may_allow(place[0]):
+        if not self._sites.policy.imported.may_allow(topic[0]):
             return 0
-        count = self._telling.wanting(place)
-        return min(count, MAX_COUNT) if place[2] else min(count, 1)
+        count = self._advertiser.subscription_count(topic)
+        return min(count, MAX_COUNT) if topic[2] else min(count, 1)
 
     def _touched(self, address: Address) -> None:
         assert self._ours is not None
         self._ours.touch(address)
         self._due()
 
-    def _touched_topic(self, place: Topic) -> None:
+    def _touched_topic(self, topic: Topic) -> None:
         assert self._ours is not None
-        self._ours.touch_topic(place)
+        self._ours.touch_topic(topic)
         self._due()
 
     def _due(self) -> None:
@@ -214,18 +214,18 @@ class Federation:
         for wan in self._sites.wans.values():
             self._snapshot(wan)
 
-    def _tell_mesh(self, site: str, now_us: int) -> None:
+    def _advertise_site(self, site: str, now_us: int) -> None:
         """Our relays hear whether a site is reached through us, and how far it is."""
-        self._reach.announce(site)
-        self._telling.site_changed(site, now_us)
+        self._reach.add_summary(site)
+        self._advertiser.site_changed(site, now_us)
 
     def barred(self, declared: frames.Declare, site: str) -> str:
         """Return why messages of a site may not enter ours, or an empty text; a refusal is counted."""
         policy = self._sites.policy
         rule = policy.entering(declared.kind, declared.name, declared.key_id)
         if not rule and declared.kind == Kind.STREAM and self._ours is not None:
-            told, _ = self._ours.clusters.get((declared.name, declared.key_id), NOBODY)
-            rule = "" if Kind.STREAM in told else f"{declared.name} is not exported"
+            reported, _ = self._ours.clusters.get((declared.name, declared.key_id), NOBODY)
+            rule = "" if Kind.STREAM in reported else f"{declared.name} is not exported"
         if rule:
             policy.refuse(site, rule)
         return rule
@@ -250,21 +250,33 @@ class Federation:
             "sites": [
                 {
                     "site": site,
-                    "cost_ms": min(way.cost_ms for way in ways.values()),
-                    "rtt_us": min(way.rtt_us for way in ways.values()),
+                    "cost_ms": min(site_route.cost_ms for site_route in site_routes.values()),
+                    "rtt_us": min(site_route.rtt_us for site_route in site_routes.values()),
                     "ways": [
-                        {"relay": way.relay_id.hex(), "own": way.own, "rtt_us": way.rtt_us}
-                        for way in ways.values()
+                        {
+                            "relay": site_route.relay_id.hex(),
+                            "own": site_route.own,
+                            "rtt_us": site_route.rtt_us,
+                        }
+                        for site_route in site_routes.values()
                     ],
-                    "clusters": max(len(way.clusters) for way in ways.values()),
-                    "topics": max(len(way.topics) for way in ways.values()),
-                    "untaken": sum(way.untaken for way in ways.values()),
-                    "over_share": sum(way.neighbor.over_share for way in ways.values() if way.own),
-                    "untold": self._reach.untold(site),
+                    "clusters": max(
+                        len(site_route.clusters) for site_route in site_routes.values()
+                    ),
+                    "topics": max(len(site_route.topics) for site_route in site_routes.values()),
+                    "untaken": sum(
+                        site_route.dropped_entries for site_route in site_routes.values()
+                    ),
+                    "over_share": sum(
+                        site_route.neighbor.over_share
+                        for site_route in site_routes.values()
+                        if site_route.own
+                    ),
+                    "untold": self._reach.unadvertised(site),
                 }
-                for site, ways in sorted(self._sites.ways.items())
+                for site, site_routes in sorted(self._sites.site_routes.items())
             ],
-            "sites_untold": self._ours.untold if self._ours is not None else 0,
+            "sites_untold": self._ours.unadvertised if self._ours is not None else 0,
             "sites_suspended": sorted(self._sites.suspended),
             "sites_refused": dict(self._sites.policy.refused),
         }

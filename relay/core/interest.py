@@ -11,7 +11,7 @@ from typing import Final
 
 from iris.wire.kinds import HopClass, Kind
 from relay.core.link import Link
-from relay.core.neighbor import Address, Load, Taker, Topic
+from relay.core.neighbor import Address, Load, Subscriber, Topic
 from relay.core.session import Member, Watch, is_listed
 
 MAX_OTHERS: Final = 64
@@ -27,8 +27,8 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[str, _Node] = {}
-        self.subscribers: dict[tuple[int, str], Taker] = {}
-        self.rest: dict[tuple[int, str], Taker] = {}
+        self.subscribers: dict[tuple[int, str], Subscriber] = {}
+        self.rest: dict[tuple[int, str], Subscriber] = {}
         """Subscribers of a filter that ends in '>' below this token."""
 
 
@@ -44,8 +44,8 @@ class Interest:
         self._peers: dict[Address, dict[int, Link]] = {}
         self._topics: dict[bytes, _Node] = {}
         self._watches: dict[Address, dict[tuple[int, int], Watch]] = {}
-        self.changed: Callable[[Address], None] = _unheard
-        self.changed_topic: Callable[[Topic], None] = _unheard
+        self.changed: Callable[[Address], None] = _ignore
+        self.changed_topic: Callable[[Topic], None] = _ignore
         self.joined = 0
         """Members of this relay."""
         self.on_members: Callable[[], object] = _nothing
@@ -170,7 +170,9 @@ class Interest:
 
     # -- topics ----------------------------------------------------------------------------------------------
 
-    def subscribe(self, session: Taker, pattern: str, group: str, key_ids: Iterable[bytes]) -> None:
+    def subscribe(
+        self, session: Subscriber, pattern: str, group: str, key_ids: Iterable[bytes]
+    ) -> None:
         """A session, the relay behind a link, or a site wants what matches `pattern`."""
         self.version += 1
         for key_id in key_ids:
@@ -182,7 +184,7 @@ class Interest:
             (node.rest if rest else node.subscribers)[(session.number, group)] = session
 
     def unsubscribe(
-        self, session: Taker, pattern: str, group: str, key_ids: Iterable[bytes]
+        self, session: Subscriber, pattern: str, group: str, key_ids: Iterable[bytes]
     ) -> None:
         """It is wanted no longer; empty branches are pruned."""
         self.version += 1
@@ -203,12 +205,14 @@ class Interest:
             if not (root.children or root.rest):
                 del self._topics[key_id]
 
-    def subscribers(self, topic: str, key_id: bytes) -> tuple[list[Taker], dict[str, list[Taker]]]:
+    def subscribers(
+        self, topic: str, key_id: bytes
+    ) -> tuple[list[Subscriber], dict[str, list[Subscriber]]]:
         """Return (who wants `topic` without a group, group -> who wants it), sessions, links and ways, each once per group, oldest first."""
         root = self._topics.get(key_id)
         if root is None:
             return [], {}
-        found: dict[tuple[int, str], Taker] = dict(root.rest)
+        found: dict[tuple[int, str], Subscriber] = dict(root.rest)
         nodes = [root]
         tokens = topic.split(".")
         for depth, token in enumerate(tokens):
@@ -223,8 +227,8 @@ class Interest:
                     found.update(node.rest)
         for node in nodes:
             found.update(node.subscribers)
-        plain: list[Taker] = []
-        groups: dict[str, list[Taker]] = {}
+        plain: list[Subscriber] = []
+        groups: dict[str, list[Subscriber]] = {}
         for number, group in sorted(found):
             session = found[(number, group)]
             if group:
@@ -238,7 +242,7 @@ class Interest:
         root = self._topics.get(key_id)
         if root is None:
             return 0
-        found: list[tuple[str, dict[tuple[int, str], Taker]]] = [(">", root.rest)]
+        found: list[tuple[str, dict[tuple[int, str], Subscriber]]] = [(">", root.rest)]
         nodes = [("", root)]
         tokens = topic.split(".")
         for depth, token in enumerate(tokens):
@@ -254,14 +258,16 @@ class Interest:
         count = 0
         sites: dict[tuple[str, str, str], int] = {}
         """Site, filter, group: several ways to a site tell of the same subscriptions."""
-        for pattern, takers in found:
-            for (_, group), taker in takers.items():
-                place = (pattern, key_id, group)
-                if taker.hop_class == HopClass.TO_WAN:
-                    where = (taker.site, pattern, group)
-                    sites[where] = max(sites.get(where, 0), taker.wanting(place))
+        for pattern, subscribers in found:
+            for (_, group), subscriber in subscribers.items():
+                topic_key = (pattern, key_id, group)
+                if subscriber.hop_class == HopClass.TO_WAN:
+                    where = (subscriber.site, pattern, group)
+                    sites[where] = max(
+                        sites.get(where, 0), subscriber.subscription_count(topic_key)
+                    )
                 else:
-                    count += taker.wanting(place)
+                    count += subscriber.subscription_count(topic_key)
         return count + sum(sites.values())
 
     # -- watches ---------------------------------------------------------------------------------------------
@@ -290,7 +296,7 @@ class Interest:
         return list(found.values())
 
 
-def _unheard(_: object) -> None:
+def _ignore(_: object) -> None:
     """Nobody asked."""
 
 

@@ -20,7 +20,7 @@ REST_US: Final = 100_000
 """Between two looks, at least, ..."""
 REST_PER_CALL_US: Final = 2
 """... and so much for each call that was looked at: a thousand sessions that end one by one do not stop a relay."""
-_TOLD: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
+_NOTIFIED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
 """Of these an answer is waited for. A push is to be done whoever sent it; a tunnel ends by itself."""
 
 
@@ -31,47 +31,51 @@ class Leaving:
         self._neighbors = neighbors
         self._limit = limit
         self._rest_until_us = 0
-        self._gone: set[Neighbor] = set()
+        self._down: set[Neighbor] = set()
         """Those that are down since the last look."""
         self.due_us = NEVER_US
-        self.told = 0
+        self.notified = 0
         """Calls whose callers left, as members, stores and relays were told."""
 
-    def gone(self, neighbor: Neighbor, now_us: int) -> None:
+    def neighbor_down(self, neighbor: Neighbor, now_us: int) -> None:
         """A session or connection is down; if it waits for something, that is told."""
-        neighbor.left = set()  # all of its callers left
+        neighbor.left_hops = set()  # all of its callers left
         if neighbor.pending > 0:
-            self._gone.add(neighbor)
+            self._down.add(neighbor)
             self._look(now_us)
 
-    def named(self, neighbor: Neighbor, left: CallerLeft, now_us: int) -> None:
+    def callers_left(self, neighbor: Neighbor, left: CallerLeft, now_us: int) -> None:
         """A relay says that callers behind it have left. Hop ids of what has been answered meanwhile mean nothing."""
-        room = self._limit - len(neighbor.left)
-        neighbor.left.update(left.hops[:room])
-        neighbor.untaken += max(0, len(left.hops) - room)
-        if neighbor.left:
+        room = self._limit - len(neighbor.left_hops)
+        neighbor.left_hops.update(left.hops[:room])
+        neighbor.dropped_entries += max(0, len(left.hops) - room)
+        if neighbor.left_hops:
             self._look(now_us)
 
     def expire(self, now_us: int) -> None:
         """Look for the calls of all that left."""
         self.due_us = NEVER_US
         seen = 0
-        gone, self._gone = self._gone, set()
+        neighbor_down, self._down = self._down, set()
         for neighbor in self._neighbors.values():
-            seen += len(neighbor.handed)
+            seen += len(neighbor.in_flight)
             hops = []
-            for hop, handed in neighbor.handed.items():
-                origin = handed.origin
-                left = origin in gone if origin.closed else handed.theirs(hop) in origin.left
-                if left and handed.load.kind in _TOLD:
+            for hop, dispatched in neighbor.in_flight.items():
+                origin = dispatched.origin
+                left = (
+                    origin in neighbor_down
+                    if origin.closed
+                    else dispatched.origin_hop(hop) in origin.left_hops
+                )
+                if left and dispatched.load.kind in _NOTIFIED_KINDS:
                     hops.append(hop)
             if hops and neighbor.minor >= LEFT_MINOR and not neighbor.closed:
-                self.told += len(hops)
+                self.notified += len(hops)
                 for at in range(0, len(hops), MAX_CREDIT):
                     neighbor.control(CallerLeft(hops[at : at + MAX_CREDIT]))
         for neighbor in self._neighbors.values():
-            if neighbor.left:
-                neighbor.left = set()
+            if neighbor.left_hops:
+                neighbor.left_hops = set()
         self._rest_until_us = now_us + max(REST_US, REST_PER_CALL_US * seen)
 
     def _look(self, now_us: int) -> None:

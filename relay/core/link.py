@@ -14,7 +14,7 @@ from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.frames import MemberEntry
 from iris.wire.kinds import SERVED_KINDS, HopClass
-from relay.core.neighbor import Address, Asked, Load, Neighbor
+from relay.core.neighbor import Address, Demand, Load, Neighbor
 from relay.core.ports import Port
 from relay.core.replica import Replica
 
@@ -108,9 +108,22 @@ class Link(Neighbor):
     """The router's side of one link."""
 
     __slots__ = (
-        "addresses", "asked", "beats", "bye", "copy", "groups", "hello", "loads", "pings", "relay_id", "replica", "settle_us", "topics",
-        "waiting", "weights",
-    )  # fmt: skip
+        "addresses",
+        "beats",
+        "bye",
+        "copy",
+        "demands",
+        "groups",
+        "hello",
+        "loads",
+        "pings",
+        "relay_id",
+        "replica",
+        "settle_us",
+        "topics",
+        "waiting",
+        "weights",
+    )
     hop_class = HopClass.MESH
 
     def __init__(
@@ -143,15 +156,15 @@ class Link(Neighbor):
         self.groups: dict[bytes, int] = {}
         """Key id -> number of queue groups there."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
-        self.asked: dict[tuple[int, str, bytes], Asked] = {}
+        self.demands: dict[tuple[int, str, bytes], Demand] = {}
         self.bye = False
         """The other relay leaves: nothing of it is kept."""
         self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
-    def wanting(self, place: tuple[str, bytes, str]) -> int:
+    def subscription_count(self, key: tuple[str, bytes, str]) -> int:
         """Return how many sessions there have a subscription, as the other relay said."""
-        return self.topics.get(place, 1)
+        return self.topics.get(key, 1)
 
     @property
     def rtt_us(self) -> int:
@@ -165,12 +178,12 @@ class Link(Neighbor):
             for entry in self.copy.names.get(name, {}).values()
             if kind in entry.kinds and key_id in entry.key_ids
         )
-        place = (kind, name, key_id)
+        key = (kind, name, key_id)
         if not concurrency:
             return None
-        load = self.loads.get(place)
+        load = self.loads.get(key)
         if load is None:
-            load = self.loads[place] = Load(self, None, kind, concurrency, _UNBOUNDED, self)
+            load = self.loads[key] = Load(self, None, kind, concurrency, _UNBOUNDED, self)
         load.concurrency = concurrency
         return load
 
@@ -187,13 +200,13 @@ class Link(Neighbor):
         for kind in SERVED_KINDS:
             self.loads.pop((kind, name, key_id), None)
 
-    def asking(self, kind: int, name: str, key_id: bytes) -> Asked:
+    def demand(self, kind: int, name: str, key_id: bytes) -> Demand:
         """Return where what this link hands to an address is counted."""
-        place = (kind, name, key_id)
-        asked = self.asked.get(place)
-        if asked is None:
-            asked = self.asked[place] = Asked()
-        return asked
+        key = (kind, name, key_id)
+        demand = self.demands.get(key)
+        if demand is None:
+            demand = self.demands[key] = Demand()
+        return demand
 
     def weight(self, key_id: bytes, group: str) -> int:
         """Return how many sessions there are in a queue group behind this link, at most 64."""

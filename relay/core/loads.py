@@ -29,7 +29,7 @@ class LoadReports:
         self._due = due
         self.report_us = NEVER_US
 
-    def asked(self, now_us: int) -> None:
+    def called(self, now_us: int) -> None:
         """A call came over a link: its side is to know how busy our members are."""
         if self.report_us == NEVER_US:
             self.report_us = now_us + LOADS_US
@@ -37,10 +37,10 @@ class LoadReports:
 
     def on_loads(self, link: Link, report: frames.Loads) -> None:
         """The other relay tells."""
-        for told in report.loads:
-            load = link.loads.get((told.kind, told.name, told.key_id))
+        for entry in report.loads:
+            load = link.loads.get((entry.kind, entry.name, entry.key_id))
             if load is not None:
-                load.others = told.others
+                load.others = entry.others
 
     def report(self, now_us: int) -> None:
         """Tell each link that asked lately what our members hold from others.
@@ -49,18 +49,18 @@ class LoadReports:
         """
         self.report_us = NEVER_US
         for link in self._links.values():
-            told: list[frames.Load] = []
-            for place, asked in list(link.asked.items()):
-                kind, name, key_id = place
+            entries: list[frames.Load] = []
+            for key, demand in list(link.demands.items()):
+                kind, name, key_id = key
                 others = 0
-                if now_us - asked.used_us <= ASKED_US:
+                if now_us - demand.used_us <= ASKED_US:
                     self.report_us = now_us + LOADS_US
                     held = sum(load.messages for load in self._interest.loads(name, key_id, kind))
-                    others = max(0, held - asked.messages)
-                elif not asked.messages:
-                    del link.asked[place]
-                if others != asked.told:
-                    asked.told = others
-                    told.append(frames.Load(kind, name, key_id, others))
-            for at in range(0, len(told), _LOAD_ENTRIES):
-                link.control(frames.Loads(told[at : at + _LOAD_ENTRIES]))
+                    others = max(0, held - demand.messages)
+                elif not demand.messages:
+                    del link.demands[key]
+                if others != demand.reported:
+                    demand.reported = others
+                    entries.append(frames.Load(kind, name, key_id, others))
+            for at in range(0, len(entries), _LOAD_ENTRIES):
+                link.control(frames.Loads(entries[at : at + _LOAD_ENTRIES]))

@@ -15,15 +15,15 @@ from typing import Any, Final
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind
 from iris.wire.names import printable
+from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
-from relay.core.hearing import Hearing
 from relay.core.interest import MAX_OTHERS, Interest
 from relay.core.link import SUSPENDED_US, Copy, Link
 from relay.core.loads import LoadReports
+from relay.core.peer_interest import PeerInterest
 from relay.core.ports import Port
 from relay.core.reach import Reach
 from relay.core.session import Member, is_listed
-from relay.core.telling import Telling
 
 PEERS_US: Final = 30_000_000
 """How often one peer is asked for its peers: once linked, everybody finds everybody."""
@@ -47,11 +47,11 @@ class Mesh:
         """Those that are up, by relay id."""
         self.copies: dict[bytes, Copy] = {}
         """By relay id; those without a link are suspended."""
-        self.introduced: Callable[[bytes, list[str]], None] = _unheard
+        self.introduced: Callable[[bytes, list[str]], None] = _ignore
         self.addresses: list[str] = []
         self.settle_us = 0
-        self.telling = Telling(self.links, interest, reach, members, self._due)
-        self.hearing = Hearing(interest, casts, reach)
+        self.advertiser = Advertiser(self.links, interest, reach, members, self._due)
+        self.peer_interest = PeerInterest(interest, casts, reach)
         self.loads = LoadReports(self.links, interest, self._due)
         self._peers_us = 0
         self._asked_peer = 0
@@ -66,11 +66,11 @@ class Mesh:
         if copy is None:
             site, label = printable(hello.site), printable(hello.label)
             copy = self.copies[relay_id] = Copy(relay_id.hex(), site, label)
-        self.telling.flush()  # to the others; the new one gets the snapshot
+        self.advertiser.flush()  # to the others; the new one gets the snapshot
         link = Link(port, number, hello, copy, self._relay_id, now_us)
         copy.link = link
         self.links[relay_id] = link
-        for frame in self.telling.snapshot():
+        for frame in self.advertiser.snapshot():
             link.port.control(frame)
         if not self._peers_us or len(self.links) < 4:
             self._peers_us = now_us + PEERS_US
@@ -82,23 +82,23 @@ class Mesh:
         """The link is gone: its interest leads nowhere, its copy is kept for a while unless the relay said goodbye."""
         if not link.bye:
             self._casts.link_lost(link)
-        self.hearing.empty(link)
+        self.peer_interest.empty(link)
         self._reach.forget(link, now_us)
         copy = link.copy
         if copy.link is link:
             del self.links[link.relay_id]
             copy.link = None
             copy.until_us = now_us if link.bye else now_us + SUSPENDED_US
-            self._casts.away.left(link.relay_id, final=link.bye)
-            self._casts.away.forget(link)
+            self._casts.missed.disconnected(link.relay_id, final=link.bye)
+            self._casts.missed.forget(link)
             self._due(copy.until_us)
         self._interest.version += 1
 
     def controls(self) -> dict[type, Callable[[Link, Any], None]]:
         """Return what takes which control frame of a link."""
         return {
-            frames.Interest: self.hearing.on_interest,
-            frames.Resync: self.telling.on_resync,
+            frames.Interest: self.peer_interest.on_interest,
+            frames.Resync: self.advertiser.on_resync,
             frames.Loads: self.loads.on_loads,
             frames.AskPeers: self._on_ask_peers,
             frames.Peers: self._on_peers,
@@ -154,7 +154,7 @@ class Mesh:
 
     def _stores(self) -> list[tuple[str, bool, str]]:
         """Return for each relay its host, whether a store of it is on its way, and why that cannot serve: this one first."""
-        ours, copies = self.telling, self.copies.values()
+        ours, copies = self.advertiser, self.copies.values()
         there = [
             (copy.label or copy.relay[:8], copy.starting, copy.store_failed) for copy in copies
         ]
@@ -183,8 +183,8 @@ class Mesh:
                 size += 32 + sum(8 + 4 * len(address) for address in part[-1].addresses)
             link.control(frames.Peers(part))
 
-    def _on_peers(self, link: Link, told: frames.Peers) -> None:
-        for peer in told.peers:
+    def _on_peers(self, link: Link, introduced: frames.Peers) -> None:
+        for peer in introduced.peers:
             if peer.relay_id != self._relay_id and peer.relay_id not in self.links:
                 self.introduced(peer.relay_id, peer.addresses)
 
@@ -202,11 +202,11 @@ class Mesh:
 
     def expire(self, now_us: int) -> None:
         """Do what is due."""
-        if now_us >= self.telling.flush_us:
-            self.telling.flush()
+        if now_us >= self.advertiser.flush_us:
+            self.advertiser.flush()
         if now_us >= self.loads.report_us:
             self.loads.report(now_us)
-        soonest = min(self.telling.flush_us, self.loads.report_us)
+        soonest = min(self.advertiser.flush_us, self.loads.report_us)
         for relay_id, copy in list(self.copies.items()):
             if copy.link is None:
                 if now_us >= copy.until_us:
@@ -214,7 +214,7 @@ class Mesh:
                 else:
                     soonest = min(soonest, copy.until_us)
         if self.links and now_us >= self._peers_us:
-            self._casts.away.expire()
+            self._casts.missed.expire()
             self._peers_us = now_us + PEERS_US
             self._asked_peer += 1
             links = list(self.links.values())
@@ -227,7 +227,7 @@ class Mesh:
         """A relay is gone for good, or for so long that nobody waits."""
         del self.copies[relay_id]
         for serial, entry in copy.members.items():
-            self.hearing.tell(entry, left=[copy.member_id(serial)])
+            self.peer_interest.notify_watchers(entry, left=[copy.member_id(serial)])
 
     def _due(self, at_us: int) -> None:
         if at_us < self.deadline_us:
@@ -245,22 +245,22 @@ class Mesh:
                     "silent_us": now_us - link.beats.last_us,
                     "members": len(link.copy.members),
                     "topics": len(link.topics),
-                    "running": len(link.handed),
+                    "running": len(link.in_flight),
                     "waiting": link.pending,
                     "tunnels": len(link.tunnels),
                     "held": link.port.held_messages,
                     "resyncs": link.replica.resyncs,
-                    "untaken": link.untaken,
+                    "untaken": link.dropped_entries,
                     "over_share": link.over_share,
                 }
                 for link in self.links.values()
             ],
             "suspended": [copy.relay for copy in self.copies.values() if copy.link is None],
-            "resyncs": self.hearing.resyncs,
-            "away": len(self._casts.away),
-            "casts_untold": self._casts.away.untold,
+            "resyncs": self.peer_interest.resyncs,
+            "away": len(self._casts.missed),
+            "casts_untold": self._casts.missed.unreported,
         }
 
 
-def _unheard(relay_id: bytes, addresses: list[str]) -> None:
+def _ignore(relay_id: bytes, addresses: list[str]) -> None:
     """Nobody dials here."""

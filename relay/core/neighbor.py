@@ -31,7 +31,7 @@ Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
 """kind, name, key id, sender id, plain, groups, member, hop class, site: all that an alias towards a neighbor stands for."""
 
 
-class Taker(Protocol):
+class Subscriber(Protocol):
     """Who wants a topic: a session, a relay behind a link, or another site."""
 
     @property
@@ -44,7 +44,7 @@ class Taker(Protocol):
     def neighbor(self) -> Neighbor:
         """Over which connection it is reached."""
 
-    def wanting(self, place: Topic) -> int:
+    def subscription_count(self, key: Topic) -> int:
         """Return how many subscriptions to (filter, key id, group) it stands for, which it has."""
 
 
@@ -108,14 +108,14 @@ class Target:
         return self.alias
 
 
-class Asked:
+class Demand:
     """What a link handed to the members here of one address and kind, and what it was last told of the others' share."""
 
-    __slots__ = ("messages", "told", "used_us")
+    __slots__ = ("messages", "reported", "used_us")
 
     def __init__(self) -> None:
         self.messages = 0
-        self.told = 0
+        self.reported = 0
         self.used_us = 0
 
 
@@ -135,8 +135,8 @@ class Route:
         "_declared",
         "_neighbors",
         "_prune_at",
-        "asked",
         "barred",
+        "demand",
         "flow",
         "groups",
         "hop_class",
@@ -159,7 +159,7 @@ class Route:
         "turn",
         "version",
         "vias",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, neighbor: Neighbor, declared: Declare, neighbors: Mapping[int, Neighbor]
@@ -186,7 +186,7 @@ class Route:
         """Site -> number of the way that these messages take."""
         self.sites: Sequence[Load] = ()
         """Members in other sites, nearest first, all of a site as one."""
-        self.asked: Asked | None = None
+        self.demand: Demand | None = None
         """Over a link: where its calls are counted."""
         self.version = UNUSED
         self.flow: Counted | None = None
@@ -198,7 +198,7 @@ class Route:
         self.single: Target | None = None
         """The only receiver, when there is exactly one and no group to choose for."""
         self.many: Sequence[Target] = ()
-        self.groups: Sequence[tuple[str, Sequence[Taker]]] = ()
+        self.groups: Sequence[tuple[str, Sequence[Subscriber]]] = ()
         self.loads: Sequence[Load] = ()
         self.peers: Sequence[Load] = ()
         self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
@@ -211,7 +211,7 @@ class Route:
         """An alias was declared for a target of this route: it goes with the route."""
         self._declared[(target.neighbor.number, target.delivery)] = None
         if len(self._declared) >= self._prune_at:
-            there = (place for place in self._declared if place[0] in self._neighbors)
+            there = (key for key in self._declared if key[0] in self._neighbors)
             self._declared = dict.fromkeys(there)
             self._prune_at = max(64, 2 * len(self._declared))
 
@@ -228,23 +228,25 @@ class Route:
                 )  # it may wait there, and make room for others
                 neighbor.aliases.free(delivery, remember=remember)
         self._declared = {}
-        # Who still refers to it (`relay.core.away`) keeps little.
+        # Who still refers to it (`relay.core.missed_casts`) keeps little.
         self.targets, self.single, self.many, self.groups = {}, None, (), ()
         self.version = RELEASED
 
     def target(
-        self, taker: Taker, member: int, plain: bool = True, groups: tuple[str, ...] = ()
+        self, subscriber: Subscriber, member: int, plain: bool = True, groups: tuple[str, ...] = ()
     ) -> Target:
         """Return the target for a delivery at a session or link, or over a way to a site."""
-        place = (taker.number, member, plain, groups)
-        target = self.targets.get(place)
+        key = (subscriber.number, member, plain, groups)
+        target = self.targets.get(key)
         if target is None:
             if len(self.targets) >= MAX_TARGETS:
                 self.targets.clear()
-            hop_class = self.onward if taker.hop_class == HopClass.MESH else taker.hop_class
+            hop_class = (
+                self.onward if subscriber.hop_class == HopClass.MESH else subscriber.hop_class
+            )
             address = (self.kind, self.name, self.key_id, self.sender_id)
-            delivery = (*address, plain, groups, member, hop_class, taker.site)
-            target = self.targets[place] = Target(self, taker.neighbor, delivery)
+            delivery = (*address, plain, groups, member, hop_class, subscriber.site)
+            target = self.targets[key] = Target(self, subscriber.neighbor, delivery)
         return target
 
 
@@ -282,7 +284,7 @@ class Survey:
             self.origin.pending -= 1
 
 
-class Handed:
+class Dispatched:
     """A request, push, survey or tunnel opening that a member or another relay was handed and has not finished."""
 
     __slots__ = (
@@ -320,7 +322,7 @@ class Handed:
         """Whether the origin was told that it is lost: it had no deadline, and nobody ended it. It hears no more of it."""
         return not (self.waits or self.deadline_us)
 
-    def theirs(self, hop: int) -> int:
+    def origin_hop(self, hop: int) -> int:
         """Return the origin's hop id of the call that we gave this one."""
         return self.hop
 
@@ -328,7 +330,7 @@ class Handed:
         """Return the length of that call as a frame of its own."""
         return self.size
 
-    def alone(self, hop: int) -> Handed:
+    def single(self, hop: int) -> Dispatched:
         """Return that call by itself, after it came back."""
         return self
 
@@ -343,10 +345,10 @@ class Handed:
         self.ended(1)
 
 
-class HandedRun(Handed):
+class DispatchedRun(Dispatched):
     """Calls of one frame that a member or another relay was handed: under hop ids that follow one another, and so were the origin's."""
 
-    __slots__ = ("count", "given", "left", "sizes")
+    __slots__ = ("count", "first_hop", "left", "sizes")
 
     def __init__(self, origin: Neighbor, hop: int, route: Route, sizes: Sequence[int]) -> None:
         """`hop` is the origin's hop id of the first call; `sizes` are the lengths of their bodies."""
@@ -354,24 +356,24 @@ class HandedRun(Handed):
         super().__init__(origin, hop, route, BODY_AT + sum(sizes) // count)
         self.count = self.left = count
         self.sizes = sizes
-        self.given = 0
+        self.first_hop = 0
         """The hop id that we gave to the first call."""
 
-    def theirs(self, hop: int) -> int:
-        return self.hop + hop - self.given
+    def origin_hop(self, hop: int) -> int:
+        return self.hop + hop - self.first_hop
 
     def length(self, hop: int) -> int:
-        return BODY_AT + self.sizes[hop - self.given]
+        return BODY_AT + self.sizes[hop - self.first_hop]
 
-    def alone(self, hop: int) -> Handed:
-        one = Handed(self.origin, self.theirs(hop), self.route, self.length(hop))
+    def single(self, hop: int) -> Dispatched:
+        one = Dispatched(self.origin, self.origin_hop(hop), self.route, self.length(hop))
         one.load, one.attempts, one.tried = self.load, self.attempts, [*self.tried]
         one.deadline_us = self.deadline_us
         return one
 
     def same(self, hop: int, sizes: Sequence[int]) -> bool:
         """Whether bodies of these lengths, from our hop id `hop` on, are what was handed over."""
-        first = hop - self.given
+        first = hop - self.first_hop
         return tuple(self.sizes[first : first + len(sizes)]) == tuple(sizes)
 
     def ended(self, count: int) -> None:
@@ -422,9 +424,33 @@ class Neighbor:
     """The router's side of one connection: a session, or a link to another relay."""
 
     __slots__ = (
-        "address", "aliases", "casts", "clock_us", "closed", "gaps", "greeted", "group_bytes", "handed", "label", "left", "minor", "number", "over_share", "own_hop", "own_hop_mask", "pending",
-        "port", "pulse", "routes", "shares", "swept_us", "tunnels", "untaken", "user", "users",
-    )  # fmt: skip
+        "address",
+        "aliases",
+        "casts",
+        "clock_us",
+        "closed",
+        "dropped_entries",
+        "gaps",
+        "greeted",
+        "group_bytes",
+        "in_flight",
+        "label",
+        "left_hops",
+        "minor",
+        "number",
+        "over_share",
+        "own_hop",
+        "own_hop_mask",
+        "pending",
+        "port",
+        "pulse",
+        "routes",
+        "shares",
+        "swept_us",
+        "tunnels",
+        "user",
+        "users",
+    )
     hop_class = HopClass.LOCAL
     site = ""
     """Another one, if this connection goes there."""
@@ -453,11 +479,11 @@ class Neighbor:
         self.group_bytes = 0
         """Of the queue groups that its aliases name."""
         self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
-        self.handed: dict[int, Handed] = {}
+        self.in_flight: dict[int, Dispatched] = {}
         """By the hop id that we gave: what its members run."""
         self.pending = 0
         """What it waits for."""
-        self.left: set[int] = set()
+        self.left_hops: set[int] = set()
         """Its hop ids of calls whose callers left, until those who have them are told."""
         self.tunnels: dict[int, Tunnel] = {}
         self.user: str = f"connection {number}"
@@ -468,7 +494,7 @@ class Neighbor:
         """User -> share of this connection."""
         self.over_share = 0
         """Calls that it was not handed because their sender's share was used up."""
-        self.untaken = 0
+        self.dropped_entries = 0
         """Entries that it announced beyond the bounds, which were dropped."""
         self.gaps: dict[Delivery, list[int]] = {}
         """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
@@ -488,7 +514,7 @@ class Neighbor:
         """Itself: a way to a site has another."""
         return self
 
-    def wanting(self, place: tuple[str, bytes, str]) -> int:
+    def subscription_count(self, key: tuple[str, bytes, str]) -> int:
         """Return how many subscriptions to (filter, key id, group) this neighbor stands for, which it has."""
         return 1
 
@@ -535,15 +561,15 @@ class Neighbor:
         elif gap is not None or len(self.gaps) < MAX_GAPS:
             self.gaps[delivery] = [first, count]
             if plain:
-                self.tell(delivery, first, 0, "slow receiver")
+                self.send_gap(delivery, first, 0, "slow receiver")
 
-    def tell_gaps(self) -> None:
+    def send_gaps(self) -> None:
         """Send the losses remembered: there is room again."""
         gaps, self.gaps = self.gaps, {}
         for delivery, (first, count) in gaps.items():
-            self.tell(delivery, first, count, "slow receiver")
+            self.send_gap(delivery, first, count, "slow receiver")
 
-    def tell(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
+    def send_gap(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
         """Tell it of a loss on the way to it."""
         self.control(gap_of(delivery, first, count, cause))
 
@@ -562,8 +588,20 @@ class Load:
     """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
 
     __slots__ = (
-        "_since_us", "behind", "bytes", "concurrency", "handed", "kind", "limit_bytes", "member", "messages", "neighbor", "others", "pace_us", "way",
-    )  # fmt: skip
+        "_since_us",
+        "behind",
+        "bytes",
+        "concurrency",
+        "kind",
+        "limit_bytes",
+        "member",
+        "messages",
+        "neighbor",
+        "others",
+        "pace_us",
+        "pushes",
+        "site_route",
+    )
 
     def __init__(
         self,
@@ -573,14 +611,14 @@ class Load:
         concurrency: int,
         limit_bytes: int,
         behind: Behind | None = None,
-        way: Taker | None = None,
+        site_route: Subscriber | None = None,
     ) -> None:
         self.neighbor = neighbor
         self.member = member
         """None: whoever the relay at the other end of the link chooses, ..."""
         self.behind = behind
         """... of these."""
-        self.way = way
+        self.site_route = site_route
         """To the site of these members, if it is another one."""
         self.kind = kind
         self.concurrency = concurrency
@@ -594,7 +632,7 @@ class Load:
         """Time from one end of ours to the next while all handlers are busy, a moving average; 0 while it is not known."""
         self._since_us = 0
         """Since when all handlers are busy, or the last end after that."""
-        self.handed: dict[int, int] = {}
+        self.pushes: dict[int, int] = {}
         """Pushes that a member was handed, by hop id."""
 
     @property

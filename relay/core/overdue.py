@@ -11,7 +11,7 @@ from typing import Final
 
 from iris.wire.frames import Fail
 from iris.wire.kinds import NEVER_US, Cause, Kind
-from relay.core.neighbor import Handed, Neighbor
+from relay.core.neighbor import Dispatched, Neighbor
 from relay.core.surveys import Surveys
 
 LATE_US: Final = 10_000_000
@@ -28,7 +28,7 @@ class Overdue:
         self,
         neighbors: dict[int, Neighbor],
         surveys: Surveys,
-        release: Callable[[Handed, int], None],
+        release: Callable[[Dispatched, int], None],
     ) -> None:
         self._neighbors = neighbors
         self._surveys = surveys
@@ -48,10 +48,10 @@ class Overdue:
             return False
         self._swept_us = now_us + _SWEEP_US
         for other in self._neighbors.values():
-            for handed in other.handed.values():
-                late = handed.deadline_us and handed.deadline_us < now_us
-                if late and handed.load.kind != Kind.TUNNEL_OPEN:
-                    (handed.survey or handed).give_up()
+            for dispatched in other.in_flight.values():
+                late = dispatched.deadline_us and dispatched.deadline_us < now_us
+                if late and dispatched.load.kind != Kind.TUNNEL_OPEN:
+                    (dispatched.survey or dispatched).give_up()
         return origin.pending < limit
 
     def make_room_at(self, neighbor: Neighbor, now_us: int) -> bool:
@@ -59,10 +59,10 @@ class Overdue:
         if now_us < neighbor.swept_us:
             return False
         neighbor.swept_us = now_us + _SWEEP_US
-        for hop, handed in list(neighbor.handed.items()):
-            late = handed.deadline_us and handed.deadline_us + LATE_US < now_us
-            if late and handed.survey is None and handed.load.kind != Kind.TUNNEL_OPEN:
-                self._forget(neighbor, hop, handed)
+        for hop, dispatched in list(neighbor.in_flight.items()):
+            late = dispatched.deadline_us and dispatched.deadline_us + LATE_US < now_us
+            if late and dispatched.survey is None and dispatched.load.kind != Kind.TUNNEL_OPEN:
+                self._forget(neighbor, hop, dispatched)
         return True
 
     def expire(self, now_us: int) -> None:
@@ -72,27 +72,29 @@ class Overdue:
         """
         soonest = NEVER_US
         for neighbor in list(self._neighbors.values()):
-            for hop, handed in list(neighbor.handed.items()):
-                until_us = handed.until_us
-                if not until_us or handed.load.kind == Kind.TUNNEL_OPEN:
+            for hop, dispatched in list(neighbor.in_flight.items()):
+                until_us = dispatched.until_us
+                if not until_us or dispatched.load.kind == Kind.TUNNEL_OPEN:
                     continue
                 if until_us > now_us:
                     soonest = min(soonest, until_us)
                     continue
-                handed.until_us = 0
-                if handed.survey is not None:
-                    del neighbor.handed[hop]
-                    self._surveys.less(handed, self._surveys.owing(handed))
+                dispatched.until_us = 0
+                if dispatched.survey is not None:
+                    del neighbor.in_flight[hop]
+                    self._surveys.finish_part(dispatched, self._surveys.unanswered(dispatched))
                     continue
                 if neighbor.hop_class:
-                    self._forget(neighbor, hop, handed)
-                handed.give_up()
-                if not handed.origin.closed:
+                    self._forget(neighbor, hop, dispatched)
+                dispatched.give_up()
+                if not dispatched.origin.closed:
                     detail = f"no answer within {LIFE_US // 60_000_000} minutes; the call had no deadline"
-                    handed.origin.control(Fail(handed.theirs(hop), Cause.LOST, detail, True))
+                    dispatched.origin.control(
+                        Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True)
+                    )
         self.due_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
-    def _forget(self, neighbor: Neighbor, hop: int, handed: Handed) -> None:
+    def _forget(self, neighbor: Neighbor, hop: int, dispatched: Dispatched) -> None:
         """Count a call as ended at a link or WAN connection, whatever arrives from there later."""
-        del neighbor.handed[hop]
-        self._release(handed, hop)
+        del neighbor.in_flight[hop]
+        self._release(dispatched, hop)

@@ -135,10 +135,10 @@ class Parking:
                 self._forget(entry)
                 self._accounts.drop("session lost", 1)
                 continue
-            place = (route.kind, route.name, route.key_id, route.site)
-            prospect = prospects.get(place)
+            address = (route.kind, route.name, route.key_id, route.site)
+            prospect = prospects.get(address)
             if prospect is None:
-                prospect = prospects[place] = self._prospect(route)
+                prospect = prospects[address] = self._prospect(route)
             late = entry.deadline_us and entry.deadline_us <= now_us
             if prospect is Prospect.HOPED and not late:
                 self.waiting.append(entry)

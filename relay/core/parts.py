@@ -27,10 +27,10 @@ from relay.core.quotas import Quotas
 from relay.core.reach import Reach
 from relay.core.session import Member, Session, Watch
 from relay.core.settling import Settling
+from relay.core.site_routes import Wan
 from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
-from relay.core.ways import Wan
 
 MAX_GROUP_BYTES: Final = 64 << 20
 """Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
@@ -72,17 +72,17 @@ class Parts:
         self.wans = self.sites.wans
         self.drains = Draining(self.leave_asked, self.goodbye)
         self._casts = casts = Casts(
-            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_heard,
-            self._heard_us,
+            self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_acknowledged,
+            self._last_received_us,
         )  # fmt: skip
         self.credits = casts.credits
         self._reach = Reach(self.interest, self.sites, casts, self.number)
         self.mesh = Mesh(relay_id, label, self.interest, casts, self._reach, self._members)
         self.links = self.mesh.links
-        self.telling = self.mesh.telling
-        self.hearing = self.mesh.hearing
-        self.abroad = Federation(
-            self.interest, self.sites, self._reach, self.telling, casts, self.number
+        self.advertiser = self.mesh.advertiser
+        self.peer_interest = self.mesh.peer_interest
+        self.federation = Federation(
+            self.interest, self.sites, self._reach, self.advertiser, casts, self.number
         )
         self._calls = Calls(
             relay_id,
@@ -95,8 +95,8 @@ class Parts:
             self.neighbors,
         )
         self.direct = self._calls.tunnels.direct
-        self.stores = StoreWatch(self.telling)
-        self.settling = Settling(self.links, self.telling, lambda: self.now_us)
+        self.stores = StoreWatch(self.advertiser)
+        self.settling = Settling(self.links, self.advertiser, lambda: self.now_us)
         self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
 
     def number(self) -> int:
@@ -133,19 +133,21 @@ class Parts:
                 self.leave(member)
         for (pattern, group), key_ids in session.subscriptions.items():
             self.interest.unsubscribe(session, pattern, group, key_ids)
-            self.telling.wanted(pattern, key_ids, group, session.user, -1, self.now_us)
-        if session.places:
-            self.quotas.subscriptions.give(session.user, session.places)
+            self.advertiser.count_subscription(
+                pattern, key_ids, group, session.user, -1, self.now_us
+            )
+        if session.topic_nodes:
+            self.quotas.subscriptions.give(session.user, session.topic_nodes)
         for watch in session.watches.values():
             self.interest.unwatch(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
         self.credits.forget(session)
         self._calls.neighbor_down(session, self.now_us)
         self.drains.forget(session, self.now_us)
-        self.stores.gone(session, self.now_us)
+        self.stores.session_ended(session, self.now_us)
         session.empty()
 
-    def _heard_us(self) -> int:
+    def _last_received_us(self) -> int:
         """Return when the link or WAN connection that has been silent for longest was heard last."""
         far = (n.pulse.last_us for n in self._pulsing.values() if n.hop_class and n.pulse)
         return min(far, default=self.now_us)
@@ -167,7 +169,7 @@ class Parts:
         """The WAN connection is gone, however it ended. Idempotent."""
         if wan.closed:
             return
-        self.abroad.wan_down(wan, self.now_us, silent=self.drains.has_heard(wan))
+        self.federation.wan_down(wan, self.now_us, silent=self.drains.has_acknowledged(wan))
         wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
         self.credits.forget(wan)
@@ -177,10 +179,10 @@ class Parts:
     def goodbye(self, session: Session, *, complete: bool = False) -> None:
         """Answer a BYE, or say one: nothing follows."""
         if session.gaps:
-            session.tell_gaps()
+            session.send_gaps()
         session.port.control(encode_control(frames.Bye(complete=complete)))
         session.port.finish()
-        busy = session.handed or session.pending or session.tunnels
+        busy = session.in_flight or session.pending or session.tunnels
         before = self.under_way if busy and self.draining else (0, 0)
         self.session_down(session)
         if before != (0, 0):
@@ -207,7 +209,7 @@ class Parts:
         member.session.keyed -= len(member.key_ids)
         self.quotas.members.give(member.session.user, len(member.key_ids))
         self.interest.leave(member)
-        self.telling.left(member, self.now_us)
+        self.advertiser.left(member, self.now_us)
         member.forget_if_done()
         for watch in self.watchers(member):
             if not watch.session.closed:
@@ -256,7 +258,7 @@ class Parts:
                 neighbor.group_bytes += size
                 route.only = tuple(declared.groups)
             else:
-                neighbor.untaken += len(declared.groups)
+                neighbor.dropped_entries += len(declared.groups)
         return route
 
     # -- reports ---------------------------------------------------------------------------------------------
@@ -265,9 +267,9 @@ class Parts:
     def under_way(self) -> tuple[int, int]:
         """Calls that have not ended, surveys as many times as they were handed over, and tunnels."""
         neighbors = self.neighbors.values()
-        handed = sum(len(neighbor.handed) for neighbor in neighbors)
+        dispatched = sum(len(neighbor.in_flight) for neighbor in neighbors)
         tunnels = sum(len(neighbor.tunnels) for neighbor in neighbors) // 2
-        return handed - tunnels + len(self._calls.parking.waiting), tunnels
+        return dispatched - tunnels + len(self._calls.parking.waiting), tunnels
 
     @property
     def held_messages(self) -> int:
@@ -293,7 +295,7 @@ class Parts:
                     "user": session.user,
                     "members": len(session.members),
                     "subscriptions": len(session.subscriptions),
-                    "running": len(session.handed),
+                    "running": len(session.in_flight),
                     "waiting": session.pending,
                     "tunnels": len(session.tunnels),
                     "held": session.port.held_messages,
@@ -305,7 +307,7 @@ class Parts:
             "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
             "accounts": self.accounts.report(self.held_messages),
             **self.mesh.status(self.now_us),
-            **self.abroad.status(),
+            **self.federation.status(),
             "slow": self.slow.report(self.now_us),
             "parked": len(self._calls.parking.waiting),
             "publishers_waiting": self.credits.waiting,
@@ -330,7 +332,7 @@ class Parts:
                 "sessions": len(self.sessions),
                 "clusters": self.interest.names,
                 "links": len(self.mesh.links),
-                "sites": len(self.sites.ways),
+                "sites": len(self.sites.site_routes),
             },
             "accounts": self.accounts.report(self.held_messages),
         }

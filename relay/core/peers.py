@@ -17,7 +17,7 @@ from relay.core.casts import Casts
 from relay.core.link import Link, check_named
 from relay.core.neighbor import Neighbor
 from relay.core.parts import Parts
-from relay.core.ways import Wan
+from relay.core.site_routes import Wan
 
 _ANSWER_KINDS: Final = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
 """They go where what they answer came from."""
@@ -42,7 +42,7 @@ class LinkControl:
             frames.CallerLeft: self._on_left,
             frames.Roster: calls.surveys.roster,
             frames.Done: calls.surveys.done,
-            frames.Ping: router.hearing.pinged,
+            frames.Ping: router.peer_interest.on_ping,
             frames.Pong: self._on_pong,
             frames.Topic: self._on_topic,
             frames.Audience: router.audiences.answered,
@@ -78,7 +78,7 @@ class LinkControl:
 
     def _on_beat(self, link: Link, beat: frames.Beat) -> None:
         link.beat_came(beat, self._router.now_us)
-        self._router.hearing.beat(link, beat.version)
+        self._router.peer_interest.beat(link, beat.version)
 
     def _on_gap(self, link: Link, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
@@ -88,7 +88,7 @@ class LinkControl:
         self._casts.gap_from_link(link, gap)
 
     def _on_left(self, link: Link, left: frames.CallerLeft) -> None:
-        self._calls.leaving.named(link, left, self._router.now_us)
+        self._calls.leaving.callers_left(link, left, self._router.now_us)
 
     def _on_bye(self, link: Link, bye: frames.Bye) -> None:
         """The relay stops, and has sent all that it had."""
@@ -110,10 +110,12 @@ class WanControl:
         self._calls = calls
         self._casts = casts
         self._handlers: dict[type, Callable[[Wan, Any], None]] = {
-            frames.Interest: lambda wan, told: self._router.abroad.on_interest(
-                wan, told, self._router.now_us
+            frames.Interest: lambda wan, interest: self._router.federation.on_interest(
+                wan, interest, self._router.now_us
             ),
-            frames.Resync: lambda wan, _: self._router.abroad.on_resync(wan, self._router.now_us),
+            frames.Resync: lambda wan, _: self._router.federation.on_resync(
+                wan, self._router.now_us
+            ),
             frames.Declare: self._on_declare,
             frames.Beat: self._on_beat,
             frames.Gap: self._on_gap,
@@ -148,11 +150,11 @@ class WanControl:
             )
         route = self._router.declare(wan, declared)
         if declared.kind not in _ANSWER_KINDS:
-            route.barred = self._router.abroad.barred(declared, wan.site)
+            route.barred = self._router.federation.barred(declared, wan.site)
 
     def _on_beat(self, wan: Wan, beat: frames.Beat) -> None:
         wan.beat_came(beat, self._router.now_us)
-        self._router.abroad.beat(wan, beat.version, self._router.now_us)
+        self._router.federation.beat(wan, beat.version, self._router.now_us)
 
     def _on_gap(self, wan: Wan, gap: frames.Gap) -> None:
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
@@ -170,7 +172,7 @@ class WanControl:
             )
 
     def _on_left(self, wan: Wan, left: frames.CallerLeft) -> None:
-        self._calls.leaving.named(wan, left, self._router.now_us)
+        self._calls.leaving.callers_left(wan, left, self._router.now_us)
 
     def _on_fail(self, wan: Wan, fail: frames.Fail) -> None:
         # What another site says is shown to people here.

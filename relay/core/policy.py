@@ -86,10 +86,10 @@ class Policy:
 
     def refuse(self, site: str, rule: str, count: int = 1) -> None:
         """Count what was refused of or for a site."""
-        place = f"{site}: {rule}"
-        if place not in self.refused and len(self.refused) >= MAX_REFUSED:
-            place = "others"
-        self.refused[place] = self.refused.get(place, 0) + count
+        rule_key = f"{site}: {rule}"
+        if rule_key not in self.refused and len(self.refused) >= MAX_REFUSED:
+            rule_key = "others"
+        self.refused[rule_key] = self.refused.get(rule_key, 0) + count
 
 
 def is_log(name: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from relay.core.neighbor import Handed, Neighbor, Target
+from relay.core.neighbor import Dispatched, Neighbor, Target
 from relay.core.shares import Share, UserShare
 
 RELAYS_STORE: Final = "the relay's store"
@@ -125,14 +125,14 @@ def _is_over(share: Share, origin: Neighbor, limit: int, count: int = 1) -> bool
     )
 
 
-def hold(target: Target, handed: Handed, limit: int) -> bool:
+def hold(target: Target, dispatched: Dispatched, limit: int) -> bool:
     """Count a call in its sender's share of a connection with `limit` places. Returns False if the share is used up."""
     share = target.share
     if share is None:
         share = target.share = share_at(target.neighbor, target.route.neighbor)
-    if _is_over(share, target.route.neighbor, limit, handed.count):
+    if _is_over(share, target.route.neighbor, limit, dispatched.count):
         target.neighbor.over_share += 1
         return False
-    share.more(handed.count)
-    handed.share = share
+    share.add(dispatched.count)
+    dispatched.share = share
     return True

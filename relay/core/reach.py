@@ -23,9 +23,9 @@ from relay.core.interest import Interest
 from relay.core.link import MAX_COPY, Link, check_named
 from relay.core.neighbor import Route
 from relay.core.replica import Stage
+from relay.core.site_routes import SiteRoute, Suspended, check_entry, clusters_behind
 from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
-from relay.core.ways import Suspended, Way, check_entry, clusters_behind
 
 MAX_SITES: Final = 1024
 
@@ -40,7 +40,7 @@ class Reach:
         self._sites = sites
         self._casts = casts
         self._next_number = next_number
-        self._behind: dict[int, dict[str, Way]] = {}
+        self._behind: dict[int, dict[str, SiteRoute]] = {}
         """Number of a link -> site -> the way over that gateway."""
         self._theirs: dict[str, Summary] = {}
         """Interest of other sites, as announced to the relays of our site."""
@@ -52,7 +52,7 @@ class Reach:
 
     # -- what our relays are told ----------------------------------------------------------------------------
 
-    def announce(self, site: str) -> None:
+    def add_summary(self, site: str) -> None:
         """A site may be reached by us since now: its interest is kept for our relays."""
         own = self._sites.own(site)
         if not own or site in self._theirs:
@@ -60,50 +60,56 @@ class Reach:
         summary = self._theirs[site] = Summary(
             site,
             lambda address: clusters_behind(self._sites.own(site), address),
-            lambda place: max(
-                (way.topics.get(place, 0) for way in self._sites.own(site)), default=0
+            lambda topic: max(
+                (site_route.topics.get(topic, 0) for site_route in self._sites.own(site)), default=0
             ),
             self._their_room,
             by_key=False,
         )
-        for way in own:
-            for address in way.clusters:
+        for site_route in own:
+            for address in site_route.clusters:
                 summary.touch(address)
-            for place in way.topics:
-                summary.touch_topic(place)
+            for topic in site_route.topics:
+                summary.touch_topic(topic)
 
-    def untold(self, site: str) -> int:
+    def unadvertised(self, site: str) -> int:
         """Return how many entries of a site are held back from our relays, for want of room."""
         theirs = self._theirs.get(site)
-        return theirs.untold if theirs is not None else 0
+        return theirs.unadvertised if theirs is not None else 0
 
     def replace(
-        self, way: Way, clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
+        self, site_route: SiteRoute, clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
     ) -> bool:
         """Take a snapshot in the place of what was known: what stays is not touched. Returns what `take` does."""
         there = {(entry.name, entry.key_id) for entry in clusters}
         wanted = {(entry.filter, entry.key_id, entry.group) for entry in topics}
-        gone = [SiteCluster(way.site, *a, {}) for a in way.clusters if a not in there]
-        ended = [SiteTopic(way.site, *place, 0) for place in way.topics if place not in wanted]
-        return self.take(way, [*gone, *clusters], [*ended, *topics])
+        gone = [SiteCluster(site_route.site, *a, {}) for a in site_route.clusters if a not in there]
+        ended = [
+            SiteTopic(site_route.site, *topic, 0)
+            for topic in site_route.topics
+            if topic not in wanted
+        ]
+        return self.apply(site_route, [*gone, *clusters], [*ended, *topics])
 
-    def take(self, way: Way, clusters: Iterable[SiteCluster], topics: Iterable[SiteTopic]) -> bool:
+    def apply(
+        self, site_route: SiteRoute, clusters: Iterable[SiteCluster], topics: Iterable[SiteTopic]
+    ) -> bool:
         """A site wants this now; of it only what our site may use counts. Returns whether our relays are to hear of it."""
-        summary = self._theirs.get(way.site) if way.own else None
+        summary = self._theirs.get(site_route.site) if site_route.own else None
         policy = self._sites.policy
         for cluster in clusters:
             check_entry(cluster)
-            if way.own:
+            if site_route.own:
                 kinds = policy.imports(cluster.kinds, cluster.name, cluster.key_id)
                 cluster = msgspec.structs.replace(cluster, kinds=kinds)
-            way.take_cluster(cluster, self._interest)
+            site_route.apply_cluster(cluster, self._interest)
             if summary is not None:
                 summary.touch((cluster.name, cluster.key_id))
         for topic in topics:
             check_entry(topic)
-            if topic.count and way.own and not policy.exported.may_allow(topic.filter):
+            if topic.count and site_route.own and not policy.exported.may_allow(topic.filter):
                 continue
-            way.take_topic(topic, self._interest)
+            site_route.apply_topic(topic, self._interest)
             if summary is not None:
                 summary.touch_topic((topic.filter, topic.key_id, topic.group))
         return summary is not None
@@ -116,7 +122,7 @@ class Reach:
         for site in sites:
             own = self._sites.own(site)
             if own:
-                cost_ms = min(way.cost_ms for way in own)
+                cost_ms = min(site_route.cost_ms for site_route in own)
                 entries.append(SiteEntry(site, True, cost_ms, self._sites.rtt_us(site)))
                 self.entries[site] = entries[-1]
                 continue
@@ -135,129 +141,137 @@ class Reach:
         """Return all that our relays were told of other sites."""
         clusters, topics = [], []
         for summary in self._theirs.values():
-            told = summary.whole()
-            clusters += told[0]
-            topics += told[1]
+            whole = summary.whole()
+            clusters += whole[0]
+            topics += whole[1]
         return list(self.entries.values()), clusters, topics
 
-    def told_by(self, link: Link, change: frames.Interest, now_us: int) -> None:
+    def advertised_by(self, link: Link, change: frames.Interest, now_us: int) -> None:
         """A gateway of our site tells what it reaches; a snapshot counts once it is whole, and what stays is not touched."""
         snapshot = link.replica.stage is Stage.SNAPSHOT
         if snapshot:
-            link.untaken += link.replica.gather(change, MAX_COPY, MAX_SITES)
+            link.dropped_entries += link.replica.gather(change, MAX_COPY, MAX_SITES)
             if change.more:
                 return
             change = link.replica.coming
         behind = self._behind.setdefault(link.number, {})
         before = set(behind)
         for entry in change.sites:
-            self._told_site(link, behind, entry, now_us)
+            self._apply_site(link, behind, entry, now_us)
         if snapshot:
-            self._told_whole(link, behind, change, now_us)
+            self._apply_snapshot(link, behind, change, now_us)
         else:
-            self._told_all(link, behind, change.clusters, change.site_topics)
+            self._apply_changes(link, behind, change.clusters, change.site_topics)
         for site in behind.keys() - before:
-            self._casts.site_back(site, connected=False)
+            self._casts.site_restored(site, connected=False)
 
-    def _told_whole(
-        self, link: Link, behind: dict[str, Way], coming: frames.Interest, now_us: int
+    def _apply_snapshot(
+        self, link: Link, behind: dict[str, SiteRoute], coming: frames.Interest, now_us: int
     ) -> None:
         """Take what a gateway's snapshot says of the sites that it reaches."""
-        told: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}
+        by_site: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}
         for site in behind:
-            told[site] = ([], [])
+            by_site[site] = ([], [])
         for cluster in coming.clusters:
-            if self._way_behind(link, behind, cluster.site) is not None:
-                told[cluster.site][0].append(cluster)
+            if self._site_route_behind(link, behind, cluster.site) is not None:
+                by_site[cluster.site][0].append(cluster)
         for topic in coming.site_topics:
-            if self._way_behind(link, behind, topic.site) is not None:
-                told[topic.site][1].append(topic)
+            if self._site_route_behind(link, behind, topic.site) is not None:
+                by_site[topic.site][1].append(topic)
         reached = {entry.site for entry in coming.sites if entry.up}
-        for site, (clusters, topics) in told.items():
+        for site, (clusters, topics) in by_site.items():
             if site in reached:
                 self.replace(behind[site], clusters, topics)
             else:
                 self.remove(behind.pop(site), now_us, drained=True)
 
-    def _told_site(self, link: Link, behind: dict[str, Way], entry: SiteEntry, now_us: int) -> None:
+    def _apply_site(
+        self, link: Link, behind: dict[str, SiteRoute], entry: SiteEntry, now_us: int
+    ) -> None:
         """A gateway reaches a site, or does no more."""
-        way = behind.get(entry.site)
+        site_route = behind.get(entry.site)
         if not entry.up:
-            if way is not None:
+            if site_route is not None:
                 self.remove(behind.pop(entry.site), now_us)
             return
-        if way is None:
+        if site_route is None:
             check_named(check_site, entry.site)
             if entry.site == self._sites.site:
                 raise PeerProtocolError(
                     f"a gateway of site {self._sites.site!r} advertises it as a remote site"
                 )
             if len(behind) >= MAX_SITES:
-                link.untaken += 1
+                link.dropped_entries += 1
                 return
-            way = Way(entry.site, link, link.relay_id, self._next_number())
-            behind[entry.site] = way
-            self.add(way)
-        way.cost_ms, way.rtt_us = entry.cost_ms, entry.rtt_us
+            site_route = SiteRoute(entry.site, link, link.relay_id, self._next_number())
+            behind[entry.site] = site_route
+            self.add(site_route)
+        site_route.cost_ms, site_route.rtt_us = entry.cost_ms, entry.rtt_us
         self._interest.version += 1
 
-    def _told_all(
-        self, link: Link, behind: dict[str, Way], clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
+    def _apply_changes(
+        self, link: Link, behind: dict[str, SiteRoute], clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
     ) -> None:  # fmt: skip
         for cluster in clusters:
-            way = self._way_behind(link, behind, cluster.site)
-            if way is not None:
-                self.take(way, (cluster,), ())
+            site_route = self._site_route_behind(link, behind, cluster.site)
+            if site_route is not None:
+                self.apply(site_route, (cluster,), ())
         for topic in topics:
-            way = self._way_behind(link, behind, topic.site)
-            if way is not None:
-                self.take(way, (), (topic,))
+            site_route = self._site_route_behind(link, behind, topic.site)
+            if site_route is not None:
+                self.apply(site_route, (), (topic,))
 
     @staticmethod
-    def _way_behind(link: Link, behind: dict[str, Way], site: str) -> Way | None:
+    def _site_route_behind(link: Link, behind: dict[str, SiteRoute], site: str) -> SiteRoute | None:
         """Return the way to a site that a gateway names; None if this site may be one that was dropped for want of room."""
-        way = behind.get(site)
-        if way is None:
-            if not link.untaken:
+        site_route = behind.get(site)
+        if site_route is None:
+            if not link.dropped_entries:
                 raise PeerProtocolError(
                     f"a gateway advertises interest of site {site!r}, which it does not reach"
                 )
-            link.untaken += 1
-        return way
+            link.dropped_entries += 1
+        return site_route
 
     def forget(self, link: Link, now_us: int) -> None:
         """A link is gone: no way leads over it."""
-        for way in self._behind.pop(link.number, {}).values():
-            self.remove(way, now_us, drained=link.bye)
+        for site_route in self._behind.pop(link.number, {}).values():
+            self.remove(site_route, now_us, drained=link.bye)
 
-    def add(self, way: Way) -> None:
-        self._sites.ways.setdefault(way.site, {})[way.number] = way
+    def add(self, site_route: SiteRoute) -> None:
+        self._sites.site_routes.setdefault(site_route.site, {})[site_route.number] = site_route
         self._interest.version += 1
 
-    def remove(self, way: Way, now_us: int, *, final: bool = False, drained: bool = False) -> None:
+    def remove(
+        self, site_route: SiteRoute, now_us: int, *, final: bool = False, drained: bool = False
+    ) -> None:
         """Forget a way. `final`: the other end said goodbye; `drained`: so will a gateway of ours, once all that it has is through."""
-        ways = self._sites.ways[way.site]
-        del ways[way.number]
-        began: list[Route] = []
-        if not way.stale and any(not other.stale for other in ways.values()):
+        site_routes = self._sites.site_routes[site_route.site]
+        del site_routes[site_route.number]
+        unconfirmed: list[Route] = []
+        if not site_route.stale and any(not other.stale for other in site_routes.values()):
             if not (final or drained):
-                unsure = self._casts.away.unsure()
-                began = [route for route in unsure if route.vias.get(way.site) == way.number]
-        elif not way.stale:
-            self._casts.away.left(way.site, final=final)
+                unsure = self._casts.missed.unconfirmed()
+                unconfirmed = [
+                    route
+                    for route in unsure
+                    if route.vias.get(site_route.site) == site_route.number
+                ]
+        elif not site_route.stale:
+            self._casts.missed.disconnected(site_route.site, final=final)
             if not final:
-                gone = self._sites.suspended[way.site] = Suspended(way, now_us)
+                gone = self._sites.suspended[site_route.site] = Suspended(site_route, now_us)
                 self.deadline_us = min(self.deadline_us, gone.until_us)
-        if not ways:
-            del self._sites.ways[way.site]
-        summary = self._theirs.get(way.site) if way.own else None
+        if not site_routes:
+            del self._sites.site_routes[site_route.site]
+        summary = self._theirs.get(site_route.site) if site_route.own else None
         if summary is not None:
-            for address in way.clusters:
+            for address in site_route.clusters:
                 summary.touch(address)
-            for place in way.topics:
-                summary.touch_topic(place)
-        way.empty(self._interest)
-        self._casts.way_lost(way, began)
+            for topic in site_route.topics:
+                summary.touch_topic(topic)
+        site_route.empty(self._interest)
+        self._casts.site_route_lost(site_route, unconfirmed)
 
     def expire(self, now_us: int) -> None:
         """Sites that stayed away are nothing to wait for."""

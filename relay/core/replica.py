@@ -64,12 +64,12 @@ class Stage(Enum):
     SNAPSHOT = "a snapshot is coming in"
 
 
-class Heard(Enum):
+class Verdict(Enum):
     """What to do with an Interest."""
 
     PART = "it is part of a snapshot"
     CHANGE = "it changes what is known"
-    NOTHING = "the snapshot that is due will have it"
+    IGNORED = "the snapshot that is due will have it"
     MISSING = "a change before it is missing: ask again"
 
 
@@ -87,18 +87,18 @@ class Replica:
         self.version = 0
         self.resyncs = 0
 
-    def hear(self, change: Interest) -> Heard:
+    def receive(self, change: Interest) -> Verdict:
         """Return what an Interest is. Of a snapshot `whole` is to be called with the last part."""
         if change.reset:
             self.stage, self.coming = Stage.SNAPSHOT, Interest(0, 0)
         if self.stage is Stage.SNAPSHOT:
-            return Heard.PART
+            return Verdict.PART
         if self.stage is Stage.RESYNC:
-            return Heard.NOTHING
+            return Verdict.IGNORED
         if self.stage is Stage.FRESH or change.base != self.version:
-            return Heard.MISSING
+            return Verdict.MISSING
         self.version = change.version
-        return Heard.CHANGE
+        return Verdict.CHANGE
 
     def gather(self, part: Interest, limit: int, sites: int = 0) -> int:
         """Keep what a part of a snapshot says of sites, up to so many sites and entries. Returns how many were left out."""
@@ -124,7 +124,7 @@ class Replica:
         """Whether a snapshot is due, or coming in, that was asked for."""
         return self.stage in (Stage.RESYNC, Stage.SNAPSHOT)
 
-    def ask_again(self) -> Resync:
+    def request_resync(self) -> Resync:
         """Return what asks for a snapshot."""
         self.stage = Stage.RESYNC
         self.resyncs += 1

@@ -23,7 +23,7 @@ from iris.wire.names import (
     printable,
 )
 from relay.core.control import SessionControl
-from relay.core.draining import HEARD_MINOR
+from relay.core.draining import PING_MINOR
 from relay.core.limits import Limits
 from relay.core.link import Link
 from relay.core.neighbor import Delivery, Neighbor
@@ -33,7 +33,7 @@ from relay.core.policy import Policy
 from relay.core.ports import Port
 from relay.core.runs import Runs
 from relay.core.session import Session
-from relay.core.ways import Wan
+from relay.core.site_routes import Wan
 
 WEIGHTY_KINDS: Final = frozenset(
     (Kind.DECLARE, Kind.GAP, Kind.BEAT, Kind.INTEREST, Kind.RESYNC, Kind.LOADS)
@@ -102,7 +102,7 @@ class Router(Parts):
         number = self.number()
         wan = Wan(port, number, hello, site, self.relay_id, self.now_us)
         wan.label = printable(hello.label)
-        self.abroad.wan_up(wan, cost_ms, self.now_us)
+        self.federation.wan_up(wan, cost_ms, self.now_us)
         self.neighbors[number] = wan
         self.watch_pulse(wan)
         return wan
@@ -116,7 +116,7 @@ class Router(Parts):
         self.entry(neighbor)(buf, start, end)
 
     def entry(
-        self, neighbor: Neighbor, heard: Callable[[int], None] | None = None
+        self, neighbor: Neighbor, count_bytes: Callable[[int], None] | None = None
     ) -> Callable[[memoryview, int, int], None]:
         """Return `frame_in` of one session or link, one call shorter. `heard`: told the size of each frame of `WEIGHTY_KINDS`."""
         table = self._session_table
@@ -124,9 +124,9 @@ class Router(Parts):
             table = self._link_table
         elif isinstance(neighbor, Wan):
             table = self._wan_table
-        if heard is not None:
+        if count_bytes is not None:
             table = [
-                _weighed(take, heard) if kind in WEIGHTY_KINDS else take
+                _weighed(take, count_bytes) if kind in WEIGHTY_KINDS else take
                 for kind, take in enumerate(table)
             ]
         pulse = neighbor.pulse
@@ -150,7 +150,7 @@ class Router(Parts):
     def writable(self, neighbor: Neighbor) -> None:
         """The port has room again: what was dropped meanwhile is told."""
         if neighbor.gaps and not neighbor.closed:
-            neighbor.tell_gaps()
+            neighbor.send_gaps()
 
     @property
     def deadline_us(self) -> int:
@@ -160,7 +160,7 @@ class Router(Parts):
             self.settling.deadline_us, self.audiences.deadline_us, self.credits.deadline_us,
         )  # fmt: skip
         return min(
-            self.mesh.deadline_us, self.abroad.deadline_us, self._reach.deadline_us, self.stores.deadline_us, mine
+            self.mesh.deadline_us, self.federation.deadline_us, self._reach.deadline_us, self.stores.deadline_us, mine
         )  # fmt: skip
 
     def expire(self) -> None:
@@ -186,9 +186,9 @@ class Router(Parts):
         if self.now_us >= self._reach.deadline_us:
             self._reach.expire(self.now_us)
         if (
-            self.now_us >= self.abroad.deadline_us
+            self.now_us >= self.federation.deadline_us
         ):  # last: others' changes are to be told to other sites, too
-            self.abroad.expire(self.now_us)
+            self.federation.expire(self.now_us)
 
     def _beat(self) -> None:
         soonest = NEVER_US
@@ -209,7 +209,7 @@ class Router(Parts):
                 version = 0
                 if neighbor.hop_class:
                     version = (
-                        self.abroad if isinstance(neighbor, Wan) else self.telling
+                        self.federation if isinstance(neighbor, Wan) else self.advertiser
                     ).journal.version
                 neighbor.control(pulse.beat(self.now_us, version))
             soonest = min(soonest, pulse.deadline_us)
@@ -223,14 +223,14 @@ class Router(Parts):
         """This relay had so many links and WAN connections more before it was restarted, and lets sessions in without them."""
         self.now_us = now_us
         for number in range(count):
-            self._casts.away.left(number, final=True)
+            self._casts.missed.disconnected(number, final=True)
 
     def drain(self, grace_ms: int) -> None:
         """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
         self.draining = True
         self.stores.end(self.now_us)
-        self.telling.leave()
-        self.abroad.leave()
+        self.advertiser.leave()
+        self.federation.leave()
         for session in self.sessions.values():
             if session.greeted:
                 session.control(frames.Drain(grace_ms))
@@ -243,7 +243,7 @@ class Router(Parts):
 
     def end(self, session: Session, *, complete: bool) -> None:
         """Say goodbye to a store: it is sent nothing more. `complete`: see `frames.Bye`."""
-        self.goodbye(session, complete=complete and session.minor >= HEARD_MINOR)
+        self.goodbye(session, complete=complete and session.minor >= PING_MINOR)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -270,11 +270,11 @@ class Router(Parts):
         return table
 
 
-def _weighed(take: Callable[..., None], heard: Callable[[int], None]) -> Callable[..., None]:
+def _weighed(take: Callable[..., None], count_bytes: Callable[[int], None]) -> Callable[..., None]:
     """Return what takes a frame, and says then how long it was."""
 
     def weighed(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         take(neighbor, buf, start, end)
-        heard(end - start)
+        count_bytes(end - start)
 
     return weighed

@@ -18,7 +18,7 @@ from relay.core.balance import pick
 from relay.core.calls import COUNTED, MAX_ATTEMPTS, Calls
 from relay.core.flags import clear_flags, refusal_of
 from relay.core.link import Link
-from relay.core.neighbor import Handed, HandedRun, Load, Neighbor, Route
+from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 
 LOOKED_AT: Final = 32
 """Members that are all looked at to cut a run between them; of more only if there are as many calls."""
@@ -68,10 +68,10 @@ class Runs:
         calls.accounts.in_ += count
         DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
         if route.loads and route.hop_class in COUNTED and isinstance(neighbor, Link):
-            calls.asked(neighbor, route)
-        self._hand(_Run(neighbor, route, hop, deadline_us, (), 0, at, sizes, buf, start, end))
+            calls.count_demand(neighbor, route)
+        self._dispatch(_Run(neighbor, route, hop, deadline_us, (), 0, at, sizes, buf, start, end))
 
-    def _hand(self, run: _Run) -> None:
+    def _dispatch(self, run: _Run) -> None:
         """Hand the calls of one frame to members by their free handlers; those that it was `tried` on refused them before."""
         route, sizes, tried = run.route, run.sizes, run.tried
         first, left = 0, len(sizes)
@@ -88,47 +88,49 @@ class Runs:
                 load is None
                 or count == 1
                 or load.neighbor.minor < RUN_MINOR
-                or not self._give(run, load, first, count, size)
+                or not self._dispatch_part(run, load, first, count, size)
             ):  # one by one: others may take some of them
-                self._give_singly(run, load, first, count)
+                self._dispatch_singly(run, load, first, count)
             first += count
             left -= count
             left_bytes -= BODY_AT * count + size
 
-    def _give(self, run: _Run, load: Load, first: int, count: int, size: int) -> bool:
+    def _dispatch_part(self, run: _Run, load: Load, first: int, count: int, size: int) -> bool:
         """Give the calls from number `first` on, of `size` bytes, to one member or relay; False: it has no room for all."""
-        handed = HandedRun(run.origin, run.hop + first, run.route, run.sizes[first : first + count])
-        handed.deadline_us = run.deadline_us
-        handed.attempts = run.attempts + 1
-        handed.tried = [*run.tried]
+        dispatched = DispatchedRun(
+            run.origin, run.hop + first, run.route, run.sizes[first : first + count]
+        )
+        dispatched.deadline_us = run.deadline_us
+        dispatched.attempts = run.attempts + 1
+        dispatched.tried = [*run.tried]
         if count == len(run.sizes):
             frame, start, end = run.buf, run.start, run.end
         else:
             frame, start = run.part(first, count), 0
             end = len(frame)
         calls = self._calls
-        if not calls.give(handed, load, frame, start, end):
+        if not calls.send_to(dispatched, load, frame, start, end):
             return False
         calls.accounts.out += count
         run.origin.pending += count
         return True
 
-    def _give_singly(self, run: _Run, load: Load | None, first: int, count: int) -> None:
+    def _dispatch_singly(self, run: _Run, load: Load | None, first: int, count: int) -> None:
         """Give calls as frames of their own, to `load` while it has room, and then to whoever has."""
         calls = self._calls
         for number in range(first, first + count):
             frame = run.part(number, 1)
-            handed = Handed(run.origin, run.hop + number, run.route, len(frame))
-            handed.deadline_us = run.deadline_us
-            handed.tried = [*run.tried]
-            handed.attempts = run.attempts + 1
-            if load is not None and calls.give(handed, load, frame, 0, len(frame)):
+            dispatched = Dispatched(run.origin, run.hop + number, run.route, len(frame))
+            dispatched.deadline_us = run.deadline_us
+            dispatched.tried = [*run.tried]
+            dispatched.attempts = run.attempts + 1
+            if load is not None and calls.send_to(dispatched, load, frame, 0, len(frame)):
                 calls.accounts.out += 1
                 run.origin.pending += 1
             else:
                 load = None
-                handed.attempts = run.attempts
-                calls.hand_one(handed, frame, 0, len(frame))
+                dispatched.attempts = run.attempts
+                calls.dispatch_one(dispatched, frame, 0, len(frame))
 
     # -- back from members -----------------------------------------------------------------------------------
 
@@ -139,32 +141,34 @@ class Runs:
         calls = self._calls
         at, sizes = read_calls(buf, start, end)
         hop = HOP.unpack_from(buf, start)[4]
-        handed = neighbor.handed.get(hop)
-        kind = Kind.REQUEST if handed is None else handed.load.kind
+        dispatched = neighbor.in_flight.get(hop)
+        kind = Kind.REQUEST if dispatched is None else dispatched.load.kind
         again = (
-            isinstance(handed, HandedRun)
+            isinstance(dispatched, DispatchedRun)
             and reason in (Refusal.FULL, Refusal.LEAVING)
-            and handed.same(hop, sizes)
-            and all(neighbor.handed.get(hop + number) is handed for number in range(len(sizes)))
-            and handed.deadline_us > now_us
-            and not handed.origin.closed
-            and handed.attempts < MAX_ATTEMPTS
-            and calls.is_served(handed.route, now_us)
+            and dispatched.same(hop, sizes)
+            and all(
+                neighbor.in_flight.get(hop + number) is dispatched for number in range(len(sizes))
+            )
+            and dispatched.deadline_us > now_us
+            and not dispatched.origin.closed
+            and dispatched.attempts < MAX_ATTEMPTS
+            and calls.is_served(dispatched.route, now_us)
         )
-        if handed is None or not again:
+        if dispatched is None or not again:
             for frame in single_calls(buf, start, end, kind):
                 calls.called(neighbor, memoryview(frame), 0, len(frame), now_us)
             return
         calls.accounts.in_ += len(sizes)
         for number in range(len(sizes)):
-            del neighbor.handed[hop + number]
-            calls.release(handed, hop + number)
+            del neighbor.in_flight[hop + number]
+            calls.release(dispatched, hop + number)
         buf[start + FLAGS_AT] = 0
-        DEADLINE.pack_into(buf, start + DEADLINE_AT, handed.deadline_us)
-        tried = [*handed.tried, handed.load]
-        theirs = handed.theirs(hop)
-        self._hand(
-            _Run(handed.origin, handed.route, theirs, handed.deadline_us, tried, handed.attempts, at, sizes, buf, start, end)
+        DEADLINE.pack_into(buf, start + DEADLINE_AT, dispatched.deadline_us)
+        tried = [*dispatched.tried, dispatched.load]
+        theirs = dispatched.origin_hop(hop)
+        self._dispatch(
+            _Run(dispatched.origin, dispatched.route, theirs, dispatched.deadline_us, tried, dispatched.attempts, at, sizes, buf, start, end)
         )  # fmt: skip
 
 
@@ -220,7 +224,7 @@ class _Run:
 class _Shares:
     """What the members of an address have free, while a run is cut between them."""
 
-    __slots__ = ("_busy", "_free", "_given", "_others", "_places", "_route", "_tried")
+    __slots__ = ("_assigned", "_busy", "_count", "_free", "_others", "_route", "_tried")
 
     def __init__(self, route: Route, tried: Sequence[Load]) -> None:
         self._route = route
@@ -229,8 +233,8 @@ class _Shares:
         """Members and relays that are not `tried`."""
         if tried:
             self._others -= sum(one in tried for one in (*route.loads, *route.peers))
-        self._given: list[Load] = []
-        self._places = 0
+        self._assigned: list[Load] = []
+        self._count = 0
         """Of those of this relay, or of the others: how many they are; ..."""
         self._free = 0
         """... handlers that those have free that got nothing yet; ..."""
@@ -243,7 +247,7 @@ class _Shares:
         As if they were handed out one by one: who has less to do than others gets what makes them even. But where everybody is
         busy it gets at least half of what it has already, because a queue is no fairer for being dealt out one by one.
         """
-        if load.way is not None:
+        if load.site_route is not None:
             return left
         others = self._others
         free = load.concurrency - load.messages - load.others
@@ -257,22 +261,22 @@ class _Shares:
         least = min(free, left, max(1, load.messages // 2))
         if others > max(left, LOOKED_AT):
             return least
-        if not self._given or (self._given[0].member is None) != (load.member is None):
+        if not self._assigned or (self._assigned[0].member is None) != (load.member is None):
             self._look(load)
-        if load in self._given:
+        if load in self._assigned:
             return least
-        self._given.append(load)
-        even = (self._busy + left) // self._places - load.messages
+        self._assigned.append(load)
+        even = (self._busy + left) // self._count - load.messages
         most = max(even, -(-left * free // max(free, self._free)))
         self._free -= free
         return max(least, min(free, left, most))
 
     def _look(self, load: Load) -> None:
         """Count: members of this relay come first, what other relays have free counts only among themselves."""
-        self._given.clear()
-        self._places = self._free = self._busy = 0
+        self._assigned.clear()
+        self._count = self._free = self._busy = 0
         for one in self._route.peers if load.member is None else self._route.loads:
             if one not in self._tried:
-                self._places += 1
+                self._count += 1
                 self._free += max(0, one.concurrency - one.messages - one.others)
                 self._busy += one.messages

@@ -20,9 +20,27 @@ class Session(Neighbor):
     """A process of this host, or over TLS (`remote`) of another."""
 
     __slots__ = (
-        "challenge", "channel", "granted", "groups", "had_pairs", "keyed", "members", "ours", "pairs", "parked_bytes", "pid", "places", "proofs", "proven", "remote",
-        "session_id", "settling", "subscriptions", "takes_descriptors", "watches",
-    )  # fmt: skip
+        "challenge",
+        "channel",
+        "granted",
+        "groups",
+        "had_pairs",
+        "keyed",
+        "members",
+        "ours",
+        "pairs",
+        "parked_bytes",
+        "pid",
+        "proofs",
+        "proven",
+        "remote",
+        "session_id",
+        "settling",
+        "subscriptions",
+        "takes_descriptors",
+        "topic_nodes",
+        "watches",
+    )
 
     def __init__(
         self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool, ours: bool, user: str
@@ -42,7 +60,7 @@ class Session(Neighbor):
         """Signatures checked, those that held before included."""
         self.granted: set[Granted] = set()
         """What a store may do without holding the key."""
-        self.places = 0
+        self.topic_nodes = 0
         """Nodes of the topic tree that its subscriptions may take."""
         self.keyed = 0
         """Its members, each counted once per key id."""
@@ -63,7 +81,7 @@ class Session(Neighbor):
         """Its SETTLEs that wait for other relays."""
 
     def empty(self) -> None:
-        """It is gone, and the tables of the relay have nothing of it: a cast that it began may still be kept (`relay.core.away`)."""
+        """It is gone, and the tables of the relay have nothing of it: a cast that it began may still be kept (`relay.core.missed_casts`)."""
         self.proven, self.granted = set(), set()
         self.members, self.subscriptions, self.groups, self.watches = {}, {}, {}, {}
 

@@ -13,11 +13,11 @@ from typing import Final
 
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US
-from relay.core.draining import DRAIN_PING, HEARD_MINOR
+from relay.core.advertiser import Advertiser
+from relay.core.draining import DRAIN_PING, PING_MINOR
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
-from relay.core.telling import Telling
 
 SETTLE_US: Final = 1_000_000
 """Nobody waits any longer."""
@@ -41,27 +41,27 @@ class Settling:
     """The waiting sessions of one relay. All that ask within one gathering share a PING."""
 
     def __init__(
-        self, links: dict[bytes, Link], telling: Telling, clock: Callable[[], int]
+        self, links: dict[bytes, Link], advertiser: Advertiser, clock: Callable[[], int]
     ) -> None:
         self.deadline_us = NEVER_US
         self._links = links
-        self._telling = telling
+        self._advertiser = advertiser
         self._clock = clock
         self._asked: list[tuple[Session, int]] = []
         """They wait for our changes to be sent."""
         self._rounds: dict[int, _Round] = {}
         """By the id of the PING, the oldest first. There is at most one for each gathering."""
         self._last = DRAIN_PING
-        telling.flushed = self._begin
+        advertiser.flushed = self._begin
 
     def ask(self, session: Session, settle: frames.Settle) -> None:
         """A session wants to hear when the other relays know what it asked for before."""
-        if not self._links or self._telling.leaving or session.settling >= MAX_SETTLING:
+        if not self._links or self._advertiser.leaving or session.settling >= MAX_SETTLING:
             session.control(frames.Ack(settle.id))
             return
         session.settling += 1
         self._asked.append((session, settle.id))
-        self._telling.gather(self._clock())
+        self._advertiser.gather(self._clock())
 
     def _begin(self) -> None:
         """All that was asked for has been sent to the links."""
@@ -71,7 +71,7 @@ class Settling:
         self._last = number = (self._last + 1) % (1 << 62) or DRAIN_PING + 1
         begun = self._rounds[number] = _Round(asked, self._clock() + SETTLE_US)
         for link in self._links.values():
-            if link.minor >= HEARD_MINOR:
+            if link.minor >= PING_MINOR:
                 begun.open.add(link.number)
                 link.control(frames.Ping(number))
         self.deadline_us = min(self.deadline_us, begun.until_us)

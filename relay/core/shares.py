@@ -32,12 +32,12 @@ class Share:
         self.whole = whole
         whole.sessions += 1
 
-    def more(self, count: int) -> None:
+    def add(self, count: int) -> None:
         """Count calls that were handed over."""
         self.held += count
         self.whole.held += count
 
-    def less(self, count: int = 1) -> None:
+    def remove(self, count: int = 1) -> None:
         """Count calls that ended."""
         self.held -= count
         whole = self.whole

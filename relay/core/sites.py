@@ -10,7 +10,7 @@ from iris.wire.kinds import HERE, HopClass
 from relay.core.interest import MAX_OTHERS
 from relay.core.neighbor import Load, Route
 from relay.core.policy import Policy
-from relay.core.ways import Suspended, Wan, Way, clusters_behind, is_home_only
+from relay.core.site_routes import SiteRoute, Suspended, Wan, clusters_behind, is_site_local
 
 
 class Sites:
@@ -22,19 +22,19 @@ class Sites:
         self.policy = policy
         self.wans: dict[bytes, Wan] = {}
         """By the other gateway's relay id."""
-        self.ways: dict[str, dict[int, Way]] = {}
+        self.site_routes: dict[str, dict[int, SiteRoute]] = {}
         """Site -> number -> way."""
         self.suspended: dict[str, Suspended] = {}
 
-    def takers(self, route: Route, ways: Iterable[Way]) -> list[Way]:
+    def choose(self, route: Route, site_routes: Iterable[SiteRoute]) -> list[SiteRoute]:
         """Return one of `ways` for each site that a route's messages may go to, nearest first, the way taken before if it still leads there.
 
         Where this relay has a WAN connection itself, no other gateway is asked.
         """
-        sites: dict[str, list[Way]] = {}
-        for way in ways:
-            if self._may_take(route, way):
-                sites.setdefault(way.site, []).append(way)
+        sites: dict[str, list[SiteRoute]] = {}
+        for site_route in site_routes:
+            if self._may_take(route, site_route):
+                sites.setdefault(site_route.site, []).append(site_route)
         if route.hop_class == HopClass.LOCAL and not route.barred:
             for site in sites:
                 route.barred = self.barred(route, site)
@@ -43,40 +43,49 @@ class Sites:
         chosen = []
         for site, candidates in sites.items():
             before = route.vias.get(site)
-            taken = next((way for way in candidates if way.number == before), None)
+            taken = next(
+                (site_route for site_route in candidates if site_route.number == before), None
+            )
             if taken is None:
-                own = [way for way in candidates if way.own] or candidates
-                taken = max(own, key=lambda way: way.rank(route.name, route.sender_id))
+                own = [site_route for site_route in candidates if site_route.own] or candidates
+                taken = max(
+                    own, key=lambda site_route: site_route.rank(route.name, route.sender_id)
+                )
                 route.vias[site] = taken.number
             chosen.append(taken)
-        return sorted(chosen, key=lambda way: (self.distance_us(way.site), way.site))
+        return sorted(
+            chosen, key=lambda site_route: (self.distance_us(site_route.site), site_route.site)
+        )
 
     def loads(self, route: Route) -> list[Load]:
         """Return one load for each site whose members serve the route's address, nearest first."""
         if route.hop_class == HopClass.LOCAL:
-            if is_home_only(route.kind) and route.site in ("", HERE):
+            if is_site_local(route.kind) and route.site in ("", HERE):
                 return []
         elif route.hop_class != HopClass.TO_WAN or isinstance(route.neighbor, Wan):
             return []
-        place = (route.kind, route.name, route.key_id)
+        address = (route.kind, route.name, route.key_id)
         serving = {
-            way: load
-            for ways in self.ways.values()
-            for way in ways.values()
-            if (load := way.load(*place)) is not None
+            site_route: load
+            for site_routes in self.site_routes.values()
+            for site_route in site_routes.values()
+            if (load := site_route.load(*address)) is not None
         }
-        return [serving[way] for way in self.takers(route, serving)]
+        return [serving[site_route] for site_route in self.choose(route, serving)]
 
-    def _may_take(self, route: Route, way: Way) -> bool:
+    def _may_take(self, route: Route, site_route: SiteRoute) -> bool:
         if route.hop_class == HopClass.LOCAL:
-            return route.site in ("", way.site)
-        return way.own and route.site == way.site and not route.barred
+            return route.site in ("", site_route.site)
+        return site_route.own and route.site == site_route.site and not route.barred
 
     def distance_us(self, site: str) -> int:
         """Return how far a site is by the nearest way."""
-        return min((way.distance_us for way in self.ways.get(site, {}).values()), default=0)
+        return min(
+            (site_route.distance_us for site_route in self.site_routes.get(site, {}).values()),
+            default=0,
+        )
 
-    def comes_home(self, route: Route) -> bool:
+    def is_for_this_site(self, route: Route) -> bool:
         """Whether a route's messages may be for members and subscribers of this site."""
         if route.hop_class == HopClass.LOCAL:
             return route.site in ("", HERE, self.site)
@@ -86,18 +95,24 @@ class Sites:
 
     def wan_of(self, route: Route) -> Wan | None:
         """Return the WAN connection over which a route's messages for its site went last."""
-        way = self.ways.get(route.site, {}).get(route.vias.get(route.site, 0))
-        return way.neighbor if way is not None and isinstance(way.neighbor, Wan) else None
+        site_route = self.site_routes.get(route.site, {}).get(route.vias.get(route.site, 0))
+        return (
+            site_route.neighbor
+            if site_route is not None and isinstance(site_route.neighbor, Wan)
+            else None
+        )
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many members of other sites serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
         known = set(key_ids)
         found: dict[str, int] = {}
-        for ways in self.ways.values():
-            every = (key for way in ways.values() for key in way.names.get(name, ()))
+        for site_routes in self.site_routes.values():
+            every = (
+                key for site_route in site_routes.values() for key in site_route.names.get(name, ())
+            )
             keys = dict.fromkeys(islice(every, 2 * MAX_OTHERS + len(known)))
             for key_id in keys:
-                count = clusters_behind(ways.values(), (name, key_id))[1]
+                count = clusters_behind(site_routes.values(), (name, key_id))[1]
                 short = key_id[:4].hex()
                 if key_id not in known and count and (short in found or len(found) < MAX_OTHERS):
                     found[short] = found.get(short, 0) + count
@@ -106,9 +121,9 @@ class Sites:
     def members(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many members an address has in other sites, those under several key ids once as far as that can be told."""
         found: dict[str, int] = {}
-        for site, ways in sorted(self.ways.items()):
-            told = (clusters_behind(ways.values(), (name, key_id)) for key_id in key_ids)
-            count = max((members for _, members in told), default=0)
+        for site, site_routes in sorted(self.site_routes.items()):
+            served = (clusters_behind(site_routes.values(), (name, key_id)) for key_id in key_ids)
+            count = max((members for _, members in served), default=0)
             if count:
                 found[site] = count
         return found
@@ -120,7 +135,7 @@ class Sites:
 
         `settling`: a relay of this site was not found yet, or has not said what it reaches.
         """
-        if site in (HERE, self.site) or (is_home_only(kind) and not site):
+        if site in (HERE, self.site) or (is_site_local(kind) and not site):
             return False
         if site and settling:
             return True  # who reaches it may be found in a moment
@@ -134,12 +149,16 @@ class Sites:
             for where, gone in self.suspended.items()
         )
 
-    def own(self, site: str) -> list[Way]:
+    def own(self, site: str) -> list[SiteRoute]:
         """Return our own connections to a site that has said what it wants."""
-        return [way for way in self.ways.get(site, {}).values() if way.own and not way.stale]
+        return [
+            site_route
+            for site_route in self.site_routes.get(site, {}).values()
+            if site_route.own and not site_route.stale
+        ]
 
     def rtt_us(self, site: str) -> int:
-        return min((way.rtt_us for way in self.own(site)), default=0)
+        return min((site_route.rtt_us for site_route in self.own(site)), default=0)
 
     def barred(self, of: frames.Declare | Route, site: str) -> str:
         """Return why messages may not cross to a site, or an empty text; a refusal is counted."""

@@ -30,7 +30,7 @@ class Slow:
     """One session, link or WAN connection for which messages were dropped."""
 
     __slots__ = (
-        "address", "dropped", "label", "last_us", "link", "number", "pid", "said_us", "since_us", "topics", "unsaid", "user",
+        "address", "dropped", "label", "last_us", "link", "number", "pid", "reported_us", "since_us", "topics", "unreported", "user",
     )  # fmt: skip
 
     def __init__(self, neighbor: Neighbor, now_us: int) -> None:
@@ -44,9 +44,9 @@ class Slow:
         self.since_us = self.last_us = now_us
         """The first and the latest drop, by the relay's clock."""
         self.dropped = 0
-        self.unsaid = 0
+        self.unreported = 0
         """Of them, those that the log does not have yet."""
-        self.said_us = 0
+        self.reported_us = 0
         self.topics: dict[Address, int] = {}
 
     def report(self, now_us: int) -> dict[str, object]:
@@ -72,7 +72,7 @@ class SlowReceivers:
         """`clock` gives the relay's time in µs."""
         self._clock = clock
         self.deadline_us = NEVER_US
-        self.told: Callable[[Slow, int], None] = _unheard
+        self.on_report: Callable[[Slow, int], None] = _ignore
         """Called with a slow receiver and the time, for the log."""
         self._slow: dict[int, Slow] = {}
         """By number, the one that dropped last at the end."""
@@ -91,39 +91,39 @@ class SlowReceivers:
         self._latest = number
         slow.dropped += count
         slow.last_us = now_us
-        if not slow.unsaid:
-            due_us = max(now_us + GATHER_US, slow.said_us + AGAIN_US if slow.said_us else 0)
+        if not slow.unreported:
+            due_us = max(now_us + GATHER_US, slow.reported_us + AGAIN_US if slow.reported_us else 0)
             self.deadline_us = min(self.deadline_us, due_us)
-        slow.unsaid += count
-        place = (delivery[1], delivery[2])
-        known = slow.topics.get(place)
+        slow.unreported += count
+        address = (delivery[1], delivery[2])
+        known = slow.topics.get(address)
         if known is not None:
-            slow.topics[place] = known + count
+            slow.topics[address] = known + count
         elif len(slow.topics) < MAX_TOPICS:
-            slow.topics[place] = count
+            slow.topics[address] = count
 
     def expire(self, now_us: int) -> None:
         """Tell the log what is due."""
         soonest = NEVER_US
         for slow in self._slow.values():
-            if not slow.unsaid:
+            if not slow.unreported:
                 continue
-            due_us = slow.said_us + AGAIN_US if slow.said_us else 0
+            due_us = slow.reported_us + AGAIN_US if slow.reported_us else 0
             if now_us < due_us:
                 soonest = min(soonest, due_us)
                 continue
-            slow.said_us = now_us
-            self.told(slow, now_us)
-            slow.unsaid = 0
+            slow.reported_us = now_us
+            self.on_report(slow, now_us)
+            slow.unreported = 0
         self.deadline_us = soonest
 
     def of(self, name: str, key_id: bytes) -> list[tuple[Slow, int]]:
         """Return who dropped messages of an address, and how many of them, the latest first."""
-        place = (name, key_id)
+        address = (name, key_id)
         return [
-            (slow, slow.topics[place])
+            (slow, slow.topics[address])
             for slow in reversed(self._slow.values())
-            if place in slow.topics
+            if address in slow.topics
         ]
 
     def report(self, now_us: int) -> list[dict[str, object]]:
@@ -132,5 +132,5 @@ class SlowReceivers:
         return [slow.report(now_us) for slow in latest]
 
 
-def _unheard(slow: Slow, now_us: int) -> None:
+def _ignore(slow: Slow, now_us: int) -> None:
     """Nobody asked."""

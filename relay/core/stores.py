@@ -14,10 +14,10 @@ from typing import Final
 from iris.wire import frames
 from iris.wire.frames import MAX_FAILED
 from iris.wire.kinds import NEVER_US
-from relay.core.draining import HEARD_MINOR
+from relay.core.advertiser import Advertiser
+from relay.core.draining import PING_MINOR
 from relay.core.quotas import RELAYS_STORE
 from relay.core.session import Session
-from relay.core.telling import Telling
 
 BACK_US: Final = 5_000_000
 """A store that this relay does not start itself is waited for so long, once it was lost."""
@@ -28,9 +28,9 @@ STORE_PING: Final = 2
 class StoreWatch:
     """The stores of one relay."""
 
-    def __init__(self, telling: Telling) -> None:
+    def __init__(self, advertiser: Advertiser) -> None:
         self.deadline_us = NEVER_US
-        self._telling = telling
+        self._advertiser = advertiser
         self._starts_one = False
         self._failed = ""
         """Why the store that this relay starts cannot serve."""
@@ -42,34 +42,34 @@ class StoreWatch:
         """Number of its session -> user."""
 
     @property
-    def ours_is_up(self) -> bool:
+    def own_store_is_up(self) -> bool:
         """Whether the store that this relay starts has joined for every stream."""
         return RELAYS_STORE in self._up.values()
 
     @property
-    def ours_cannot(self) -> bool:
+    def own_store_failed(self) -> bool:
         """Whether the store that this relay starts cannot serve before somebody mends what it lacks."""
         return self._final
 
     def starts_one(self, now_us: int) -> None:
         """This relay has a store that it starts whenever there is none."""
         self._starts_one = True
-        self._tell(now_us)
+        self._advertise(now_us)
 
-    def cannot(self, why: str, *, final: bool, now_us: int) -> None:
+    def set_failure(self, why: str, *, final: bool, now_us: int) -> None:
         """The store that this relay starts says why it cannot serve; empty: it can. Unless that is `final`, it is waited for."""
         self._failed, self._final = why[:MAX_FAILED], final and bool(why)
-        self._tell(now_us)
+        self._advertise(now_us)
 
     def end(self, now_us: int) -> None:
         """This relay stops: no store comes back to it."""
         self._ended, self.deadline_us = True, NEVER_US
-        self._tell(now_us)
+        self._advertise(now_us)
 
     def joined(self, session: Session, now_us: int) -> None:
         """A store is there, and about to say which streams it holds; one of an older minor version counts as up at once."""
         self._asked.add(session.number)
-        if session.minor >= HEARD_MINOR:
+        if session.minor >= PING_MINOR:
             session.control(frames.Ping(STORE_PING))
         else:
             self.answered(session, frames.Pong(STORE_PING), now_us)
@@ -80,23 +80,23 @@ class StoreWatch:
             self._asked.discard(session.number)
             self._up[session.number] = session.user
             self.deadline_us = NEVER_US
-            self._tell(now_us)
+            self._advertise(now_us)
 
-    def gone(self, session: Session, now_us: int) -> None:
+    def session_ended(self, session: Session, now_us: int) -> None:
         """A session has ended."""
         self._asked.discard(session.number)
         if self._up.pop(session.number, None) is not None and not self._ended:
             self.deadline_us = now_us + BACK_US
-            self._tell(now_us)
+            self._advertise(now_us)
 
     def expire(self, now_us: int) -> None:
         """A store did not come back."""
         if now_us >= self.deadline_us:
             self.deadline_us = NEVER_US
-            self._tell(now_us)
+            self._advertise(now_us)
 
-    def _tell(self, now_us: int) -> None:
-        ours = self._starts_one and not self._final and not self.ours_is_up
+    def _advertise(self, now_us: int) -> None:
+        ours = self._starts_one and not self._final and not self.own_store_is_up
         back = now_us < self.deadline_us < NEVER_US
         starting = (ours or back) and not self._ended
-        self._telling.store_is(starting=starting, failed=self._failed, now_us=now_us)
+        self._advertiser.set_store(starting=starting, failed=self._failed, now_us=now_us)

@@ -8,7 +8,7 @@ from itertools import islice
 from iris.wire.frames import SiteCluster, SiteTopic
 from relay.core.neighbor import Address, Topic
 from relay.core.quotas import Table
-from relay.core.ways import NOBODY, Groups, Told, join_group, leave_group
+from relay.core.site_routes import NOBODY, Groups, Served, join_group, leave_group
 
 
 class Room:
@@ -29,11 +29,21 @@ class Summary:
     """
 
     __slots__ = (
-        "_addresses", "_by_key", "_cluster_of", "_groups", "_kept", "_places", "_room", "_topic_of", "clusters", "site", "topics",
-    )  # fmt: skip
+        "_by_key",
+        "_cluster_of",
+        "_groups",
+        "_kept",
+        "_room",
+        "_topic_of",
+        "_touched_addresses",
+        "_touched_topics",
+        "clusters",
+        "site",
+        "topics",
+    )
 
     def __init__(
-        self, site: str, cluster_of: Callable[[Address], Told], topic_of: Callable[[Topic], int], room: Room, *, by_key: bool
+        self, site: str, cluster_of: Callable[[Address], Served], topic_of: Callable[[Topic], int], room: Room, *, by_key: bool
     ) -> None:  # fmt: skip
         """`cluster_of` and `topic_of` say what is true now."""
         self.site = site
@@ -44,34 +54,34 @@ class Summary:
         """Addresses and topics that are held back, the oldest first."""
         self._cluster_of = cluster_of
         self._topic_of = topic_of
-        self.clusters: dict[Address, Told] = {}
+        self.clusters: dict[Address, Served] = {}
         self.topics: dict[Topic, int] = {}
-        self._addresses: dict[Address, None] = {}
-        self._places: dict[Topic, None] = {}
+        self._touched_addresses: dict[Address, None] = {}
+        self._touched_topics: dict[Topic, None] = {}
 
     def touch(self, address: Address) -> None:
         """Who serves an address may have changed."""
-        self._addresses[address] = None
+        self._touched_addresses[address] = None
 
-    def touch_topic(self, place: Topic) -> None:
+    def touch_topic(self, topic: Topic) -> None:
         """Who wants a topic may have changed."""
-        self._places[place] = None
+        self._touched_topics[topic] = None
 
     def changes(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
         """Return what differs from what was told last; from now on it counts as told."""
         clusters: list[SiteCluster] = []
         topics: list[SiteTopic] = []
-        addresses, places = list(self._addresses), list(self._places)
-        self._addresses, self._places = {}, {}
-        ended = sum([self._tell_cluster(address, clusters) for address in addresses])
+        addresses, touched = list(self._touched_addresses), list(self._touched_topics)
+        self._touched_addresses, self._touched_topics = {}, {}
+        ended = sum([self._collect_cluster(address, clusters) for address in addresses])
         for kept in list(islice(self._kept[0], 2 * ended)):
-            self._tell_cluster(kept, clusters)
-        ended = sum([self._tell_topic(place, topics) for place in places])
+            self._collect_cluster(kept, clusters)
+        ended = sum([self._collect_topic(topic, topics) for topic in touched])
         for waiting in list(islice(self._kept[1], 2 * ended)):
-            self._tell_topic(waiting, topics)
+            self._collect_topic(waiting, topics)
         return clusters, topics
 
-    def _tell_cluster(self, address: Address, told: list[SiteCluster]) -> bool:
+    def _collect_cluster(self, address: Address, changed: list[SiteCluster]) -> bool:
         """Announce an address if its members changed. Returns True if room became free."""
         now, before = self._cluster_of(address), self.clusters.get(address, NOBODY)
         table, holder = self._room.clusters, self._holder(address[1])
@@ -87,31 +97,31 @@ class Summary:
                 kept[address] = None
                 return False
             table.take(holder)
-        told.append(SiteCluster(self.site, *address, *now))
+        changed.append(SiteCluster(self.site, *address, *now))
         if now[0]:
             self.clusters[address] = now
         return not now[0]
 
-    def _tell_topic(self, place: Topic, told: list[SiteTopic]) -> bool:
+    def _collect_topic(self, topic: Topic, changed: list[SiteTopic]) -> bool:
         """Announce a topic if its subscriptions changed. Returns True if room became free."""
-        count, before = self._topic_of(place), self.topics.get(place, 0)
-        table, holder = self._room.topics, self._holder(place[1])
+        count, before = self._topic_of(topic), self.topics.get(topic, 0)
+        table, holder = self._room.topics, self._holder(topic[1])
         kept = self._kept[1]
-        kept.pop(place, None)
+        kept.pop(topic, None)
         if count == before:
             return False
         if not count:
-            del self.topics[place]
-            leave_group(self._groups, place)
+            del self.topics[topic]
+            leave_group(self._groups, topic)
             table.give(holder)
         elif not before:
-            if not table.has_room(holder) or not join_group(self._groups, place):
-                kept[place] = None
+            if not table.has_room(holder) or not join_group(self._groups, topic):
+                kept[topic] = None
                 return False
             table.take(holder)
-        told.append(SiteTopic(self.site, *place, count))
+        changed.append(SiteTopic(self.site, *topic, count))
         if count:
-            self.topics[place] = count
+            self.topics[topic] = count
         return not count
 
     def _holder(self, key_id: bytes) -> str:
@@ -119,7 +129,7 @@ class Summary:
         return key_id.hex() if self._by_key else self.site
 
     @property
-    def untold(self) -> int:
+    def unadvertised(self) -> int:
         """Number of addresses and topics that are held back."""
         return len(self._kept[0]) + len(self._kept[1])
 
@@ -131,6 +141,9 @@ class Summary:
     def whole(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
         """Return all that was told."""
         return (
-            [SiteCluster(self.site, *address, *told) for address, told in self.clusters.items()],
-            [SiteTopic(self.site, *place, count) for place, count in self.topics.items()],
+            [
+                SiteCluster(self.site, *address, *changed)
+                for address, changed in self.clusters.items()
+            ],
+            [SiteTopic(self.site, *topic, count) for topic, count in self.topics.items()],
         )

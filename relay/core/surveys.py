@@ -12,7 +12,7 @@ from typing import Final
 from iris.wire.codec import ALIAS_AT, MAX_REPORT_BYTES, REWRITE
 from iris.wire.frames import Done, Roster
 from relay.core.interest import Interest
-from relay.core.neighbor import Handed, Load, Neighbor, Route, Survey, Target
+from relay.core.neighbor import Dispatched, Load, Neighbor, Route, Survey, Target
 from relay.core.ports import Accounts
 
 MAX_ROSTER: Final = 1 << 18
@@ -26,7 +26,7 @@ class Surveys:
 
     def __init__(
         self, relay_id: bytes, accounts: Accounts, interest: Interest, next_hop: Callable[[Neighbor], int],
-        ended: Callable[[Handed, int], None], may_hold_more: Callable[[Target, Handed], bool],
+        ended: Callable[[Dispatched, int], None], may_hold_more: Callable[[Target, Dispatched], bool],
     ) -> None:  # fmt: skip
         self._relay = relay_id.hex()
         self._accounts = accounts
@@ -74,9 +74,9 @@ class Surveys:
         if not neighbor.port.has_room(size):
             self._accounts.refused += 1
             return False
-        target = route.target(load.way or neighbor, load.serial)
-        handed = Handed(survey.origin, survey.hop, route, size)
-        if load.member is None and not self._may_hold_more(target, handed):
+        target = route.target(load.site_route or neighbor, load.serial)
+        dispatched = Dispatched(survey.origin, survey.hop, route, size)
+        if load.member is None and not self._may_hold_more(target, dispatched):
             self._accounts.refused += 1
             return False
         hop = self._next_hop(neighbor)
@@ -85,45 +85,45 @@ class Surveys:
         REWRITE.pack_into(frame, ALIAS_AT, number, hop)
         if not neighbor.port.send(bytes(frame), 1):
             self._accounts.refused += 1
-            if handed.share is not None:
-                handed.share.less()
+            if dispatched.share is not None:
+                dispatched.share.remove()
             return False
         self._accounts.out += 1
-        handed.survey = survey
-        handed.roster = []
-        handed.behind = _behind(load, route) if load.way is not None else ()
-        handed.deadline_us = survey.deadline_us
-        handed.until_us = survey.until_us
-        handed.load = load
+        dispatched.survey = survey
+        dispatched.roster = []
+        dispatched.behind = _behind(load, route) if load.site_route is not None else ()
+        dispatched.deadline_us = survey.deadline_us
+        dispatched.until_us = survey.until_us
+        dispatched.load = load
         load.messages += 1
         load.bytes += size
-        neighbor.handed[hop] = handed
+        neighbor.in_flight[hop] = dispatched
         survey.open += 1
         return True
 
     def roster(self, link: Neighbor, roster: Roster) -> None:
         """The relay behind a link says whom it handed a survey to; of another site, one relay after the other does."""
-        handed = link.handed.get(roster.hop)
-        if handed is not None and handed.survey is not None:
-            members = roster.members[: max(0, MAX_ROSTER - len(handed.roster))]
-            link.untaken += len(roster.members) - len(members)
-            handed.roster += members
-            if members and not handed.survey.origin.closed:
+        dispatched = link.in_flight.get(roster.hop)
+        if dispatched is not None and dispatched.survey is not None:
+            members = roster.members[: max(0, MAX_ROSTER - len(dispatched.roster))]
+            link.dropped_entries += len(roster.members) - len(members)
+            dispatched.roster += members
+            if members and not dispatched.survey.origin.closed:
                 for part in _parts(members):
-                    handed.survey.origin.control(Roster(handed.survey.hop, part))
+                    dispatched.survey.origin.control(Roster(dispatched.survey.hop, part))
 
     def done(self, link: Neighbor, done: Done) -> None:
         """No more answers come over a link, or from another site."""
-        handed = link.handed.get(done.hop)
-        if handed is not None and handed.survey is not None:
-            del link.handed[done.hop]
-            self.less(handed, done.lost)
+        dispatched = link.in_flight.get(done.hop)
+        if dispatched is not None and dispatched.survey is not None:
+            del link.in_flight[done.hop]
+            self.finish_part(dispatched, done.lost)
 
-    def less(self, handed: Handed, lost: Sequence[str]) -> None:
+    def finish_part(self, dispatched: Dispatched, lost: Sequence[str]) -> None:
         """One that was handed a survey owes nothing more; `lost` never answered."""
-        survey = handed.survey
+        survey = dispatched.survey
         assert survey is not None
-        self._ended(handed, 1)
+        self._ended(dispatched, 1)
         survey.lose(lost)
         survey.open -= 1
         if survey.open == 0:
@@ -132,15 +132,15 @@ class Surveys:
                 # Members that never answered may not all fit. The surveyor knows their names from the roster.
                 survey.origin.control(Done(survey.hop, next(_parts(survey.lost))))
 
-    def owing(self, handed: Handed) -> list[str]:
+    def unanswered(self, dispatched: Dispatched) -> list[str]:
         """Return the ids of who may not have answered: behind a link, only the surveyor can tell who of all did."""
-        load = handed.load
+        load = dispatched.load
         if load.member is not None:
             return [f"{self._relay}.{load.serial}"]
-        if load.way is not None:
+        if load.site_route is not None:
             # One relay after the other named whom it handed the survey to: not all may have.
-            return [*handed.roster, *handed.behind[len(handed.roster) :]]
-        return list(handed.roster) or _behind(load, handed.route)
+            return [*dispatched.roster, *dispatched.behind[len(dispatched.roster) :]]
+        return list(dispatched.roster) or _behind(load, dispatched.route)
 
 
 def _behind(load: Load, route: Route) -> list[str]:

@@ -14,7 +14,7 @@ from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.kinds import Cause, Kind
 from relay.core.direct import DirectTunnels
 from relay.core.flags import clear_flags
-from relay.core.neighbor import Handed, Neighbor, Tunnel
+from relay.core.neighbor import Dispatched, Neighbor, Tunnel
 from relay.core.ports import Accounts
 
 MAX_RECORD_FRAME: Final = TUNNEL_BODY_AT + 65_535
@@ -30,7 +30,7 @@ class Tunnels:
     def __init__(
         self,
         accounts: Accounts,
-        ended: Callable[[Handed, int], None],
+        ended: Callable[[Dispatched, int], None],
         given_up: Callable[[Neighbor, int], bool],
         direct: DirectTunnels,
     ) -> None:
@@ -39,15 +39,15 @@ class Tunnels:
         self._ended = ended
         self._given_up = given_up
 
-    def opening(self, handed: Handed, member: Neighbor, hop: int) -> None:
+    def opening(self, dispatched: Dispatched, member: Neighbor, hop: int) -> None:
         """An opening was handed to `member` under `hop`."""
-        tunnel = Tunnel(handed.origin, handed.hop, member, hop)
-        handed.origin.tunnels[handed.hop] = member.tunnels[hop] = tunnel
+        tunnel = Tunnel(dispatched.origin, dispatched.hop, member, hop)
+        dispatched.origin.tunnels[dispatched.hop] = member.tunnels[hop] = tunnel
 
-    def refused(self, handed: Handed, member: Neighbor, hop: int) -> None:
+    def refused(self, dispatched: Dispatched, member: Neighbor, hop: int) -> None:
         """The opening came back."""
         tunnel = member.tunnels.pop(hop, None)
-        handed.origin.tunnels.pop(handed.hop, None)
+        dispatched.origin.tunnels.pop(dispatched.hop, None)
         if tunnel is not None and tunnel.pair is not None:
             self.direct.ended(tunnel)
 
@@ -145,6 +145,6 @@ class Tunnels:
         tunnel.member.tunnels.pop(tunnel.member_hop, None)
         if tunnel.pair is not None:
             self.direct.ended(tunnel)
-        handed = tunnel.member.handed.pop(tunnel.member_hop, None)
-        if handed is not None:
-            self._ended(handed, 1)
+        dispatched = tunnel.member.in_flight.pop(tunnel.member_hop, None)
+        if dispatched is not None:
+            self._ended(dispatched, 1)

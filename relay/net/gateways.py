@@ -31,7 +31,7 @@ from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import frames
 from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
 from relay.core.neighbor import Neighbor
-from relay.core.ways import Wan
+from relay.core.site_routes import Wan
 from relay.discovery.seeds import resolve
 from relay.net.addresses import listen_at, show
 from relay.net.dialling import LINKED, UP, Address, Outcome, Target

@@ -306,4 +306,4 @@ class Hub:
 
 def _busy(neighbor: Neighbor | None) -> bool:
     """Whether calls or tunnels pass over a connection, from here or in transit."""
-    return neighbor is not None and bool(neighbor.handed or neighbor.pending or neighbor.tunnels)
+    return neighbor is not None and bool(neighbor.in_flight or neighbor.pending or neighbor.tunnels)

@@ -68,7 +68,7 @@ class SessionHub:
         self.store_pid: Callable[[], int | None] = lambda: None
         """Process id of the store that this relay runs."""
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
-        self.router.slow.told = self._slow
+        self.router.slow.on_report = self._slow
         self.pairs = self.router.direct.maker = Pairs()
         self._loop: asyncio.AbstractEventLoop
 
@@ -115,7 +115,7 @@ class SessionHub:
         since = datetime.now(UTC) - timedelta(microseconds=now_us - slow.since_us)
         fields = {
             **slow.report(now_us),
-            "dropped_lately": slow.unsaid,
+            "dropped_lately": slow.unreported,
             "since": since.isoformat(timespec="milliseconds"),
         }
         event = "link.slow" if slow.link else "session.slow"
@@ -170,7 +170,7 @@ class SessionHub:
     def idle(self) -> bool:
         """Nothing runs at any member, nobody waits for an answer, and nothing waits to be written."""
         return not any(
-            port.session.handed
+            port.session.in_flight
             or port.session.pending
             or port.session.tunnels
             or port.unwritten_bytes

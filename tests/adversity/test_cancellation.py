@@ -46,7 +46,7 @@ class World:
             "relay": [
                 (
                     len(other.members), len(other.subscriptions), len(other.watches),
-                    len(other.handed), len(other.tunnels), other.pending,
+                    len(other.in_flight), len(other.tunnels), other.pending,
                 )
                 for other in router.sessions.values()
             ],

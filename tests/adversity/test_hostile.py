@@ -77,7 +77,7 @@ def test_whatever_they_send_the_others_go_on(kinds: tuple[str, ...]) -> None:
 
 
 def test_whatever_they_send_small_bounds_hold_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bound in ("link.MAX_COPY", "hearing.MAX_COPY", "ways.MAX_WANTED", "federation.MAX_WANTED", "casts.MAX_TOLD"):  # fmt: skip
+    for bound in ("link.MAX_COPY", "peer_interest.MAX_COPY", "site_routes.MAX_WANTED", "federation.MAX_WANTED", "casts.MAX_GAPS_REPORTED"):  # fmt: skip
         monkeypatch.setattr(f"relay.core.{bound}", 8)
     scene = Scene(2, ("relay", "site"))
     for _ in range(20):

@@ -257,7 +257,7 @@ def router(data: bytes) -> None:
     relay.session_down(fuzzed)
     assert relay.accounts.balance() == 0
     assert not member.pending
-    assert not any(handed.origin is fuzzed for handed in member.handed.values()) or fuzzed.closed
+    assert not any(handed.origin is fuzzed for handed in member.in_flight.values()) or fuzzed.closed
     assert all(load.messages >= 0 for m in member.members.values() for load in m.loads.values())
     relay.session_down(member)
     assert not relay.sessions
@@ -326,7 +326,7 @@ def link(data: bytes) -> None:
     assert not relay.links
     assert not relay.mesh.copies
     assert not relay.interest._peers
-    assert not any(handed.origin is session for handed in fuzzed.handed.values())
+    assert not any(handed.origin is session for handed in fuzzed.in_flight.values())
     assert relay.accounts.balance() == 0, relay.accounts.report(0)
     relay.session_down(session)
     assert not relay.neighbors

@@ -230,7 +230,7 @@ async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world:
             ((hop, _),) = (
                 (h.hop, h)
                 for s in us.router.sessions.values()
-                for h in s.handed.values()
+                for h in s.in_flight.values()
                 if h.route.name == "echo"
             )
             wan.port.control(foul.data_frame(Kind.REPLY, bytes(40), alias=900, hop=hop))
@@ -439,7 +439,7 @@ async def test_thousands_of_joins_under_made_up_keys_do_not_cut_sites_apart(worl
         assert taken == 512  # a quarter of what the relay's sessions have together, each
         assert "16384 members" in errors[-1]
         (wan,) = us.router.wans.values()
-        await eventually(lambda: len(wan.way.clusters) == 64 * taken)
+        await eventually(lambda: len(wan.site_route.clusters) == 64 * taken)
         # Other users' members are announced and can be called.
         async with (
             iris.connect(eu.config.socket_path, keyring=iris.Keyring.single(KEY)) as member,
@@ -448,10 +448,10 @@ async def test_thousands_of_joins_under_made_up_keys_do_not_cut_sites_apart(worl
             service = iris.Service("echo")
             service.on_request(lambda payload: payload)
             async with member.serve(service):
-                await eventually(lambda: ("echo", KEY.key_id) in wan.way.clusters)
+                await eventually(lambda: ("echo", KEY.key_id) in wan.site_route.clusters)
                 assert await caller.request("echo", b"text", timeout=PATIENCE_S) == b"text"
     assert port(eu, us) is before
-    assert wan.way.untaken == 0
+    assert wan.site_route.dropped_entries == 0
     for relay in (eu, us):
         assert hub(relay).protocol_errors == 0
         assert relay.router.accounts.balance() == 0

@@ -59,7 +59,7 @@ async def test_the_credit_of_pushes_comes_back() -> None:
             await sender.flush()
         await cluster.settle()
         assert len(got) == 50
-        assert port_of(cluster, "member").session.handed == {}
+        assert port_of(cluster, "member").session.in_flight == {}
         assert port_of(cluster, "sender").session.pending == 0
 
 
@@ -95,7 +95,7 @@ async def test_thousands_of_pushes_exhaust_nothing(coroutine: bool) -> None:
         await until(lambda: got == 20_000)
         await cluster.settle()
         assert not sender.losses
-        assert port_of(cluster, "member").session.handed == {}
+        assert port_of(cluster, "member").session.in_flight == {}
         assert port_of(cluster, "sender").session.pending == 0
         (load,) = port_of(cluster, "member").session.members.values()
         assert all((k.messages, k.bytes) == (0, 0) for k in load.loads.values())
@@ -205,7 +205,7 @@ async def test_a_push_handler_that_fails_is_counted_at_the_member_and_costs_no_c
             await cluster.settle()
         assert member.counters["failed handlers"] == 5
         assert not sender.losses
-        assert port_of(cluster, "member").session.handed == {}
+        assert port_of(cluster, "member").session.in_flight == {}
 
 
 async def test_a_push_has_no_answer_to_defer() -> None:

@@ -389,7 +389,7 @@ async def test_five_hundred_idle_tunnels_stay_open_and_leave_nothing_behind() ->
                 await cluster.settle()
                 for label in ("opener", "member"):
                     session = port_of(cluster, label).session
-                    assert (session.tunnels, session.handed, session.pending) == ({}, {}, 0)
+                    assert (session.tunnels, session.in_flight, session.pending) == ({}, {}, 0)
 
 
 async def test_a_tunnel_to_nobody_is_no_members_and_one_beyond_the_limit_is_overloaded() -> None:
@@ -429,7 +429,7 @@ async def test_opening_a_tunnel_that_is_cancelled_leaves_nothing_behind() -> Non
                 await cluster.settle()
                 for label in ("opener", "member"):
                     session = port_of(cluster, label).session
-                    assert (session.tunnels, session.handed, session.pending) == ({}, {}, 0)
+                    assert (session.tunnels, session.in_flight, session.pending) == ({}, {}, 0)
 
 
 async def test_a_tunnel_handler_is_a_coroutine_function() -> None:

@@ -60,7 +60,7 @@ async def waiting_worker(relay: Relay) -> asyncio.subprocess.Process:
 
 def polls(keeper: Relay) -> int:
     """How many calls the store was handed and has not answered."""
-    return sum(len(session.handed) for session in keeper.router.sessions.values())
+    return sum(len(session.in_flight) for session in keeper.router.sessions.values())
 
 
 @pytest.fixture(params=["same relay", "over a link", "over gateways"])

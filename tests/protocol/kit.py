@@ -549,7 +549,7 @@ class Network:
         for router in self.routers:
             assert router.accounts.balance() == 0, router.accounts.report(0)
             for neighbor in router.neighbors.values():
-                assert not neighbor.handed
+                assert not neighbor.in_flight
                 assert neighbor.pending == 0
                 assert not neighbor.tunnels
 

@@ -270,17 +270,17 @@ class World:
             keyed = sum(len(member.key_ids) for member in members)
             assert session.keyed == keyed
             there["members"][session.user] += keyed
-            there["subscriptions"][session.user] += session.places
+            there["subscriptions"][session.user] += session.topic_nodes
             there["watches"][session.user] += sum(len(w.key_ids) for w in session.watches.values())
             groups = Counter(group for _, group in session.subscriptions if group)
             assert session.groups == groups
             for member in session.members.values():
                 for load in member.loads.values():
-                    mine = [h for h in session.handed.values() if h.load is load]
+                    mine = [h for h in session.in_flight.values() if h.load is load]
                     assert load.messages == len(mine)
                     assert load.bytes == sum(h.size for h in mine)
-                    pushes = {hop for hop, h in session.handed.items() if h.load is load}
-                    assert not load.handed or set(load.handed) == pushes
+                    pushes = {hop for hop, h in session.in_flight.items() if h.load is load}
+                    assert not load.pushes or set(load.pushes) == pushes
         for entry in router._calls.parking.waiting:
             there["parked"][entry.origin.user] += len(entry.frame)
         for name, table in self.tables(router).items():
@@ -292,7 +292,7 @@ class World:
         surveys: dict[Survey, int] = {}
         openings = set()
         for neighbor in router.neighbors.values():
-            for handed in neighbor.handed.values():
+            for handed in neighbor.in_flight.values():
                 if handed.survey is not None:
                     surveys[handed.survey] = surveys.get(handed.survey, 0) + 1
                 elif handed.waits:
@@ -318,24 +318,24 @@ class World:
             assert len(mine) == 1
             assert tunnel.opener.tunnels[tunnel.opener_hop] is tunnel
             assert tunnel.member.tunnels[tunnel.member_hop] is tunnel
-            assert tunnel.member_hop in tunnel.member.handed
+            assert tunnel.member_hop in tunnel.member.in_flight
             assert router.neighbors[tunnel.opener.number] is tunnel.opener
-        for hop, handed in neighbor.handed.items():
+        for hop, handed in neighbor.in_flight.items():
             assert (handed.load.kind != Kind.TUNNEL_OPEN) or hop in neighbor.tunnels
 
     def _check_connections(self, router: Router) -> None:
         asked: Counter[int] = Counter()
         for neighbor in router.neighbors.values():
-            for handed in neighbor.handed.values():
-                if handed.route.asked is not None and handed.survey is None:
-                    asked[id(handed.route.asked)] += 1
+            for handed in neighbor.in_flight.values():
+                if handed.route.demand is not None and handed.survey is None:
+                    asked[id(handed.route.demand)] += 1
         for link in router.links.values():
-            for counted in link.asked.values():
+            for counted in link.demands.values():
                 assert counted.messages == asked[id(counted)]
         for far in (*router.links.values(), *router.wans.values()):
             held: Counter[int] = Counter()
             whole: Counter[int] = Counter()
-            for handed in far.handed.values():
+            for handed in far.in_flight.values():
                 assert handed.share is not None
                 held[id(handed.share)] += 1
                 whole[id(handed.share.whole)] += 1
@@ -346,8 +346,8 @@ class World:
                 assert user.held == whole[id(user)]
                 assert user.sessions == sum(s.whole is user for s in far.shares.values())
                 assert user.held or user.sessions
-            assert len(far.handed) <= PENDING
-            messages: Counter[int] = Counter(id(handed.load) for handed in far.handed.values())
+            assert len(far.in_flight) <= PENDING
+            messages: Counter[int] = Counter(id(handed.load) for handed in far.in_flight.values())
             for load in getattr(far, "loads", {}).values():
                 assert load.messages == messages[id(load)]
 
@@ -364,10 +364,10 @@ def nothing_is_left(world: World) -> None:
             assert (table.total, table.held) == (0, {})
         assert not router.sessions
         assert not router.interest._watches
-        assert not router.telling._groups
-        assert not router.telling._topics
+        assert not router.advertiser._groups
+        assert not router.advertiser._topics
         for neighbor in router.neighbors.values():
-            assert not neighbor.handed
+            assert not neighbor.in_flight
             assert not neighbor.tunnels
             assert not neighbor.shares or all(n in router.neighbors for n in neighbor.shares)
             assert neighbor.pending == 0

@@ -232,7 +232,7 @@ def test_pushes_that_a_member_gives_back_unstarted_are_told_with_the_reason(net:
     assert not late.may_have_run
     assert not stopped.may_have_run
     assert [(loss.kind, loss.name, loss.count) for loss in caller.losses] == [("push", "db", 1)] * 2
-    assert not member.peer.handed
+    assert not member.peer.in_flight
     net.check()
 
 

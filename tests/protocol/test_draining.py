@@ -8,7 +8,7 @@ from protocol.kit import Host, Network, Result, kind_of
 from iris.core.interfaces import Delivery
 from iris.wire import frames
 from iris.wire.kinds import Kind
-from relay.core.draining import HEARD_US, UNASKED_US
+from relay.core.draining import DRAIN_WAIT_US, UNASKED_US
 
 GRACE_MS = 10_000
 
@@ -46,7 +46,7 @@ def test_a_call_that_was_sent_before_its_caller_heard_finds_the_member_that_leav
     net.run()
     assert answer.value == b"pong"
     assert left.message.error == ""
-    assert net.router.drains.heard
+    assert net.router.drains.acknowledged
 
 
 def test_a_call_from_another_relay_that_was_on_the_way_finds_the_member_that_leaves() -> None:
@@ -76,10 +76,10 @@ def test_who_says_nothing_holds_up_a_member_that_leaves_for_two_seconds_and_no_l
     left = leave(bob, service.member)
     net.run()
     assert not left.done()
-    net.pass_time(HEARD_US / 1e6)
+    net.pass_time(DRAIN_WAIT_US / 1e6)
     net.run()
     assert left.message.error == ""
-    assert net.router.drains.heard
+    assert net.router.drains.acknowledged
 
 
 def test_of_a_short_grace_a_quarter_is_waited_for_who_says_nothing() -> None:
@@ -119,7 +119,7 @@ def test_a_leave_that_is_repeated_is_not_kept_twice() -> None:
     second = leave(bob, service.member)
     net.run()
     assert second.message.error == ""
-    net.pass_time(HEARD_US / 1e6)
+    net.pass_time(DRAIN_WAIT_US / 1e6)
     net.run()
     assert "does not have member 1" in first.message.error
 
@@ -131,7 +131,7 @@ def test_a_session_of_an_older_minor_version_is_told_and_not_asked() -> None:
     old.peer.minor = 1
     net.router.drain(GRACE_MS)
     assert [kind_of(frame) for frame in old.port.out] == [Kind.DRAIN]
-    assert net.router.drains.heard
+    assert net.router.drains.acknowledged
 
 
 @pytest.mark.parametrize("minor", [1, 2])
@@ -147,14 +147,14 @@ def test_a_relay_of_an_older_minor_version_is_not_asked_and_its_round_trip_is_wa
     assert asked == (minor == 2)
     net.run()
     drains = net.routers[1].drains
-    assert drains.heard == (minor == 2)
+    assert drains.acknowledged == (minor == 2)
     net.pass_time((UNASKED_US + 2 * there.link.beats.rtt_us) / 1e6)
     net.run()
-    assert drains.heard
+    assert drains.acknowledged
     assert not here.link.closed
 
 
 def test_a_relay_without_anybody_has_been_heard_at_once() -> None:
     net = Network()
     net.router.drain(GRACE_MS)
-    assert net.router.drains.heard
+    assert net.router.drains.acknowledged

@@ -18,7 +18,7 @@ from iris.wire.frames import Serving
 from iris.wire.kinds import FLAG_REFUSED, Cause, HopClass, Kind, Refusal
 from relay.core import parts as parts_module
 from relay.core.limits import Limits
-from relay.core.neighbor import Handed
+from relay.core.neighbor import Dispatched
 
 KEY_ID = KEY.key_id
 KINDS = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN)
@@ -93,7 +93,7 @@ def test_a_call_that_was_given_up_is_handed_to_nobody_else() -> None:
     assert not handed(other)
     assert not caller.heard(frames.Fail)
     assert caller.session.pending == 0
-    assert not near.session.handed
+    assert not near.session.in_flight
     assert all(router.accounts.balance() == 0 for router in net.routers)
 
 
@@ -169,13 +169,13 @@ def test_sessions_that_have_used_up_what_may_wait_cost_one_look_a_second_togethe
             call(caller, Kind.PUSH, hop, deadline_us=late_us)
     looks = 0
 
-    class Counted(dict[int, Handed]):
+    class Counted(dict[int, Dispatched]):
         def values(self) -> Any:
             nonlocal looks
             looks += 1
             return super().values()
 
-    member.session.handed = Counted(member.session.handed)
+    member.session.in_flight = Counted(member.session.in_flight)
     net.pass_time(1)
     for caller in callers:
         call(caller, Kind.PUSH, 5)
@@ -224,11 +224,11 @@ def test_groups_that_a_relay_names_are_kept_within_a_bound_and_its_link_stays(
     for alias in range(4):
         declare(alias, long_groups(alias))
     kept = [len(route.only) for route in end.link.routes[:4] if route]
-    assert (kept, end.link.untaken) == ([200, 200, 0, 0], 400)
+    assert (kept, end.link.dropped_entries) == ([200, 200, 0, 0], 400)
     declare(0, ["g"])
     declare(2, long_groups(2))
     kept = [len(route.only) for route in end.link.routes[:4] if route]
-    assert (kept, end.link.untaken) == ([1, 200, 200, 0], 400)
+    assert (kept, end.link.dropped_entries) == ([1, 200, 200, 0], 400)
     assert not end.link.closed
 
 

@@ -105,17 +105,17 @@ def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() 
     net.run()
     caller.request("db")
     net.run()
-    (hop,) = ends[0].link.handed
+    (hop,) = ends[0].link.in_flight
     ends[0].control(encode_control(CallerLeft([hop + 1, 1 << 62, 0])))
     net.pass_time(0.5)
     assert told(net) == [0, 0]
-    ends[1].link.left = set(range(1 << 20, (1 << 20) + 99))
+    ends[1].link.left_hops = set(range(1 << 20, (1 << 20) + 99))
     ends[0].control(encode_control(CallerLeft([hop, *range(50)])))
     net.run()
-    assert ends[1].link.untaken == 50
+    assert ends[1].link.dropped_entries == 50
     net.pass_time(0.2)
     assert told(net) == [0, 1]
-    assert not ends[1].link.left
+    assert not ends[1].link.left_hops
     assert not ends[1].link.closed
 
 

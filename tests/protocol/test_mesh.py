@@ -9,7 +9,7 @@ from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.kinds import NEVER_US, Kind, Refusal
-from relay.core import control, telling
+from relay.core import advertiser, control
 from relay.core.limits import Limits
 from relay.core.link import Copy, Link
 
@@ -314,11 +314,11 @@ def test_pushes_are_credited_over_a_link() -> None:
         alice.push("db", b"%d" % number)
     net.run()
     assert [d.message.payload for d in service.deliveries] == [b"%d" % n for n in range(10)]
-    assert len(here.link.handed) == 10
+    assert len(here.link.in_flight) == 10
     for delivery in service.deliveries:
         delivery.finish()
     net.run()
-    assert not here.link.handed
+    assert not here.link.in_flight
     net.check()
 
 
@@ -334,7 +334,7 @@ def test_pushes_that_did_not_run_behind_a_link_are_told() -> None:
         delivery.finish(started=started)
     net.run()
     assert [(loss.kind, loss.name, loss.count) for loss in alice.losses] == [("push", "db", 1)] * 2
-    assert not here.link.handed
+    assert not here.link.in_flight
     net.check()
 
 
@@ -433,7 +433,7 @@ def test_a_lost_change_of_interest_is_noticed_and_made_good() -> None:
     answers = [alice.request(name, b"?") for name in ("lost", "db")]
     net.run()
     assert [answer.value for answer in answers] == [b"lost", b"db"]
-    assert net.router.hearing.resyncs == 1
+    assert net.router.peer_interest.resyncs == 1
 
 
 def test_a_repeated_change_of_interest_is_noticed_and_made_good() -> None:
@@ -447,7 +447,7 @@ def test_a_repeated_change_of_interest_is_noticed_and_made_good() -> None:
     answer = alice.request("db", b"?")
     net.run()
     assert answer.value == b"db"
-    assert net.router.hearing.resyncs >= 1
+    assert net.router.peer_interest.resyncs >= 1
     copy = net.router.mesh.copies[net.routers[1].relay_id]
     assert [entry.name for entry in copy.members.values()] == ["db"]
 
@@ -594,7 +594,7 @@ def test_a_snapshot_of_many_members_takes_several_frames() -> None:
     for number in range(300):
         bob.subscribe(f"{'x' * 200}.{number}")
     _, there = net.link(0, 1)
-    assert len(there.router.telling._snapshot) > 1
+    assert len(there.router.advertiser._snapshot) > 1
     assert len(net.router.links[net.routers[1].relay_id].topics) == 300
 
 
@@ -634,14 +634,14 @@ def test_a_call_for_an_address_that_nobody_serves_leaves_nothing_to_report() -> 
     net.run()
     (link,) = net.routers[1].links.values()
     assert isinstance(answer.error, Overloaded)
-    assert not link.asked
+    assert not link.demands
     assert net.routers[1].mesh.loads.report_us == NEVER_US
 
 
 def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(telling, "MAX_GROUPS_HERE", 3)
+    monkeypatch.setattr(advertiser, "MAX_GROUPS_HERE", 3)
     net = linked()
     first, second = net.host("first", user="uid 1"), net.host("second", user="uid 2")
     for number in range(3):
@@ -649,16 +649,16 @@ def test_a_relay_takes_no_more_queue_groups_than_an_alias_over_a_link_can_name(
     second.subscribe("jobs.*", group="g0")
     with pytest.raises(AssertionError, match="already in 3 queue groups"):
         second.subscribe("jobs.*", group="another")
-    assert set(net.router.telling._groups[KEY.key_id]) == {"g0", "g1", "g2"}
+    assert set(net.router.advertiser._groups[KEY.key_id]) == {"g0", "g1", "g2"}
     first.lose()
     second.lose()
-    assert not net.router.telling._groups
+    assert not net.router.advertiser._groups
 
 
 def test_as_many_groups_as_a_relay_takes_fit_an_alias_over_a_link() -> None:
     net = linked()
     alice = net.host("alice")
-    names = [f"{'x' * 240}.{number}" for number in range(telling.MAX_GROUPS_HERE)]
+    names = [f"{'x' * 240}.{number}" for number in range(advertiser.MAX_GROUPS_HERE)]
     inboxes = []
     for at in range(0, len(names), 64):
         bob = net.host("bob", relay=1, user=f"uid {at}")
@@ -765,4 +765,4 @@ def test_a_change_gathered_when_a_link_comes_up_is_told_once() -> None:
     bob.session.ask(lambda number: frames.Subscribe(number, "a", [KEY.key_id], ""), Result())
     bob.speak()
     net.link(0, 2)
-    assert [router.hearing.resyncs for router in net.routers] == [0, 0, 0]
+    assert [router.peer_interest.resyncs for router in net.routers] == [0, 0, 0]

@@ -47,7 +47,7 @@ def ask(host: Host, kind: int) -> Any:
 def answer(end: LinkEnd, kind: int, name: str, key_id: bytes, hop_class: int, site: str = "") -> None:  # fmt: skip
     """Let the other side of a connection answer all calls that it was handed."""
     declared = frames.Declare(900, kind, name, key_id, SENDER, True, [], 0, hop_class, site)
-    hops = list(end.link.handed)
+    hops = list(end.link.in_flight)
     for data in (encode_control(declared), *(misfit(kind, hop) for hop in hops)):
         view = memoryview(bytearray(data))
         end._frame(view, 0, len(view))
@@ -151,7 +151,7 @@ def test_credit_for_a_message_that_is_not_a_push_ends_its_sender() -> None:
     bob.serve("db", lambda delivery: None)
     alice.request("db")
     net.run()
-    (hop,) = here.link.handed
+    (hop,) = here.link.in_flight
     credit = encode_control(frames.Credit(0, Kind.PUSH, [hop]))
     here._frame(memoryview(bytearray(credit)), 0, len(credit))
     assert "a call that is not a push" in here.why
@@ -180,7 +180,7 @@ def test_sites_that_name_more_than_a_frame_holds_end_no_link_and_no_session(
     for module in (codec, surveys_module):
         monkeypatch.setattr(module, "MAX_REPORT_BYTES", 4_100)
     for wan in wans:
-        (hop,) = wan.link.handed
+        (hop,) = wan.link.in_flight
         wan.hear(frames.Roster(hop, LONG), frames.Done(hop, LONG))
         assert not wan.why
     net.settle()

@@ -36,7 +36,7 @@ from iris.wire.codec import decode_control, encode_control
 from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.orders import ORDER_FRESH_US, SignedOrder, decode_order
 from relay.config import lan
-from relay.core import calls, control, link, overdue, parking, parts, ways
+from relay.core import calls, control, link, overdue, parking, parts, site_routes
 from relay.core import credit as relay_credit
 from relay.core.direct import MAX_PAIRS_OF_SESSION
 from relay.core.limits import Limits
@@ -514,7 +514,7 @@ LIMITS: Final = {
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,
     "queue groups per session, and per relay under one key": control.MAX_GROUPS,
-    "queue groups per site under one key, as other sites know them": ways.MAX_SITE_GROUPS,
+    "queue groups per site under one key, as other sites know them": site_routes.MAX_SITE_GROUPS,
     "names of queue groups in the aliases of one connection": (
         parts.MAX_GROUP_BYTES,
         inbound.MAX_GROUP_BYTES,
@@ -531,9 +531,9 @@ LIMITS: Final = {
     "watches of all sessions of a relay, each counted once per key id": Limits().all_watches,
     "calls of all sessions of a relay that wait for another relay to come back": parking.PARKED_BYTES,
     "members (once per key id), and topics, that a relay holds of another relay": link.MAX_COPY,
-    "addresses, and topics, that a relay holds of another site": ways.MAX_WANTED,
+    "addresses, and topics, that a relay holds of another site": site_routes.MAX_WANTED,
     "calls in flight over a link or WAN connection": _CONFIG.max_pending_per_session,
-    "calls in flight at one session": calls.MAX_HANDED,
+    "calls in flight at one session": calls.MAX_IN_FLIGHT,
     "longest wait for a call without a deadline": overdue.LIFE_US // 1_000_000,
     "calls of one session that wait for an answer": (
         _CONFIG.max_pending_per_session,

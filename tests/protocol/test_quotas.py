@@ -16,14 +16,14 @@ from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
 from iris.wire.frames import MemberEntry, Serving, TopicEntry
 from iris.wire.kinds import Cause, Kind
+from relay.core import advertiser
 from relay.core import calls as calls_module
 from relay.core import control as control_module
 from relay.core import federation as federation_module
-from relay.core import hearing as hearing_module
 from relay.core import link as link_module
 from relay.core import parts as parts_module
-from relay.core import telling
-from relay.core import ways as sites_module
+from relay.core import peer_interest as peer_interest_module
+from relay.core import site_routes as sites_module
 from relay.core.limits import Limits
 from relay.core.quotas import RELAYS_STORE
 from relay.core.router import Router
@@ -106,11 +106,15 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     base = link.replica.version
     entries = [MemberEntry(n, "db", [KEY_ID], {Kind.REQUEST: 1}) for n in range(6)]
     assert not hear(end, frames.Interest(base, 9, entries))
-    assert (sorted(link.copy.members), link.untaken, link.replica.version) == ([0, 1, 2, 3], 2, 9)
+    assert (sorted(link.copy.members), link.dropped_entries, link.replica.version) == (
+        [0, 1, 2, 3],
+        2,
+        9,
+    )
     assert not hear(end, frames.Interest(9, 10, left=[5, 0, 4]))
     assert sorted(link.copy.members) == [1, 2, 3]
     assert not hear(end, frames.Interest(0, 11, entries, reset=True))
-    assert (len(link.copy.members), link.untaken) == (4, 4)
+    assert (len(link.copy.members), link.dropped_entries) == (4, 4)
     assert not hear(end, frames.Interest(11, 12, left=[4, 5]))
     (told,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
     assert told["untaken"] == 4
@@ -119,8 +123,8 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
 
 
 def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hearing_module, "MAX_COPY", 4)
-    monkeypatch.setattr(hearing_module, "MAX_GROUPS_HERE", 2)
+    monkeypatch.setattr(peer_interest_module, "MAX_COPY", 4)
+    monkeypatch.setattr(peer_interest_module, "MAX_GROUPS_HERE", 2)
     net = Network(relays=2)
     end, _ = net.link(0, 1)
     link = end.link
@@ -128,7 +132,7 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
     grouped = [TopicEntry("jobs", KEY_ID, f"g{n}", 1) for n in range(3)]
     plain = [TopicEntry(f"t{n}", KEY_ID, "", 1) for n in range(3)]
     assert not hear(end, frames.Interest(base, 9, topics=[*grouped, *plain]))
-    assert ([place[2] or place[0] for place in link.topics], link.untaken) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
+    assert ([place[2] or place[0] for place in link.topics], link.dropped_entries) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
     ended = [TopicEntry(entry.filter, KEY_ID, entry.group, 0) for entry in (*grouped, *plain)]
     assert not hear(end, frames.Interest(9, 10, topics=ended))
     assert not (link.topics)
@@ -139,7 +143,7 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
 
 
 def test_sessions_with_many_filters_do_not_break_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (link_module, hearing_module):
+    for module in (link_module, peer_interest_module):
         monkeypatch.setattr(module, "MAX_COPY", 64)
     net = Network(relays=2)
     ends = net.link(0, 1)
@@ -195,7 +199,7 @@ def test_one_user_does_not_take_all_queue_groups_of_a_key() -> None:
     parties = [Party(router), Party(router), Party(router, "uid 2")]
     errors = [
         parties[number // 64].subscribe("jobs", f"g{number}")
-        for number in range(telling.MAX_GROUPS_HERE)
+        for number in range(advertiser.MAX_GROUPS_HERE)
     ]
     assert [not error for error in errors] == [True] * 96 + [False] * 32
     assert "uid 1 already use 96 of" in errors[-1]
@@ -252,8 +256,8 @@ def test_entries_without_room_are_held_back_and_announced_when_there_is_room(
     net.settle()
     assert len(inboxes) == len(services)
     assert (ours.why, theirs.why) == ("", "")
-    way = theirs.link.way
-    assert (len(way.clusters), len(way.topics), way.untaken) == (7, 7, 0)
+    way = theirs.link.site_route
+    assert (len(way.clusters), len(way.topics), way.dropped_entries) == (7, 7, 0)
     assert net.router.status()["sites_untold"] == 6
     # A key has all but the last quarter: the other key's members are called and hear.
     bob = net.host("bob", relay=1)
@@ -278,7 +282,7 @@ def test_an_entry_that_was_held_back_is_announced_when_another_ends(
         assert not party.join(f"c{number}")
         assert not party.subscribe(f"t{number}")
     net.settle()
-    way = theirs.link.way
+    way = theirs.link.site_route
     assert [name for name, _ in way.clusters] == ["c0", "c1", "c2"]
     net.router.session_down(parties[0].session)
     net.settle()
@@ -301,7 +305,7 @@ def test_as_many_queue_groups_of_a_site_are_told_as_an_alias_can_name() -> None:
     net.settle()
     assert [end.why for end in net.ends] == [""] * len(net.ends)
     (wan,) = net.routers[3].wans.values()
-    assert len(wan.way.topics) == sites_module.MAX_SITE_GROUPS
+    assert len(wan.site_route.topics) == sites_module.MAX_SITE_GROUPS
     assert net.router.status()["sites_untold"] == 384 - sites_module.MAX_SITE_GROUPS
 
 
@@ -324,7 +328,7 @@ def test_sites_with_much_interest_do_not_cut_a_gateway_off_from_its_own_relays(
     ends = net.link(0, 3)
     net.settle()
     assert [end.why for end in ends] == ["", ""]
-    told = [len(way.topics) for ways in late.sites.ways.values() for way in ways.values()]
+    told = [len(way.topics) for ways in late.sites.site_routes.values() for way in ways.values()]
     assert told == [6, 2]
     shown: Any = net.router.status()["sites"]
     assert [site["untold"] for site in shown] == [4, 12]
@@ -364,10 +368,10 @@ def test_one_session_does_not_take_all_the_places_of_a_link_or_wan(wan: bool) ->
     assert fill(dora, 4) == 0
     assert fill(dora, 1) == 1
     (far,) = [n for n in net.router.neighbors.values() if n.hop_class]
-    assert len(far.handed) == 16
+    assert len(far.in_flight) == 16
     answer_all(service)
     net.settle()
-    assert not far.handed
+    assert not far.in_flight
     assert not any(share.held for share in (*far.shares.values(), *far.users.values()))
     late = alice.request("db", timeout_ms=60_000)
     net.run()
@@ -391,11 +395,11 @@ def test_a_user_that_reconnects_has_no_new_share() -> None:
         fill(alice, 8)
         alice.lose()
     (link,) = net.router.links.values()
-    assert len(link.handed) == 12
+    assert len(link.in_flight) == 12
     assert fill(net.host("dora", user="uid 2"), 4) == 0
     answer_all(service)
     net.run()
-    assert not link.handed
+    assert not link.in_flight
     assert list(link.users) == ["uid 2"]
     assert all(router.accounts.balance() == 0 for router in net.routers)
 
@@ -411,7 +415,7 @@ def test_surveys_and_tunnels_count_in_the_share_too() -> None:
     surveys = [alice.survey("db", timeout_ms=60_000) for _ in range(3)]
     net.run()
     (link,) = net.router.links.values()
-    assert len(link.handed) == 4
+    assert len(link.in_flight) == 4
     assert [len(survey.roster_ids) for survey in surveys] == [1, 1, 0]
     assert surveys[2].end is not None
     assert fill(dora, 4) == 0
@@ -419,7 +423,7 @@ def test_surveys_and_tunnels_count_in_the_share_too() -> None:
     net.run()
     alice.lose()
     net.run()
-    assert not link.handed
+    assert not link.in_flight
     assert all(router.accounts.balance() == 0 for router in net.routers)
 
 
@@ -436,7 +440,7 @@ def test_a_call_without_a_deadline_is_given_up_after_an_hour() -> None:
         party.call(Kind.SURVEY, 2, name)
     net.run()
     (link,) = net.router.links.values()
-    assert (len(link.handed), far_caller.session.pending) == (2, 2)
+    assert (len(link.in_flight), far_caller.session.pending) == (2, 2)
     net.pass_time(HOUR_S - 60)
     assert not far_caller.heard(frames.Fail)
     assert far_caller.session.pending == near_caller.session.pending == 2
@@ -449,7 +453,7 @@ def test_a_call_without_a_deadline_is_given_up_after_an_hour() -> None:
         assert "60 minutes" in fail.detail
         assert (done.hop, len(done.lost)) == (2, 1)
         assert party.session.pending == 0
-    assert not link.handed
+    assert not link.in_flight
     assert not any(share.held for share in link.users.values())
     assert all(router.accounts.balance() == 0 for router in net.routers)
 
@@ -467,15 +471,15 @@ def test_late_credit_for_a_push_that_was_given_up_is_ignored() -> None:
         near_caller.call(Kind.PUSH, hop, "web")
     net.run()
     (link,) = net.router.links.values()
-    hops = list(link.handed)
+    hops = list(link.in_flight)
     net.pass_time(HOUR_S + 180)
     assert [fail.cause for fail in caller.heard(frames.Fail)] == [Cause.LOST] * 2
     assert [fail.cause for fail in near_caller.heard(frames.Fail)] == [Cause.LOST] * 2
-    assert not link.handed
+    assert not link.in_flight
     # A call at a member of this relay stays in that member's account until it ends.
     (member,) = near.session.members.values()
-    near.say(frames.Credit(member.serial, Kind.PUSH, list(near.session.handed)))
-    assert not near.session.handed
+    near.say(frames.Credit(member.serial, Kind.PUSH, list(near.session.in_flight)))
+    assert not near.session.in_flight
     assert member.loads[Kind.PUSH].messages == 0
     assert not hear(ends[0], frames.Credit(0, Kind.PUSH, hops))
 
@@ -490,12 +494,12 @@ def test_a_site_that_credits_what_was_swept_keeps_its_connection() -> None:
     for _ in range(2):
         alice.push("db", timeout_ms=1000)
     net.settle()
-    hops = list(ours.link.handed)
+    hops = list(ours.link.in_flight)
     assert len(hops) == 2
     net.pass_time(20)
     alice.push("db", timeout_ms=1000)
     net.settle()
-    assert not set(hops) & ours.link.handed.keys()
+    assert not set(hops) & ours.link.in_flight.keys()
     assert not ours.hear(frames.Credit(0, Kind.PUSH, hops))
 
 
@@ -524,7 +528,7 @@ def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
 def test_a_member_that_finishes_nothing_is_handed_a_bounded_number_of_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls_module, "MAX_HANDED", 4)
+    monkeypatch.setattr(calls_module, "MAX_IN_FLIGHT", 4)
     net = Network()
     bob = net.host("bob")
     bob.serve("db", never, concurrency=1, limit_bytes=1 << 40)
@@ -533,7 +537,7 @@ def test_a_member_that_finishes_nothing_is_handed_a_bounded_number_of_calls(
         alice.request("db", timeout_ms=100)
         net.run()
         net.pass_time(2)
-    assert len(bob.peer.handed) == 4
+    assert len(bob.peer.in_flight) == 4
     assert net.router.accounts.balance() == 0
 
 
@@ -621,7 +625,7 @@ def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
 ) -> None:
     """As above with what is told beyond the bound at the receiver alone: 17 sessions, the last of them one too many."""
     monkeypatch.setattr(link_module, "MAX_COPY", 16 * 64)
-    monkeypatch.setattr(hearing_module, "MAX_COPY", 16 * 64)
+    monkeypatch.setattr(peer_interest_module, "MAX_COPY", 16 * 64)
     net = Network(relays=2)
     ends = net.link(0, 1)
     parties = [Party(net.router) for _ in range(17)]
@@ -630,10 +634,10 @@ def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
     net.run()
     assert [end.why for end in ends] == ["", ""]
     there = ends[1].link
-    assert (len(there.topics), there.untaken) == (16 * 64, 64)
+    assert (len(there.topics), there.dropped_entries) == (16 * 64, 64)
     for party in parties:
         net.router.session_down(party.session)
     net.run()
     assert [end.why for end in ends] == ["", ""]
     assert not there.topics
-    assert not parties[0].router.telling._topics
+    assert not parties[0].router.advertiser._topics

@@ -300,7 +300,7 @@ def test_pushes_of_one_turn_are_a_run_whose_credit_comes_back(net: Network) -> N
     net.run()
     assert [d.message.payload for d in service.deliveries] == [b"%d" % n for n in range(6)]
     assert wire.to == {"member": [(Kind.CALLS, 6)]}
-    assert not member.peer.handed
+    assert not member.peer.in_flight
     assert caller.peer.pending == 0
 
 
@@ -383,8 +383,8 @@ def test_a_call_of_an_older_relay_s_refusal_by_itself_is_handed_on(net: Network)
     results = ask(caller, 3)
     net.run()
     spare = other.serve("db", echo)
-    handed = next(iter(member.peer.handed.values()))
-    hop = handed.given + 1
+    handed = next(iter(member.peer.in_flight.values()))
+    hop = handed.first_hop + 1
     sent = bytes(handed.length(hop) - BODY_AT)
     head = HOP.pack(
         DATA_LENGTH + len(sent), Kind.REQUEST, FLAG_REFUSED | Refusal.FULL << 4, 0, hop, 0
@@ -504,8 +504,8 @@ def test_a_relay_s_own_answer_ends_one_call_of_a_run(two: Network) -> None:
     results = ask(caller, 3)
     two.run()
     (link,) = two.routers[1].links.values()
-    handed = next(iter(member.peer.handed.values()))
-    link.control(Fail(handed.theirs(service.deliveries[1].hop), Cause.REFUSED, "for a reason"))
+    handed = next(iter(member.peer.in_flight.values()))
+    link.control(Fail(handed.origin_hop(service.deliveries[1].hop), Cause.REFUSED, "for a reason"))
     two.run()
     assert isinstance(results[1].error, RelayError)
     for delivery in service.deliveries:

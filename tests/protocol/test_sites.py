@@ -16,8 +16,8 @@ from iris.wire.frames import MemberEntry, SiteCluster, SiteEntry, SiteTopic, Top
 from iris.wire.kinds import FLAG_REFUSED, UNKNOWN_COUNT, Cause, HopClass, Kind, Refusal
 from relay.core import federation as federation_module
 from relay.core import policy as policy_module
+from relay.core import site_routes as sites_module
 from relay.core import surveys as surveys_module
-from relay.core import ways as sites_module
 from relay.core.limits import Limits
 from relay.core.policy import Policy
 from relay.core.router import Router
@@ -113,7 +113,7 @@ def test_a_site_is_told_as_a_whole_and_its_members_are_called() -> None:
     net.settle()
     assert answer.value == b"pong"
     assert inbox.payloads == [b"one", b"two"]
-    (way,) = net.router.sites.ways["ber"].values()
+    (way,) = net.router.sites.site_routes["ber"].values()
     kinds, members = way.clusters[("db", KEY_ID)]
     assert members == 1
     assert kinds[Kind.REQUEST] == 16
@@ -207,7 +207,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     assert not ours.hear(
         frames.Interest(version, version + 1, clusters=entries, site_topics=topics)
     )
-    (way,) = net.router.sites.ways["ber"].values()
+    (way,) = net.router.sites.site_routes["ber"].values()
     assert [name for name, _ in way.clusters] == ["db"]
     assert [name for name, *_ in way.topics] == ["news.*"]
     assert not net.router.sites.policy.refused
@@ -332,7 +332,7 @@ def test_a_gateway_that_breaks_a_rule_loses_its_own_connection_and_no_other(
     body, why = BREACHES[what]
     assert why in victim.end.hear(body)
     assert victim.end.link.closed
-    assert "ber" not in net.router.sites.ways
+    assert "ber" not in net.router.sites.site_routes
     victim.works()
 
 
@@ -394,7 +394,7 @@ def test_a_frame_that_was_refused_comes_back_as_it_was_or_not_at_all(net: Sites)
     net.settle()
     answer = victim.alice.request("mallorys", b"text")
     net.settle()
-    (hop,) = victim.end.link.handed
+    (hop,) = victim.end.link.in_flight
     changed = data(Kind.REQUEST, 0, hop, flags=FLAG_REFUSED | Refusal.FULL << 4)
     assert "returned with another kind or length" in victim.end.hear_frame(changed)
     net.settle()
@@ -410,17 +410,17 @@ def test_credit_is_given_for_pushes_alone_and_once(net: Sites) -> None:
     net.settle()
     victim.alice.push("mallorys")
     net.run()
-    (hop,) = victim.end.link.handed
+    (hop,) = victim.end.link.in_flight
     assert not victim.end.hear(frames.Credit(0, Kind.PUSH, [hop]))
     assert not victim.end.hear(frames.Credit(0, Kind.PUSH, [hop, hop, 5]))  # late, for all we know
     victim.alice.push("mallorys")
     net.run()
-    (hop,) = victim.end.link.handed
+    (hop,) = victim.end.link.in_flight
     assert not victim.end.hear(frames.Credit(0, Kind.PUSH, [hop, hop]))
     answer = victim.alice.request("mallorys")
     net.run()
     (wan,) = [wan for wan in net.router.wans.values() if wan.site == "ber"]
-    (hop,) = wan.handed
+    (hop,) = wan.in_flight
     frame = memoryview(bytearray(encode_control(frames.Credit(0, Kind.PUSH, [hop]))))
     with pytest.raises(PeerProtocolError, match="is not a push"):
         net.router.frame_in(wan, frame, 0, len(frame))
@@ -438,24 +438,24 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         {"site_topics": [topic(name=f"t{number}") for number in range(5)]},
     ):
         end, _ = net.connect(0, 2)
-        way = end.link.way
+        way = end.link.site_route
         assert not end.hear(interest(**entries))
-        assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 1)
+        assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 1)
         assert not end.hear(frames.Interest(0, 9, reset=True, more=True, **entries))
         assert not end.hear(frames.Interest(0, 9, **entries))
-        assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 7)
+        assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 7)
         # A change has the same bound as a snapshot.
         ((kind, (first, *_)),) = entries.items()
         named = "name" if kind == "clusters" else "filter"
         late = msgspec.structs.replace(first, **{named: "late"})
         assert not end.hear(frames.Interest(9, 10, **{kind: [late]}))
-        assert (len(way.clusters) + len(way.topics), way.untaken) == (4, 8)
-        (told,) = net.router.abroad.status()["sites"]
+        assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 8)
+        (told,) = net.router.federation.status()["sites"]
         assert told["untaken"] == 8
         # The end of a dropped entry breaks no rule, and does not free room twice.
         ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]
         assert not end.hear(frames.Interest(10, 11, **{kind: ended}))
-        assert (len(way.clusters) + len(way.topics), way.untaken) == (0, 8)
+        assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (0, 8)
         net.router.wan_down(end.link)
     Victim(net).works()
 
@@ -470,13 +470,13 @@ def test_members_of_a_survey_that_are_too_many_are_not_named(
     net.settle()
     answers = victim.alice.survey("mallorys")
     net.run()
-    (hop,) = victim.end.link.handed
+    (hop,) = victim.end.link.in_flight
     names = [f"m{number}" for number in range(4)]
     before = len(answers.roster_ids)
     assert not victim.end.hear(frames.Roster(hop, names))
-    assert victim.end.link.untaken == before
+    assert victim.end.link.dropped_entries == before
     assert not victim.end.hear(frames.Roster(hop, names))
-    assert victim.end.link.untaken == before + 4
+    assert victim.end.link.dropped_entries == before + 4
     net.settle()
     assert len(answers.roster_ids) == 4
     mallory.lose()
@@ -501,7 +501,7 @@ def test_refusals_are_counted_by_rule_up_to_a_bound(
 def test_a_survey_of_a_site_names_at_most_so_many_that_it_only_counts(
     net: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relay.core.ways.MAX_NAMED", 3)
+    monkeypatch.setattr("relay.core.site_routes.MAX_NAMED", 3)
     victim = Victim(net)
     victim.end.hear(interest(clusters=[SiteCluster("ber", "many", KEY_ID, {Kind.SURVEY: 1 << 40}, 1 << 31)]))  # fmt: skip
     net.settle()
@@ -541,7 +541,7 @@ def test_a_relay_of_our_own_site_that_breaks_a_rule_loses_its_link(
     end = next(end for end in net.ends if end.router is net.router)
     feed(end.reader, encode_control(body))
     assert why in end.why
-    assert not net.router.sites.ways
+    assert not net.router.sites.site_routes
 
 
 def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,8 +553,8 @@ def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.Mo
     feed(end.reader, encode_control(frames.Interest(9, 10, clusters=told)))
     feed(end.reader, encode_control(frames.Interest(10, 11, sites=[SiteEntry("s3", False)])))
     assert not end.why
-    assert list(net.router.sites.ways) == ["s0", "s1", "s2"]
-    assert end.link.untaken == 2
+    assert list(net.router.sites.site_routes) == ["s0", "s1", "s2"]
+    assert end.link.dropped_entries == 2
 
 
 def test_what_is_sent_on_to_a_site_that_is_not_reached_comes_back_or_is_counted() -> None:
@@ -596,7 +596,7 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
 ) -> None:
     end, _ = net.connect(0, 2)
     end.hear(interest(clusters=[cluster(name="a"), cluster(name="b")], site_topics=[topic()]))
-    (way,) = net.router.sites.ways["ber"].values()
+    (way,) = net.router.sites.site_routes["ber"].values()
     load = way.load(Kind.REQUEST, "b", KEY_ID)
     # In parts, of which the first alone changes nothing.
     parts = {"clusters": [cluster(name="b")]}, {"clusters": [cluster(name="c")]}
@@ -619,9 +619,9 @@ def test_a_change_that_does_not_follow_is_asked_for_again(net: Sites) -> None:
     net.settle()
     assert not end.why
     assert not other.why
-    (way,) = net.router.sites.ways["ber"].values()
+    (way,) = net.router.sites.site_routes["ber"].values()
     assert not way.clusters
-    assert net.router.abroad.resyncs == 1
+    assert net.router.federation.resyncs == 1
 
 
 def test_a_beat_of_another_version_has_a_lost_change_made_good(net: Sites) -> None:
@@ -629,7 +629,7 @@ def test_a_beat_of_another_version_has_a_lost_change_made_good(net: Sites) -> No
     other.tamper = lambda frame: () if kind_of(frame) == Kind.INTEREST else (frame,)
     net.host("bob", relay=2).serve("db", reply(b"pong"))
     net.settle()
-    (way,) = net.router.sites.ways["ber"].values()
+    (way,) = net.router.sites.site_routes["ber"].values()
     assert not way.clusters
     other.tamper = lambda frame: (frame,)
     net.pass_time(2.5)
@@ -640,11 +640,11 @@ def test_a_snapshot_of_a_gateway_leaves_the_ways_over_it_alone(net: Sites) -> No
     net.connect(1, 2)
     net.host("bob", relay=2).serve("db", reply(b"pong"))
     net.settle()
-    (way,) = net.router.sites.ways["ber"].values()
+    (way,) = net.router.sites.site_routes["ber"].values()
     assert not way.own
-    net.routers[1].telling.on_resync(net.routers[1].links[net.router.relay_id], None)
+    net.routers[1].advertiser.on_resync(net.routers[1].links[net.router.relay_id], None)
     net.settle()
-    assert list(net.router.sites.ways["ber"].values()) == [way]
+    assert list(net.router.sites.site_routes["ber"].values()) == [way]
     assert [name for name, _ in way.clusters] == ["db"]
 
 
@@ -671,7 +671,7 @@ def test_an_error_of_the_other_gateway_ends_the_connection_with_its_words(net: S
     assert end.finished
     assert end.why.startswith("the other gateway reported: you broke")
     assert "\x1b" not in end.why
-    assert not net.router.sites.ways
+    assert not net.router.sites.site_routes
 
 
 def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
@@ -682,10 +682,10 @@ def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
     net.settle()
     answer = alice.request("db")
     net.run()
-    (asked,) = ours.link.handed
+    (asked,) = ours.link.in_flight
     survey = alice.survey("db")
     net.run()
-    (surveyed,) = ours.link.handed.keys() - {asked}
+    (surveyed,) = ours.link.in_flight.keys() - {asked}
     ours.hear(
         frames.Fail(asked, Cause.REFUSED, "no\x1b[2J"),
         frames.Roster(surveyed, ["bob\x1b[2J"]),
@@ -707,14 +707,14 @@ def test_a_gateway_that_is_about_to_stop_takes_back_what_it_told(net: Sites) -> 
     carol.serve("carols")
     bob.serve("db", reply(b"pong"))
     net.settle()
-    ber = net.routers[2].sites.ways["ams"]
+    ber = net.routers[2].sites.site_routes["ams"]
     assert [len(way.clusters) for way in ber.values()] == [1, 1]
     net.router.drain(10_000)
     bob.subscribe("news")
     net.settle()
     # Ber uses the other gateway, and so do our relays; changes break nothing.
     assert sorted(len(way.clusters) for way in ber.values()) == [0, 0]
-    (way,) = net.routers[1].sites.ways["ber"].values()
+    (way,) = net.routers[1].sites.site_routes["ber"].values()
     assert way.own
     answer = alice.request("db")
     net.settle()
@@ -830,7 +830,7 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
 
     end, _ = net.connect(0, 2)
     wan = net.router.sites.wans[net.routers[2].relay_id]
-    told = wan.told_us = Told()
+    told = wan.reported_us = Told()
 
     def lose(*numbers: int) -> None:
         for number in numbers:
@@ -840,7 +840,7 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
 
     def beat(now_us: int) -> list[str]:
         told.looked = 0
-        net.router.abroad.beat(wan, wan.replica.version, now_us)
+        net.router.federation.beat(wan, wan.replica.version, now_us)
         return [name for _, name, *_ in told]
 
     lose(*range(50))
@@ -855,7 +855,7 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
     assert told.looked == 50
     assert beat(now_us + 1_600_000) == ["n.3"]
     assert beat(now_us + 2_000_000) == []
-    assert wan.told_us is told
+    assert wan.reported_us is told
 
 
 def test_a_group_that_is_gone_here_and_there_is_in_another_site_breaks_nothing(

@@ -54,7 +54,7 @@ def test_a_call_waits_for_a_store_that_is_started_wherever_it_comes_from(relay: 
     net.tamper = lambda host, frame: () if kind_of(frame) == Kind.STREAM else (frame,)
     up(store)
     assert not waiting.done()
-    assert len(store.peer.handed) == 1, "it was handed over"
+    assert len(store.peer.in_flight) == 1, "it was handed over"
     with pytest.raises(NoMembers):
         _ = vain.value
     assert not net.routers[relay].mesh.starting_stores()

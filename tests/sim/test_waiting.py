@@ -129,7 +129,7 @@ def test_publishers_that_come_and_leave_are_forgotten(end: str) -> None:
     bob = session(net, "bob", 1)
     bob.subscribe_waiting("t", pace_us=10_000)
     net.run(0.5)
-    tables = ("Credits._credits", "Credits._watched", "Flow.credits", "Flow.places")
+    tables = ("Credits._credits", "Credits._watched", "Flow.credits", "Flow.by_group")
     for turn in range(6):
         alice = session(net, f"alice{turn}")
         flow = publish(alice, 3 * WHOLE)

@@ -40,11 +40,11 @@ from iris.wire.kinds import (
 )
 from relay.core import casts as casts_module
 from relay.core import link as link_module
-from relay.core import ways as sites_module
+from relay.core import site_routes as sites_module
 from relay.core.limits import Limits
 from relay.core.link import LINK_HOP, Link
 from relay.core.neighbor import Neighbor
-from relay.core.ways import Wan
+from relay.core.site_routes import Wan
 
 A, B, C = range(3)
 HONEST = {"quiet", "far"}
@@ -202,7 +202,7 @@ class Adversary:
         rng = self.scene.rng
         reached = [
             site
-            for site, ways in self.router.sites.ways.items()
+            for site, ways in self.router.sites.site_routes.items()
             for way in ways.values()
             if way.neighbor is self.neighbor
         ]
@@ -378,7 +378,7 @@ class Adversary:
     def answer(self) -> None:
         """Answer a call that it was handed, with its address or another."""
         rng = self.scene.rng
-        handed = list(self.neighbor.handed.items())[:32]
+        handed = list(self.neighbor.in_flight.items())[:32]
         if not handed:
             return
         hop, call = rng.choice(handed)
@@ -413,10 +413,10 @@ class Adversary:
             if self.kind == "relay"
             else frames.Interest(0, self.version, reset=True, clusters=[frames.SiteCluster("evil", lure, KEY.key_id, kinds, 1)])
         )  # fmt: skip
-        before = set(self.neighbor.handed)
+        before = set(self.neighbor.in_flight)
         call = self.scene.sessions[self.at].request(lure, b"?", timeout_ms=5000)
         net._move()
-        hops = [hop for hop in self.neighbor.handed if hop not in before and self.neighbor.handed[hop].route.name == lure]  # fmt: skip
+        hops = [hop for hop in self.neighbor.in_flight if hop not in before and self.neighbor.in_flight[hop].route.name == lure]  # fmt: skip
         if not hops:
             self.scene.calls.append(call)
             return
@@ -506,7 +506,9 @@ class Adversary:
     def credit(self) -> None:
         rng = self.scene.rng
         hops = [
-            hop for kind, hop in self.port.hops if kind == Kind.PUSH and hop in self.neighbor.handed
+            hop
+            for kind, hop in self.port.hops
+            if kind == Kind.PUSH and hop in self.neighbor.in_flight
         ]
         if rng.random() < 0.03:
             hops = [self.hop()]
@@ -706,7 +708,7 @@ class Scene:
         bounds = {
             "routes": (len(neighbor.routes), 1024),
             "pending": (neighbor.pending, 256 + 64),
-            "handed": (len(neighbor.handed), 4096),
+            "handed": (len(neighbor.in_flight), 4096),
             "tunnels": (len(neighbor.tunnels), 4096),
             "gaps": (len(neighbor.gaps), 4096),
         }
@@ -714,9 +716,9 @@ class Scene:
             bounds["members"] = (neighbor.copy.keyed, link_module.MAX_COPY)
             bounds["topics"] = (len(neighbor.topics), link_module.MAX_COPY)
         elif isinstance(neighbor, Wan):
-            bounds["clusters"] = (len(neighbor.way.clusters), sites_module.MAX_WANTED)
-            bounds["topics"] = (len(neighbor.way.topics), sites_module.MAX_WANTED)
-            bounds["told"] = (len(neighbor.told_us), casts_module.MAX_TOLD)
+            bounds["clusters"] = (len(neighbor.site_route.clusters), sites_module.MAX_WANTED)
+            bounds["topics"] = (len(neighbor.site_route.topics), sites_module.MAX_WANTED)
+            bounds["told"] = (len(neighbor.reported_us), casts_module.MAX_GAPS_REPORTED)
         for name, (size, most) in bounds.items():
             if size == most:
                 self.full.add(name)

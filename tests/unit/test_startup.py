@@ -26,7 +26,7 @@ class Place:
         self.directory = directory
         self.links: dict[bytes, Any] = {}
         self.wans: dict[bytes, Any] = {}
-        self.stores = SimpleNamespace(ours_is_up=False, ours_cannot=False)
+        self.stores = SimpleNamespace(own_store_is_up=False, own_store_failed=False)
         self.alone, self.relay_id = True, RELAY
         self.held: list[object] | None = None
         self.opened = asyncio.Event()
@@ -120,7 +120,7 @@ async def test_a_store_that_somebody_has_to_mend_is_not_waited_for(tmp_path: Pat
     place = Place(tmp_path, data=True)
     place.gate.start(linked=True)
     assert place.held == []
-    place.stores.ours_cannot = True
+    place.stores.own_store_failed = True
     async with asyncio.timeout(startup.BACK_S / 2):
         await place.opened.wait()
     assert not (tmp_path / COMPLETE_FILE).exists()
@@ -132,7 +132,7 @@ async def test_a_relay_that_stops_before_lets_nobody_in(tmp_path: Path) -> None:
     place.gate.start(linked=False)
     assert place.gate.unread
     place.gate.freeze()
-    place.stores.ours_is_up = True
+    place.stores.own_store_is_up = True
     await asyncio.sleep(3 * startup.LOOK_S)
     assert not place.opened.is_set()
     assert place.gate.unread

@@ -282,7 +282,7 @@ SABOTAGES = (
         "subscriptions-limit",
         "relay/core/control.py",
         "SessionControl._on_subscribe",
-        "session.places + places > self._router.limits.subscriptions",
+        "session.topic_nodes + nodes > self._router.limits.subscriptions",
         "False",
         UNPROVEN,
         "a session fills the relay with filters",

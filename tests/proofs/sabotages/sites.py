@@ -94,7 +94,7 @@ SABOTAGES = (
     Sabotage(
         "wan-imports",
         "relay/core/reach.py",
-        "Reach.take",
+        "Reach.apply",
         "kinds = policy.imports(cluster.kinds, cluster.name, cluster.key_id)",
         "kinds = cluster.kinds",
         SITES,
@@ -103,8 +103,8 @@ SABOTAGES = (
     Sabotage(
         "wan-topics",
         "relay/core/reach.py",
-        "Reach.take",
-        "topic.count and way.own and not policy.exported.may_allow(topic.filter)",
+        "Reach.apply",
+        "topic.count and site_route.own and not policy.exported.may_allow(topic.filter)",
         "False",
         SITES,
         "another site receives topics that are not exported",
@@ -138,8 +138,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "wan-home-only",
-        "relay/core/ways.py",
-        "is_home_only",
+        "relay/core/site_routes.py",
+        "is_site_local",
         "kind == Kind.STREAM",
         "False",
         SITES,
@@ -147,8 +147,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "wan-wanted-limit",
-        "relay/core/ways.py",
-        "Way.take_cluster",
+        "relay/core/site_routes.py",
+        "SiteRoute.apply_cluster",
         "len(self.clusters) >= MAX_WANTED and address not in self.clusters",
         "False",
         SITES,

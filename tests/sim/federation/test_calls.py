@@ -293,7 +293,7 @@ def test_nobody_is_not_said_while_a_site_was_lost_a_moment_ago(net: SimNetwork) 
         settle(net)
         for pair in wans(net, "ams", "ber"):
             net.cut(*pair)
-        net.until(lambda caller=caller: "ber" not in caller.relay.router.sites.ways)
+        net.until(lambda caller=caller: "ber" not in caller.relay.router.sites.site_routes)
         call = caller.request("db", timeout_ms=10_000)
         net.run(1.5)
         assert call.outcome == "reply"
@@ -331,7 +331,7 @@ def test_nobody_is_said_once_a_lost_site_has_not_come_back(net: SimNetwork) -> N
         for pair in wans(net, "ams", "ber"):
             net.stop(*pair)
         net.run(2.0)
-        net.until(lambda: "ber" not in net.at("ams", 2).router.sites.ways)
+        net.until(lambda: "ber" not in net.at("ams", 2).router.sites.site_routes)
         lost_us = net.now_us
         call = caller.request("db", timeout_ms=60_000)
         net.until(lambda call=call: bool(call.outcome))
@@ -355,8 +355,8 @@ def test_nobody_is_not_said_before_a_site_that_is_back_has_told_what_it_has() ->
     net.run(8.0)
     net.heal(a, b)
     router = net.at("ams").router
-    net.until(lambda: "ber" in router.sites.ways)
-    assert not any(way.clusters for way in router.sites.ways["ber"].values())
+    net.until(lambda: "ber" in router.sites.site_routes)
+    assert not any(way.clusters for way in router.sites.site_routes["ber"].values())
     call = caller.request("db", timeout_ms=5_000)
     net.run(1.0)
     assert call.outcome == "reply"

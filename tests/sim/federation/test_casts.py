@@ -116,7 +116,7 @@ def test_a_site_is_not_spoken_for_by_another(net: SimNetwork) -> None:
     net.run(7.0)
     # Ams and Cph, and Cph and Ber, are connected: that is no way from Ams to Ber.
     for relay in (net.relays[place] for place in net.places["ams"]):
-        assert set(relay.router.sites.ways) == {"cph"}
+        assert set(relay.router.sites.site_routes) == {"cph"}
     tag, call = publisher.publish("news"), publisher.request("db")
     net.run(REACH_S)
     assert got(far, tag) == 0
@@ -333,7 +333,7 @@ def test_a_topic_is_heard_where_it_is_exported_and_imported() -> None:
 def test_a_lost_or_repeated_change_is_made_good_by_a_snapshot(net: SimNetwork) -> None:
     for copies in (0, 2):
         gateway = net.at("ams")
-        before = gateway.router.abroad.resyncs
+        before = gateway.router.federation.resyncs
 
         def once(at: SimRelay, from_place: int, frame: bytes, copies: int = copies) -> int:
             if at is not net.at("ams") or net.site_of(from_place) != "ber":
@@ -349,7 +349,7 @@ def test_a_lost_or_repeated_change_is_made_good_by_a_snapshot(net: SimNetwork) -
         session.subscribe("news")
         net.run(2.5)
         assert net.copies_of_control is None
-        assert gateway.router.abroad.resyncs > before
+        assert gateway.router.federation.resyncs > before
         net.check_converged()
         session.bye()
         rest(net)

@@ -201,7 +201,7 @@ def test_the_loss_of_a_whole_site_and_its_return(net: SimNetwork) -> None:
     assert call.may_have_run
     assert told_ms(call, died_us) < DEAD_US / 1000 + 500
     for place in (*net.places["ams"], *net.places["cph"]):
-        assert "ber" not in net.relays[place].router.sites.ways
+        assert "ber" not in net.relays[place].router.sites.site_routes
     assert caller.request("db").outcome == ""
     net.run(0.1)
     assert net.ledger.outcomes["request no_members"] == 1

@@ -37,8 +37,8 @@ def test_a_change_that_is_lost_or_comes_twice_is_noticed_and_made_good(
     server.subscribe("a.b")
     net.run(2.0)
     assert len(garbled) == 1
-    assert net.relays[0].router.hearing.resyncs == 1
-    assert net.relays[2].router.hearing.resyncs == 0
+    assert net.relays[0].router.peer_interest.resyncs == 1
+    assert net.relays[2].router.peer_interest.resyncs == 0
     net.check_converged()
     status = server_status(net)
     assert status["resyncs"] == 1
@@ -101,7 +101,7 @@ def test_tables_are_as_small_as_before_when_thousands_of_addresses_have_come_and
         table: size - before[0].get(table, 0)
         for table, size in net.table_sizes()[0].items()
         if table.startswith(
-            ("Link.", "Mesh.", "Telling.", "Hearing.", "Copy.", "Interest.", "Calls.")
+            ("Link.", "Mesh.", "Advertiser.", "PeerInterest.", "Copy.", "Interest.", "Calls.")
         )
     }
     grown.pop("Link.routes", None)

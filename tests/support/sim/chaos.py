@@ -31,14 +31,14 @@ BY_DESIGN: Final = {
     "Neighbor.routes": "what a link declared stands until it is declared anew",
     "Link.routes": "the same",
     "Wan.routes": "the same",
-    "Link.asked": "kept while an address may be asked for again, and swept",
+    "Link.demands": "kept while an address may be asked for again, and swept",
     "Accounts.dropped": "one counter for each cause",
     "Heartbeat.samples": "16 samples of the other clock",
     "SlowReceivers._slow": "256 receivers, kept for operators after they left",
     "Slow.topics": "64 addresses of each",
-    "Away._left": "1,024 relays and sites, which may come back for an hour",
-    "Away._begun": "4,096 casts that were sent since one of these left",
-    "Away._users": "whose they are",
+    "MissedCasts._disconnected": "1,024 relays and sites, which may come back for an hour",
+    "MissedCasts._sent": "4,096 casts that were sent since one of these left",
+    "MissedCasts._users": "whose they are",
 }
 """Tables with a bound of their own, which need not be empty when everybody has left."""
 PASSED_ON: Final = {
@@ -390,7 +390,7 @@ class Chaos:
     def resyncs(self) -> int:
         """How often relays that live had to ask for a snapshot again."""
         routers = [relay.router for relay in self.net.relays]
-        return sum(router.hearing.resyncs + router.abroad.resyncs for router in routers)
+        return sum(router.peer_interest.resyncs + router.federation.resyncs for router in routers)
 
     # -- a life ------------------------------------------------------------------------------------------------
 

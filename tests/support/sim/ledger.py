@@ -486,7 +486,7 @@ CACHES: Final = frozenset(
         "targets",
         "vias",
     )
-) | {"Hearing._key_ids", "Hearing._kinds"}
+) | {"PeerInterest._key_ids", "PeerInterest._kinds"}
 """What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared: pruned when it has doubled), and values that copies share (bounded)."""
 
 

@@ -779,7 +779,7 @@ class SimNetwork:
         truth = {site: self._wants(site) for site in self.places}
         for relay in self.relays:
             router = relay.router
-            ways = router.sites.ways
+            ways = router.sites.site_routes
             if wrong := set(ways) - set(self.places) | ({relay.site} & set(ways)):
                 self.violate(f"{relay} has ways to {sorted(wrong)}")
             for site in self.places:
@@ -865,7 +865,7 @@ class SimNetwork:
         for relay in self.relays:
             router = relay.router
             for neighbor in router.neighbors.values():
-                handed = [hop for hop in neighbor.handed if hop not in neighbor.tunnels]
+                handed = [hop for hop in neighbor.in_flight if hop not in neighbor.tunnels]
                 openings = sum(
                     tunnel.opener is neighbor and tunnel.opener_hop == hop
                     for hop, tunnel in neighbor.tunnels.items()

@@ -308,5 +308,5 @@ def check_credits(relay: SimRelay) -> None:
             net.violate(
                 f"{relay} keeps {len(gone)} credits of neighbors that are gone for {flow.route.name!r}"
             )
-        if len(flow.credits) != len({id(c) for place in flow.places.values() for c in place}):
+        if len(flow.credits) != len({id(c) for place in flow.by_group.values() for c in place}):
             net.violate(f"{relay} keeps places of credits that it has not for {flow.route.name!r}")

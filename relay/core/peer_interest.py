@@ -18,21 +18,21 @@ from iris.wire import frames
 from iris.wire.frames import MemberEntry, TopicEntry
 from iris.wire.kinds import SERVED_KINDS
 from iris.wire.names import check_cluster, check_filter, check_group, printable
+from relay.core.advertiser import MAX_GROUPS_HERE
 from relay.core.casts import Casts
 from relay.core.draining import DRAIN_PING
 from relay.core.interest import Interest
 from relay.core.link import MAX_COPY, SUSPENDED_US, Copy, Link, check_named
 from relay.core.reach import Reach
-from relay.core.replica import Heard
+from relay.core.replica import Verdict
 from relay.core.session import is_listed
-from relay.core.telling import MAX_GROUPS_HERE
 
 MAX_SHARED: Final = 8192
 MAX_PINGS: Final = 1024
 """PINGs of one link that wait for its snapshot; more are answered at once."""
 
 
-class Hearing:
+class PeerInterest:
     """The interest of other relays, as they tell it."""
 
     def __init__(self, interest: Interest, casts: Casts, reach: Reach) -> None:
@@ -48,37 +48,37 @@ class Hearing:
         if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
             link.copy.starting, link.copy.store_failed = change.starting, change.store_failed
             self._interest.version += 1  # what waits for it is looked at
-        heard = link.replica.hear(change)
+        verdict = link.replica.receive(change)
         if change.reset:
             copy = link.copy
             link.waiting = Copy(copy.relay, copy.site, copy.label)
             link.settle_us = link.beats.last_us + SUSPENDED_US
             self.empty(link)
-        if heard is Heard.PART and link.waiting is not None:
-            self._fill(link, link.waiting, change)
-        elif heard is Heard.CHANGE:
+        if verdict is Verdict.PART and link.waiting is not None:
+            self._apply_part(link, link.waiting, change)
+        elif verdict is Verdict.CHANGE:
             self._apply(link, change)
-        elif heard is Heard.MISSING:
-            self._ask_again(link)
+        elif verdict is Verdict.MISSING:
+            self._request_resync(link)
 
-    def _fill(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
+    def _apply_part(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
         """Part of a snapshot; with the last, the new copy takes the place of the old."""
         for entry in map(self._shared, change.joined):
             if waiting.join(entry):
-                self._lead(link, entry)
+                self._add_addresses(link, entry)
             else:
-                link.untaken += 1
-        self._topics_there(link, change.topics)
-        self._reach.told_by(link, change, link.beats.last_us)
+                link.dropped_entries += 1
+        self._apply_topics(link, change.topics)
+        self._reach.advertised_by(link, change, link.beats.last_us)
         if change.more:
             return
         old = link.copy
         for serial, entry in old.members.items():
             if serial not in waiting.members:
-                self.tell(entry, left=[old.member_id(serial)])
+                self.notify_watchers(entry, left=[old.member_id(serial)])
         for serial, entry in waiting.members.items():
             if serial not in old.members:
-                self.tell(entry, joined=[old.info(entry)])
+                self.notify_watchers(entry, joined=[old.info(entry)])
         old.replace(waiting)
         for _, name, key_id in list(link.loads):
             if (name, key_id) not in link.addresses:
@@ -93,16 +93,16 @@ class Hearing:
             link.control(frames.Pong(ping))
         self._interest.version += 1
         if new:
-            self._casts.link_back(link)
+            self._casts.link_restored(link)
 
     def _apply(self, link: Link, change: frames.Interest) -> None:
         copy = link.copy
         for entry in map(self._shared, change.joined):
             if not copy.join(entry):
-                link.untaken += 1
+                link.dropped_entries += 1
                 continue
-            self._lead(link, entry)
-            self.tell(entry, joined=[copy.info(entry)])
+            self._add_addresses(link, entry)
+            self.notify_watchers(entry, joined=[copy.info(entry)])
         for serial in change.left:
             gone = copy.leave(serial)
             if gone is None:
@@ -115,9 +115,9 @@ class Hearing:
                     self._interest.unserve(link, address)
                     link.forget_loads(*address)
                 self._interest.changed(address)
-            self.tell(gone, left=[copy.member_id(serial)])
-        weighed = self._topics_there(link, change.topics)
-        self._reach.told_by(link, change, link.beats.last_us)
+            self.notify_watchers(gone, left=[copy.member_id(serial)])
+        weighed = self._apply_topics(link, change.topics)
+        self._reach.advertised_by(link, change, link.beats.last_us)
         if (
             weighed
             or not change.topics
@@ -140,7 +140,7 @@ class Hearing:
         name, label = sys.intern(entry.name), sys.intern(printable(entry.label))
         return MemberEntry(entry.serial, name, key_ids, kinds, label, printable(entry.tag))
 
-    def _lead(self, link: Link, entry: MemberEntry) -> None:
+    def _add_addresses(self, link: Link, entry: MemberEntry) -> None:
         """Calls for the addresses of a member may go over the link."""
         for key_id in entry.key_ids:
             address = (entry.name, key_id)
@@ -150,13 +150,13 @@ class Hearing:
                 self._interest.serve(link, address)
             self._interest.changed(address)
 
-    def _topics_there(self, link: Link, topics: Sequence[TopicEntry]) -> bool:
+    def _apply_topics(self, link: Link, topics: Sequence[TopicEntry]) -> bool:
         """Take what the relay behind a link wants. Returns True if the weight of a queue group changed."""
         weighed = False
         for entry in topics:
-            place = (entry.filter, entry.key_id, entry.group)
-            self._interest.changed_topic(place)
-            known = place in link.topics
+            topic = (entry.filter, entry.key_id, entry.group)
+            self._interest.changed_topic(topic)
+            known = topic in link.topics
             group = (entry.key_id, entry.group)
             weighed = weighed or bool(entry.group)
             if entry.count:
@@ -166,16 +166,18 @@ class Hearing:
                     if len(link.topics) >= MAX_COPY or (
                         another and link.groups.get(entry.key_id, 0) >= MAX_GROUPS_HERE
                     ):
-                        link.untaken += 1  # its end will name an unknown topic, which is ignored
+                        link.dropped_entries += (
+                            1  # its end will name an unknown topic, which is ignored
+                        )
                         continue
                     if another:
                         link.groups[entry.key_id] = link.groups.get(entry.key_id, 0) + 1
                     self._interest.subscribe(link, entry.filter, entry.group, (entry.key_id,))
-                link.topics[place] = entry.count
+                link.topics[topic] = entry.count
                 if entry.group:
                     link.weights.setdefault(group, {})[entry.filter] = entry.count
             elif known:
-                del link.topics[place]
+                del link.topics[topic]
                 self._interest.unsubscribe(link, entry.filter, entry.group, (entry.key_id,))
                 if entry.group:
                     del link.weights[group][entry.filter]
@@ -189,22 +191,22 @@ class Hearing:
     def beat(self, link: Link, version: int) -> None:
         """A beat came; its version is that of the changes sent before it."""
         if not link.replica.in_step(version):
-            self._ask_again(link)
+            self._request_resync(link)
 
-    def pinged(self, link: Link, ping: frames.Ping) -> None:
+    def on_ping(self, link: Link, ping: frames.Ping) -> None:
         """The other relay asks whether we know what it sent before. While its snapshot is due, it is answered after that."""
         if link.replica.behind and ping.id != DRAIN_PING and len(link.pings) < MAX_PINGS:
             link.pings.append(ping.id)
         else:
             link.control(frames.Pong(ping.id))
 
-    def _ask_again(self, link: Link) -> None:
+    def _request_resync(self, link: Link) -> None:
         """A change was lost or repeated: the snapshot makes it good."""
         self.resyncs += 1
         link.settle_us = link.beats.last_us + SUSPENDED_US
-        link.control(link.replica.ask_again())
+        link.control(link.replica.request_resync())
 
-    def tell(
+    def notify_watchers(
         self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
     ) -> None:
         """Who watches its cluster hears of a member."""

@@ -25,9 +25,9 @@ from relay.core.neighbor import Address, Load, Neighbor, Topic
 from relay.core.ports import Port
 from relay.core.replica import Replica
 
-Told = tuple[dict[int, int], int]
+Served = tuple[dict[int, int], int]
 """Kind -> handlers at once, and members, of an address in a site."""
-NOBODY: Final[Told] = ({}, 0)
+NOBODY: Final[Served] = ({}, 0)
 Groups = dict[bytes, dict[str, int]]
 """Key id -> queue group -> number of topics in it."""
 MAX_WANTED: Final = 1 << 18
@@ -40,15 +40,26 @@ _UNBOUNDED: Final = 1 << 62
 _SMOOTH: Final = 8
 
 
-class Way:
+class SiteRoute:
     """One way to another site, and the copy of that site's interest that came over it.
 
     It stands among the takers of the interest like a session or link; what it is given goes to `neighbor`.
     """
 
     __slots__ = (
-        "clusters", "cost_ms", "groups", "loads", "names", "neighbor", "number", "relay_id", "rtt_us", "site", "topics", "untaken",
-    )  # fmt: skip
+        "clusters",
+        "cost_ms",
+        "dropped_entries",
+        "groups",
+        "loads",
+        "names",
+        "neighbor",
+        "number",
+        "relay_id",
+        "rtt_us",
+        "site",
+        "topics",
+    )
     hop_class = HopClass.TO_WAN
 
     def __init__(self, site: str, neighbor: Neighbor, relay_id: bytes, number: int) -> None:
@@ -59,12 +70,12 @@ class Way:
         self.number = number
         self.cost_ms = 0
         self.rtt_us = 0
-        self.clusters: dict[Address, Told] = {}
+        self.clusters: dict[Address, Served] = {}
         self.names: dict[str, dict[bytes, None]] = {}
         """Cluster -> the key ids that it is known under there."""
         self.topics: dict[Topic, int] = {}
         self.groups: Groups = {}
-        self.untaken = 0
+        self.dropped_entries = 0
         """Entries that the site announced beyond the bounds, which were dropped."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
 
@@ -83,20 +94,20 @@ class Way:
         """How far the site is this way: its cost and its round trip."""
         return 1000 * self.cost_ms + self.rtt_us
 
-    def wanting(self, place: Topic) -> int:
+    def subscription_count(self, key: Topic) -> int:
         """Return how many sessions of the site have a subscription, as it said."""
-        return self.topics.get(place, 1)
+        return self.topics.get(key, 1)
 
     def load(self, kind: int, name: str, key_id: bytes) -> Load | None:
         """Return the load of the members of an address there that serve `kind`; None if there are none."""
         concurrency = self.clusters.get((name, key_id), NOBODY)[0].get(kind, 0)
-        place = (kind, name, key_id)
+        key = (kind, name, key_id)
         if not concurrency:
             return None
-        load = self.loads.get(place)
+        load = self.loads.get(key)
         if load is None:
             load = Load(self.neighbor, None, kind, concurrency, _UNBOUNDED, self, self)
-            self.loads[place] = load
+            self.loads[key] = load
         load.concurrency = concurrency
         return load
 
@@ -106,12 +117,12 @@ class Way:
         count = min(members, kinds.get(kind, 0), MAX_NAMED)
         return [f"{self.site}:{number}" for number in range(1, count + 1)]
 
-    def take_cluster(self, entry: SiteCluster, interest: Interest) -> None:
+    def apply_cluster(self, entry: SiteCluster, interest: Interest) -> None:
         """The site says who serves an address there now."""
         address = (entry.name, entry.key_id)
         if entry.kinds:
             if len(self.clusters) >= MAX_WANTED and address not in self.clusters:
-                self.untaken += 1  # its end will name an unknown topic, which is ignored
+                self.dropped_entries += 1  # its end will name an unknown topic, which is ignored
                 return
             self.clusters[address] = (entry.kinds, entry.members)
             self.names.setdefault(entry.name, {})[entry.key_id] = None
@@ -123,18 +134,18 @@ class Way:
                 self.loads.pop((kind, *address), None)
         interest.version += 1
 
-    def take_topic(self, entry: SiteTopic, interest: Interest) -> None:
+    def apply_topic(self, entry: SiteTopic, interest: Interest) -> None:
         """The site says how many want a topic there now."""
-        place = (entry.filter, entry.key_id, entry.group)
+        key = (entry.filter, entry.key_id, entry.group)
         if entry.count:
-            if place not in self.topics:
-                if len(self.topics) >= MAX_WANTED or not join_group(self.groups, place):
-                    self.untaken += 1
+            if key not in self.topics:
+                if len(self.topics) >= MAX_WANTED or not join_group(self.groups, key):
+                    self.dropped_entries += 1
                     return
                 interest.subscribe(self, entry.filter, entry.group, (entry.key_id,))
-            self.topics[place] = entry.count
-        elif self.topics.pop(place, None) is not None:
-            leave_group(self.groups, place)
+            self.topics[key] = entry.count
+        elif self.topics.pop(key, None) is not None:
+            leave_group(self.groups, key)
             interest.unsubscribe(self, entry.filter, entry.group, (entry.key_id,))
 
     def empty(self, interest: Interest) -> None:
@@ -166,12 +177,12 @@ class Wan(Neighbor):
         "hello",
         "relay_id",
         "replica",
+        "reported_us",
         "settle_us",
         "site",
+        "site_route",
         "snapshot_due_us",
         "snapshot_us",
-        "told_us",
-        "way",
     )
     hop_class = HopClass.TO_WAN
 
@@ -186,7 +197,7 @@ class Wan(Neighbor):
         self.relay_id = hello.relay_id
         self.own_hop_mask = LINK_HOP
         self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
-        self.way: Way
+        self.site_route: SiteRoute
         self.replica = Replica()
         """How far the other site's interest was heard, as it came over this connection."""
         self.settle_us = now_us + SUSPENDED_US
@@ -195,22 +206,24 @@ class Wan(Neighbor):
         """When our interest was sent whole last."""
         self.snapshot_due_us = 0
         """When it is to be sent again, if it is."""
-        self.told_us: dict[tuple[int, str, bytes, bytes, bool, tuple[str, ...]], int] = {}
+        self.reported_us: dict[tuple[int, str, bytes, bytes, bool, tuple[str, ...]], int] = {}
         """What losses were told of -> until when they are told no more."""
         self.bye = False
         self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
     def forget(self) -> None:
-        """Its connection is gone: a cast that came over it may still be kept (`relay.core.away`)."""
+        """Its connection is gone: a cast that came over it may still be kept (`relay.core.missed_casts`)."""
         super().forget()
-        self.told_us = {}
+        self.reported_us = {}
 
-    def heard(self) -> None:
+    def smooth_rtt(self) -> None:
         """A beat came: the round trip, smoothed."""
-        way, rtt_us = self.way, self.beats.rtt_us
+        site_route, rtt_us = self.site_route, self.beats.rtt_us
         if rtt_us:
-            way.rtt_us += (rtt_us - way.rtt_us) // _SMOOTH if way.rtt_us else rtt_us
+            site_route.rtt_us += (
+                (rtt_us - site_route.rtt_us) // _SMOOTH if site_route.rtt_us else rtt_us
+            )
 
 
 class Suspended:
@@ -218,8 +231,8 @@ class Suspended:
 
     __slots__ = ("clusters", "until_us")
 
-    def __init__(self, way: Way, now_us: int) -> None:
-        self.clusters = way.clusters
+    def __init__(self, site_route: SiteRoute, now_us: int) -> None:
+        self.clusters = site_route.clusters
         self.until_us = now_us + SUSPENDED_US
 
     def serves(self, kind: int, name: str, key_id: bytes) -> bool:
@@ -227,9 +240,9 @@ class Suspended:
         return kind in self.clusters.get((name, key_id), NOBODY)[0]
 
 
-def join_group(groups: Groups, place: Topic) -> bool:
+def join_group(groups: Groups, key: Topic) -> bool:
     """Count a topic in its queue group. Returns False if there are too many groups under its key."""
-    _, key_id, group = place
+    _, key_id, group = key
     if group:
         here = groups.setdefault(key_id, {})
         if group not in here and len(here) >= MAX_SITE_GROUPS:
@@ -238,9 +251,9 @@ def join_group(groups: Groups, place: Topic) -> bool:
     return True
 
 
-def leave_group(groups: Groups, place: Topic) -> None:
+def leave_group(groups: Groups, key: Topic) -> None:
     """Remove a topic that `_join_group` counted."""
-    _, key_id, group = place
+    _, key_id, group = key
     if group:
         here = groups[key_id]
         here[group] -= 1
@@ -250,11 +263,11 @@ def leave_group(groups: Groups, place: Topic) -> None:
                 del groups[key_id]
 
 
-def clusters_behind(ways: Iterable[Way], address: Address) -> Told:
+def clusters_behind(site_routes: Iterable[SiteRoute], address: Address) -> Served:
     """Return what several ways to one site say of an address: they may be some milliseconds apart."""
     return max(
-        (way.clusters.get(address, NOBODY) for way in ways),
-        key=lambda told: (told[1], sum(told[0].values())),
+        (site_route.clusters.get(address, NOBODY) for site_route in site_routes),
+        key=lambda served: (served[1], sum(served[0].values())),
         default=NOBODY,
     )
 
@@ -271,6 +284,6 @@ def check_entry(entry: SiteCluster | SiteTopic) -> None:
         check_named(check_group, entry.group)
 
 
-def is_home_only(kind: int) -> bool:
+def is_site_local(kind: int) -> bool:
     """Whether calls of a kind leave their site only where it is named: a stream's name stands for another log elsewhere."""
     return kind == Kind.STREAM

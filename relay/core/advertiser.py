@@ -26,7 +26,7 @@ MAX_GROUPS_HERE: Final = 128
 """Queue groups of one relay under one key: a DECLARE over a link may name them all, and is a control frame."""
 
 
-class Telling:
+class Advertiser:
     """Our interest, as every link is told of it."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Telling:
         """A store of ours is on its way."""
         self.store_failed = ""
         """Why the store that this relay starts cannot serve."""
-        self._told_store = (False, "")
+        self._advertised_store = (False, "")
         self._joined: dict[int, Member] = {}
         self._left: list[int] = []
         self._topics: dict[Topic, int] = {}
@@ -76,23 +76,23 @@ class Telling:
                 self._left.append(member.serial)
             self.gather(now_us)
 
-    def wanted(
-        self, topic: str, key_ids: Iterable[bytes], group: str, user: str, by: int, now_us: int
+    def count_subscription(
+        self, pattern: str, key_ids: Iterable[bytes], group: str, user: str, by: int, now_us: int
     ) -> None:
         """Count one session of a user more (`by` 1) or less (-1) that wants a topic."""
         for key_id in key_ids:
-            place = (topic, key_id, group)
+            topic = (pattern, key_id, group)
             if group:
                 self._count_group(key_id, group, user, by)
-            count = self._topics.get(place, 0) + by
+            count = self._topics.get(topic, 0) + by
             if count:
-                self._topics[place] = count
+                self._topics[topic] = count
             else:
-                del self._topics[place]
+                del self._topics[topic]
             if self._links and not self.leaving:
-                self._changed[place] = count
+                self._changed[topic] = count
                 self.gather(now_us)
-            self._interest.changed_topic(place)
+            self._interest.changed_topic(topic)
         self._snapshot_version = 0
 
     def _count_group(self, key_id: bytes, group: str, user: str, by: int) -> None:
@@ -132,7 +132,7 @@ class Telling:
             for frame in self.snapshot():
                 link.port.control(frame)
 
-    def store_is(self, *, starting: bool, failed: str, now_us: int) -> None:
+    def set_store(self, *, starting: bool, failed: str, now_us: int) -> None:
         """A store of this relay is on its way, or is not any more; or it cannot serve, and this is why."""
         if (starting, failed) != (self.starting, self.store_failed):
             self.starting, self.store_failed = starting, failed
@@ -144,15 +144,15 @@ class Telling:
         self._sites[site] = None
         self.gather(now_us)
 
-    def topics_here(self) -> list[Topic]:
+    def topics(self) -> list[Topic]:
         """Return every topic that somebody of this site wants."""
         there = (link.topics for link in self._links.values())
-        return list(dict.fromkeys(place for places in (self._topics, *there) for place in places))
+        return list(dict.fromkeys(topic for topics in (self._topics, *there) for topic in topics))
 
-    def wanting(self, place: Topic) -> int:
+    def subscription_count(self, topic: Topic) -> int:
         """Return how many of this site want a topic."""
-        there = sum(link.topics.get(place, 0) for link in self._links.values())
-        return self._topics.get(place, 0) + there
+        there = sum(link.topics.get(topic, 0) for link in self._links.values())
+        return self._topics.get(topic, 0) + there
 
     def gather(self, now_us: int) -> None:
         """Something is to be told to the other relays, with what else changes in a moment."""
@@ -165,14 +165,14 @@ class Telling:
         """Tell all links of what changed."""
         self.flush_us = NEVER_US
         joined = [_entry(member) for member in self._joined.values()]
-        topics = [TopicEntry(*place, count) for place, count in self._changed.items()]
+        topics = [TopicEntry(*topic, count) for topic, count in self._changed.items()]
         sites, clusters, site_topics = self._reach.changes(self._sites)
         if self.leaving:
             sites, clusters, site_topics = [], [], []
-        store, told = self._store_told(), self._told_store
-        self._told_store = starting, failed = store
+        store, advertised = self._store_state(), self._advertised_store
+        self._advertised_store = starting, failed = store
         for frame in self.journal.changes(
-            int(store != told), joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters,
+            int(store != advertised), joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters,
             site_topics=site_topics, starting=starting, store_failed=failed,
         ):  # fmt: skip
             for link in self._links.values():
@@ -193,10 +193,10 @@ class Telling:
             sites, clusters, site_topics = self._reach.snapshot()
             if not self.leaving:
                 joined = [_entry(member) for member in self._members() if not member.left]
-                topics = [TopicEntry(*place, count) for place, count in self._topics.items()]
+                topics = [TopicEntry(*topic, count) for topic, count in self._topics.items()]
             else:
                 sites, clusters, site_topics = [], [], []
-            starting, failed = self._store_told()
+            starting, failed = self._store_state()
             self._snapshot = self.journal.snapshot(
                 joined=joined, topics=topics, sites=sites, clusters=clusters, site_topics=site_topics,
                 starting=starting, store_failed=failed,
@@ -204,7 +204,7 @@ class Telling:
             self._snapshot_version = self.journal.version
         return self._snapshot
 
-    def _store_told(self) -> tuple[bool, str]:
+    def _store_state(self) -> tuple[bool, str]:
         """Return what links are told of our store."""
         return (False, "") if self.leaving else (self.starting, self.store_failed)
 
