@@ -210,7 +210,7 @@ class SinkOptions:
     """Whether each row with a key is its own record, with the key's hash. None: only if the stream is compacted."""
     create_stream: bool = False
     when_full: WhenFull = "wait"
-    """What to do with published rows while the network is full: wait or drop."""
+    """Whether publishing waits for slow subscribers that ask for it ("wait") or for none ("drop")."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> SinkOptions:
