@@ -75,7 +75,7 @@ class Stage:
     servers: list[Served] = field(default_factory=list)
 
     def start(self, roles: Roles, name: str, role: str, **options: Any) -> Role:
-        given = json.dumps({"place": self.peer.place, "options": options})
+        given = json.dumps({"setup": self.peer.setup, "options": options})
         command = [SCRIPT, self.system.peer, role, given]
         return roles.start(name, command, env=self.env)
 
@@ -87,12 +87,12 @@ class Stage:
 def staged(system: System, deadline_s: float) -> Iterator[Stage]:
     """Start a system's servers; end them, with everything that they started."""
     with Roles(deadline_s) as roles:
-        place = {
+        setup = {
             "directory": str(roles.directory),
             "secured": system.secured,
             "servers": system.servers,
         }
-        peer = peer_class(system.peer)(place)
+        peer = peer_class(system.peer)(setup)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
         stage = Stage(system, peer, inherited)
         for command in peer.needs:

@@ -330,10 +330,10 @@ ROLES: Final = {
 }
 
 
-async def play(peer_name: str, role: str, place: Result, options: Result) -> Result:
+async def play(peer_name: str, role: str, setup: Result, options: Result) -> Result:
     """Play one role; `not_offered` says that the system has none."""
     try:
-        return await ROLES[role](peer_class(peer_name)(place), **options)  # type: ignore[operator]
+        return await ROLES[role](peer_class(peer_name)(setup), **options)  # type: ignore[operator]
     except NotOffered as err:
         return {"not_offered": str(err)}
 
@@ -342,7 +342,7 @@ def main() -> None:
     peer_name, role, text = sys.argv[1:]
     given = json.loads(text)
     signal.alarm(LONGEST_S)  # whatever becomes of the bench, no role outlives this
-    result = uvloop.run(play(peer_name, role, given["place"], given["options"]))
+    result = uvloop.run(play(peer_name, role, given["setup"], given["options"]))
     harness.report(role, {**result, "peak_bytes": harness.peak_bytes("self")})
     os._exit(0)  # what the systems leave running in threads is no matter of ours
 

@@ -1,6 +1,6 @@
 """What a system has to do to be measured: one short file per system, the same load for all.
 
-A `Peer` is made in the bench's process, which starts its servers, and again in every role's process, which gets `place` as
+A `Peer` is made in the bench's process, which starts its servers, and again in every role's process, which gets `setup` as
 JSON. In a role everything happens on one event loop (uvloop); who blocks the loop (`zmq_blocking`, `nng_blocking`) is alone on it.
 
     publisher, subscriber     W1, W2: one topic
@@ -89,17 +89,17 @@ class Peer(ABC):
     needs: ClassVar[Sequence[str]] = ()
     """Commands that have to be installed: Debian packages, by the name of their command."""
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        """`place`: "directory" (private to this run), "secured" (TLS where the system has it), "servers" (1, or 2 for W6),
+    def __init__(self, setup: dict[str, Any]) -> None:
+        """`setup`: "directory" (private to this run), "secured" (TLS where the system has it), "servers" (1, or 2 for W6),
         and what `prepare` added."""
-        self.place = place
-        self.directory = Path(place["directory"])
-        self.secured: bool = place["secured"]
+        self.setup = setup
+        self.directory = Path(setup["directory"])
+        self.secured: bool = setup["secured"]
 
     # -- in the bench's process ------------------------------------------------------------------------------
 
     def prepare(self) -> None:  # noqa: B027
-        """Choose ports into `self.place`, write configuration files. Called once, before `servers`."""
+        """Choose ports into `self.setup`, write configuration files. Called once, before `servers`."""
 
     def servers(self) -> Sequence[Server]:
         """Return what to start, in order."""
@@ -151,14 +151,14 @@ class Peer(ABC):
 
     def port(self, name: str) -> int:
         """Return the TCP port that `prepare` chose as `name`."""
-        number: int = self.place[name]
+        number: int = self.setup[name]
         return number
 
     def choose_port(self, name: str) -> None:
-        """Put a free TCP port of 127.0.0.1 into `place`."""
+        """Put a free TCP port of 127.0.0.1 into `setup`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.place[name] = probe.getsockname()[1]
+            self.setup[name] = probe.getsockname()[1]
 
 
 class CreditSender(Sender):

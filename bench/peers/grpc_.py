@@ -40,8 +40,8 @@ class GrpcSender(Sender):
 class Grpc(Peer):
     name = "grpc"
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._open: list[grpc.aio.Server] = []
 
     def prepare(self) -> None:
@@ -49,7 +49,7 @@ class Grpc(Peer):
         if self.secured:
             certificates = make_certificates(self.directory)
             for name in ("ca", "cert", "key"):
-                self.place[name] = str(getattr(certificates, name))
+                self.setup[name] = str(getattr(certificates, name))
 
     async def replier(self) -> None:
         async def echo(payload: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
@@ -78,7 +78,7 @@ class Grpc(Peer):
         return f"127.0.0.1:{self.port('service')}"
 
     def _pem(self, name: str) -> bytes:
-        return Path(self.place[name]).read_bytes()
+        return Path(self.setup[name]).read_bytes()
 
     async def _serve(self, method: str, handler: grpc.RpcMethodHandler[bytes, bytes]) -> None:
         server = grpc.aio.server()

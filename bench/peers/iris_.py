@@ -59,23 +59,23 @@ class Iris(Peer):
     name = "iris"
     when_full: WhenFull = "drop"
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._open: list[AbstractAsyncContextManager[Any]] = []
 
     def prepare(self) -> None:
         create_keys(self.directory / "keys")
-        if self.place["servers"] > 1:
+        if self.setup["servers"] > 1:
             self.choose_port("link0")
             self.choose_port("link1")
 
     def servers(self) -> list[Server]:
         made = []
-        for number in range(self.place["servers"]):
+        for number in range(self.setup["servers"]):
             runtime = self.directory / f"relay{number}"
             runtime.mkdir(mode=0o700)
             command = ["-m", "relay", "--socket", self._socket(number), "--no-mdns"]
-            command += ["--bind=127.0.0.1", f"--port={self.place.get(f'link{number}', 0)}"]
+            command += ["--bind=127.0.0.1", f"--port={self.setup.get(f'link{number}', 0)}"]
             if number:
                 command += ["--join", f"127.0.0.1:{self.port('link0')}"]
             env = {"XDG_RUNTIME_DIR": str(runtime), "IRIS_CONFIG": str(self.directory / "keys")}
@@ -130,7 +130,7 @@ class Iris(Peer):
 
     async def _connect(self, side: int) -> iris.Client:
         os.environ["IRIS_CONFIG"] = str(self.directory / "keys")
-        number = min(side, self.place["servers"] - 1)
+        number = min(side, self.setup["servers"] - 1)
         # As `iris run` sets it; whoever connects on their own asks for it.
         config = iris.ClientConfig(relay=self._socket(number), keep_freed_memory=True)
         return await self._keep(iris.connect(config=config))

@@ -46,14 +46,14 @@ class Nats(Peer):
     name = "nats"
 
     def prepare(self) -> None:
-        count = self.place["servers"]
+        count = self.setup["servers"]
         for number in range(count):
             self.choose_port(f"client{number}")
             self.choose_port(f"route{number}")
         lines = []
         if self.secured:
             certificates = make_certificates(self.directory)
-            self.place["ca"] = str(certificates.ca)
+            self.setup["ca"] = str(certificates.ca)
             lines.append(
                 f'tls {{ cert_file: "{certificates.cert}", key_file: "{certificates.key}" }}'
             )
@@ -75,7 +75,7 @@ class Nats(Peer):
                 command=[command, "-c", str(self.directory / f"nats{number}.conf")],
                 listens=("127.0.0.1", self.port(f"client{number}")),
             )
-            for number in range(self.place["servers"])
+            for number in range(self.setup["servers"])
         ]
 
     async def publisher(self, topic: str = TOPIC) -> Publisher:
@@ -102,10 +102,10 @@ class Nats(Peer):
         return NatsRequester(await self._connect(0))
 
     async def _connect(self, side: int) -> Client:
-        number = min(side, self.place["servers"] - 1)
+        number = min(side, self.setup["servers"] - 1)
         options: dict[str, Any] = {}
         if self.secured:
-            options["tls"] = ssl.create_default_context(cafile=self.place["ca"])
+            options["tls"] = ssl.create_default_context(cafile=self.setup["ca"])
         scheme = "tls" if self.secured else "nats"
         return await nats.connect(f"{scheme}://127.0.0.1:{self.port(f'client{number}')}", **options)
 

@@ -53,8 +53,8 @@ class NngSender(Sender):
 class Nng(Peer):
     name = "nng"
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._tasks: list[asyncio.Task[None]] = []
 
     def prepare(self) -> None:

@@ -64,8 +64,8 @@ class RabbitMQ(Peer):
     name = "rabbitmq"
     needs: ClassVar[Sequence[str]] = ("rabbitmq-server",)
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._open: list[abc.AbstractConnection] = []
 
     def prepare(self) -> None:
@@ -75,7 +75,7 @@ class RabbitMQ(Peer):
         lines = [f"listeners.tcp.1 = {listener}"]
         if self.secured:
             certificates = make_certificates(self.directory)
-            self.place["ca"] = str(certificates.ca)
+            self.setup["ca"] = str(certificates.ca)
             lines = [
                 "listeners.tcp = none",
                 f"listeners.ssl.1 = {listener}",
@@ -141,7 +141,7 @@ class RabbitMQ(Peer):
 
     async def _channel(self) -> abc.AbstractChannel:
         """Open a connection of its own."""
-        context = ssl.create_default_context(cafile=self.place["ca"]) if self.secured else None
+        context = ssl.create_default_context(cafile=self.setup["ca"]) if self.secured else None
         scheme = "amqps" if self.secured else "amqp"
         url = f"{scheme}://guest:guest@127.0.0.1:{self.port('server')}/"
         connection = await aio_pika.connect(url, ssl_context=context)

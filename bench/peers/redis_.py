@@ -85,8 +85,8 @@ class RedisPeer(Peer):
     name = "redis"
     needs: ClassVar[Sequence[str]] = ("redis-server",)
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._listening: list[asyncio.Task[None]] = []
 
     def prepare(self) -> None:
@@ -102,7 +102,7 @@ class RedisPeer(Peer):
         ]
         if self.secured:
             certificates = make_certificates(self.directory)
-            self.place["ca"] = str(certificates.ca)
+            self.setup["ca"] = str(certificates.ca)
             lines += [
                 f"tls-cert-file {certificates.cert}",
                 f"tls-key-file {certificates.key}",
@@ -136,7 +136,7 @@ class RedisPeer(Peer):
         return requester
 
     def _client(self) -> Redis:
-        tls = {"ssl": True, "ssl_ca_certs": self.place["ca"]} if self.secured else {}
+        tls = {"ssl": True, "ssl_ca_certs": self.setup["ca"]} if self.secured else {}
         return Redis(host="127.0.0.1", port=self.port("server"), protocol=2, **tls)
 
     async def _subscribe(self, client: Redis, channel: str, took: Took) -> None:

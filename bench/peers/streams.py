@@ -76,8 +76,8 @@ class StreamsSender(Sender):
 class Streams(Peer):
     name = "streams"
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._serving: list[asyncio.Task[None]] = []
 
     async def publisher(self, topic: str = TOPIC) -> Publisher:

@@ -67,8 +67,8 @@ class ZenohSender(Sender):
 class Zenoh(Peer):
     name = "zenoh"
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._sessions: list[zenoh.Session] = []
 
     def prepare(self) -> None:

@@ -67,8 +67,8 @@ class ZeroMqSender(Sender):
 class ZeroMq(Peer):
     name = "zeromq"
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._context = Context()
 
     def prepare(self) -> None:

@@ -61,8 +61,8 @@ class ZeroMqBlocking(Peer):
     name = "zeromq-blocking"
     blocking = True
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        super().__init__(place)
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
         self._context = zmq.Context()
 
     def prepare(self) -> None:

@@ -115,7 +115,7 @@ class Entry:
     durability: str
     packages: Sequence[str]
     options: dict[str, Any] = field(default_factory=dict)
-    """Added to `place`."""
+    """Added to `setup`."""
 
 
 ENTRIES: Final = (

@@ -97,7 +97,7 @@ class Stage:
     servers: list[Watched] = field(default_factory=list)
 
     def start(self, roles: Roles, name: str, role: str, **options: Any) -> Role:
-        given = json.dumps({"place": self.peer.place, "options": options})
+        given = json.dumps({"setup": self.peer.setup, "options": options})
         command = ["-m", "streams.roles", self.entry.peer, role, given]
         return roles.start(name, command, env=self.env)
 
@@ -127,10 +127,10 @@ class Stage:
 def staged(entry: Entry, deadline_s: float) -> Iterator[Stage]:
     """Start a system's servers; end them, with everything that they started."""
     with Roles(deadline_s) as roles:
-        place = {
+        setup = {
             "directory": str(roles.directory), "secured": False, "servers": 1, **entry.options
         }  # fmt: skip
-        peer = durable_class(entry.peer)(place)
+        peer = durable_class(entry.peer)(setup)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("IRIS_")}
         path = os.pathsep.join(filter(None, [str(BENCH), inherited.get("PYTHONPATH", "")]))
         for command in peer.needs:

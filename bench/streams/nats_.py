@@ -51,7 +51,7 @@ class NatsOffering(Offering):
 class NatsStreams(Nats, Durable):
     def prepare(self) -> None:
         super().prepare()
-        sync = f", sync_interval: {self.place['sync']}" if self.place["sync"] else ""
+        sync = f", sync_interval: {self.setup['sync']}" if self.setup["sync"] else ""
         with (self.directory / "nats0.conf").open("a") as file:
             file.write(f'jetstream {{ store_dir: "{self.data}"{sync} }}\n')
 

@@ -319,10 +319,10 @@ def main() -> None:
         durable_class(name)
     begin_s = time.process_time()
     if role in FLOORS:
-        directory = Path(given["place"]["directory"])
+        directory = Path(given["setup"]["directory"])
         result = FLOORS[role](directory, **given["options"])  # type: ignore[operator]
     else:
-        peer = durable_class(name)(given["place"])
+        peer = durable_class(name)(given["setup"])
         result = uvloop.run(ROLES[role](peer, **given["options"]))  # type: ignore[operator]
     spent_s = round(time.process_time() - begin_s, 3)  # without the start of the interpreter
     harness.report(role, {"cpu_s": spent_s, **result, "peak_bytes": harness.peak_bytes("self")})

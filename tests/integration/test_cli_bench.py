@@ -439,7 +439,7 @@ def test_a_worker_that_is_not_there_is_an_error_that_lists_those_that_are(
     assert b"3 workers are wanted and 2 are running" in shell(
         "bench", "request", "--workers", "3", code=3
     )
-    assert b"too few for 2 workers" in shell(
+    assert b"fewer than 2 workers" in shell(
         "bench", "request", "--inflight", "1", "--workers", "all", code=2
     )
 

@@ -83,7 +83,7 @@ def test_a_system_that_does_not_start_is_reported_with_what_it_said(
 
     def servers(self: Iris) -> list[loads.Server]:
         command = [sys.executable, "-c", "raise SystemExit('no disk')"]
-        return [loads.Server("relay 0", command, ("127.0.0.1", self.place["nowhere"]))]
+        return [loads.Server("relay 0", command, ("127.0.0.1", self.setup["nowhere"]))]
 
     monkeypatch.setattr(Iris, "prepare", lambda self: self.choose_port("nowhere"))
     monkeypatch.setattr(Iris, "servers", servers)
