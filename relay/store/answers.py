@@ -1,4 +1,4 @@
-"""What a log holds, and what became of an entry, as answers tell it."""
+"""Converts items of a log and outcomes of appends to and from the structs that travel in answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from relay.store.outcomes import Conflict, Duplicate, Fenced, Outcome, OutOfOrde
 from relay.store.records import Gap, Hole, Item, Reason, Record
 
 RECORD_BYTES: Final = 640
-"""What a record adds to its body in an answer, at most: names, ids, numbers."""
+"""Upper bound of what a record needs in an answer besides its body: names, ids, numbers."""
 GAP_BYTES: Final = 1200
-"""What a gap takes at most."""
+"""Upper bound of a gap in an answer."""
 
 
 def item_to_wire(item: Item) -> streams.Item:
-    """Return an item of a log as it travels."""
+    """Return the wire form of an item of a log."""
     if isinstance(item, Record):
         return streams.Record(
             item.first, item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, item.stored_us,
@@ -30,7 +30,7 @@ def item_to_wire(item: Item) -> streams.Item:
 
 
 def item_from_wire(item: streams.Item) -> Item:
-    """Return an item of another log, as it came, as a log has it. Raises ValueError."""
+    """Return the log's form of a received item of another log. Raises ValueError."""
     if isinstance(item, streams.Record):
         return Record(
             item.offset, END.unpack(item.end)[2], item.kind, item.name, item.key_id, item.sender_id, item.end, item.body,
@@ -47,7 +47,7 @@ def item_from_wire(item: streams.Item) -> Item:
 
 
 def items_to_wire(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
-    """Return what of a chunk fits an answer of `limit` bytes, at least one item, and where it ends."""
+    """Return the first items of a chunk that fit into an answer of `limit` bytes, at least one, and the offset after them."""
     items: list[streams.Item] = []
     used = 0
     end = start
@@ -61,7 +61,7 @@ def items_to_wire(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.It
 
 
 def outcome_to_wire(outcome: Outcome) -> streams.Outcome:
-    """Return what became of an entry, likewise."""
+    """Return the wire form of an append's outcome."""
     if isinstance(outcome, Stored):
         return streams.Outcome(streams.STORED, outcome.first)
     if isinstance(outcome, Duplicate):

@@ -1,4 +1,4 @@
-"""The calls of users: which stream each is for, and what it does there."""
+"""Handles the calls that clients send to a store: finds the stream that each call is for, and carries the call out."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from relay.store.stream import Stream
 log = logging.getLogger(__name__)
 
 MAX_STREAMS: Final = 500
-"""What a relay lets one session prove and join is enough for these, with a second key while keys rotate."""
+"""Streams per store. One relay session can prove and join enough addresses for these, with a second key during key rotation."""
 
 
 class Calls:
-    """Answers the calls that come to one store."""
+    """Handles all calls to one store and answers each of them."""
 
     def __init__(
         self, public_key: bytes, label: str, catalogue: Catalogue, channels: Channels, touch: Callable[[Stream], None]
     ) -> None:  # fmt: skip
-        """`touch` is called when there is something to commit to a stream."""
+        """`touch(stream)` is called when the stream has something to commit."""
         self.refused = 0
         """Calls that failed authentication."""
         self._public_key = public_key
@@ -73,7 +73,7 @@ class Calls:
         }
 
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call in an authenticated body. Raises ChannelRefused."""
+        """Return the call inside an authenticated body. Raises ChannelRefused."""
         try:
             return self.channels.unseal(incoming, end, body)
         except ChannelRefused as err:
@@ -81,7 +81,7 @@ class Calls:
             raise
 
     def call_received(self, incoming: IncomingCall) -> None:
-        """A call came."""
+        """Handle one call. Every error becomes a refusal of this call; no exception leaves this method."""
         try:
             if incoming.channel is None and not isinstance(incoming.call, UNSEALED):
                 self._count_unauthenticated(incoming, "the call was not authenticated")
@@ -102,7 +102,7 @@ class Calls:
             incoming.refuse("disk", str(err))
         except (ValueError, OverflowError) as err:
             incoming.refuse("invalid", str(err))
-        except Exception as err:  # a fault of ours costs this call, and nobody else theirs
+        except Exception as err:  # a bug in one handler must not affect other calls
             log.exception("store.fault", extra={"fields": {"call": type(incoming.call).__name__}})
             incoming.refuse("failed", f"internal error: {type(err).__name__}")
 
@@ -135,7 +135,9 @@ class Calls:
         incoming.answer(self.channels.open(incoming, call, uuid, self._clock.elapsed_us))
 
     def _addressed_log(self, incoming: IncomingCall) -> tuple[bytes, list[SignedOrder]]:
-        """Return the log that a frame is addressed to (`NO_LOG` for the store itself), and its order under the frame's key."""
+        """Return the uuid of the log that a frame is addressed to, and its order under the frame's key.
+
+        For the store itself the uuid is `NO_LOG` and the list is empty."""
         if (incoming.name, incoming.key_id) == (self._address, NO_KEY):
             return streams.NO_LOG, []
         stream = self._stream(incoming)
@@ -227,7 +229,7 @@ class Calls:
         incoming.answer(stream.described(self._public_key, self._label))
 
     def _order_answered(self, incoming: IncomingCall, stream: Stream, error: str) -> bool:
-        """The relay has answered an order: pass that on, and return whether it accepts it."""
+        """Answer the call after the relay has accepted or refused the stream's orders; return whether it accepted them."""
         if error:
             incoming.refuse("order", f"the relay refused the order: {error}")
         else:
@@ -275,7 +277,7 @@ class Calls:
             fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "source": old.mirror}
             log.info("store.stream_promoted", extra={"fields": fields})
         elif definition.cluster and not old.paused:
-            # Between two memberships broadcasts may pass by.
+            # Broadcasts may be missed between the two memberships.
             stream.recorder.note(None, "its keys changed")
             self._touch(stream)
         if old.paused and not definition.paused and (definition.topic or definition.cluster):

@@ -1,6 +1,6 @@
-"""Which streams a store has: on disk, by name, and at the relay.
+"""The catalogue of a store's streams: on disk, by address, and at the relay.
 
-Each is a directory named by its uuid, with its orders in the log itself and in a file beside it.
+Each stream is a directory named by its uuid. Its orders are in the log itself and in a file beside the directory.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Catalogue:
         self.ended = Ended(directory)
         self.streams: dict[bytes, Stream] = {}
         self.by_address: dict[tuple[str, bytes], Stream] = {}
-        """By (name or uuid, key id)."""
+        """(name or uuid, key id) -> stream."""
         self.version = 0
-        """Of what records what."""
+        """Changes whenever the set of streams or what they record changes."""
         self.authority = authority
         self.registration = registration
         self.clock = clock
 
     def load(self) -> None:
-        """Open every stream of the directory; one that cannot be opened is kept aside and told."""
+        """Open every stream of the directory. One that cannot be opened is quarantined and logged."""
         self.ended.load()
         finish(self.directory)
         for ended in self.ended.uuids:
@@ -82,7 +82,7 @@ class Catalogue:
             opened = Log.open(str(path))
         except LogError as err:
             stream.failed = str(err)
-            try:  # whose it is, so that it is listed as what it is
+            try:  # read its orders, so that it is listed under its name
                 self.load_charter(stream, Path(f"{path}{ORDERS}").read_bytes())
             except (OSError, msgspec.DecodeError, IrisError) as unknown:
                 stream.failed = f"{err}; its orders cannot be read either: {unknown}"
@@ -105,7 +105,7 @@ class Catalogue:
         self.streams[uuid] = stream
 
     def load_charter(self, stream: Stream, data: bytes) -> None:
-        """Give a stream the charter that was written to disk. Raises msgspec.DecodeError and Refuse."""
+        """Set a stream's charter from its definition file. Raises msgspec.DecodeError or Refuse."""
         kept = _decode_kept(data)
         stream.dead = bool(kept.parent)
         if not stream.dead:
@@ -127,14 +127,14 @@ class Catalogue:
         return [s for s in self.streams.values() if s.records(declared.name, declared.key_id)]
 
     def sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
-        """Return the stream that records a cluster's messages; None if it records nothing of that address."""
+        """Return the stream that takes this cluster's share, or None if it does not record that address."""
         stream = self.registration.members.get(declared.member)
         if stream is None or not stream.shares(declared.name, declared.key_id):
             return None
         return stream
 
     def _write_dead_letters(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
-        """Write dead letters to the log of its own, made for the first. Raises LogError."""
+        """Write dead letters to the stream's log of dead letters, which the first one creates. Raises LogError."""
         uuid = dead_uuid(stream.uuid)
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
@@ -147,7 +147,7 @@ class Catalogue:
         dead_stream.append_dead_letters(stream, consumer, letters, self.clock.wall_us)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
-        """Raise Refuse if a stream, or all that record one filter, have more keys than a frame to the relay takes."""
+        """Raise Refuse if this stream, with all others of the same filter, has more keys than a frame to the relay can hold."""
         for stream in self.streams.values():
             if definition.topic and stream.definition.topic == definition.topic:
                 key_ids = key_ids | stream.orders.keys()
@@ -188,12 +188,14 @@ class Catalogue:
         dead = self.streams.get(dead_uuid(stream.uuid))
         gone = (stream, dead)
         self.by_address = {address: s for address, s in self.by_address.items() if s not in gone}
-        for other in self.streams.values():  # which it may have stood before, under a key of both
+        for other in (
+            self.streams.values()
+        ):  # it may have been hidden by this stream, under a key that both have
             if other is not stream and other.name == stream.name:
                 self.add_addresses(other)
 
     def _destroy(self, path: str) -> None:
-        """Remove a log that was deleted; what cannot be removed now is removed at the next start."""
+        """Remove the files of a deleted log. What cannot be removed now is removed at the next start."""
         try:
             if os.path.isdir(path):
                 Log.destroy(path)
@@ -212,5 +214,5 @@ class Catalogue:
 
 
 def is_stream(name: str) -> bool:
-    """Whether an entry of the directory of streams is a stream, or what was kept of one."""
+    """Return whether an entry of the directory of streams is a stream or a remnant of one."""
     return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith(SUFFIX)

@@ -1,8 +1,8 @@
-"""Channels of callers: signatures and codes show who may call what; the word of a relay does not count (sans-IO).
+"""Authenticated channels of callers. Signatures and MACs decide who may call; the store does not trust the relay (sans-IO).
 
-The store remembers nothing of a caller until it has signed. The nonce in a door is a code over the incoming, valid for
-`DOOR_US`. Each log has a share of the open channels. The one that was idle longest makes room, and its caller opens another.
-Shares are by log, not by key: anybody can make thousands of keys, but a store keeps 500 streams.
+The store keeps no state for a caller before the caller has signed. The nonce in a door is a MAC over the call, valid for
+`DOOR_US`. Each log may use a share of the open channels; when it is full, the channel that was idle longest is closed and its
+caller opens another. Shares are per log, not per key: anybody can make thousands of keys, but a store has at most 500 streams.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from relay.store.errors import ChannelRefused
 from relay.store.session import IncomingCall
 
 MAX_CHANNELS: Final = 16_384
-"""Open channels of one store: 2 KB each, 5 KB after long bodies one way ..."""
+"""Open channels of one store. Each takes 2 KB, or 5 KB after long bodies in one direction."""
 MAX_OF_LOG: Final = 4096
-"""... and of one log, or of the store itself. They remove_addresses each other."""
+"""Open channels of one log, or of the store itself. One more closes the one that was idle longest."""
 MAX_SPENT: Final = 16_384
-"""Used doors that a store remembers. At one more all doors close, and callers that were opening a channel knock again."""
+"""Used doors that a store remembers. One more closes all doors, and callers that were opening a channel knock again."""
 DOOR_US: Final = 30_000_000
 UNSEALED: Final = (FindStore, Create, Knock, Open)
-"""Calls without a channel: they reveal no secret, or each is signed."""
+"""Calls that need no channel: they reveal no secret, or are signed one by one."""
 UPGRADE: Final = "this store requires authenticated calls; upgrade the client"
 
 
@@ -51,26 +51,26 @@ class Channels:
         return len(self._channels)
 
     def clear(self) -> None:
-        """End every channel, and close every door."""
+        """Close every channel and every door."""
         self._secret = self._entropy(32)
         self._next = int.from_bytes(self._entropy(4)) << 24
-        """Numbers do not repeat soon, so an old channel is unknown rather than wrong."""
+        """The next channel number. Numbers do not repeat soon, so an old channel is unknown rather than mistaken for another."""
         self._channels: dict[int, Channel] = {}
         self._of_log: dict[bytes, OrderedDict[int, None]] = {}
-        """uuid -> its channels, the one that was idle longest first."""
+        """Log uuid -> its channel numbers, longest idle first."""
         self._spent: OrderedDict[bytes, int] = OrderedDict()
-        """Doors that were used, with the time at which they close, so that a recorded Open opens nothing."""
+        """Used door -> the time when it closes. A recorded Open cannot be replayed with a used door."""
 
     def door(self, incoming: IncomingCall, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int) -> Door:  # fmt: skip
-        """Answer a knock."""
+        """Return the answer to a knock."""
         nonce = self._door(incoming, call.nonce, uuid, now_us)
         return Door(self._key.public_key, uuid, nonce, orders)
 
     def open(self, incoming: IncomingCall, call: Open, uuid: bytes, now_us: int) -> Opened:
-        """Open a channel for the holder of a key. The caller has checked that this key is one of the log's.
+        """Open a channel for the holder of a key. The calling code has checked that the log has this key.
 
         Raises:
-            ChannelRefused: the door is not ours, was used, or has closed; or the holder of the key did not sign.
+            ChannelRefused: the door is not ours, was used or has closed, or the signature is not of the key's holder.
         """
         shown_us = int.from_bytes(call.door[:8], "little")
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
@@ -94,10 +94,10 @@ class Channels:
         return Opened(channel.number, share, signature)
 
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call in a body, and note its channel in `incoming`, so that the answer uses it. Each call is accepted once.
+        """Return the call inside a body and set its channel in `incoming` for the answer. Each call is accepted once.
 
         Raises:
-            ChannelRefused: the holder of the channel did not make this call, or not now or not for this address.
+            ChannelRefused: the channel's holder did not make this call, or it is a repetition or is for another address.
         """
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
@@ -117,7 +117,7 @@ class Channels:
         return channel.uuid.hex(), channel.key_id
 
     def _door(self, incoming: IncomingCall, nonce: bytes, uuid: bytes, now_us: int) -> bytes:
-        """Return 32 bytes that only this store can make, and need not remember."""
+        """Return 32 bytes that only this store can compute and does not have to remember."""
         shown = now_us.to_bytes(8, "little")
         said = shown + uuid + incoming.key_id + nonce
         return shown + hmac.digest(self._secret, said, hashlib.sha256)[:24]
@@ -126,13 +126,15 @@ class Channels:
         spent = self._spent
         while spent and next(iter(spent.values())) < now_us:
             spent.popitem(last=False)
-        if len(spent) >= MAX_SPENT:  # to forget one would open it to whoever recorded it
+        if (
+            len(spent) >= MAX_SPENT
+        ):  # forgetting one door would let anybody who recorded its Open use it again
             self._secret = self._entropy(32)
             spent.clear()
         spent[door] = now_us + DOOR_US
 
     def _make_room(self, uuid: bytes) -> None:
-        """Remove the channel that was idle longest: of this log, or of the log with the most."""
+        """Make room for a channel: close the longest idle one of this log, or of the log that has the most."""
         own = self._of_log.get(uuid, ())
         if len(own) < self._most_of_log and len(self._channels) < self._most:
             return

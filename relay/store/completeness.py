@@ -1,10 +1,10 @@
-"""Whether anything can have been published between two sessions of a store, which nobody would have counted.
+"""Decides whether a stream can have missed messages between two sessions of a store, when nobody counted them.
 
-    BYE, complete ──► what stands in each log now is all ── file, if the store ends with its relay ──► the next store
-    SUBSCRIBE, JOIN ──► ACK, fresh: the relay routed nothing of that kind before ── the stream goes on without a gap
+    BYE, complete ──► each log now holds everything ── a file, if the store exits with its relay ──► the next store
+    SUBSCRIBE, JOIN ──► ACK, fresh: the relay has routed nothing of that kind before ── the stream continues without a gap
 
-In all other cases a gap of unknown count stands between them. The file names the relay that said BYE: the next relay at its socket
-removes it if there was another in between (`relay.startup`).
+In all other cases a gap of unknown count is recorded between the sessions. The file names the relay that sent BYE. The next relay
+at that relay's socket removes the file if another relay ran in between (`relay.startup`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from relay.supervisor import COMPLETE_FILE_BYTES, remove_complete_file
 
 
 class Completeness:
-    """The streams of one store that miss nothing up to now, as far as anybody knows."""
+    """Which streams of one store have certainly missed nothing so far."""
 
     def __init__(self) -> None:
         self.complete: set[bytes] = set()
-        """By uuid: until a relay has said what it routed before they were there."""
+        """Uuids of the complete streams. Empty once a relay has answered all registrations."""
         self._relay = ""
-        """Which relay said last that they are."""
+        """Hex id of the relay that last confirmed it."""
         self._registered = False
 
     def load(self, path: Path, streams: Iterable[Stream]) -> None:
-        """Read what the store before this one left, once: whatever happens from here on, the file says nothing any more. Raises OSError."""
+        """Read and remove the file that the previous store wrote. It is valid once only. Raises OSError."""
         try:
             with path.open("rb") as file:
                 said = json.loads(file.read(COMPLETE_FILE_BYTES))
@@ -43,21 +43,21 @@ class Completeness:
         }
 
     def session_began(self) -> None:
-        """A session has begun."""
+        """A session with a relay has begun."""
         self._registered = False
 
     def registered(self) -> None:
-        """The relay has answered all that we asked it for at first: what is missed from here on, the session tells."""
+        """The relay has answered all registrations. From here on the session reports every loss."""
         self._registered = True
         self.complete.clear()
 
     def missed_at_start(self) -> set[bytes]:
-        """The relay had routed something before we were there. Return the streams that may miss it."""
+        """The relay had routed messages before it received our interest. Return the streams that may have missed them."""
         missing, self.complete = self.complete, set()
         return missing
 
     def session_ended(self, streams: Iterable[Stream], relay: bytes, *, complete: bool) -> None:
-        """The session is over; all that it brought has been written. `complete`: `relay` said so."""
+        """The session has ended and everything it delivered is written. `complete`: `relay` confirmed that this is all."""
         if self._registered:
             self.complete = (
                 {stream.uuid for stream in streams if stream.complete} if complete else set()
@@ -65,9 +65,9 @@ class Completeness:
             self._relay = relay.hex()
 
     def save(self, path: Path, streams: Iterable[Stream], *, unread: bool = False) -> None:
-        """Write down what is whole for the next store. Raises LogWriteFailed.
+        """Write the file for the next store: which streams are complete, and their ends. Raises LogWriteFailed.
 
-        Before all was registered, only the relay knows whether anything was missed: `unread` says that nothing was.
+        Before the registrations were answered, only the relay knows whether anything was missed. `unread` says that nothing was.
         """
         ends = {s.uuid.hex(): s.log.next for s in streams if s.uuid in self.complete and s.log}
         if ends and (self._registered or unread):

@@ -1,4 +1,7 @@
-"""The consumers of one stream: made at the first call, asked by workers, saved while they change, their dead letters written down."""
+"""Answers the calls of consumers at one stream.
+
+A consumer is created by the first call that names it. It is saved while it changes, and its dead letters are written to their log.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ MAX_EPHEMERAL: Final = 1024
 MAX_LISTED: Final = 500
 MAX_WAITING: Final = 16_384
 IDLE_US: Final = 60_000_000
-"""An ephemeral consumer that nobody asked for so long is forgotten."""
+"""An ephemeral consumer without calls for this long is removed."""
 SAVE_US: Final = 50_000
-"""A killed store repeats what was settled since the last save."""
+"""Pause between two saves of a consumer. A killed store delivers again what was settled since the last save."""
 
 WriteDeadLetters = Callable[[str, list[Dead]], None]
-"""Writes dead letters of a consumer down; raises LogError if that failed."""
+"""Writes the dead letters of a consumer, by name; raises LogError if that failed."""
 
 
 class _Waiting:
@@ -45,7 +48,7 @@ class _Waiting:
 
 
 class ConsumerCalls:
-    """All consumers of a log. `now_us` is `Clock.elapsed_us`: a wall clock that is set ends no lease, delay or wait."""
+    """All consumers of a log. `now_us` is `Clock.elapsed_us`, so setting the wall clock ends no lease, delay or wait."""
 
     def __init__(
         self, log: Log, write_dead_letters: WriteDeadLetters, clock: Clock | None = None
@@ -53,23 +56,23 @@ class ConsumerCalls:
         self._log = log
         self._clock = clock or Clock()
         self.paused = False
-        """Nothing is handed out; what workers hold may be settled."""
+        """No messages are dispatched. Workers may settle those they hold."""
         self._write_dead_letters = write_dead_letters
         self._consumers: dict[str, Consumer] = {}
         self._used_us: dict[str, int] = {}
-        """Ephemeral ones: when somebody asked last."""
+        """Ephemeral consumer -> time of its last call."""
         self._waiting: dict[str, list[_Waiting]] = {}
         self._save_us: dict[str, int] = {}
-        """When each may be saved next."""
+        """Consumer -> when it may be saved next."""
         self._answered: OrderedDict[tuple[str, bytes], int] = OrderedDict()
-        """Consumer and worker -> hop id of the call by which it was last handed something."""
+        """(consumer, worker) -> hop id of the call that last dispatched messages to the worker."""
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def take(
         self, incoming: IncomingCall, call: Consume, now_us: int, *, wait: bool = False
     ) -> None:
-        """Answer a Consume now, or when there is something. A worker waits once: its earlier call is answered with nothing."""
+        """Answer a Consume call now, or when there are messages. An earlier waiting call of the worker is answered with nothing."""
         consumer = self._consumer(call, now_us)
         waiting = self._waiting.setdefault(call.consumer, [])
         self._withdraw(consumer, [one for one in waiting if one.call.worker == call.worker])
@@ -88,7 +91,10 @@ class ConsumerCalls:
             waiting.append(_Waiting(incoming, call, now_us + 1000 * call.wait_ms))
 
     def settle(self, incoming: IncomingCall, call: Settle, now_us: int) -> None:
-        """Answer a Settle. What was handed out before a crash and not saved comes again: its settling counts for nothing."""
+        """Answer a Settle call.
+
+        Messages that were dispatched before a crash and not saved since are delivered again, so settling them has no effect.
+        """
         consumer = self._get(call.consumer)
         for ranges in (call.done, call.failed, call.held, call.had):
             _check_ranges(ranges, self._log.next)
@@ -106,7 +112,7 @@ class ConsumerCalls:
             with contextlib.suppress(ValueError):
                 consumer.confirm_range(worker, each.first, each.next, now_us)
         for one in work:
-            # Of what was handed out before a crash and not saved nobody knows here; it is handed out again.
+            # Messages dispatched before a crash and not saved since are unknown here. They are dispatched again.
             with contextlib.suppress(ValueError):
                 count += one()
         if call.gone:
@@ -118,7 +124,7 @@ class ConsumerCalls:
         incoming.answer(streams.Settled(count))
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
-        """Whoever made these calls waits no more: what they would be handed goes to others, and so does what just was."""
+        """Remove the calls, by hop id, whose callers no longer wait. What was just dispatched to them goes to other workers."""
         for name, waiting in self._waiting.items():
             consumer = self._consumers.get(name)
             if consumer is not None:
@@ -131,17 +137,17 @@ class ConsumerCalls:
                 self._after_settle(consumer, now_us)
 
     def detached(self) -> None:
-        """The session has ended, and with it what its calls are known by."""
+        """The session has ended, and the hop ids of its calls have no meaning any more."""
         self._answered.clear()
 
     def _withdraw(self, consumer: Consumer, these: list[_Waiting]) -> None:
-        """Calls that wait are answered with nothing: the relay forgets them then."""
+        """Answer these waiting calls with nothing, so that the relay forgets them."""
         for one in these:
             self._waiting[consumer.name].remove(one)
             one.incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
 
     def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
-        """Return where each is, by name, behind the name `after`; and whether there are more."""
+        """Return the state of the consumers after the name `after`, sorted by name, and whether there are more."""
         names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
         told = []
@@ -157,7 +163,7 @@ class ConsumerCalls:
         return told, len(names) > MAX_LISTED
 
     def delete(self, name: str) -> bool:
-        """Forget a consumer; whether it was there. Raises LogWriteFailed."""
+        """Delete a consumer; return whether it existed. Raises LogWriteFailed."""
         known = self._consumers.pop(name, None) is not None
         self._used_us.pop(name, None)
         self._save_us.pop(name, None)
@@ -168,7 +174,7 @@ class ConsumerCalls:
     # -- time ------------------------------------------------------------------------------------------------
 
     def wake(self, now_us: int) -> None:
-        """Hand out what there is to whoever waits."""
+        """Dispatch available messages to the waiting workers."""
         for name in list(self._waiting):
             self._wake(name, now_us)
 
@@ -178,7 +184,7 @@ class ConsumerCalls:
         if not waiting or consumer is None:
             del self._waiting[name]
             return
-        # Who waited longest comes first; when there is nothing for one there is nothing for the next.
+        # The longest waiting call is first. If there is nothing for it, there is nothing for the others.
         while waiting:
             one = waiting[0]
             if one.incoming.session.state is UP and not self._answer(
@@ -188,7 +194,7 @@ class ConsumerCalls:
             waiting.pop(0)
 
     def tend(self, now_us: int) -> None:
-        """End leases and waits, write dead letters, save. Raises LogError."""
+        """End expired leases and waits, write dead letters, and save consumers. Raises LogError."""
         for name, waiting in self._waiting.items():
             over = [one for one in waiting if one.until_us <= now_us]
             for one in over:
@@ -208,19 +214,19 @@ class ConsumerCalls:
             elif consumer.dirty and now_us >= self._save_us.get(name, 0):
                 began_s = time.monotonic()
                 consumer.save()
-                # A long table takes long to save: never more than a twentieth of the time.
+                # A large table takes long to save. Saving must not use more than a twentieth of the time.
                 took_us = int(1e6 * (time.monotonic() - began_s))
                 self._save_us[name] = now_us + max(SAVE_US, 20 * took_us)
 
     def refuse_waiting(self, reason: str) -> None:
-        """Nobody can wait here now."""
+        """Refuse all waiting calls."""
         for waiting in self._waiting.values():
             for one in waiting:
                 one.incoming.refuse("leaving", reason)
         self._waiting.clear()
 
     def close(self) -> None:
-        """Save all. Raises LogWriteFailed."""
+        """Save all durable consumers. Raises LogWriteFailed."""
         for name, consumer in self._consumers.items():
             if name not in self._used_us and consumer.dirty:
                 consumer.save(sync=True)
@@ -276,7 +282,7 @@ class ConsumerCalls:
     def _answer(
         self, consumer: Consumer, incoming: IncomingCall, call: Consume, now_us: int, *, last: bool
     ) -> bool:
-        """Hand out what there is; False if that is nothing and may wait."""
+        """Answer a call with the available messages. Returns False if there are none and the call may wait (not `last`)."""
         if self.paused:
             if last:
                 incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
@@ -315,12 +321,12 @@ class ConsumerCalls:
             try:
                 self._write_dead_letters(consumer.name, letters)
             except LogError:
-                return  # they stay listed, and are written when the disk takes them
+                return  # they stay in the table, and are written when the disk works again
             consumer.forget_dead(len(letters))
 
 
 def _check_ranges(ranges: Sequence[Range], end: int) -> None:
-    """Raise ConsumerRefused unless these are rising ranges of offsets below `end`: each message is looked at once."""
+    """Raise ConsumerRefused unless the ranges are ascending and below `end`, so that no message is processed twice."""
     last = 0
     for one in ranges:
         if not last <= one.first < one.next <= end:
@@ -339,11 +345,11 @@ def _to_wire(item: Delivery | Gap | Hole) -> Handed:
 
 
 class ConsumerRefused(IrisError):
-    """A consumer cannot be made or found as asked."""
+    """The named consumer cannot be created or does not exist."""
 
 
 def _differing(there: Settings, asked: Settings) -> str:
-    """Return what differs, as the arguments of `consumer` say it."""
+    """Return the settings that differ, named as the arguments of `client.streams.consumer`."""
     said = []
     for field in there.__struct_fields__:
         has, wants = getattr(there, field), getattr(asked, field)

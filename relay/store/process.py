@@ -1,9 +1,9 @@
-"""The store as a process: its directory and key, its session with the relay, and when it writes to disk.
+"""The store process: locks its directory, loads its key, connects to the relay, and decides when to write to disk.
 
 lock DIR -> key -> open every stream -> relay -> serve ... -> commit -> bye -> close
 
-It lives on one event loop, and a write to disk stops it: what comes meanwhile waits in the socket, and is written as one batch
-with one sync when it is read. SIGTERM and SIGINT end it, and so does the end of its standard input if a relay started it.
+It runs on one event loop, which stands still during a write to disk. What arrives meanwhile waits in the socket and becomes the
+next batch, written with one sync. SIGTERM and SIGINT end the process, and so does the end of its standard input if a relay started it.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ KEY_FILE: Final = "store.key"
 LOCK_FILE: Final = "store.lock"
 TICK_S: Final = 0.05
 RUNNING: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Never set; on Linux it passes also while the host sleeps."""
+"""A clock that is never set. On Linux it also runs while the host sleeps."""
 GATHER_S: Final = 0.002
-"""A commit waits so long at most for more to come, and only while more comes."""
+"""Longest wait of a commit for more data. It waits only while data keeps arriving."""
 WRITE_HIGH_BYTES: Final = 16 << 20
 DRAIN_S: Final = 5.0
 RETRY_OPEN_S: Final = 2.0
-"""A directory or key that cannot be used is looked at again so often; nothing is started for that."""
+"""Pause between two attempts to open a directory or key that cannot be used. The same process tries again."""
 RETRY_BUSY_S: Final = 0.5
-"""Likewise a directory that another store has: perhaps it is on its way out."""
+"""The same pause for a directory that another store uses: that store may be about to exit."""
 RETRY_MIN_S: Final = 0.05
 RETRY_MAX_S: Final = 2.0
 DRAIN_WAIT_S: Final = 0.5
-"""Between a signal to us and the DRAIN of our relay, if that has got the same."""
+"""Time for our relay's DRAIN to arrive after a signal to us, in case the relay received the signal too."""
 
 Connect = Callable[[Callable[[], Pump[StoreSession]]], Awaitable[object]]
 
 
 class DirectoryBusy(ConfigError):
-    """Another process has the data directory."""
+    """Another process holds the lock of the data directory."""
 
 
 class StoreProcess:
-    """A store on one data directory. `open`, then `run` until it is cancelled, then `close`."""
+    """A store on one data directory. Call `open`, then `run` until it is cancelled, then `close`."""
 
     def __init__(
         self, directory: Path, connect: Connect, *, label: str = "", entropy: Callable[[int], bytes] = os.urandom,
         supervised: bool = False,
     ) -> None:  # fmt: skip
-        """`supervised`: it ends with its relay, and the next relay starts the next store."""
+        """`supervised`: this store exits with its relay, and the next relay starts the next store."""
         self.directory = directory
         self.store: Store
         self.up = asyncio.Event()
-        """A relay knows of every stream."""
+        """Set while a relay has received the registration of every stream."""
         self._connect = connect
         self._supervised = supervised
         self._unread = False
@@ -101,13 +101,13 @@ class StoreProcess:
 
         Raises:
             DirectoryBusy: another store uses it.
-            ConfigError: others may write to it, it cannot be used, or its key is missing although there are streams.
-            KeyringError: its key belongs to another user, others can read it, or it is damaged.
-            LogWriteFailed: the disk took no key.
+            ConfigError: others may write to the directory, it cannot be used, or the key is missing although there are streams.
+            KeyringError: the key file belongs to another user, others can read it, or it is damaged.
+            LogWriteFailed: a new key could not be written to disk.
         """
         try:
             _make_directory(self.directory)
-            # Whoever may write to it could replace our key. `resolve`, because the path may contain a link.
+            # Anybody who may write to the directory could replace our key. `resolve`, because the path may contain a link.
             if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False):
                 raise ConfigError(f"data: {why}")
             _make_directory(self.directory / STREAMS)
@@ -130,7 +130,7 @@ class StoreProcess:
             raise
 
     async def run(self) -> None:
-        """Serve a relay, and look for it again whenever it is lost. Runs until cancelled."""
+        """Serve the relay, and reconnect whenever the connection is lost. Runs until cancelled."""
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
         first = True
@@ -146,7 +146,7 @@ class StoreProcess:
                 self._update_time(pump)
                 self.store.attached(pump.session, first=first)
                 first = False
-                # Its answer comes behind all the others; to a relay that has just started it says that we are there.
+                # Its answer comes after all other answers. It also tells a relay that has just started that we have attached.
                 pump.session.ask(Ping, PongWaiter(self.store.registered))
                 pump.flush()
                 self.up.set()
@@ -158,7 +158,7 @@ class StoreProcess:
             ticking.cancel()
 
     async def close(self) -> None:
-        """Write what has come, say goodbye, and give back the directory. Idempotent."""
+        """Commit what was received, send BYE, and unlock the directory. Idempotent."""
         pump, self._pump = self._pump, None
         if self._lock_fd is None:
             return
@@ -224,7 +224,7 @@ class StoreProcess:
         pump.turn()
 
     def _dirty(self) -> None:
-        """Something is to be committed, at the end of what comes now."""
+        """Schedule a commit for after the data that is arriving now."""
         if not self._committing:
             self._committing = True
             self._commit_s = self._loop.time() + GATHER_S
@@ -238,7 +238,7 @@ class StoreProcess:
             and waiting < COMMIT_BYTES
             and self._loop.time() < self._commit_s
         ):
-            # More has come since: one sync for all of it.
+            # More data has arrived: wait, so that one sync covers all of it.
             self._seen_bytes = waiting
             self._loop.call_soon(self._commit)
             return
@@ -257,47 +257,50 @@ class StoreProcess:
         if pump is not None:
             pump.write()
 
-    # -- what the pump calls ---------------------------------------------------------------------------------
+    # -- callbacks of the pump -------------------------------------------------------------------------------
 
     def writing_paused(self, pump: Pump[StoreSession]) -> None:
-        """The relay does not read our answers: readers wait."""
+        """The relay has stopped reading our answers: hold readers back."""
         self.store.registration.blocked = True
 
     def writing_resumed(self, pump: Pump[StoreSession]) -> None:
-        """It does again."""
+        """The relay reads our answers again."""
         self.store.registration.blocked = False
 
     def disconnected(self, pump: Pump[StoreSession], reason: str) -> None:
-        """The relay is gone."""
+        """The connection to the relay was lost."""
         if pump is self._pump:
             self.store.registration.blocked = False
-            # A store that outlives its relay does not know which others were there in between.
+            # A store that outlives its relay does not know which other relays ran in between.
             complete = self._supervised and pump.session.complete
             self.store.detached(pump.session.relay_id, complete=complete)
             self._save_complete()
 
     def unread(self) -> None:
-        """Our relay stops, and has let nobody in before us: what was whole at its start still is."""
+        """Our relay stops and accepted no session before ours, so streams that were complete at its start still are."""
         self._unread = True
 
     async def wait_for_relay(self, ended: asyncio.Event) -> None:
-        """We were told to stop. Whoever told us may stop our relay, too: what comes until that has `ended` is recorded."""
+        """After a signal, keep recording until the relay has `ended`, in case it received the same signal."""
         until_s = self._loop.time() + DRAIN_WAIT_S
         registration = self.store.registration
         while not ended.is_set() and (registration.leaving or self._loop.time() < until_s):  # noqa: ASYNC110 - its DRAIN may come
             await asyncio.sleep(TICK_S)
 
     def _save_complete(self, *, unread: bool = False) -> None:
-        """The next store of this directory is to know which streams are whole."""
+        """Write down for the next store of this directory which streams are complete. Only a supervised store does."""
         if self._supervised:
             try:
                 self.store.save_complete(unread=unread)
-            except LogError as err:  # it notes a gap
+            except LogError as err:  # the next store then records a gap
                 log.warning("store.no_word_left", extra={"fields": {"error": str(err)}})
 
 
 def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
-    """Return the key of a data directory, made at first use. Raises ConfigError, KeyringError, LogWriteFailed, OSError."""
+    """Return the key of a data directory; create it at first use.
+
+    Raises ConfigError, KeyringError, LogWriteFailed or OSError.
+    """
     if not path.exists():
         streams = path.parent / STREAMS
         if any(is_stream(name) for name in os.listdir(streams)):
@@ -319,7 +322,7 @@ def _parse_key(text: str) -> StoreKey:
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory whose name outlives a power cut, as do those of the parents that are made."""
+    """Create a directory and its missing parents, synced so that their names survive a power cut."""
     if not path.is_dir():
         if not path.parent.is_dir():
             _make_directory(path.parent)
@@ -328,7 +331,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of a data directory; the kernel frees it however we die."""
+    """Return a descriptor that holds the lock of a data directory. The kernel releases it however this process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -348,10 +351,10 @@ def _lock(path: Path) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[Path]:
-    """Hold the lock of a data directory, which is there, while its store is stopped; yield where its streams are.
+    """Hold the lock of an existing data directory whose store is stopped; yield the directory of its streams.
 
     Raises:
-        ConfigError: a store uses it, or it belongs to another user.
+        ConfigError: a store uses the directory, or it belongs to another user.
     """
     streams = directory / STREAMS
     try:
@@ -381,7 +384,7 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
     process = StoreProcess(directory, connect, supervised=supervised)
     ended = asyncio.Event()
     if supervised:
-        # The relay holds the other end: when it is gone, however it went, so are we.
+        # The relay holds the other end of standard input, so we exit when the relay ends for whatever reason.
         loop.add_reader(0, _read_stdin, loop, stop, ended, process.unread)
     if not supervised:
         process.open()
@@ -403,7 +406,10 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
 
 
 async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> bool:
-    """Open the directory as soon as that works; until then tell the relay, at each change, why it does not. False: we are to stop."""
+    """Try to open the directory until that succeeds, and report each new error to the relay.
+
+    Returns False if `stop` was set first.
+    """
     said = ""
     while not stop.is_set():
         try:
@@ -424,10 +430,10 @@ async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> boo
 
 
 def report_to_relay(why: str, *, final: bool) -> None:
-    """Tell the relay that started us why we cannot serve; empty: we can. Not `final`: it may pass by itself."""
+    """Report to the relay that started us why we cannot serve ("": we can). `final`: the error will not pass by itself."""
     line = json.dumps({"cannot": why, "final": final}).encode() + b"\n"
     with contextlib.suppress(OSError):
-        os.write(1, line)  # one write, shorter than a pipe holds
+        os.write(1, line)  # one write, shorter than the buffer of a pipe
 
 
 def _read_stdin(
@@ -445,7 +451,7 @@ def _read_stdin(
 def run(
     directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False
 ) -> None:  # fmt: skip
-    """Run a store in this process until it is told to stop."""
+    """Run a store in this process until a signal, or the end of standard input if supervised, stops it."""
     configure(log_level, log_format)
     raise_descriptor_limit()
     keep_freed_memory()

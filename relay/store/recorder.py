@@ -1,4 +1,4 @@
-"""What comes in for one log until the next commit: publications, broadcasts, pushes and appends, with what is missing noted in its place."""
+"""Collects what one log receives until the next commit: publications, broadcasts, pushes and appends, with gaps in their places."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from relay.store.session import Bundle, IncomingCall
 
 MAX_SENDERS: Final = 65_536
 MAX_LOST: Final = 1 << 53
-"""Nobody lost more than that: a count beyond is a sender's invention."""
+"""Upper bound of a count of lost messages. A larger count can only be invented by a sender."""
 DISK_WRITE_FAILED: Final = "disk write failed"
 FRESH_US: Final = 600_000_000
-"""Senders that were silent for twice as long make room in the table of sequences."""
+"""Senders that were silent for twice as long may be removed from the table of sequences."""
 
 
 class Pending:
-    """An Append call that waits for the disk."""
+    """An Append call that waits for its records to be on disk."""
 
     __slots__ = ("incoming", "outcomes")
 
@@ -34,43 +34,45 @@ class Pending:
 
 
 Sink = Bundle | Pending | None
-"""Who hears that an entry is on disk: a push, an append, or nobody."""
+"""Who is notified when an entry is on disk: the sender of a push, a pending Append, or nobody."""
 
 Batch = list[tuple[Entry | Note, Sink]]
 
 
 class Recorder:
-    """Gathers what is to be written to a log, and tells everybody whom it concerns what became of it."""
+    """Collects entries for a log, and notifies their senders after the write."""
 
     def __init__(self) -> None:
         self.log: Log | None = None
         self.paused = False
         self.lost = 0
-        """Messages told in gap records."""
+        """Messages counted in gap records so far."""
         self.bytes = 0
-        """Of bodies that wait."""
+        """Bytes of bodies in `batch`."""
         self.batch: Batch = []
         self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)
         self._unrecorded = 0
-        """Messages that a failed disk did not take, to be told when it does again ..."""
+        """Messages lost to a failed disk. They are recorded as a gap when the log can be written again."""
         self._unrecorded_more = False
-        """... and others that nobody counted."""
+        """More messages were lost to the failed disk, and nobody counted them."""
         self._noted = ("", -1)
-        """The last gap of unknown count: its cause, and the offset after it."""
+        """Cause of the last gap of unknown count, and the offset after it."""
 
     @property
     def complete(self) -> bool:
-        """Whether all that came stands in the log, or is noted there as missing."""
+        """Whether everything received is in the log, as a record or in a gap."""
         return not (self.batch or self._unrecorded or self._unrecorded_more)
 
     def pause(self, paused: bool) -> None:
-        """Take nothing, or take what comes again."""
+        """Stop recording, or start again."""
         if self.paused and not paused:
-            self._guard = Guard(FRESH_US, max_sequences=MAX_SENDERS)  # one gap told what was missed
+            self._guard = Guard(
+                FRESH_US, max_sequences=MAX_SENDERS
+            )  # one gap covers what was missed
         self.paused = paused
 
     def record(self, bundle: Bundle, elapsed_us: int) -> None:
-        """Take a publication or broadcast, unless it is late or repeated; what is missing before it is noted."""
+        """Record a publication or broadcast, unless it is late or repeated. Messages missing before it become a gap."""
         if self.paused:
             return
         declared = bundle.flow.declared
@@ -87,7 +89,7 @@ class Recorder:
         self._add(bundle, None)
 
     def gap(self, gap: frames.Gap, elapsed_us: int) -> None:
-        """The relay says what it dropped on the way here."""
+        """Record a gap that the relay reported: messages that it dropped on the way here."""
         if gap.count == UNKNOWN_COUNT:
             self.note(None, gap.cause)
             return
@@ -101,7 +103,7 @@ class Recorder:
         expected.used_us = elapsed_us
 
     def note(self, count: int | None, cause: str) -> None:
-        """Have a gap record written in its place; neighbours of one cause are one record."""
+        """Add a gap of `count` messages (None: unknown) at this point. Adjacent gaps with the same cause become one."""
         batch = self.batch
         count = None if count is None else min(count, MAX_LOST)
         self.lost = min(self.lost + (count or 0), MAX_LOST)
@@ -112,11 +114,11 @@ class Recorder:
             return
         log = self.log
         if log is not None and not batch and count is None and self._noted == (cause, log.next):
-            return  # it stands there already
+            return  # the log already ends with this gap
         batch.append((Note(count, cause), None))
 
     def push(self, bundle: Bundle) -> Refusal | None:
-        """Take a push; return why not."""
+        """Record a push; return None, or the reason for refusing it."""
         if self.paused:
             return Refusal.LEAVING
         if self.log is None or self.log.failed:
@@ -142,20 +144,20 @@ class Recorder:
         return True
 
     def append(self, incoming: IncomingCall, entries: Sequence[Entry]) -> None:
-        """Take what a call appends."""
+        """Record the entries of an Append call."""
         pending = Pending(incoming)
         for entry in entries:
             self.batch.append((entry, pending))
             self.bytes += len(entry.body)
 
     def take(self) -> Batch:
-        """Return what has come, to be written."""
+        """Return the collected batch, and start a new one."""
         batch, self.batch = self.batch, []
         self.bytes = 0
         return batch
 
     def written(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
-        """It is on disk."""
+        """Notify the senders of a batch that is on disk."""
         last = batch[-1][0] if batch else None
         if isinstance(last, Note) and last.count is None and self.log is not None:
             self._noted = (last.cause, self.log.next)
@@ -170,8 +172,10 @@ class Recorder:
             pending.incoming.answer(streams.Appended(pending.outcomes))
 
     def without_ids(self, batch: Batch, err: Exception) -> bool:
-        """Nothing was written: what is known of messages' ids cannot be read. Who appends with one hears so, and the rest comes
-        with the next batch. Return whether there was any such."""
+        """Handle a batch that was not written because the stored message ids cannot be read.
+
+        Refuses the appends with ids and leaves the rest for the next batch. Returns whether there were such appends.
+        """
         named = dict.fromkeys(
             sink
             for entry, sink in batch
@@ -186,7 +190,7 @@ class Recorder:
         return bool(named)
 
     def failed(self, batch: Batch, err: LogWriteFailed) -> None:
-        """It was not written: who can be told is told, and the rest is noted when the disk takes something again."""
+        """Handle a batch that was not written: refuse its appends and pushes, and count its casts for a later gap."""
         refused: dict[Pending, None] = {}
         for entry, sink in batch:
             if isinstance(sink, Bundle):
@@ -204,7 +208,7 @@ class Recorder:
             pending.incoming.refuse("disk", err.reason, sure=err.sure)
 
     def opened(self, log: Log, now_us: int) -> None:
-        """The log was opened again: note what was lost meanwhile. Raises LogError."""
+        """Write the gaps for what was lost while the log could not be written. Raises LogError."""
         lost = [Note(self._unrecorded, DISK_WRITE_FAILED)] if self._unrecorded else []
         lost += [Note(None, DISK_WRITE_FAILED)] if self._unrecorded_more else []
         if lost:

@@ -1,4 +1,4 @@
-"""What the store is at the relay: the orders it has shown, the streams it serves there, and what it receives for them."""
+"""What a store has registered at its relay: granted orders, served addresses, and the topics and clusters it records."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from relay.store.stream import Stream
 log = logging.getLogger(__name__)
 
 CALLS: Final = Serving(65_536, 1 << 30)
-"""Readers that wait count as running."""
+"""Waiting readers count as running calls."""
 PUSHES: Final = Serving(4096, 64 << 20)
 _STREAM: Final = {int(Kind.STREAM): CALLS}
 _SHARE: Final = {int(Kind.PUSH): PUSHES, int(Kind.BROADCAST): PUSHES}
 
 Done = Callable[[str], object]
-"""Hears what was wrong, or ""."""
+"""Called with the relay's error, or "" if everything was accepted."""
 
 
 class AckWaiter:
-    """Waits for one Ack (a `Waiter`), and calls back with what was wrong, or "", and the member that it made."""
+    """A `Waiter` for one Ack: calls `then` with the error ("" if none) and the number of the new member."""
 
     def __init__(
         self, then: Callable[[str, int], None], late: Callable[[str], None] | None = None
     ) -> None:
-        """`late` is called before, with what was wrong, if the Ack refuses, or says that something was routed already."""
+        """`late` is called first, with the error, if the Ack refuses or says that the relay had already routed messages."""
         self._then: Callable[[str, int], None] | None = then
         self._late = late
 
@@ -53,7 +53,7 @@ class AckWaiter:
 
 
 class PongWaiter:
-    """Waits for one Pong (a `Waiter`), and calls back; not if the session ends before."""
+    """A `Waiter` for one Pong: calls `then`, but not if the session ends first."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -71,7 +71,7 @@ class PongWaiter:
 
 
 class PendingReplies:
-    """Several control frames: `then` is called once, when the last of them is answered, with the first error."""
+    """Collects the replies to several control frames: calls `then` once, after the last reply, with the first error."""
 
     def __init__(self, then: Done) -> None:
         self._then = then
@@ -81,7 +81,7 @@ class PendingReplies:
     def expect(
         self, also: Callable[[int], None] | None = None, late: Callable[[str], None] | None = None
     ) -> AckWaiter:
-        """Return what waits for one of them; `also` is called with the member it made, if all went well."""
+        """Return the waiter for one more reply; on success `also` is called with the number of the new member."""
         self._open += 1
 
         def then(error: str, member: int) -> None:
@@ -94,7 +94,7 @@ class PendingReplies:
         return AckWaiter(then, late)
 
     def all_sent(self) -> None:
-        """All of them are sent."""
+        """Mark that all frames are sent, so that `then` may be called."""
         self._count_down()
 
     def _count_down(self) -> None:
@@ -104,33 +104,33 @@ class PendingReplies:
 
 
 class Registration:
-    """One store at one relay; empty after every loss of the session."""
+    """The registrations of one store at one relay. All of them are lost with the session."""
 
     def __init__(
         self, key: StoreKey, address: str, late: Callable[[], None], refused: Callable[[Iterable[Stream]], None]
     ) -> None:  # fmt: skip
-        """`late` is called when the relay says that it routed something before it heard what we record, and `refused` with
-        the streams that it sends nothing."""
+        """`late` is called when the relay had routed messages before it received our interest; `refused` with the streams
+        whose interest it refused."""
         self.session: StoreSession | None = None
         self.members: dict[int, Stream] = {}
-        """By the member that takes a cluster's share for it."""
+        """Member number -> the stream that it records for, for members that receive a share of a cluster's messages."""
         self.leaving = False
-        """Our relay is about to stop."""
+        """The relay has announced that it is about to stop."""
         self.blocked = False
-        """The relay does not read what we answer: readers wait."""
+        """The relay is not reading our answers, so readers must wait."""
         self._key = key
         self._late = late
         self._refused = refused
         self._address = address
         self._served: dict[bytes, list[int]] = {}
-        """Members of a stream, by its uuid."""
+        """Stream uuid -> numbers of its members."""
         self._filters: dict[str, tuple[bytes, ...]] = {}
-        """What we subscribed to: filter -> key ids."""
+        """Current subscriptions: topic filter -> key ids."""
         self._granted: set[tuple[bytes, bytes]] = set()
-        """What orders the relay knows: (uuid, key id). What they name changes when a copy is promoted, and then alone."""
+        """(uuid, key id) of the orders that the relay has accepted. What an order names changes only when a copy is promoted."""
 
     def attach(self, session: StoreSession) -> None:
-        """A relay welcomed us: be there for creating streams."""
+        """Start with a new session: serve the addresses at which clients create streams."""
         self.detach()
         self.session = session
         self.leaving = False
@@ -140,7 +140,7 @@ class Registration:
         replies.all_sent()
 
     def detach(self) -> None:
-        """The session has ended."""
+        """Clear everything: the session has ended."""
         self.session = None
         self.members.clear()
         self._served.clear()
@@ -150,7 +150,7 @@ class Registration:
     def serve(
         self, stream: Stream, dead: Stream | None, all_streams: Iterable[Stream], then: Done
     ) -> None:
-        """Show a stream's orders, serve it and its dead letters, and receive what it records."""
+        """Send a stream's orders to the relay, serve the stream and its dead letters, and subscribe to what it records."""
         session = self.session
         if session is None:
             then("the store has no connection to a relay")
@@ -179,14 +179,17 @@ class Registration:
         replies.all_sent()
 
     def _note_missed(self, streams: Sequence[Stream], error: str) -> None:
-        """The relay sends these nothing, or had routed something before it heard of them."""
+        """Report that the relay refused the interest of these streams, or had routed messages before it received it."""
         if error:
             self._refused(streams)
         else:
             self._late()
 
     def _track_member(self, stream: Stream, *, shares: bool = False) -> Callable[[int], None]:
-        """Return what notes a member of a stream, or has it leave at once if `leave` came before the relay's answer."""
+        """Return a callback that stores a new member of a stream.
+
+        If `leave` was called before the relay answered, the callback makes the member leave at once.
+        """
         members = self._served.setdefault(stream.uuid, [])
 
         def joined(member: int) -> None:
@@ -202,14 +205,14 @@ class Registration:
         return joined
 
     def forget_grants(self, stream: Stream) -> None:
-        """A stream's orders name more than those that the relay was shown."""
+        """Send a stream's orders again at the next `serve`, because they name more than the relay has accepted."""
         self._granted = {grant for grant in self._granted if grant[0] != stream.uuid}
 
     def _note_granted(self, grant: tuple[bytes, bytes], member: int) -> None:
         self._granted.add(grant)
 
     def serve_dead(self, stream: Stream, dead: Stream) -> None:
-        """A stream has dead letters now."""
+        """Serve the new dead letters of a stream."""
         if self.session is not None:
             uuid = dead.uuid.hex()
             replies = PendingReplies(log_refusal(dead.name))
@@ -219,7 +222,7 @@ class Registration:
             replies.all_sent()
 
     def leave(self, stream: Stream, others: Iterable[Stream]) -> None:
-        """Serve and receive nothing for a stream; `others` record on."""
+        """Stop serving and recording a stream; `others` continue to record."""
         session = self.session
         members = self._served.pop(stream.uuid, [])
         if session is None:
@@ -235,10 +238,10 @@ class Registration:
     def _update_subscription(
         self, session: StoreSession, topic: str, streams: Iterable[Stream], replies: PendingReplies
     ) -> None:
-        """Be subscribed to a filter under all key ids under which `streams` record it, those that are served: the relay knows
-        the orders of no others yet.
+        """Subscribe to a filter under all key ids with which the served `streams` record it.
 
-        The frames go out together, so the relay routes nothing between the end of one subscription and the next.
+        Streams that are not served yet do not count, because the relay does not know their orders. The frames are sent together,
+        so the relay routes nothing between the old subscription and the new one.
         """
         found: dict[bytes, None] = {}
         recorders = []
@@ -258,7 +261,7 @@ class Registration:
 
             def late(error: str) -> None:
                 if error:
-                    self._filters.pop(topic, None)  # it is asked for again
+                    self._filters.pop(topic, None)  # so that it is requested again
                 self._note_missed(recorders, error)
 
             session.ask(
@@ -271,7 +274,7 @@ def _leave(session: StoreSession, member: int, replies: PendingReplies) -> None:
 
 
 def log_refusal(what: str) -> Done:
-    """Return what logs an error of the relay's."""
+    """Return a callback that logs an error reported by the relay."""
 
     def then(error: str) -> None:
         if error:

@@ -1,6 +1,6 @@
-"""A store's side of its session with the relay: bundles come in sealed and stay so, calls come in and are answered (sans-IO).
+"""A store's side of its session with the relay: receives bundles, which stay sealed, and calls, which it answers (sans-IO).
 
-The counterpart of `iris.core.session` for a process that holds no cluster key.
+It does for a process without cluster keys what `iris.core.session` does for a client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from relay.store.errors import ChannelRefused
 
 
 class Flow:
-    """One declared alias: who sends what to which address. `found` is the owner's, for one `version` of what it records."""
+    """One declared alias: sender, kind and address. `found` caches the owner's streams for one `version` of its catalogue."""
 
     __slots__ = ("declared", "found", "kind", "version")
 
@@ -46,7 +46,7 @@ class Flow:
 
 
 class Bundle:
-    """A sealed bundle that came, as it was published."""
+    """A received bundle, sealed as it was published."""
 
     __slots__ = ("body", "count", "end", "first", "flow", "hop", "session")
 
@@ -63,7 +63,7 @@ class Bundle:
 
 
 class IncomingCall:
-    """A call that came; `answer` it once."""
+    """A received call. It must be answered exactly once."""
 
     __slots__ = ("call", "channel", "counter", "deadline_us", "hop", "key_id", "name", "session")
 
@@ -82,35 +82,35 @@ class IncomingCall:
         """Counter of the call in its channel."""
 
     def answer(self, answer: Answer) -> None:
-        """Send the answer; nobody hears it if the session has ended."""
+        """Send the answer. It is dropped if the session has ended."""
         self.session.answer(self, encode(answer))
 
     def refuse(self, code: str, detail: str, *, sure: bool = False) -> None:
-        """Say that it was not done, and why; `sure`: for want of a disk, and nothing of it was written."""
+        """Answer that the call was refused, and why. `sure`: the disk failed, and certainly nothing was written."""
         self.answer(Refused(code, detail[:1024], sure))
 
 
 class StoreOwner(Protocol):
-    """Who the session works for: the store."""
+    """The callbacks of a session, implemented by the store."""
 
     def cast_received(self, bundle: Bundle) -> None: ...
     def push_received(self, bundle: Bundle) -> None:
-        """A push: it is given back with `StoreSession.credit` once it is on disk, or refused."""
+        """Receive a push: call `StoreSession.credit` when it is on disk, or `StoreSession.refuse`."""
 
     def gap_received(self, gap: frames.Gap) -> None: ...
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call in an authenticated body, and note its channel. Raises ChannelRefused."""
+        """Return the call inside an authenticated body and set its channel. Raises ChannelRefused."""
 
     def call_received(self, incoming: IncomingCall) -> None: ...
     def callers_left(self, hops: Set[int]) -> None:
-        """Whoever made these calls waits no more."""
+        """The callers of these calls, by hop id, no longer wait."""
 
     def draining(self) -> None: ...
     def out_full(self) -> None: ...
 
 
 class Out:
-    """What is to be written, in order."""
+    """Output queue: the bytes to write, in order."""
 
     __slots__ = ("chunk_bytes", "chunks")
 
@@ -133,7 +133,7 @@ class StoreSession(Conversation):
         self.owner = owner
         self.out = Out()
         self.complete = False
-        """The relay said goodbye, and that nothing of what we record is missing."""
+        """The relay has sent BYE and confirmed that we received everything we record."""
         self._sender_id = entropy(16)
         self._challenge = b""
         self._flows: list[Flow | None] = []
@@ -155,10 +155,10 @@ class StoreSession(Conversation):
     # -- driving ---------------------------------------------------------------------------------------------
 
     def turn(self, now_us: int, mono_us: int) -> None:
-        super().turn(max(self.now_us, now_us), mono_us)  # the time of day does not fall here
+        super().turn(max(self.now_us, now_us), mono_us)  # the session's wall time never goes back
 
     def flush(self) -> None:
-        """Give back the credit of pushes."""
+        """Send the collected credit of finished pushes."""
         for member, hops in self._credits.items():
             for at in range(0, len(hops), MAX_CREDIT):
                 self.control(frames.Credit(member, Kind.PUSH, hops[at : at + MAX_CREDIT]))
@@ -170,7 +170,7 @@ class StoreSession(Conversation):
         self.out.add(encode_control(body))
 
     def grant(self, key: StoreKey, signed: SignedOrder, waiter: Waiter) -> None:
-        """Show an order; the Ack says whether it holds."""
+        """Send an order to the relay; its Ack says whether the order is accepted."""
         proof = key.sign_proof(
             signed.order,
             relay_id=self.relay_id,
@@ -185,11 +185,11 @@ class StoreSession(Conversation):
     def join(
         self, name: str, key_ids: list[bytes], kinds: dict[int, Serving], tag: str, waiter: Waiter
     ) -> None:
-        """Serve an address."""
+        """Serve an address under these keys."""
         self.ask(lambda n: frames.Join(n, name, key_ids, kinds, tag), waiter)
 
     def answer(self, incoming: IncomingCall, body: bytes) -> None:
-        """Send the answer to a incoming."""
+        """Send the encoded answer to a call."""
         if self.state is not UP:
             return
         if len(body) > self.message_limit + FRAME_OVERHEAD - _HEAD_BYTES:
@@ -221,11 +221,11 @@ class StoreSession(Conversation):
             self.owner.out_full()
 
     def credit(self, bundle: Bundle) -> None:
-        """A push is done with: its credit goes back with the turn's."""
+        """Return the credit of a finished push at the end of this turn."""
         self._credits.setdefault(bundle.flow.declared.member, []).append(bundle.hop)
 
     def refuse(self, bundle: Bundle, reason: Refusal) -> None:
-        """Send a push back: another member may take it."""
+        """Send a push back, so that the relay can give it to another member."""
         if self.state is not UP:
             return
         size = DATA_LENGTH + len(bundle.body)
@@ -286,7 +286,7 @@ class StoreSession(Conversation):
         except ChannelRefused as err:
             incoming.refuse(
                 "channel", str(err)
-            )  # without a code: the caller may not be the channel's holder
+            )  # not authenticated: the caller may not hold the channel
             return
         except DecodeError as err:
             incoming.refuse("invalid", str(err))

@@ -1,4 +1,7 @@
-"""The calls of staged batches at one stream: attempts are staged, gathered and written with what is appended; a commit shows them."""
+"""Answers the calls of staged batches at one stream: Stage, Commit and Discard.
+
+Staged records are written with the next batch of appended ones. They become visible when a Commit names them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from relay.store.session import IncomingCall
 
 
 class StageCalls:
-    """What is staged in a log. Calls raise what the store refuses them with: StagingRefused, ValueError or LogError."""
+    """The Stage, Commit and Discard calls of one stream.
+
+    Methods raise StagingRefused, ValueError or LogError; the store refuses the call with it.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -20,13 +26,13 @@ class StageCalls:
 
     @property
     def waiting(self) -> bool:
-        """Whether anybody waits for the next write."""
+        """Whether a Stage call waits for the next write."""
         return bool(self._unanswered)
 
     def stage(
         self, incoming: IncomingCall, call: Stage, entries: Sequence[Entry], now_us: int
     ) -> int:
-        """Take the entries of a Stage: it is answered by `written`, or `refuse`. Return the bytes that wait for it."""
+        """Queue the entries of a Stage call and return their bytes. `written` or `refuse` answers the call."""
         if any(new.expect is not None for new in call.records):
             raise ValueError(
                 "expect: a staged record has no offset until it is committed; stage it without `expect`"
@@ -37,24 +43,24 @@ class StageCalls:
         return size
 
     def commit(self, incoming: IncomingCall, call: Commit, now_us: int) -> None:
-        """Append what is staged, and answer."""
+        """Append the staged records of a Commit call, and answer it."""
         attempts = [(one.attempt, one.records) for one in call.attempts]
         done = self._log.commit(call.writer, call.batch, attempts, now_us)
         incoming.answer(streams.Committed(done.first, done.next, done.replayed))
 
     def discard(self, incoming: IncomingCall, call: Discard, now_us: int) -> None:
-        """Drop what is staged, and answer."""
+        """Delete the staged records that a Discard call names, and answer it."""
         dropped = self._log.discard(call.writer, call.batch, call.attempts, now_us)
         incoming.answer(streams.Settled(dropped))
 
     def written(self) -> None:
-        """What was taken is on disk."""
+        """Answer the waiting Stage calls: their records are on disk."""
         unanswered, self._unanswered = self._unanswered, []
         for incoming in unanswered:
             incoming.answer(streams.Staged())
 
     def refuse(self, code: str, reason: str) -> None:
-        """What was taken does not get there."""
+        """Refuse the waiting Stage calls: their records were not written."""
         unanswered, self._unanswered = self._unanswered, []
         for incoming in unanswered:
             incoming.refuse(code, reason)

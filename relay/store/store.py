@@ -1,7 +1,7 @@
-"""The store: time, start and stop, its session with a relay, and which streams a bundle is for.
+"""The store: its clock, start and stop, its session with a relay, and which streams record a received bundle.
 
-The streams are in the `catalogue`, what users ask in `calls`. An order is checked when it comes and again at every start; what no
-order covers is not served. One damaged or full stream is told and costs no other.
+The streams are in `catalogue`, the calls of clients in `calls`. An order is checked when it is received and again at every
+start; a stream without a valid order is not served. A damaged or full stream is reported and does not affect other streams.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ COMMIT_BYTES: Final = 1 << 20
 
 
 class Store:
-    """All streams of one data directory. `dirty` is called when there is something to commit, `urge` when it should not wait."""
+    """All streams of one data directory.
+
+    `dirty` is called when there is something to commit, `urge` when much output is queued and should be written now.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Store:
 
     @property
     def now_us(self) -> int:
-        """µs since 1970, by a clock that may be set."""
+        """The wall clock, in µs since 1970. It may be set forward or back."""
         return self.clock.wall_us
 
     @now_us.setter
@@ -75,7 +78,7 @@ class Store:
         self.clock.at(now_us)
 
     def update_time(self, wall_us: int, running_us: int) -> None:
-        """Look at the clocks: that of the wall, and one that is never set and passes also while the host sleeps."""
+        """Read both clocks: the wall clock, and one that is never set and also runs while the host sleeps."""
         if step_us := self.clock.update(wall_us, running_us):
             for stream in self.streams.values():
                 stream.stepped(step_us)
@@ -88,20 +91,20 @@ class Store:
     # -- start and stop --------------------------------------------------------------------------------------
 
     def load(self, now_us: int) -> None:
-        """Open every stream of the directory; one that cannot be opened is kept aside and told."""
+        """Open every stream of the directory. One that cannot be opened is quarantined and logged."""
         self.now_us = now_us
         self.catalogue.load()
         self.completeness.load(self._complete_path, self.streams.values())
         for stream in list(self.streams.values()):
             if stream.uuid not in self.completeness.complete:
-                # Whatever was published meanwhile, nobody counted.
+                # What was published in the meantime was not counted by anybody.
                 self._note_gap(stream, "the store was not running")
         self.commit()
         for stream in self.streams.values():
             self.catalogue.add_addresses(stream)
 
     def close(self) -> None:
-        """Commit what has come, and give the files back. Idempotent."""
+        """Commit everything received and close all files. Idempotent."""
         self.commit()
         for stream in self.streams.values():
             stream.close()
@@ -109,7 +112,7 @@ class Store:
     # -- the session -----------------------------------------------------------------------------------------
 
     def attached(self, session: StoreSession, *, first: bool) -> None:
-        """A relay welcomed us: show it every order, and serve every stream."""
+        """Start with a new session: register every order and every stream at the relay."""
         self.registration.attach(session)
         self.completeness.session_began()
         for stream in self.streams.values():
@@ -120,18 +123,18 @@ class Store:
                 self.catalogue.serve(stream, log_refusal(stream.name))
 
     def registered(self) -> None:
-        """The relay has answered all that `attached` said: what is missed from here on, the session tells."""
+        """The relay has answered all of `attached`. From here on the session reports every loss."""
         self.completeness.registered()
 
     def _late(self) -> None:
-        """The relay had routed something before we were there, which nobody has counted."""
+        """The relay had routed messages before it received our interest; nobody counted them."""
         missing = self.completeness.missed_at_start()
         for stream in self.streams.values():
             if stream.uuid in missing:
                 self._note_gap(stream, "the store was not attached yet")
 
     def _refused(self, streams: Iterable[Stream]) -> None:
-        """The relay sends these nothing of what they record."""
+        """The relay refused the interest of these streams, so they receive nothing."""
         for stream in streams:
             self._note_gap(stream, "the relay refused what it records")
 
@@ -139,13 +142,13 @@ class Store:
         if not (stream.definition.topic or stream.definition.cluster):
             return
         if stream.log is None:
-            stream.missed_while_closed = True  # it is noted when there is a log
+            stream.missed_while_closed = True  # the gap is written when the log is open again
             return
         stream.recorder.note(None, cause)
         self._touch(stream)
 
     def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
-        """The session has ended. `complete`: `relay` said so of what it sent."""
+        """The session has ended. `complete`: `relay` confirmed that we received everything we record."""
         self.calls.channels.clear()
         self.registration.detach()
         for stream in self.streams.values():
@@ -155,13 +158,13 @@ class Store:
         self.completeness.session_ended(self.streams.values(), relay, complete=complete)
 
     def save_complete(self, *, unread: bool = False) -> None:
-        """Tell the next store of this directory which streams miss nothing. Raises LogWriteFailed."""
+        """Write down for the next store of this directory which streams are complete. Raises LogWriteFailed."""
         self.completeness.save(self._complete_path, self.streams.values(), unread=unread)
 
     # -- what comes in ---------------------------------------------------------------------------------------
 
     def cast_received(self, bundle: Bundle) -> None:
-        """A publication or broadcast came: every stream that records it takes it."""
+        """Give a publication or broadcast to every stream that records it."""
         flow = bundle.flow
         if flow.version != self.catalogue.version:
             flow.found = self.catalogue.recorders(flow.declared)
@@ -171,7 +174,7 @@ class Store:
             self._touch(stream)
 
     def push_received(self, bundle: Bundle) -> None:
-        """A push came for the stream that takes a cluster's share."""
+        """Give a push to the stream that takes this cluster's share; refuse it if no stream does."""
         stream = self.catalogue.sharing(bundle.flow.declared)
         refusal = Refusal.LEAVING if stream is None else stream.recorder.push(bundle)
         if refusal is not None or stream is None:
@@ -180,24 +183,24 @@ class Store:
             self._touch(stream)
 
     def gap_received(self, gap: frames.Gap) -> None:
-        """The relay dropped something on the way here."""
+        """Record a gap that the relay reported: it dropped messages on the way here."""
         for stream in self.catalogue.recorders(gap):
             stream.recorder.gap(gap, self.clock.elapsed_us)
             self._touch(stream)
 
     def draining(self) -> None:
-        """The relay stops: nobody waits here any more."""
+        """The relay is stopping: refuse all waiting readers and workers."""
         self.registration.leaving = True
         for stream in self.streams.values():
             stream.refuse_waiting("the relay is stopping")
 
     def callers_left(self, hops: Set[int]) -> None:
-        """Whoever made these calls waits no more, as the relay says."""
+        """The relay reports that the callers of these calls, by hop id, no longer wait."""
         for stream in list(self.streams.values()):
             stream.callers_left(hops, self.now_us)
 
     def out_full(self) -> None:
-        """There is much to write."""
+        """Much output is queued: write it now."""
         self._urge()
 
     def _touch(self, stream: Stream) -> None:
@@ -207,16 +210,16 @@ class Store:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait for the commit."""
+        """Bytes of bodies that wait for the next commit."""
         return sum(stream.recorder.bytes for stream in self._dirty.values())
 
     def commit(self) -> None:
-        """Write what has come to every stream, one sync each."""
+        """Write what every stream has received, with one sync per stream."""
         dirty, self._dirty = self._dirty, {}
         for stream in dirty.values():
             try:
                 stream.commit(self.now_us)
-            except LogError as err:  # told to whom it concerned; the others go on
+            except LogError as err:  # its callers have their answers; the other streams continue
                 self._warn(stream, err)
             except Exception:
                 log.exception("store.fault", extra={"fields": {"stream": stream.name}})
@@ -228,7 +231,7 @@ class Store:
         )
 
     def tend(self) -> None:
-        """Do what time brings: readers whose wait is over, ages, compaction, logs that failed."""
+        """Do the periodic work: answer readers whose wait is over, enforce ages, compact, reopen failed logs."""
         for stream in list(self.streams.values()):
             try:
                 if not self.registration.blocked:
@@ -241,10 +244,10 @@ class Store:
                     was_open = stream.log is not None
                     stream.reopen(self.now_us)
                     if not was_open and not stream.dead and stream.log is not None:
-                        # The definition file beside a log may be older than the log's own.
+                        # The definition file beside a log may be older than the definition inside the log.
                         self.catalogue.load_charter(stream, stream.log.definition)
                         if stream.missed_while_closed or stream.definition.cluster:
-                            # Between two memberships broadcasts may pass by.
+                            # Broadcasts may be missed between two memberships.
                             self._note_gap(stream, "its log could not be opened")
                         stream.missed_while_closed = False
                         self.catalogue.add_addresses(stream)

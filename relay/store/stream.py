@@ -1,13 +1,13 @@
-"""One stream as its store keeps it: what comes in is gathered and written as one batch, whoever reads waits here for more.
+"""One stream of a store: collects what it receives, writes it in batches, and holds the readers that wait for more.
 
-    publish, broadcast ─┐                        ┌─► acknowledged (appends), credited (pushes)
-    push, append ───────┴─► batch ── commit ──► log ─► readers that wait ─► consumers
-    what is missing ───────► gap records         ▲
-    stage ─────────────────► with the batch ─────┤ a Commit shows it
-    copy ────────────────────────────────────────┘ of another log, if this one is a copy: nothing else is written then
+    publish, broadcast ─┐                        ┌─► acknowledgements (appends), credit (pushes)
+    push, append ───────┴─► batch ── commit ──► log ─► waiting readers ─► consumers
+    missing messages ──────► gap records         ▲
+    stage ─────────────────► with the batch ─────┤ visible after a Commit call
+    copy ────────────────────────────────────────┘ from another log, if this stream is a copy; nothing else is written then
 
-Sans-IO but for the log: the store hands in bundles and questions, tells the time, and calls `commit` soon after `dirty`. `now_us` is
-the wall clock's, which may be set; what waits goes by time that passes.
+Sans-IO except for the log: the store passes in bundles, calls and the time, and calls `commit` soon after `dirty`. `now_us` is the
+wall clock, which may be set; waits are measured in elapsed time.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from relay.store.session import IncomingCall
 from relay.store.stage_calls import StageCalls
 
 MAX_WAITING: Final = 16_384
-"""Readers that wait at one stream; one more is refused."""
+"""Readers that wait for one stream. One more is refused."""
 REOPEN_MIN_US: Final = 2_000_000
 REOPEN_MAX_US: Final = 60_000_000
 COMPACT_US: Final = 10_000_000
 
 
 class Stream:
-    """One stream. `log` is None while it cannot be opened; `failed` then says why."""
+    """One stream. `log` is None while the log cannot be opened; `failed` then says why."""
 
     def __init__(
         self,
@@ -79,30 +79,30 @@ class Stream:
         self.definition = Definition("?")
         self.recorder = Recorder()
         self.dead = False
-        """Holds the dead letters of another stream."""
+        """This stream holds the dead letters of another stream."""
         self._limits = Limits()
         self.missed_while_closed = False
-        """While its log was not open nothing was recorded, and nobody counted what that was."""
+        """Messages were missed while the log was not open, and nobody counted them."""
         self._waiting: list[tuple[int, IncomingCall, Fetch]] = []
         self._compact_us = 0
         self.reopen_us = 0
-        """A log that failed is opened again then, in elapsed time."""
+        """When to reopen a failed log, in elapsed time."""
         self._pause_us = REOPEN_MIN_US
         self.consumer_calls: ConsumerCalls | None = None
-        """None while there is no log."""
+        """None while the log is not open."""
         self.stage_calls: StageCalls | None = None
-        """Likewise."""
+        """None while the log is not open."""
         self._source_next = 0
-        """Of a copy: where its source ended when a Copy last said so ..."""
+        """For a copy: the end of its source, as the last Copy call reported it."""
         self._source_seen_us = 0
-        """... and when that was."""
+        """When that call was received."""
         self.write_dead_letters: Callable[[str, list[Dead]], None] = _no_dead_letters
         self.redefine()
         if log is not None:
             self.opened(log)
 
     def opened(self, log: Log) -> None:
-        """The log can be used, for the first time or again."""
+        """Use this log, which was opened for the first time or again."""
         self.log = self.recorder.log = log
         self.consumer_calls = ConsumerCalls(
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
@@ -123,7 +123,7 @@ class Stream:
             self.define(self.charter.definition)
 
     def define(self, definition: Definition) -> None:
-        """Take up a definition."""
+        """Apply a new definition."""
         self.recorder.pause(definition.paused)
         self.definition = definition
         self.name = definition.name
@@ -135,19 +135,22 @@ class Stream:
         self._apply()
 
     def _apply(self) -> None:
-        """Have the log and its consumers go by the definition."""
+        """Pass the definition's settings to the log and the consumers."""
         if self.log is not None and self.consumer_calls is not None:
             self.log.ids.window_us = self.definition.dedup_window_us
             self.consumer_calls.paused = self.definition.consuming_paused
 
     @property
     def key_ids(self) -> list[bytes]:
-        """Under which it is known."""
+        """The key ids under which the stream is addressed."""
         return list(self.orders)
 
     @property
     def recording_ids(self) -> list[bytes]:
-        """Under which it records: those that ordered what it records now. A copy may be promoted under some of its keys only."""
+        """The key ids under which the stream records.
+
+        Only those whose order names the current source: a copy may be promoted under some of its keys only.
+        """
         wanted = self.definition.topic, self.definition.cluster
         return [
             key_id
@@ -156,16 +159,16 @@ class Stream:
         ]
 
     def records(self, topic: str, key_id: bytes) -> bool:
-        """Whether what is published to `topic` under this key belongs here."""
+        """Return whether this stream records publications to `topic` under this key."""
         wanted = self.definition.topic
         return bool(wanted) and matches(wanted, topic) and key_id in self.recording_ids
 
     def shares(self, cluster: str, key_id: bytes) -> bool:
-        """Whether this stream records what is pushed and broadcast to `cluster` under this key, whatever a relay says."""
+        """Return whether this stream records pushes and broadcasts to `cluster` under this key. A relay has no say in this."""
         return cluster == self.definition.cluster and key_id in self.recording_ids
 
     def described(self, store: bytes, label: str) -> Described:
-        """Return what users see of it."""
+        """Return the description that clients see."""
         log = self.log
         numbers = (
             (log.created_us, log.oldest, log.next, log.messages, log.size_bytes)
@@ -181,14 +184,14 @@ class Stream:
 
     @property
     def complete(self) -> bool:
-        """Whether all that was to be recorded stands in the log, or is noted there as missing."""
+        """Whether everything received is in the log, as a record or in a gap."""
         log = self.log
         return log is not None and not log.failed and self.recorder.complete
 
     # -- in: what is appended --------------------------------------------------------------------------------
 
     def append(self, incoming: IncomingCall, call: Append) -> None:
-        """Take an Append; it is answered by the next commit, or refused now. Raises ValueError."""
+        """Queue an Append call for the next commit, which answers it, or refuse it now. Raises ValueError."""
         if self._writable(incoming) is None:
             return
         producer = call.producer if call.producer != streams.NO_PRODUCER else None
@@ -212,7 +215,7 @@ class Stream:
         self.recorder.append(incoming, entries)
 
     def stage(self, incoming: IncomingCall, call: Stage, now_us: int) -> None:
-        """Take a Stage, likewise. Raises StagingRefused, ValueError."""
+        """Queue a Stage call for the next commit, or refuse it now. Raises StagingRefused, ValueError."""
         if (stage_calls := self._writable(incoming)) is not None:
             entries = [self._entry(incoming, call.sender_id, new) for new in call.records]
             self.recorder.bytes += stage_calls.stage(incoming, call, entries, now_us)
@@ -220,7 +223,10 @@ class Stream:
     def commit_or_discard(
         self, incoming: IncomingCall, call: Commit | Discard, now_us: int
     ) -> None:
-        """Answer a Commit or a Discard behind all that has come; `commit` tells who waits for more. Raises StagingRefused, LogError."""
+        """Answer a Commit or Discard call, after everything received before it. The next `commit` notifies waiting readers.
+
+        Raises StagingRefused or LogError.
+        """
         self.commit(now_us)
         if (stage_calls := self._writable(incoming)) is None:
             return
@@ -230,7 +236,7 @@ class Stream:
             stage_calls.discard(incoming, call, now_us)
 
     def _writable(self, incoming: IncomingCall) -> StageCalls | None:
-        """Return what is staged if callers may write here; else refuse."""
+        """Return the stage calls if clients may write to this stream; else refuse the call and return None."""
         if self.definition.mirror:
             incoming.refuse(
                 "invalid",
@@ -245,7 +251,7 @@ class Stream:
         return None
 
     def _open(self, incoming: IncomingCall) -> Log | None:
-        """Return the log if it takes writes; else refuse."""
+        """Return the log if it can be written; else refuse the call and return None."""
         if self.definition.paused:
             incoming.refuse(
                 "paused",
@@ -253,7 +259,7 @@ class Stream:
             )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")
-            # A commit that is repeated may have been written the first time.
+            # A repeated commit may have been written the first time.
             tried = not isinstance(incoming.call, streams.Append)
             incoming.refuse("disk", failed or "the log is not open", sure=not tried)
         else:
@@ -263,7 +269,7 @@ class Stream:
     # -- in: what is copied ----------------------------------------------------------------------------------
 
     def copy(self, incoming: IncomingCall, call: Copy, now_us: int) -> None:
-        """Write what the source of this copy holds, and answer; or say where the copy ends. `commit` tells who waits for more.
+        """Write items of this copy's source and answer with the end of the copy. The next `commit` notifies waiting readers.
 
         Raises ValueError, LogError.
         """
@@ -296,7 +302,7 @@ class Stream:
     def append_dead_letters(
         self, stream: Stream, consumer: str, letters: list[Dead], now_us: int
     ) -> None:
-        """Write dead letters of a consumer of `stream`: this log is theirs. Raises LogWriteFailed."""
+        """Append dead letters of a consumer of `stream` to this log, which holds them. Raises LogWriteFailed."""
         if self.log is None or self.log.failed:
             raise LogWriteFailed(self.path, self.failed or "an earlier write failed")
         entries = []
@@ -322,11 +328,11 @@ class Stream:
     # -- to disk ---------------------------------------------------------------------------------------------
 
     def commit(self, now_us: int) -> None:
-        """Write what has come and tell everybody whom it concerns."""
+        """Write the collected batch to the log, and notify its senders and the waiting readers."""
         batch = self.recorder.take()
         log, stage_calls = self.log, self.stage_calls
         if not batch and not (stage_calls and stage_calls.waiting):
-            self._after_write(now_us)  # by a Commit, perhaps
+            self._after_write(now_us)  # a Commit call may have appended records
             return
         try:
             if log is None or log.failed:
@@ -352,7 +358,7 @@ class Stream:
         self._after_write(now_us)
 
     def _after_write(self, now_us: int) -> None:
-        """Tell who waits for more, and keep no more than the limits. Raises LogError."""
+        """Answer waiting readers, and enforce the limits. Raises LogError."""
         if self.log is not None and not self.log.failed:
             self.wake(now_us)
             self.log.enforce(self._limits, now_us)
@@ -363,9 +369,9 @@ class Stream:
             self.stage_calls.refuse("disk", err.reason)
 
     def reopen(self, now_us: int) -> None:
-        """Try to write again after a failure; what was lost meanwhile is noted first. Raises LogError.
+        """Reopen the log after a failed write; what was lost meanwhile is recorded as a gap first. Raises LogError.
 
-        A log that can still be read is not given up while the disk has no room for what opening it again writes.
+        A log that can still be read is not closed while the disk has no room for what reopening it writes.
         """
         self.reopen_us = self._elapsed_us(now_us) + self._pause_us
         self._pause_us = min(2 * self._pause_us, REOPEN_MAX_US)
@@ -396,7 +402,7 @@ class Stream:
     def fetch(
         self, incoming: IncomingCall, call: Fetch, now_us: int, *, wait: bool = False
     ) -> None:
-        """Answer a Fetch now, or when there is something; or, if it is to `wait`, when `wake` is called next."""
+        """Answer a Fetch call now, or when there are new records. With `wait`, answer at the next `wake` or `expire`."""
         log = self.log
         if log is None:
             incoming.refuse("damaged", self.failed)
@@ -426,13 +432,13 @@ class Stream:
         incoming.answer(streams.Fetched(items, end, log.oldest, log.next, self.uuid))
 
     def wake(self, now_us: int) -> None:
-        """Answer whoever waited for more."""
+        """Answer the waiting workers and readers that can be answered."""
         if self.consumer_calls is not None:
             self.consumer_calls.wake(self._elapsed_us(now_us))
         self._answer_waiting(now_us)
 
     def expire(self, now_us: int) -> None:
-        """Answer whose time is over, or who waited because the relay did not read."""
+        """Answer readers whose wait has ended, and those held back because the relay did not read."""
         self._answer_waiting(now_us)
 
     def _answer_waiting(self, now_us: int) -> None:
@@ -451,19 +457,19 @@ class Stream:
                 self._waiting.append(entry)
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
-        """Whoever made these calls waits no more."""
+        """Remove waiting calls, by hop id, whose callers no longer wait."""
         gone = [entry for entry in self._waiting if entry[1].hop in hops]
         if gone:
             self._waiting = [entry for entry in self._waiting if entry[1].hop not in hops]
         for _, incoming, call in gone:
-            if self.log is not None:  # with nothing: the relay forgets the call then
+            if self.log is not None:  # an empty answer, so that the relay forgets the call
                 log = self.log
                 incoming.answer(streams.Fetched([], call.start, log.oldest, log.next, self.uuid))
         if self.consumer_calls is not None:
             self.consumer_calls.callers_left(hops, self._elapsed_us(now_us))
 
     def refuse_waiting(self, reason: str, code: str = "leaving") -> None:
-        """Nobody can wait here now: readers come again later."""
+        """Refuse all waiting readers and workers, which will try again later."""
         waiting, self._waiting = self._waiting, []
         for _, incoming, _ in waiting:
             incoming.refuse(code, reason)
@@ -473,7 +479,10 @@ class Stream:
     # -- in between ------------------------------------------------------------------------------------------
 
     def tend(self, now_us: int) -> int:
-        """Enforce what ages, compact a little; return how many staged records were dropped for their age. Raises LogError."""
+        """Enforce age limits, and compact a little. Returns how many staged records were dropped for their age.
+
+        Raises LogError.
+        """
         log = self.log
         if log is None:
             return 0
@@ -491,7 +500,7 @@ class Stream:
         return dropped
 
     def stepped(self, step_us: int) -> None:
-        """The wall clock was set, forward or back."""
+        """The wall clock was set forward (`step_us` > 0) or back (< 0)."""
         if self.log is not None:
             if step_us < 0:
                 self.log.steps.back(-step_us, self.log.next)
@@ -502,17 +511,17 @@ class Stream:
         return now_us - self._clock.wall_ahead_us
 
     def close(self) -> None:
-        """Give the files back. Idempotent."""
+        """Close the log. Idempotent."""
         if self.log is not None:
             if self.consumer_calls is not None and not self.log.failed:
                 with contextlib.suppress(
                     LogWriteFailed
-                ):  # then what was settled last is handed out again
+                ):  # then the messages that were settled last are delivered again
                     self.consumer_calls.close()
             self._shut(self.log)
 
     def end(self, reason: str) -> None:
-        """The stream is deleted: whoever waits hears so."""
+        """Close a deleted stream, and refuse everything that waits for it."""
         self.refuse_waiting(reason, "no-stream")
         self._failed(self.recorder.take(), LogWriteFailed(self.path, reason))
         self.close()
