@@ -1,19 +1,81 @@
 """Iris: decentralized cluster messaging. Services talk to clusters by name, never to hosts.
 
-    relay     the daemon on a host; finds its peers, routes by cluster name, cannot read a payload
-    session   one process attached to its local relay
-    member    a session that serves a cluster, having proved that it holds the key
-    cluster   a name plus a key; the smallest unit that can be addressed
-    topic     a dotted name to publish to; filters may hold '*' (one token) and a final '>' (the rest)
-    keyring   a process's keys: per cluster, per topic prefix, and a default
-    bundle    several messages for one address, sealed and framed as one
-    tunnel    an ordered, throttled, two-way message stream between two members
-    stream    a durable, offset-addressed log of a topic, a cluster or what is appended; kept, sealed, by a store
-    batch     what many processes stage for a stream, in attempts, and one commits: it appears whole and once
-    frame     what travels on the wire; message is what a user sends
-
     async with iris.connect() as client:
         reply = await client.request("databases", b"...", timeout=1.0)
+
+Glossary, to be read from top to bottom:
+
+Processes and connections
+    relay         the daemon on each host: finds other relays, routes messages by name, and cannot read payloads
+    client        the library object with which a process sends and receives messages (`iris.Client`)
+    session       the connection of one client to its relay
+    cluster       a named group of processes that do the same work; the smallest unit that can be addressed
+    member        a session that serves a cluster; it has proved to its relay that it holds the cluster's key
+    service       the handlers of a member (`iris.Service`)
+    handler       a function that runs for each message of one kind
+    link          an authenticated, encrypted connection between two relays
+    site          the relays that share a network key and are all linked to each other: a LAN, or a cloud region
+    gateway       a relay with connections to the gateways of other sites
+    federation    several sites, connected through their gateways
+    bridge        a process that connects Iris to another protocol, such as HTTP or nanomsg
+    peer          the other end of a connection
+
+Names and keys
+    topic         a dotted name to publish to, such as "orders.new"
+    filter        a pattern for topics: '*' stands for one token, and a final '>' for all remaining ones
+    cluster key   32 secret bytes that all members of a cluster, and all of its callers, share
+    key id        16 public bytes that identify a cluster key
+    address       a name and a key id; one name under two keys is two addresses
+    keyring       the cluster keys of a process: by cluster, by topic prefix, and a default
+    network key   the key that relays of one site share; it admits relays, and opens no payload
+    site key      the key by which the gateways of other sites recognize a site
+    seal, open    to encrypt and authenticate a payload, and the reverse; only key holders can do either
+
+Messages
+    message       what a user sends: a payload, and headers if you like
+    call          a message to members that expects a result: request, push, survey or the opening of a tunnel
+    request       a call to one member, which replies
+    push          a call to one member, without a reply; only failures are reported
+    survey        a call to all members; each one answers
+    reply         what a member answers to a request
+    cast          a message to all receivers, without a reply: a broadcast or a publication
+    broadcast     to send a message to all members of a cluster
+    publish       to send a message to all subscribers of a topic; the message is a publication
+    subscription  receives the publications whose topic matches a filter
+    queue group   subscriptions that share publications: each goes to one of them
+    tunnel        an ordered, two-way stream of messages between two members, throttled by the receiver
+    frame         the unit of transfer on a connection: one message, or several as a bundle or a run
+    bundle        several casts to one address, sealed together and sent in one frame
+    run           several calls to one cluster, each sealed by itself and sent in one frame
+
+Flow and losses
+    interest      the clusters and topics that a relay's sessions serve or subscribe to
+    advertise     to send one's own interest, and changes of it, to peers
+    replica       a relay's copy of the interest of a peer
+    deliver       to give a message to a handler or subscriber
+    dispatch      to give a call to a member that runs it; until it has finished, the call is in flight
+    hold, queue   to keep a message in memory until it can be sent or handled
+    drop          to discard a message that was accepted
+    refuse        not to accept a message; the sender gets an error, and the message has not run
+    credit        a receiver's permission to send it a number of messages or bytes
+    window        the most that may be sent and not yet confirmed; credit is granted within it
+    drain         to finish what was accepted, and accept nothing new, before stopping
+    loss          casts that did not arrive, or a push that failed, with their number if it is known (`iris.Lost`)
+    report        to make a loss known: to `on_loss`, `on_gap` and `losses`, and in the log
+
+Durable streams
+    store         a process that keeps streams on disk, or in a bucket, sealed as they were sent
+    stream        a durable log of a topic, of a cluster, or of what is appended; readers can start anywhere in it
+    record        the unit of storage: one or several messages, sealed together
+    offset        the position of a message in a stream; never used twice
+    gap           offsets of a stream without messages, or casts that a subscription did not receive
+    append        to write messages to a stream; it returns when they are on disk
+    reader        reads a stream from an offset on; it keeps its position itself
+    consumer      a named position in a stream, kept by the store, whose messages its workers share
+    dead letter   a message that a consumer has delivered too often without a confirmation
+    staging       writing the records of a batch to the store before they become visible
+    attempt       what one task stages for a batch; a repeated task makes another attempt
+    batch         attempts that are committed together: their records appear all at once and exactly once
 
 (SciTools Iris, for Earth science, is imported by the same name: the two do not fit in one environment.)
 """

@@ -1,8 +1,8 @@
-"""Keeps one session with the relay up: connects, notices its end, finds the relay again, moves to a new session.
+"""Keeps a client attached to a relay: connects, reconnects when the session ends, and moves to new sessions.
 
     new -> open -> closing -> closed
 
-While there is no relay `session` is None, requests wait for it, and publications are kept within a bound.
+While no relay is connected, `session` is None, requests wait, and casts are held up to `ClientConfig.offline_bytes`.
 """
 
 from __future__ import annotations
@@ -37,29 +37,35 @@ from iris.wire.kinds import Kind
 
 log = logging.getLogger(__name__)
 
-LOOK_MIN_S: Final = 0.01
-LOOK_MAX_S: Final = 0.25
-LOOK_SHARE: Final = 0.05
-"""Of the time without a relay: so often the socket's path is looked at, from every `LOOK_MIN_S` to every `LOOK_MAX_S`."""
+POLL_MIN_S: Final = 0.01
+POLL_MAX_S: Final = 0.25
+POLL_SHARE: Final = 0.05
+"""Without a relay, the socket's path is polled: the interval is this share of the time without a relay, within
+`POLL_MIN_S` and `POLL_MAX_S`."""
 
 Connector = Callable[[Callable[[], asyncio.BufferedProtocol]], Awaitable[Path | None]]
-"""Connects the protocol that the factory makes to a relay, and returns the path of its socket, if it has one; raises RelayUnavailable."""
+"""Connects the protocol that the factory makes to a relay.
+
+Returns the path of the relay's socket, or None if it has none.
+
+Raises RelayUnavailable.
+"""
 
 Cast = tuple[int, str, bytes, Headers | None, bool]
-"""kind, name, payload, headers, packed: a publication or broadcast that no bundle took yet."""
+"""(kind, name, payload, headers, packed): a publication or broadcast that is not in a bundle yet."""
 
 
-LOOK_S: Final = 0.005
-"""Between two looks at what a session that is being left still has to finish."""
+LEAVE_POLL_S: Final = 0.005
+"""Interval at which a session that is being left is checked for unfinished work."""
 
 
 def unwatched() -> Callable[[], bool]:
-    """Nothing is looked at: the next attempt is made when its pause is over."""
+    """Return a watch that never reports the arrival of a relay, so that each pause takes its full time."""
     return lambda: False
 
 
 class Registrar(Owner, Protocol):
-    """The client: what no bundle took yet goes into one of the next session."""
+    """What an attachment calls: the client's runtime. `cast` puts a held cast into a bundle of the new session."""
 
     def cast(
         self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool
@@ -69,30 +75,37 @@ class Registrar(Owner, Protocol):
 
 
 class Life(Enum):
-    """What may be done with an attachment; the value completes "this client is ..."."""
+    """Life cycle of an attachment. The values complete the error text "this client ..."."""
 
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    FORKED = "the parent process's: connect anew after a fork"
+    OPEN = "is open"
+    CLOSING = "is being closed; make another one with iris.connect()"
+    CLOSED = "is closed; make another one with iris.connect()"
+    FORKED = "belongs to the parent process; after a fork, make another one with iris.connect()"
 
 
 OPEN: Final = Life.OPEN
 
 
 class Attachment:
-    """One client's hold on a relay. `session`, `out` and `pump` are of the session in use, None while there is none."""
+    """The attachment of one client to a relay.
+
+    `session`, `out` and `pump` belong to the session in use, and are None while there is none.
+    """
 
     def __init__(
         self, client: Registrar, registry: Registry, config: ClientConfig, connector: Connector, entropy: Callable[[int], bytes],
         watch: Callable[[], Callable[[], bool]], local_senders: LocalSenders | None,
     ) -> None:  # fmt: skip
-        """`watch` is called when a relay is lost, and returns what says whether one has come since it was asked last."""
+        """Create a detached attachment.
+
+        `watch` is called when a relay is lost. It returns a function that says whether a relay has arrived since its
+        last call.
+        """
         self.session: Session | None = None
         self.out: Outbound | None = None
         self.pump: Pump[Session] | None = None
         self.blocked = True
-        """The write buffer is over its high-water mark, or there is no relay."""
+        """Whether casts must wait: the write buffer is over its high-water mark, or there is no session."""
         self.state = OPEN
         self.guard = Guard(int(config.freshness_s * 1e6))
         self._client = client
@@ -105,42 +118,47 @@ class Attachment:
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pairs: dict[Pump[Session], Pairs] = {}
-        """Sessions over a Unix socket -> what fetches socket pairs for their tunnels."""
+        """Sessions over a Unix socket -> the object that fetches socket pairs for their direct tunnels."""
         self._pair_buffer: ReceiveBuffer | None = None
         self._pumps: WeakSet[Pump[Session]] = WeakSet()
-        """Pumps of all sessions that may still send: the one in use, old ones that drain, and new ones."""
+        """Pumps of all sessions that may still send: the one in use, those being left, and new ones."""
         self._up = asyncio.Event()
         self._vacant = asyncio.Event()
-        """There is no session in use: the next relay is looked for."""
+        """Set while there is no session in use, so that `_run` looks for a relay."""
         self._leaving: dict[Pump[Session], asyncio.Task[None]] = {}
-        """Sessions whose relay stops, until they have ended, and who ends them well."""
+        """Sessions being left because their relay stops -> the task that leaves them gracefully."""
         self._missed = ""
-        """Why the session in use was left, until those who may have missed something have heard of it."""
+        """Why the last session was left, until the possible losses have been reported; else ""."""
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
         self._lost_s: float | None = None
-        """When the last session ended, while there is no other."""
+        """Loop time at which the last session ended; None while there is a session."""
         self._offline: deque[Cast] = deque()
+        """Casts held for the next session."""
         self._offline_bytes = 0
         self._ended: dict[str, int] = {"sent": 0, "received": 0}
+        """Messages sent and received over sessions that have ended."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Connect, and stay connected until `close`. Raises RelayUnavailable, or what a registration failed with."""
+        """Connect, and stay connected until `close`.
+
+        Raises RelayUnavailable, or the error of a failed registration.
+        """
         self._adopt(await self._attach())
         self._task = self._loop.create_task(self._run(), name="iris-client")
 
     async def say_bye(self) -> None:
-        """Flush, and return when the relay has routed all of it and ended the session."""
+        """Flush, send BYE, and return when the relay has routed everything and ended the session."""
         if self._leaving:
             await asyncio.wait(list(self._leaving.values()))
         if self.pump is not None:
             await self._bye(self.pump, "client closed")
 
     def close(self) -> None:
-        """End now. Idempotent."""
+        """End all sessions now. Idempotent."""
         self.state = Life.CLOSED
         if self._task is not None:
             self._task.cancel()
@@ -153,14 +171,14 @@ class Attachment:
         offline, self._offline = self._offline, deque()
         self._offline_bytes = 0
         for cast in offline:
-            self._lost(cast, "the client was closed without a relay")
+            self._report_lost(cast, "the client was closed without a relay")
         self._up.set()
         self._wake_writers()
 
     async def replace(self) -> None:
-        """Move to a new session, make before break: nothing accepted is lost, no order is broken.
+        """Move to a new session, which is registered before the old one ends. Nothing accepted is lost or reordered.
 
-        Raises RelayUnavailable, or what a registration failed with; the old session then goes on.
+        Raises RelayUnavailable, or the error of a failed registration; the old session then stays in use.
         """
         async with self._replacing:
             await self.ready("relay", self._config.connect_timeout_s)
@@ -174,50 +192,51 @@ class Attachment:
                 return
             if old is None or not old.connected:
                 new.release_casts()
-                self._take(new)
+                self._adopt_unless_replaced(new)
                 return
-            # What follows goes to the new session, once the relay has all that went to the old one.
+            # From here on casts wait for the new session, until the relay has routed all that was sent on the
+            # old one.
             self.blocked = True
             try:
                 with contextlib.suppress(ConnectionLost, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await self._fence(old)
-                # All that was routed to the old session before the new one was registered has been read.
+                # Everything that was routed to the old session before the new one was registered has been read now.
                 new.release_casts()
                 if (
                     old.session.drain_ms is not None
-                ):  # whoever looks for the next relay has begun already
+                ):  # `drain` has left the old session, and `_run` looks for the next relay
                     new.abort("the relay is about to stop")
                     await self.ready("relay", self._config.connect_timeout_s)
                     return
                 if self.pump is not old:
-                    self._take(new)
+                    self._adopt_unless_replaced(new)
                     return
                 self._adopt(new)
             except BaseException:  # cancelled, or the new session has ended already
-                new.abort("not taken into use")
+                new.abort("this session was never used")
                 self.writing_resumed(old)
                 raise
             try:
                 with contextlib.suppress(IrisError, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
-                        # What was registered meanwhile is there before the old one goes.
+                        # What was registered meanwhile must be in effect before the old session ends.
                         await self._fence(new)
-                        await self._fence(old)  # every JOIN on it is answered
+                        await self._fence(old)  # after this, every JOIN on it is answered
                         await self._leave_all(old)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._config.drain_timeout_s):
                             while old.session.busy and old.connected:
-                                await asyncio.sleep(LOOK_S)
+                                await asyncio.sleep(LEAVE_POLL_S)
                                 old.turn()
-                                old.flush()  # `touch` is for the session in use
+                                old.flush()  # because `touch` writes only for the session in use
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await self._bye(old, "moved to another session")
             finally:
                 old.abort("replaced")
 
     async def _fence(self, pump: Pump[Session]) -> None:
-        """Return when the relay has routed all that was sent on `pump`."""
+        """Return when the relay has routed everything that was sent on `pump`."""
         waiter = self._loop.create_future()
         pump.turn()
         pump.session.flush()
@@ -226,7 +245,7 @@ class Attachment:
         await waiter
 
     async def _leave_all(self, pump: Pump[Session]) -> None:
-        """Return when no member of this session is handed anything more."""
+        """Leave with all members of a session; return when the relay dispatches nothing more to them."""
         pump.turn()
         waiters = [leave(pump.session, member) for member in pump.session.members]
         pump.flush()
@@ -234,11 +253,12 @@ class Attachment:
             await asyncio.gather(*waiters)
 
     async def _bye(self, pump: Pump[Session], reason: str) -> None:
+        """Flush a session, send BYE, and return when the relay has ended it."""
         if pump.connected:
             pump.turn()
             pump.session.flush()
             while pump.session.tunnels.queued_bytes and pump.connected:  # noqa: ASYNC110 - as in `_leave`
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LEAVE_POLL_S)
             pump.turn()
             pump.session.flush()
             pump.session.out.control(frames.Bye(reason))
@@ -249,7 +269,7 @@ class Attachment:
         return self.state is OPEN
 
     async def _run(self) -> None:
-        """Find a relay again whenever one is lost."""
+        """Reconnect whenever there is no session, until the client is closed."""
         while self._is_open():
             if self.pump is not None:
                 await self._vacant.wait()
@@ -266,33 +286,36 @@ class Attachment:
                     await self._pause(backoff.failed(), arrived)
 
     async def _pause(self, pause_s: float, arrived: Callable[[], bool]) -> None:
-        """Sleep, but no longer than until a relay has put its socket there."""
+        """Sleep for `pause_s`, or until a relay has created its socket."""
         until_s = self._loop.time() + pause_s
         while not arrived():
             now_s = self._loop.time()
             if now_s >= until_s:
                 return
             away_s = now_s - self._lost_s if self._lost_s is not None else 0.0
-            look_s = min(max(LOOK_MIN_S, away_s * LOOK_SHARE), LOOK_MAX_S)
-            await asyncio.sleep(min(look_s, until_s - now_s))
+            poll_s = min(max(POLL_MIN_S, away_s * POLL_SHARE), POLL_MAX_S)
+            await asyncio.sleep(min(poll_s, until_s - now_s))
 
     async def _move(self) -> None:
-        """Take the next session into use, behind what those that are being left still have for us."""
+        """Use a new session, after everything that sessions being left have still to deliver was received."""
         new = await self._attach(hold=bool(self._missed))
         try:
             for old in [*self._leaving]:
                 with contextlib.suppress(ConnectionLost, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await self._fence(old)
-            self._tell_missed()
+            self._report_missed()
             new.release_casts()
-            self._take(new)
+            self._adopt_unless_replaced(new)
         except BaseException:  # cancelled, or it has ended already
-            new.abort("not taken into use")
+            new.abort("this session was never used")
             raise
 
     async def _attach(self, *, hold: bool = False) -> Pump[Session]:
-        """Return a pump whose session is up, with everything registered; `hold`: until it is told to release casts."""
+        """Return the pump of a new session on which everything is registered.
+
+        With `hold`, casts received on it are held until `release_casts`.
+        """
         config = self._config
         session = Session(
             self._client, self.guard, self._entropy,
@@ -319,21 +342,21 @@ class Attachment:
                 if registered:
                     await asyncio.gather(*registered)
                 if session.drain_ms is not None:
-                    raise RelayUnavailable("the relay is about to stop")
+                    raise RelayUnavailable("the relay is stopping and accepts no new sessions")
         except TimeoutError:
-            pump.abort("no answer in time")
+            pump.abort("the relay did not answer in time")
             raise RelayUnavailable(
-                f"the relay did not answer within {config.connect_timeout_s:g} s"
+                f"the relay did not answer within {config.connect_timeout_s:g} s (connect_timeout_s)"
             ) from None
         except BaseException:
-            pump.abort("could not be set up")
+            pump.abort("the session could not be set up")
             raise
         finally:
             closed.cancel()
         return pump
 
     def _pairs_of(self, pump: Pump[Session], path: Path) -> None:
-        """Let the tunnels of a session have socket pairs from the relay at `path`."""
+        """Let the tunnels of a session fetch socket pairs from the relay at `path`."""
         if self._pair_buffer is None:
             self._pair_buffer = ReceiveBuffer(READ_BYTES)
         tunnels = pump.session.tunnels
@@ -341,19 +364,22 @@ class Attachment:
         self._pairs[pump] = pairs
         tunnels.fetch = pairs.fetch
 
-    def _take(self, pump: Pump[Session]) -> None:
-        """Adopt `pump` unless another was found meanwhile: there is one session at a time."""
+    def _adopt_unless_replaced(self, pump: Pump[Session]) -> None:
+        """Adopt the session of `pump`, or end it if another session is in use already."""
         if self.pump is None:
             self._adopt(pump)
         else:
             pump.abort("another session is in use")
 
     def _adopt(self, pump: Pump[Session]) -> None:
-        """From now on everything goes through this session; raises RelayUnavailable if it has ended meanwhile."""
+        """Use the session of `pump` for everything from now on.
+
+        Raises RelayUnavailable if it has ended or is stopping.
+        """
         if not pump.connected:
             raise RelayUnavailable(pump.reason or "the relay closed the connection")
         if pump.session.drain_ms is not None:
-            raise RelayUnavailable("the relay is about to stop")
+            raise RelayUnavailable("the relay is stopping and accepts no new sessions")
         self._vacant.clear()
         self._end_waiting()
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
@@ -369,8 +395,8 @@ class Attachment:
         for cast in offline:
             try:
                 self._client.cast(*cast)
-            except IrisError as err:  # its key is gone, perhaps; the rest goes on
-                self._lost(cast, str(err))
+            except IrisError as err:  # for example, its key is no longer in the keyring
+                self._report_lost(cast, str(err))
         pump.touch()
         self._up.set()
         self._wake_writers()
@@ -378,7 +404,10 @@ class Attachment:
     # -- a relay that stops ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """The relay of a session stops: nothing new is begun there. What was accepted is written now; what runs may finish."""
+        """Stop using a session whose relay is stopping.
+
+        What was accepted is written now, and what runs may finish.
+        """
         pump = self.pump
         if pump is None or pump.session.drain_ms is None or self.state is not OPEN:
             return
@@ -391,30 +420,34 @@ class Attachment:
         leaving.add_done_callback(lambda _: self._leaving.pop(pump, None))
 
     async def _leave(self, pump: Pump[Session]) -> None:
-        """Take nothing new, end what runs within the relay's grace, and say goodbye: the relay has routed all that was accepted then."""
+        """Leave a session whose relay is stopping: accept nothing new, finish what runs, and send BYE.
+
+        Handlers have most of the relay's grace period for it. When the relay answers BYE, it has routed all that was
+        accepted.
+        """
         grace_s = (pump.session.drain_ms or 0) / 1000
         try:
             with contextlib.suppress(IrisError, TimeoutError):
-                # The goodbye has to be read before the relay ends the session.
+                # BYE must reach the relay before its grace period ends.
                 async with asyncio.timeout(grace_s - min(1.0, grace_s / 5)):
-                    await self._fence(pump)  # every JOIN is answered
+                    await self._fence(pump)  # after this, every JOIN is answered
                     await self._leave_all(pump)
-                    while pump.session.busy and pump.connected:  # noqa: ASYNC110 - handlers and callers have no event for all of it
-                        await asyncio.sleep(LOOK_S)
+                    while pump.session.busy and pump.connected:  # noqa: ASYNC110 - no event covers all of it
+                        await asyncio.sleep(LEAVE_POLL_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await self._bye(pump, "moved on: the relay is about to stop")
         finally:
             pump.abort("the relay was stopped")
 
-    def _tell_missed(self) -> None:
-        """Subscriptions and services hear that nobody can say how much they miss."""
+    def _report_missed(self) -> None:
+        """Report a loss of unknown count to subscriptions and services if a session was left since the last call."""
         missed, self._missed = self._missed, ""
         if missed:
             self._client.detached(missed)
 
     def _vacate(self, reason: str) -> None:
-        """There is no session in use any more."""
+        """Stop using the current session, and wake `_run` to look for the next."""
         self._end_waiting()
         self.session = self.out = self.pump = None
         self.blocked = True
@@ -428,14 +461,14 @@ class Attachment:
     # -- use -------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise Closed unless the client may be used."""
+        """Raise Closed unless the client is open."""
         if self.state is not OPEN:
-            raise Closed(f"this client is {self.state.value}")
+            raise Closed(f"this client {self.state.value}")
 
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
-        """Return the session, waiting at most `timeout` seconds for a lost relay to come back.
+        """Return the session in use, after waiting at most `timeout` seconds for one.
 
-        Raises ConnectionLost for `name`, with may_have_run=False, when it did not.
+        Raises ConnectionLost for `name`, with may_have_run=False, if there is none by then.
         """
         pump = self.pump
         while pump is None:
@@ -445,7 +478,7 @@ class Attachment:
                     await self._up.wait()
             except TimeoutError:
                 raise ConnectionLost(
-                    name, f"no relay within {timeout:g} s", may_have_run=False
+                    name, f"no relay was connected within {timeout:g} s", may_have_run=False
                 ) from None
             pump = self.pump
         if self.state is not OPEN:
@@ -453,38 +486,41 @@ class Attachment:
         pump.turn()
         return pump, pump.session
 
-    def keep(self, cast: Cast) -> None:
-        """Keep a publication until there is a relay; raises ConnectionLost when the bound is reached."""
+    def hold(self, cast: Cast) -> None:
+        """Hold a cast until there is a session. Raises ConnectionLost if `offline_bytes` would be exceeded."""
         size = len(cast[2]) + 64
         if self._offline_bytes + size > self._config.offline_bytes:
-            detail = f"no relay, and {self._offline_bytes} bytes wait for one already"
+            detail = (
+                f"no relay is connected, and {self._offline_bytes} of {self._config.offline_bytes} bytes are "
+                "held for the next one (offline_bytes)"
+            )
             raise ConnectionLost(cast[1], detail, may_have_run=False)
         self._offline.append(cast)
         self._offline_bytes += size
 
-    def _lost(self, cast: Cast, cause: str) -> None:
+    def _report_lost(self, cast: Cast, cause: str) -> None:
         self._client.lost(Lost(Kind(cast[0]).name.lower(), cast[1], b"", 1, cause))
 
     def touch(self) -> None:
-        """Something is to be written at the end of this turn."""
+        """Write what sessions have queued at the end of this turn of the loop."""
         if self.pump is not None:
             self.pump.touch()
         for pump in self._leaving:
             pump.touch()
 
     def writable(self) -> Awaitable[None] | None:
-        """Return None if there is room to write, else what to await."""
+        """Return None if there is room to write, else an awaitable that waits for room."""
         return self.wait_writable() if self.blocked and self.pump is not None else None
 
     async def wait_writable(self) -> None:
-        """Return when there is room to write, or no relay to wait for."""
+        """Return when there is room to write, or there is no session."""
         while self.blocked and self.pump is not None and self.state is OPEN:
             if self._writable is None:
                 self._writable = self._loop.create_future()
             await asyncio.shield(self._writable)
 
     def _end_waiting(self) -> None:
-        """Whoever waits for credit at the session in use looks for the next."""
+        """Wake those that wait for credit of the session in use; they wait for the next session then."""
         if self.out is not None:
             self.out.credits.end()
 
@@ -494,7 +530,7 @@ class Attachment:
             writable.set_result(None)
 
     def messages(self, direction: str) -> int:
-        """Return the data messages "sent" or "received" over all sessions, accepted or not."""
+        """Return the number of data messages "sent" or "received" over all sessions, accepted or not."""
         count = self._ended[direction]
         pumps = [*self._leaving] if self.pump is None else [*self._leaving, self.pump]
         for pump in pumps:
@@ -505,9 +541,9 @@ class Attachment:
         return count
 
     def poison(self) -> None:
-        """In the child of a fork: counters, nonces and socket are the parent's."""
+        """Disable this client in the child of a fork, because counters, nonces and socket belong to the parent."""
         self.state = Life.FORKED
-        for pump in list(self._pumps):  # an old session may still seal, and a new one may begin to
+        for pump in list(self._pumps):  # sessions being left, and new ones, may seal, too
             pump.poison()
         self.session = self.out = self.pump = None
         self.blocked = True
@@ -515,25 +551,25 @@ class Attachment:
     # -- what the pump and the session call ------------------------------------------------------------------
 
     def out_full(self) -> None:
-        """Enough is framed to be worth a write before the turn ends."""
+        """Write now, because enough is framed to be worth a write before the turn ends."""
         if self.pump is not None:
             self.pump.write()
         for pump in self._leaving:
             pump.write()
 
     def writing_paused(self, pump: Pump[Session]) -> None:
-        """The write buffer is over its high-water mark."""
+        """Block casts, because the write buffer is over its high-water mark."""
         if pump is self.pump:
             self.blocked = True
 
     def writing_resumed(self, pump: Pump[Session]) -> None:
-        """There is room again."""
+        """Unblock casts, because there is room to write again."""
         if pump is self.pump:
             self.blocked = False
             self._wake_writers()
 
     def disconnected(self, pump: Pump[Session], reason: str) -> None:
-        """A connection ended. What no bundle took yet is kept for the next."""
+        """Clean up after a connection that ended, and hold its unsent casts for the next session."""
         session = pump.session
         if session.started:
             self._ended["sent"] += session.out.sent_messages
@@ -545,15 +581,15 @@ class Attachment:
         if pairs is not None:
             pairs.cancel()
         if pump in self._leaving:
-            self._tell_missed()
+            self._report_missed()
         if pump is not self.pump:
             return
         self._missed = ""
         self._vacate(reason)
         for cast in session.out.unsent():
             try:
-                self.keep(cast)
+                self.hold(cast)
             except ConnectionLost as err:
-                self._lost(cast, err.detail)
+                self._report_lost(cast, err.detail)
         if self.state is OPEN:
             self._client.detached(reason)

@@ -1,4 +1,4 @@
-"""Who hears a topic: what `Client.audience` returns."""
+"""The subscribers of a topic, and its slow receivers: the result of `Client.audience`."""
 
 from __future__ import annotations
 
@@ -19,82 +19,92 @@ from iris.wire.kinds import AUDIENCE_MINOR
 
 WAIT_MIN_S: Final = 0.005
 WAIT_MAX_S: Final = 0.1
-"""Between two looks of `wait_for_subscribers`."""
+"""Shortest and longest pause between two queries of `wait_for_subscribers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowReceiver:
-    """A process, or (`link`) another relay, for which a relay dropped messages of a topic: it did not read them in time."""
+    """A receiver that did not read in time, so that a relay dropped messages of a topic for it."""
 
     label: str
+    """Label of the process (`ClientConfig.label`), or name of the relay."""
     dropped: int
-    """Messages of this topic."""
+    """Number of messages of this topic that were dropped for it."""
     since_s: float
-    """How long ago the first was dropped, of whatever topic, ..."""
+    """Seconds since the first drop for this receiver, of any topic."""
     last_s: float
-    """... and the last."""
+    """Seconds since the last drop for this receiver, of any topic."""
     relay: str
-    """Host of the relay that dropped them."""
+    """Host of the relay that dropped the messages."""
     pid: int
-    """0 if it is not shown to this user."""
+    """Process id; 0 if this user may not see it."""
     address: str
-    """host:port of a process on another host than its relay; may be empty."""
+    """host:port of a process that is connected over TLS from another host, else ""."""
     link: bool
+    """Whether the receiver is another relay, and not a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """Who hears a topic now, as far as the relay of this host knows."""
+    """The subscribers and slow receivers of a topic now, as far as the local relay knows."""
 
     subscribers: int
-    """Subscriptions, members of queue groups and stores that record it included; each session counts once for a filter and group."""
+    """Number of subscriptions, including members of queue groups and stores that record the topic.
+
+    A session counts once for each filter and group.
+    """
     dropped: int = 0
-    """Messages of the topic that relays of this site dropped, because somebody was slow, and remember."""
+    """Messages of the topic that relays of this site dropped for slow receivers, as far as they still remember."""
     slow: Sequence[SlowReceiver] = ()
+    """Receivers for which relays of this site dropped messages of the topic."""
 
     @classmethod
-    def of(cls, told: frames.Audience) -> Audience:
-        """Return what a relay answered."""
+    def of(cls, answer: frames.Audience) -> Audience:
+        """Convert the answer of a relay."""
         slow = [
             SlowReceiver(
-                each.label, each.dropped, each.since_us / 1e6, each.last_us / 1e6, each.relay, each.pid, each.address, each.link
+                each.label, each.dropped, each.since_us / 1e6, each.last_us / 1e6, each.relay, each.pid,
+                each.address, each.link
             )
-            for each in told.slow
+            for each in answer.slow
         ]  # fmt: skip
-        return cls(told.subscribers, told.dropped, slow)
+        return cls(answer.subscribers, answer.dropped, slow)
 
 
 async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bool) -> Audience:
-    """Return who hears a topic; with `slow` also who was too slow for it. Raises RelayError or RequestTimeout."""
+    """Ask the relay for the subscribers of a topic, and with `slow` for its slow receivers.
+
+    Raises RelayError, RequestTimeout or ConnectionLost.
+    """
     until_s = deadline(timeout)
     key = runtime.registry.topic_key(topic)
     pump, session = await runtime.ready(topic, timeout)
     if session.minor < AUDIENCE_MINOR:
-        text = "this relay does not say who subscribes to a topic; upgrade it"
+        text = "the local relay is too old to report the subscribers of a topic; upgrade it"
         raise RelayError(topic, text, may_have_run=True)
     session.flush()
     session.out.prove(key)
     waiter: asyncio.Future[frames.Audience] = asyncio.get_running_loop().create_future()
     session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
     pump.touch()
-    text = "the relay did not say who subscribes to it"
+    text = f"the relay did not report the subscribers of {topic!r}"
     return Audience.of(await within(waiter, seconds_left(until_s), text))
 
 
 async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout: float) -> int:
-    """Return how many subscribe to a topic once they are at least `count`; raises RequestTimeout."""
+    """Wait until a topic has at least `count` subscribers and return their number. Raises RequestTimeout."""
     until_s = deadline(timeout)
     backoff = Backoff(WAIT_MIN_S, WAIT_MAX_S, random.random)
-    there = 0
+    found = 0
     while True:
         left_s = until_s - time.monotonic()
         if left_s > 0:
             with contextlib.suppress(RequestTimeout, ConnectionLost):
-                there = (await ask_audience(runtime, topic, left_s, slow=False)).subscribers
-            if there >= count:
-                return there
+                found = (await ask_audience(runtime, topic, left_s, slow=False)).subscribers
+            if found >= count:
+                return found
             left_s = until_s - time.monotonic()
         if left_s <= 0:
-            text = f"{there} of {count} subscribers are there after {timeout:g} s"
+            text = f"the topic has {found} of {count} subscribers after {timeout:g} s"
             raise RequestTimeout(topic, text)
         await asyncio.sleep(min(backoff.failed(), left_s))

@@ -1,9 +1,9 @@
-"""The same calls for threads without an event loop: scripts, Spark, a REPL.
+"""The client for threads without an event loop: scripts, Spark, a REPL.
 
     with iris.blocking.connect() as client:
         reply = client.request("databases", b"...", timeout=1.0)
 
-One background thread runs an `iris.Client`; any thread may call.
+An `iris.Client` runs in one background thread; calls may come from any thread.
 """
 
 from __future__ import annotations
@@ -38,12 +38,17 @@ def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
     embedded: bool = False,
 ) -> Client:  # fmt: skip
-    """Return a connected client; close it, or use it as a context manager. Raises as `iris.connect` does when entered."""
+    """Return a connected client. Close it, or use it as a context manager. See `iris.connect`.
+
+    Raises:
+        RelayUnavailable: no relay answered.
+        KeyringError: there is no keyring, or it cannot be used.
+    """
     return Client(_client.connect(relay, keyring=keyring, config=config, embedded=embedded))
 
 
 class Client:
-    """`iris.Client` for threads. Every call blocks its thread until done; docstrings and errors are those of the original."""
+    """`iris.Client` for threads. Each call blocks its thread until it is done, and raises as the original does."""
 
     def __init__(self, client: _client.Client) -> None:
         self._client = client
@@ -66,7 +71,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Leave gracefully. Idempotent."""
+        """Close gracefully. Idempotent. See `iris.Client.close`."""
         if not self._closed:
             try:
                 self._run(self._client.close())
@@ -124,7 +129,7 @@ class Client:
 
     @property
     def losses(self) -> list[Lost]:
-        """The latest losses that were told, oldest first; see `iris.Client.losses`."""
+        """The latest losses, oldest first; see `iris.Client.losses`."""
 
         async def copied() -> list[Lost]:
             return list(self._client.losses)
@@ -149,7 +154,7 @@ class Client:
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None, in_flight: int = IN_FLIGHT,
     ) -> list[Outcome]:  # fmt: skip
-        """Return what became of each, in the order of the payloads; see `iris.Client.request_many`."""
+        """Return one `Outcome` for each payload, in the order of the payloads; see `iris.Client.request_many`."""
 
         async def collect() -> list[Outcome]:
             asking = self._client.request_many(
@@ -168,7 +173,7 @@ class Client:
         headers: Headers | None = None,
         type: Any = None,
     ) -> list[Any]:
-        """Return all answers; see `iris.Client.survey`."""
+        """Return a list of all answers; see `iris.Client.survey`."""
 
         async def collect() -> list[Any]:
             return [
@@ -184,9 +189,10 @@ class Client:
     def subscribe(
         self, pattern: str, *, group: str = "", when_full: WhenFull = "drop"
     ) -> Iterator[Iterator[Message]]:
-        """Give an iterator of messages: `with client.subscribe("a.>") as messages: for m in messages`.
+        """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
 
-        `when_full="wait"`: see `iris.Client.publish`.
+        with client.subscribe("orders.>") as messages:
+            for message in messages: ...
         """
 
         async def start() -> Any:
@@ -215,7 +221,10 @@ class Client:
 
     @contextlib.contextmanager
     def serve(self, service: Service) -> Iterator[None]:
-        """See `iris.Client.serve`. Handlers run on the client's thread: a plain function that blocks, blocks them all."""
+        """See `iris.Client.serve`.
+
+        Handlers run on the client's thread, so a plain function that blocks stops them all.
+        """
         serving = self._client.serve(service)
         self._run(serving.__aenter__())
         try:
@@ -244,13 +253,16 @@ class Client:
         self._run(self._client.reload_keys(keyring))
 
     def call(self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]) -> T:
-        """Return what `work(client)` returns, awaited on the client's thread: `call(lambda c: c.streams.append("orders", b"…"))`."""
+        """Await `work(client)` on the client's thread and return its result.
+
+        Example: `client.call(lambda c: c.streams.append("orders", b"..."))`.
+        """
         return self._run(work(self._client))
 
     def start(
         self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:
-        """Begin as `call` does and return at once; cancelling the future cancels the work."""
+        """Start `work(client)` on the client's thread and return a future. Cancelling the future cancels the work."""
         return self._submit(work(self._client))
 
     def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
@@ -269,27 +281,30 @@ class Client:
                     return
                 yield item
         finally:
-            if not self._closed:  # a generator may be left to the collector until after that
+            if (
+                not self._closed
+            ):  # the collector may close an abandoned generator after the client was closed
                 self._run(close())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:
             work.close()
             raise Closed(
-                "a handler runs on the client's thread and would wait for itself; use a coroutine handler"
+                "a handler called the blocking client on the client's own thread, which would wait for itself; "
+                "make the handler a coroutine function and use iris.Client in it"
             )
         future = self._submit(work)
         try:
             return future.result()
         except BaseException:
-            if not future.done():  # KeyboardInterrupt: nobody waits for it any more
+            if not future.done():  # KeyboardInterrupt: the result is no longer wanted
                 future.cancel()
             raise
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if self._closed:
             work.close()
-            raise Closed("this client is closed")
+            raise Closed("this client is closed; make another one with iris.blocking.connect()")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _stop(self) -> None:
@@ -304,7 +319,7 @@ class Client:
 
 
 class Tunnel:
-    """`iris.Tunnel` for threads."""
+    """`iris.Tunnel` for threads. Each call blocks its thread until it is done."""
 
     def __init__(
         self, tunnel: _AsyncTunnel, run: Callable[[Coroutine[Any, Any, Any]], Any]
@@ -339,7 +354,7 @@ class Tunnel:
 
 
 async def _settle() -> None:
-    """Let cancelled tasks end before the loop stops."""
+    """Wait up to 2 s for cancelled tasks to end before the loop stops."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     if tasks:
         await asyncio.wait(tasks, timeout=2)

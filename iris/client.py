@@ -1,8 +1,9 @@
-"""The client: talk to clusters by name. `connect()` gives one; `Client.serve` makes it a member, too.
+"""The client: call clusters by name and serve them. `connect()` returns a `Client`.
 
-One event loop, one thread, one session with the local relay. When the relay goes away the client finds it again by itself:
-requests in flight end with ConnectionLost, tunnels with TunnelBroken, publications wait within a bound, and services and
-subscriptions are registered anew.
+A client uses one event loop in one thread, and has one session with the local relay. When the relay is lost,
+the client reconnects by itself. Meanwhile requests in flight end with ConnectionLost and tunnels with
+TunnelBroken; publications are held, up to a limit. After the reconnect, services and subscriptions are
+registered again.
 """
 
 from __future__ import annotations
@@ -60,30 +61,39 @@ if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
 
 Scope = Literal["site", "federation"]
-"""Whom a survey or broadcast is for: the members of this site, or of all."""
+"""Range of a survey or broadcast: the members of this site, or of all sites."""
 
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
     embedded: bool = False,
 ) -> Client:  # fmt: skip
-    """Return a client, connected when entered: `async with iris.connect() as client`.
+    """Return a client that connects when entered: `async with iris.connect() as client`.
 
-    `relay` is the path of the relay's socket, or tls://host:port of a relay on another host, with the access file that
-    `iris key access` made; without it $IRIS_RELAY, else the user's own relay, else the host's.
-    `keyring` defaults to the configuration directory's, else the one of `iris relay --dev`. `embedded` runs a relay inside
-    this process, for a program that talks to itself.
+    `relay` is the path of the relay's socket, or "tls://host:port" of a relay on another host, which needs the access
+    file that `iris key access` makes. By default it is $IRIS_RELAY if that is set, else your own relay if its socket
+    exists, else the host's relay.
+
+    `keyring` is by default the keyring in the configuration directory, else that of `iris relay --dev`.
+
+    `embedded=True` runs a relay inside this process, for a program whose parts talk to each other only.
+
+    Raises:
+        ConfigError: `relay` is given here and in `config`, or a setting is wrong.
     """
     if config is None:
         remote = isinstance(relay, str) and relay.startswith(REMOTE)
         config = ClientConfig(relay=relay if remote or relay is None else Path(relay))
     elif relay is not None:
-        raise ConfigError("give the relay's path as `relay` or in `config`, not both")
+        raise ConfigError("the relay is given twice; pass it as `relay` or in `config`, not both")
     return Client(config, keyring, embedded=embedded)
 
 
 class Client:
-    """A process's session with its relay. Made by `connect`; an async context manager."""
+    """A process's connection to its relay, made by `connect`. Use it as an async context manager.
+
+    All methods must be called in the event loop in which the client was opened.
+    """
 
     def __init__(
         self, config: ClientConfig, keyring: Keyring | None = None, *, embedded: bool = False,
@@ -92,9 +102,9 @@ class Client:
         self.config = config
         self._runtime = runtime = Runtime(config)
         self.losses = runtime.losses
-        """The latest losses that were told, oldest first."""
+        """The latest 1,000 losses, oldest first."""
         self.counters = runtime.counters
-        """Messages dropped here, by cause, and handlers that failed."""
+        """Messages dropped in this process, by cause, and the number of handlers that failed: name -> count."""
         self._given_keyring = keyring
         self._embedded = embedded
         self._entropy = entropy
@@ -104,7 +114,7 @@ class Client:
         self._attachment: Attachment | None = None
         self._relay: EmbeddedRelay | None = None
         self._closed = False
-        # What every message takes.
+        # Looked up once, because every message uses them.
         self._attached = runtime.attached
         self._ready = runtime.ready
         self._encode = runtime.encode
@@ -121,9 +131,15 @@ class Client:
         await self.close()
 
     async def open(self) -> None:
-        """Connect. Raises RelayUnavailable if no relay answers, KeyringError if there are no keys."""
+        """Connect; `async with` calls it.
+
+        Raises:
+            RelayUnavailable: no relay answered.
+            KeyringError: there is no keyring, or it cannot be used.
+            Closed: this client was opened before.
+        """
         if self._attachment is not None:
-            raise Closed("this client was opened before; make another with iris.connect()")
+            raise Closed("this client was opened before; make another one with iris.connect()")
         keyring = self._given_keyring
         if keyring is None and self._embedded and not has_keys(os.environ):
             keyring = Keyring.single(ClusterKey(self._entropy(32)))
@@ -150,10 +166,10 @@ class Client:
             raise
 
     async def close(self) -> None:
-        """Leave gracefully: members stop and finish what they accepted, what was sent is flushed. Idempotent.
+        """Close gracefully: members leave and finish what they accepted, and everything sent is flushed. Idempotent.
 
-        Bounded by `config.drain_timeout_s`, once more for handlers that were cancelled, and `connect_timeout_s` together.
-        Cancelled, it closes at once.
+        Takes at most `config.drain_timeout_s` for handlers, once more for those that were cancelled after that, and
+        `config.connect_timeout_s` for the relay. If `close` is cancelled, the connection ends at once.
         """
         attachment = self._attachment
         if attachment is None or self._closed or attachment.state is not OPEN:
@@ -165,12 +181,16 @@ class Client:
             await self._stop_embedded()
 
     async def reload_keys(self, keyring: Keyring | None = None) -> None:
-        """Use a changed keyring (`keyring`, else the file's) by moving to a new session. No accepted message is lost.
+        """Replace the keyring by `keyring`, or read its file again, and move to a new session.
 
-        Returns when the old session has finished its work, at the latest after `config.drain_timeout_s`. After that, keys that
-        left the keyring open, serve and send nothing here.
+        No accepted message is lost.
 
-        Raises RelayUnavailable or KeyringError; the client then continues as before.
+        Returns when the old session has finished its work, at the latest after `config.drain_timeout_s`. From then on
+        this client no longer uses keys that are not in the new keyring.
+
+        Raises:
+            RelayUnavailable: no new session could be made; the client goes on with the old keyring.
+            KeyringError: the keyring cannot be used, or lacks a needed key; the client goes on with the old one.
         """
         self._attached()
         await self._runtime.reload(keyring or load_keys(os.environ))
@@ -181,36 +201,39 @@ class Client:
 
     @cached_property
     def streams(self) -> Streams:
-        """Durable streams: create, append, read, consume."""
+        """Durable streams: create, append to, read and consume them."""
         return Streams(self._runtime)
 
     @property
     def on_loss(self) -> Callable[[Lost], object] | None:
-        """Called with every loss: pushes that failed, gaps in what was subscribed to or broadcast, what was dropped here unhandled."""
+        """Function that is called with every loss, or None.
+
+        Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages dropped in this process.
+        """
         return self._runtime.on_loss
 
     @on_loss.setter
-    def on_loss(self, told: Callable[[Lost], object] | None) -> None:
-        self._runtime.on_loss = told
+    def on_loss(self, handler: Callable[[Lost], object] | None) -> None:
+        self._runtime.on_loss = handler
 
     @property
     def keyring(self) -> Keyring:
-        """The keys in use."""
+        """Keyring in use."""
         return self._runtime.keyring
 
     @property
     def message_limit(self) -> int:
-        """Bytes of the longest payload."""
+        """Largest payload that can be sent, in bytes."""
         return self._runtime.message_limit
 
     @property
     def sent_messages(self) -> int:
-        """Data messages sent over all sessions."""
+        """Number of data messages sent, over all sessions."""
         return self._runtime.messages("sent")
 
     @property
     def received_messages(self) -> int:
-        """Data messages received over all sessions, accepted or not."""
+        """Number of data messages received over all sessions, accepted or not."""
         return self._runtime.messages("received")
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -221,15 +244,21 @@ class Client:
     ) -> Any:  # fmt: skip
         """Send a request to one member and return its reply.
 
-        The member is one of this site while any of them accepts it, else one of the nearest site that has one. A `cluster` like
-        "eu:billing" names a site. `payload` is bytes or str (sent raw) or an object (sent as MessagePack). The reply is bytes if
-        it was sent raw, else the object. With `type` it is decoded into that type; `iris.Message` gives the whole message.
+        The relays choose a member of this site if one accepts the request, else a member of the nearest site that has
+        one. A `cluster` such as "eu:billing" names a site.
 
-        The request runs at most once. With `idempotent` it may run again on another member when one is lost.
+        `payload` is bytes or str (sent as they are) or an object (sent as MessagePack). The reply is bytes if
+        the handler returned bytes or str, else the object. With `type` the reply is decoded into that type;
+        `type=iris.Message` returns the whole message with its headers.
+
+        The request runs at most once. With `idempotent=True` it may run again on another member if one is lost.
 
         Raises:
-            RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost; each says `may_have_run`.
+            RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its
+                `may_have_run` is False only if no handler has run.
+            MessageTooLarge: the payload is over `message_limit`; nothing was sent.
             DecodeError: the reply does not fit `type`.
+            KeyringError: the keyring has no key for the cluster.
         """
         timeout_ms = milliseconds(timeout)
         until_s = time.monotonic() + timeout
@@ -280,14 +309,20 @@ class Client:
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None, in_flight: int = IN_FLIGHT,
     ) -> AsyncIterator[Outcome]:  # fmt: skip
-        """Send a request for each payload; yield an `Outcome` for each as it ends: `async for outcome in client.request_many(...)`.
+        """Send one request for each payload; yield an `Outcome` for each, in the order in which they end.
 
-        Each is a request as `request` sends it, with its own `timeout` from when it is sent, and what it would raise is the outcome's
-        `error`. It needs no task for each, and what is sent together travels together. At most `in_flight` of
-        them are on the way or not yet taken; payloads are taken as there is room.
+            async for outcome in client.request_many("thumbnails", photos, timeout=5.0): ...
+
+        Each request is sent as `request` does it, and its `timeout` begins when it is sent. An error of one
+        request is the `error` of its outcome and does not end the others. This needs no task for each request,
+        and requests that are sent together travel together.
+
+        At most `in_flight` requests are unanswered or not yet yielded. Payloads are taken from the iterable as there
+        is room.
 
         Raises:
-            InvalidName: the cluster's name; before anything is sent.
+            InvalidName: the name of the cluster is not allowed. Nothing was sent.
+            KeyringError: the keyring has no key for the cluster. Nothing was sent.
         """
         many = Many(
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
@@ -298,10 +333,17 @@ class Client:
     async def push(
         self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None
     ) -> None:
-        """Send a message to one member; there is no reply. `timeout` is how long it may wait to be started.
+        """Send a message to one member, without a reply. It runs at most once.
 
-        Returns when it is on the way. A push that fails (no members, all full, member lost, not started in time) is told to `on_loss`
-        and kept in `losses`; `flush` waits until the relay has handed over what was sent before.
+        `timeout` is how long the message may wait until a handler starts. Returns when the message is on its way.
+
+        A push that fails (no members, all at capacity, member lost, not started in time) is reported to `on_loss` and
+        in `losses`. After `flush`, all failures of earlier pushes have been reported.
+
+        Raises:
+            ConnectionLost: no relay was connected within `timeout`; nothing was sent.
+            MessageTooLarge: the payload is over `message_limit`; nothing was sent.
+            KeyringError: the keyring has no key for the cluster.
         """
         until_s = deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
@@ -317,9 +359,10 @@ class Client:
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
         scope: Scope = "federation",
     ) -> Survey:  # fmt: skip
-        """Ask all members, of all sites or (`scope="site"`) of this one; iterate over the answers: `async for answer in client.survey(...)`.
+        """Ask all members and iterate over their answers: `async for answer in client.survey(...)`.
 
-        Ends when all have answered or at the timeout; `missing` then names the members that did not.
+        It asks the members of all sites, or with `scope="site"` only those of this site. The iteration ends when all
+        have answered, or at the timeout. After that, `missing` lists the members that did not answer; see `Survey`.
         """
         address = _scoped(cluster, scope)
         data, packed = self._encode(payload, headers)
@@ -337,7 +380,10 @@ class Client:
         return Survey(cluster, start, type)
 
     async def flush(self, *, timeout: float = 5.0) -> None:
-        """Return when the relay has routed everything sent before; failures of pushes have then been told."""
+        """Return when the relay has routed everything sent before. All failures of pushes have been reported by then.
+
+        Raises RequestTimeout if the relay does not answer within `timeout` seconds.
+        """
         until_s = deadline(timeout)
         pump, session = await self._ready("relay", timeout)
         waiter: asyncio.Future[Any] = self._loop.create_future()
@@ -348,10 +394,12 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def watch_losses(self, *, timeout: float = 5.0) -> AsyncIterator[list[Lost]]:
-        """Collect what is lost of what is sent meanwhile: `async with client.watch_losses() as losses`.
+        """Collect the losses of messages sent inside the block: `async with client.watch_losses() as losses`.
 
-        After a `flush` the list is complete. If the relay was lost or left on the way, a `Lost` of kind "relay" says so: of what was
-        sent before, some may be lost. It begins when there is a relay; raises ConnectionLost after `timeout` seconds without one.
+        After a `flush` the list is complete. If the relay was lost or stopped meanwhile, the list has a `Lost`
+        of kind "relay": some of the messages sent before it may be lost.
+
+        Waits for a relay first, and raises ConnectionLost if none is connected within `timeout` seconds.
         """
         await self._ready("relay", timeout)
         with self._runtime.watching_losses() as losses:
@@ -362,14 +410,20 @@ class Client:
     async def broadcast(
         self, cluster: str, payload: object, *, headers: Headers | None = None, scope: Scope = "federation"
     ) -> None:  # fmt: skip
-        """Send to every member that serves broadcasts, in all sites or (`scope="site"`) in this one; waits and fails as `publish`."""
+        """Send a message to all members that serve broadcasts.
+
+        Each receives it at most once, in the order of the sender.
+
+        The members of all sites receive it, or with `scope="site"` only those of this site. Waits and raises as
+        `publish` does.
+        """
         cluster = _scoped(cluster, scope)
         if not self._take(Kind.BROADCAST, cluster, payload, headers):
             await self._attached().wait_writable()
             self._take(Kind.BROADCAST, cluster, payload, headers, force=True)
 
     def offer_broadcast(self, cluster: str, payload: object) -> bool:
-        """Broadcast if that needs no waiting; False: not taken, the write buffer is full."""
+        """Broadcast without waiting. Return False if the write buffer is full; the message was not accepted then."""
         check_address(cluster)
         return self._take(Kind.BROADCAST, cluster, payload, None)
 
@@ -384,20 +438,26 @@ class Client:
     async def publish(
         self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool = False
     ) -> int | None:  # fmt: skip
-        """Send to every subscriber of a matching filter. Waits only while the write buffer is over its high-water mark.
+        """Publish a message to all subscribers whose filter matches the topic.
 
-        With `when_full="wait"` it waits for subscribers that asked for it, too, while they are full: at most `config.stall_s`, after
-        which the message is dropped for those that still are. Then nothing is lost, however fast you publish. Subscribers in other
-        sites, and at relays of earlier versions, are never waited for.
+        Each subscriber receives it at most once, and the messages of one publisher to one topic in their order.
+        A queue group counts as one subscriber. Waits only while the write buffer is over its high-water mark.
 
-        Without a relay it is kept, within `config.offline_bytes`, until there is one again.
+        With `when_full="wait"`, also wait while subscribers that asked for it (`subscribe(...,
+        when_full="wait")`) are full. After `config.stall_s` seconds the message is dropped for those that are
+        still full. Subscribers in other sites, and at relays of earlier versions, are never waited for.
 
-        With `report` it returns how many subscriptions the relay of this host knows for the topic, once it has routed the message:
-        one round trip to the relay; 0 means that nobody heard it. See `audience`.
+        While no relay is connected, up to `config.offline_bytes` are held and sent when there is one again.
+
+        With `report=True`, wait until the relay has routed the message and return how many subscriptions it
+        knows for the topic. This takes one round trip to the relay; 0 means that the message reached no
+        subscriber. See `audience`.
 
         Raises:
-            ConnectionLost: that bound is reached; this message was not taken. With `report`: its `may_have_run` says whether it was.
-            MessageTooLarge: it is over the limit; use a tunnel.
+            ConnectionLost: no relay is connected and `config.offline_bytes` are held; this message was not accepted.
+                With `report=True`, `may_have_run` says whether the message was accepted.
+            MessageTooLarge: the payload is over `message_limit`; use a tunnel.
+            KeyringError: the keyring has no key for the topic.
         """
         if not self.offer(topic, payload, headers=headers, when_full=when_full):
             if when_full == "drop":
@@ -408,34 +468,36 @@ class Client:
         if not report:
             return None
         try:
-            told = await ask_audience(
+            audience = await ask_audience(
                 self._runtime, topic, self.config.connect_timeout_s, slow=False
             )
         except ConnectionLost as err:
-            text = (
-                f"published, or kept until there is a relay; nobody said who hears it: {err.detail}"
-            )
+            text = f"published, or held until a relay is connected; but the subscribers were not counted: {err.detail}"
             raise ConnectionLost(topic, text, may_have_run=True) from err
-        return told.subscribers
+        return audience.subscribers
 
     async def audience(self, topic: str, *, timeout: float = 5.0) -> Audience:
-        """Return who hears a topic, and who was too slow for it: how many messages relays of this site dropped, and for whom.
+        """Return how many subscribers a topic has, and for which slow receivers relays of this site dropped messages.
 
-        Other relays are waited for half a second at most. Which process it was is told to programs of the relay's own user.
+        The local relay waits at most half a second for the other relays. Process ids and addresses are shown only to
+        programs of the relay's own user.
         """
         return await ask_audience(self._runtime, topic, timeout, slow=True)
 
     async def wait_for_subscribers(self, topic: str, count: int, *, timeout: float) -> int:
-        """Return how many subscribe to a topic once they are at least `count`: what is published then reaches them.
+        """Wait until a topic has at least `count` subscribers, and return their number.
 
-        Raises RequestTimeout after `timeout` seconds.
+        What you publish after that reaches them. Raises RequestTimeout after `timeout` seconds.
         """
         return await wait_for_subscribers(self._runtime, topic, count, timeout)
 
     def offer(
         self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop"
     ) -> bool:  # fmt: skip
-        """Publish if that needs no waiting; False: not taken, the write buffer is full, or a subscriber that `publish` would wait for."""
+        """Publish without waiting. Return False where `publish` would wait; the message was not accepted then.
+
+        Raises as `publish`.
+        """
         attachment = self._attachment
         if (
             attachment is None
@@ -447,7 +509,7 @@ class Client:
                 return False
             return self._take(Kind.PUBLISH, topic, payload, headers)
         out = attachment.out
-        assert out is not None  # there is one while it is not blocked
+        assert out is not None  # not None while it is not blocked
         flow = out.topics.get(topic) or self._runtime.topic(topic)
         payloads = flow.payloads
         size = flow.size + len(payload) + MESSAGE_BYTES
@@ -456,12 +518,12 @@ class Client:
             flow.size = size
             return True
         if when_full != "drop" and not self._has_credit(topic, when_full):
-            return False  # a bundle that is begun may go beyond: it is one frame
+            return False  # a bundle already begun may exceed the credit, because it is one frame
         if len(payload) > MIN_MESSAGE_LIMIT:
             self._runtime.check_size(payload)
         out.add(flow, payload, None, False)
         pump = attachment.pump
-        assert pump is not None  # likewise
+        assert pump is not None  # not None while it is not blocked
         pump.touch()
         return True
 
@@ -470,11 +532,22 @@ class Client:
         policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
         concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> Subscription:  # fmt: skip
-        """Receive what is published to matching topics, with a callback or by `async for`.
+        """Subscribe to the topics that match `pattern`: with a `handler`, or with `async for` over the subscription.
 
-        Registered at once when connected; `async with client.subscribe(...)` returns when the relay of this host knows and those that
-        it is linked to, for which it waits a second at most: what anybody of this site publishes then, is received. With a `group`, each bundle goes to one of the group's members. See `Subscription` for `policy`, `limit_bytes`, `concurrency` and
-        `when_full`.
+            async with client.subscribe("orders.>") as orders:
+                async for message in orders: ...
+
+        The block is entered when the local relay and the relays linked to it have registered the subscription;
+        it waits at most a second for the linked ones. Whatever is published in this site after that is
+        received.
+
+        Subscriptions with the same `group` share the messages: each bundle goes to one of them. See
+        `Subscription` for `policy`, `limit_bytes`, `concurrency` and `when_full`.
+
+        Raises:
+            InvalidName: the filter or the group is not allowed.
+            KeyringError: the keyring has no key for any topic that matches.
+            ConfigError: an option is wrong.
         """
         return Subscription(
             self._runtime, pattern, handler, group, policy, limit_bytes, on_gap, concurrency, when_full
@@ -488,7 +561,8 @@ class Client:
     ) -> AsyncIterator[Tunnel]:
         """Open a tunnel to one member: `async with client.tunnel("archive", timeout=1.0) as tunnel`.
 
-        Closed on the way out; broken, for both sides, if the block raises. Raises as `open_tunnel`.
+        The tunnel is closed when the block ends, and broken on both sides if the block raises. Raises as
+        `open_tunnel`.
         """
         tunnel = await self.open_tunnel(cluster, timeout=timeout, headers=headers)
         async with tunnel:
@@ -497,32 +571,39 @@ class Client:
     async def open_tunnel(
         self, cluster: str, *, timeout: float, headers: Headers | None = None
     ) -> Tunnel:
-        """Open a tunnel that the caller closes.
+        """Open a tunnel to one member and return it; you must close it. `tunnel` closes it for you.
 
         Raises:
-            RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost; no handler has run.
+            RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost.
+            KeyringError: the keyring has no key for the cluster.
         """
         return await open_tunnel(self._runtime, cluster, timeout, headers)
 
     # -- serving ---------------------------------------------------------------------------------------------
 
     def serve(self, service: Service) -> AbstractAsyncContextManager[ServiceBinding]:
-        """Be a member of `service`'s cluster while the block runs; entered when the relay of this host knows, and those linked to it.
+        """Serve `service` while the block runs, as a member of its cluster: `async with client.serve(service): ...`.
 
-        For those it waits a second at most. Callers in other sites find it a little later: `wait_for_members` there returns when they do.
+        The block is entered when the local relay and the relays linked to it have registered the member; it waits at
+        most a second for the linked ones. Callers in other sites reach the member a little later, when
+        `Members.sites` there counts it.
 
-        On the way out the member leaves, and what it accepted is finished.
+        When the block ends, the member leaves and finishes what it accepted.
         """
         return serving(self._runtime, service)
 
     # -- members ---------------------------------------------------------------------------------------------
 
     async def members(self, cluster: str, *, timeout: float = 5.0) -> Members:
-        """Return who is there now, under any of our keys for the cluster: each member of this site, and how many there are in others."""
+        """Return the members of a cluster now, under any of your keys for it.
+
+        Members of this site are listed one by one; other sites report only a number. Raises RequestTimeout after
+        `timeout` seconds.
+        """
         return await self.wait_for_members(cluster, 0, timeout=timeout)
 
     async def watch_members(self, cluster: str) -> AsyncIterator[Members]:
-        """Iterate over who is there: now, and after every change."""
+        """Iterate over the members of a cluster: the list now, then the list after each change."""
         with self._runtime.watching(cluster) as watcher:
             await watcher.first()
             while not watcher.ended:
@@ -530,7 +611,10 @@ class Client:
                 await watcher.changed()
 
     async def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
-        """Return once at least `count` members are there; raises RequestTimeout after `timeout` seconds."""
+        """Wait until a cluster has at least `count` members in this site, and return them.
+
+        Raises RequestTimeout after `timeout` seconds.
+        """
         with self._runtime.watching(cluster) as watcher:
             try:
                 async with asyncio.timeout(timeout):
@@ -539,14 +623,17 @@ class Client:
                         await watcher.changed()
                         self._attached()
             except TimeoutError:
-                there = len(watcher.members())
+                found = len(watcher.members())
                 raise RequestTimeout(
-                    cluster, f"{there} of {count} members are there after {timeout:g} s"
+                    cluster, f"the cluster has {found} of {count} members after {timeout:g} s"
                 ) from None
             return watcher.members()
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
-        """Return the relay's counters and tables."""
+        """Return the status of the local relay: its counters and tables, as `iris status --json` shows them.
+
+        Raises RequestTimeout after `timeout` seconds.
+        """
         until_s = deadline(timeout)
         pump, session = await self._ready("relay", timeout)
         waiter: asyncio.Future[frames.Report] = self._loop.create_future()
@@ -556,17 +643,19 @@ class Client:
         try:
             document: dict[str, Any] = msgspec.json.decode(report.document, type=dict[str, Any])
         except msgspec.DecodeError as err:
-            raise DecodeError(f"the relay's status: {err}") from err
+            raise DecodeError(f"cannot decode the status from the relay: {err}") from err
         return document
 
 
 def _scoped(cluster: str, scope: Scope) -> str:
-    """Return a cluster's name with the site that a scope means before it; raises InvalidName or ConfigError."""
+    """Return the address for a scope: ".:NAME" for "site", else `cluster`. Raises InvalidName or ConfigError."""
     site, name = check_address(cluster)
     if scope == "federation":
         return cluster
     if scope != "site":
-        raise ConfigError(f"scope: {scope!r} is neither 'site' nor 'federation'")
+        raise ConfigError(f"scope must be 'site' or 'federation', not {scope!r}")
     if site not in ("", HERE):
-        raise ConfigError(f"scope: {cluster!r} names a site already")
+        raise ConfigError(
+            f"scope='site' means this site, but {cluster!r} names another; leave out one of them"
+        )
     return f"{HERE}:{name}"

@@ -1,4 +1,4 @@
-"""What a client can be told."""
+"""Settings of a client and of a member: frozen dataclasses that check their values when they are made."""
 
 from __future__ import annotations
 
@@ -17,66 +17,98 @@ def _program() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """Everything a client can be told; validated here, once."""
+    """Settings of a client; pass them as `iris.connect(config=ClientConfig(...))`.
+
+    Fields that end in `_s` are seconds. A wrong value raises ConfigError.
+    """
 
     relay: Path | str | None = None
-    """Socket of the relay, or tls://host:port of one on another host; several with commas are tried in a random order, and
-    tls://dns:name:port stands for all addresses of a name. None: $IRIS_RELAY, else the user's own relay, else the host's."""
+    """Path of the relay's socket, or "tls://host:port" of a relay on another host.
+
+    Several TLS addresses are separated by commas and tried in random order. "tls://dns:name:port" stands for
+    all addresses of a host name. None: $IRIS_RELAY if it is set, else your own relay if its socket exists, else
+    the host's.
+    """
 
     access: Path | None = None
-    """For tls://: the file that `iris key access` made. None: $IRIS_ACCESS, else access.pem among the key files."""
+    """Access file for tls:// addresses, made by `iris key access`.
+
+    None: $IRIS_ACCESS, else access.pem beside the keyring.
+    """
 
     label: str = field(default_factory=_program)
-    """Shown by `iris members` and `iris status`; at most 64 characters."""
+    """Name of this client in `iris members` and `iris status`; at most 64 characters.
+
+    Default: the program's file name.
+    """
 
     message_limit_bytes: int = DEFAULT_MESSAGE_LIMIT
-    """Largest payload, 64 KiB to 64 MiB; the relay's limit holds as well. Larger messages go through a tunnel."""
+    """Largest payload of a message, from 64 KiB to 64 MiB; default 1 MiB. Send larger messages through a tunnel.
+
+    If the relay has a lower limit, that limit applies.
+    """
 
     connect_timeout_s: float = 5.0
-    """Until the relay has answered HELLO, and until it knows every service and subscription."""
+    """Timeout for connecting: until the relay has answered HELLO and registered all services and subscriptions."""
 
     drain_timeout_s: float = 5.0
-    """How long a member that leaves may finish what it accepted; then the rest is cancelled, and callers told."""
+    """How long a member that leaves may take to finish what it accepted.
+
+    After that, its handlers are cancelled and their callers get an error.
+    """
 
     reconnect_min_s: float = 0.05
-    """First pause before another attempt; doubled, with jitter, up to `reconnect_max_s`."""
+    """Pause before the first attempt to reconnect.
+
+    It doubles after each attempt, with jitter, up to `reconnect_max_s`.
+    """
 
     reconnect_max_s: float = 2.0
+    """Longest pause between two attempts to reconnect."""
 
     offline_bytes: int = 8 << 20
-    """Published bytes kept while there is no relay; beyond it `publish` raises ConnectionLost."""
+    """Bytes of publications and broadcasts held while no relay is connected.
+
+    Beyond it, `publish` raises ConnectionLost.
+    """
 
     write_high_bytes: int = 1 << 20
-    """Write buffer above which `publish` waits and `offer` refuses."""
+    """High-water mark of the write buffer, at least 4096. Above it `publish` waits and `offer` refuses."""
 
     freshness_s: float = 600.0
-    """Messages whose sender's clock is further from ours than this are refused."""
+    """Refuse messages whose sender's clock differs from the local clock by more than this."""
 
     keep_freed_memory: bool = False
-    """Let the C allocator keep up to 512 MiB that this whole process has freed, instead of returning it to the system.
+    """Let the C allocator keep up to 512 MiB that this process has freed, instead of returning it to the system.
 
-    Messages of 64 KiB and more, and floods of small ones, are faster by up to three times; the process stays as large as it once was.
-    `iris run` does it for its services. glibc only, and for good: another client of this process cannot take it back.
+    Messages of 64 KiB and more, and floods of small ones, become up to three times faster; the process stays as
+    large as it once was. The setting needs glibc, applies to the whole process and cannot be undone by another
+    client in it. `iris run` sets it for its services.
     """
 
     stall_s: float = 1.0
-    """Seconds that one publication with `when_full="wait"` waits for subscribers. After that, what is published is dropped for those
-    that are still full, until they have room."""
+    """Longest time that one `publish(..., when_full="wait")` waits for subscribers.
+
+    After that, messages for the subscribers that are still full are dropped until these have room again.
+    """
 
     compress: bool = False
-    """Compress what is sent, bundle by bundle, before it is sealed (zstd): for slow ways between sites. Receivers open it in any case.
+    """Compress each bundle with zstd before it is sealed, for slow connections between sites.
 
-    Whoever sees the traffic learns how well it compressed: leave it off where strangers choose part of a message with a secret in it.
+    Every receiver can open it.
+
+    An observer of the traffic can see how well it compressed. Leave this off if a message may hold both a
+    secret and text chosen by a stranger.
     """
 
     relay_user: str = "iris"
-    """A relay is trusted if it runs as us, as root, or as this user."""
+    """User whose relay is trusted, besides root and the user of this process."""
 
     def __post_init__(self) -> None:
         if not MIN_MESSAGE_LIMIT <= self.message_limit_bytes <= MAX_MESSAGE_LIMIT:
             raise ConfigError(
-                f"message_limit_bytes: {self.message_limit_bytes} is not from "
-                f"{MIN_MESSAGE_LIMIT} to {MAX_MESSAGE_LIMIT}"
+                f"message_limit_bytes must be from {MIN_MESSAGE_LIMIT} to {MAX_MESSAGE_LIMIT}, "
+                f"not {self.message_limit_bytes}"
             )
         for name in (
             "connect_timeout_s",
@@ -87,28 +119,36 @@ class ClientConfig:
             "stall_s",
         ):
             if not 0 < getattr(self, name) <= 86_400:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0 and up to a day")
-        if self.offline_bytes < 0 or self.write_high_bytes < 4096:
+                raise ConfigError(
+                    f"{name} must be above 0 and at most 86400 s (a day), not {getattr(self, name)}"
+                )
+        if self.offline_bytes < 0:
+            raise ConfigError(f"offline_bytes must be at least 0, not {self.offline_bytes}")
+        if self.write_high_bytes < 4096:
             raise ConfigError(
-                "offline_bytes must be at least 0, and write_high_bytes at least 4096"
+                f"write_high_bytes must be at least 4096, not {self.write_high_bytes}"
             )
         if len(self.label) > 64:
-            raise ConfigError(f"label: {len(self.label)} characters are over the limit of 64")
+            raise ConfigError(f"label must have at most 64 characters, not {len(self.label)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a member takes at once; the relay queues no more than this at it."""
+    """How much a member accepts at once; pass it as `Service(..., limits=Limits(...))`.
+
+    Relays send nothing beyond these limits to the member. When all members are at capacity, callers get Overloaded.
+    """
 
     concurrency: int = field(default_factory=lambda: 4 * (os.cpu_count() or 1))
-    """Handlers that run at once, per kind."""
+    """Handlers that run at the same time, for each kind (request, push, survey). Default: 4 x CPUs."""
 
     queue_bytes: int = 64 << 20
-    """Bytes handed over and not finished, per kind; an empty queue takes one message of any size."""
+    """Bytes queued or running, for each kind. An empty queue accepts one message of any size."""
 
     tunnels: int = 16_384
-    """Tunnels open at once."""
+    """Tunnels open at the same time."""
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.queue_bytes < 1 or self.tunnels < 1:
-            raise ConfigError("concurrency, queue_bytes and tunnels must be at least 1")
+        for name in ("concurrency", "queue_bytes", "tunnels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""How long a call may still take."""
+"""Timeouts and deadlines of calls."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ LONGEST_S: Final = LONGEST_MS / 1000
 
 
 def deadline(timeout: float) -> float:
-    """Return when a call that may take `timeout` seconds is over: waiting for a relay counts."""
+    """Return the monotonic time at which a call with this timeout (s) ends.
+
+    Waiting for a relay counts. Raises ConfigError.
+    """
     milliseconds(timeout)
     return time.monotonic() + timeout
 
 
 def seconds_left(until_s: float) -> float:
-    """Return what is left of a timeout, and never nothing: who just made it may go on."""
+    """Return the seconds until `until_s`, at least 0.001: a call that just met its deadline may go on."""
     return max(0.001, until_s - time.monotonic())
 
 
 def milliseconds(timeout: float) -> int:
-    """Return a timeout as it travels; raises ConfigError if it is not above 0."""
+    """Return a timeout in whole milliseconds, as it is sent: 1 to 2^32 - 1.
+
+    Raises ConfigError if it is not above 0.
+    """
     if not timeout > 0:
-        raise ConfigError(f"timeout: {timeout} s is not above 0")
+        raise ConfigError(f"timeout must be above 0 s, not {timeout}")
     return round(timeout * 1000) or 1 if timeout < LONGEST_S else LONGEST_MS
 
 
 async def within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:
-    """Return what the relay answers; raises RequestTimeout with this text."""
+    """Await an answer of the relay; raises RequestTimeout with `text` ("the relay did not ...") after `timeout` s."""
     try:
         async with asyncio.timeout(timeout):
             return await waiter

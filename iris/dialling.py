@@ -1,4 +1,8 @@
-"""How a process reaches its relay: the socket on this host, after a look at who listens there, or TLS to another host."""
+"""Connects a process to its relay: over the Unix socket of this host, or over TLS to another host.
+
+Before a Unix socket is used, its directory and the user of the listening process are checked, because the relay
+learns the names and sizes of all messages.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +32,13 @@ REMOTE: Final = "tls://"
 _EVERY: Final = "tls://dns:"
 MAX_REMOTES: Final = 16
 ONE_OF_MANY_S: Final = 1.5
-"""For a relay to answer while there are others to try."""
+"""Seconds for each relay to answer while there are others to try."""
 ACCESS_VARIABLE: Final = "IRIS_ACCESS"
 ACCESS_FILE: Final = "access.pem"
 _HOST_AND_PORT: Final = re.compile(r"[^/]+:[0-9]{1,5}")
 _CREDENTIALS: Final = struct.Struct("3i")
 _skipped: Final[dict[Path, str]] = {}
-"""Sockets that were reported as skipped -> the reason."""
+"""Sockets that were logged as skipped -> the reason."""
 
 
 async def reach(
@@ -42,13 +46,13 @@ async def reach(
     environ: Mapping[str, str],
     factory: Callable[[], asyncio.BufferedProtocol],
 ) -> Path | None:
-    """Attach the protocol that `factory` makes to the relay of `config`, else of $IRIS_RELAY, else of this host.
+    """Connect the protocol that `factory` makes to the relay of `config`, else of $IRIS_RELAY, else of this host.
 
-    Return the path of its socket; None if it is on another host.
+    Return the path of the relay's socket, or None if the relay is on another host.
 
     Raises:
-        RelayUnavailable: nobody is there whom we trust.
-        ConfigError, KeyringError: the address, or the access file that TLS takes, cannot be used.
+        RelayUnavailable: no relay answered, or the one that did is not trusted.
+        ConfigError, KeyringError: the address, or the access file for TLS, cannot be used.
     """
     relay = config.relay or environ.get(paths.RELAY_VARIABLE)
     if relay and not str(relay).startswith(REMOTE):
@@ -69,25 +73,26 @@ async def reach(
 
 
 def arrivals(config: ClientConfig, environ: Mapping[str, str]) -> Callable[[], bool]:
-    """Return what says whether a relay has put its socket there since it was asked last; of a relay on another host never.
+    """Return a function that says whether a relay has created its socket since the last call.
 
-    A few calls of stat(2): it may be asked many times a second.
+    For a relay on another host it always returns False. A call is a few stat(2) calls, cheap enough for many a
+    second.
     """
     relay = config.relay or environ.get(paths.RELAY_VARIABLE)
     if str(relay).startswith(REMOTE):
         return lambda: False
-    places = (Path(relay),) if relay else paths.candidate_sockets(environ, os.geteuid())
-    seen = [_identity(place) for place in places]
+    sockets = (Path(relay),) if relay else paths.candidate_sockets(environ, os.geteuid())
+    seen = [_identity(path) for path in sockets]
 
     def arrived() -> bool:
-        before, seen[:] = list(seen), [_identity(place) for place in places]
+        before, seen[:] = list(seen), [_identity(path) for path in sockets]
         return any(now is not None and now != then for now, then in zip(seen, before, strict=True))
 
     return arrived
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells a socket from the next one at its path; None if nothing can be seen there."""
+    """Return (device, inode, ctime in ns) of a file, which change with the socket at that path; None if missing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -98,10 +103,11 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 def _check_path(relay: str) -> None:
     if "\0" in relay:
         raise ConfigError(
-            f"relay: {relay!r} is an abstract socket, which any process may claim; relays do not use them. Give the path of the relay's socket"
+            f"relay: {relay!r} is an abstract socket, which any process may claim; "
+            "give the path of the relay's socket"
         )
     if "://" in relay:
-        raise ConfigError(f"relay: {relay!r} is neither a path nor tls://host:port")
+        raise ConfigError(f"relay: {relay!r} is not a path of a socket or tls://host:port")
     if _HOST_AND_PORT.fullmatch(relay) and not os.path.exists(relay):
         raise ConfigError(
             f"relay: {relay!r} is not a path; for a relay on another host write tls://{relay}"
@@ -109,13 +115,13 @@ def _check_path(relay: str) -> None:
 
 
 def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
-    """Return the socket to try: the user's own relay if it exists, else the host's.
+    """Return the path of the socket to try: that of the user's own relay if it exists, else the host's.
 
-    A socket that another user may have put there is skipped and logged, so that it does not hide the next. $IRIS_RELAY is not
-    checked here: whoever sets it wants that relay.
+    A socket that another user may have created is skipped and logged, so that it does not hide the next one. The
+    directory of $IRIS_RELAY is not checked here, because setting it names that relay.
 
     Raises:
-        RelayUnavailable: there is no socket, or all were skipped; the text says which, and why.
+        RelayUnavailable: all sockets were skipped; the text names them and the reasons.
     """
     candidates = paths.candidate_sockets(environ, os.geteuid())
     skipped = []
@@ -129,7 +135,7 @@ def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
         if not why:
             return path
         skipped.append(f"skipped {path}: {why}")
-        if _skipped.get(path) != why:  # clients try again and again
+        if _skipped.get(path) != why:  # log once, because clients retry many times
             _skipped[path] = why
             log.warning(
                 "relay.socket_skipped", extra={"fields": {"socket": str(path), "reason": why}}
@@ -141,25 +147,25 @@ def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
 
 
 class Remote(NamedTuple):
-    """Where a relay on another host takes sessions."""
+    """TLS address of a relay on another host."""
 
     host: str
     port: int
     all_of_name: bool = False
-    """The host is a name of which every address is a relay."""
+    """Whether each address of the host name is a relay to try (tls://dns:name:port)."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_remotes(text: str) -> tuple[Remote, ...]:
-    """Return the addresses of `tls://host:port`, several with commas between them.
+    """Parse `tls://host:port`, or several of them separated by commas, at most 16.
 
-    IPv6 is in brackets; `tls://dns:name:port` stands for all addresses of a name. Raises ConfigError.
+    IPv6 addresses are in brackets. `tls://dns:name:port` stands for all addresses of a name. Raises ConfigError.
     """
     remotes = tuple(_parse_remote(part.strip()) for part in text.split(","))
     if len(remotes) > MAX_REMOTES:
-        raise ConfigError(f"relay: {len(remotes)} addresses, over {MAX_REMOTES}")
+        raise ConfigError(f"relay: {len(remotes)} addresses are over the limit of {MAX_REMOTES}")
     return remotes
 
 
@@ -171,17 +177,17 @@ def _parse_remote(text: str) -> Remote:
     except ValueError:
         host = port = None
     if parts.scheme != "tls" or not host or not port or parts.path.strip("/") or parts.query:
-        raise ConfigError(f"relay: {text!r} is neither a path nor tls://host:port")
+        raise ConfigError(f"relay: {text!r} is not a path of a socket or tls://host:port")
     return Remote(host, port, named)
 
 
 async def dial_any(
     remotes: Sequence[Remote], access_file: Path, factory: Callable[[], asyncio.BufferedProtocol]
 ) -> None:
-    """Attach the protocol that `factory` makes to one of the relays at `remotes`: in a random order, until one takes it.
+    """Connect the protocol that `factory` makes to one of the relays at `remotes`, tried in random order.
 
     Raises:
-        RelayUnavailable: none of them did; says why for each.
+        RelayUnavailable: all attempts failed; the text has the reason for each.
         KeyringError: the access file cannot be used.
     """
     found: list[Remote] = []
@@ -190,7 +196,7 @@ async def dial_any(
         try:
             found += await _every_address(remote)
         except OSError as err:
-            failed.append(f"{remote.host} has no address ({err})")
+            failed.append(f"cannot find the address of {remote.host}: {err.strerror or err}")
     random.shuffle(found)
     for remote in found:
         try:
@@ -214,17 +220,18 @@ async def _every_address(remote: Remote) -> list[Remote]:
 async def dial_remote(
     address: tuple[str, int], access_file: Path, factory: Callable[[], asyncio.BufferedProtocol]
 ) -> None:
-    """Attach the protocol that `factory` makes to the relay at `address` on another host, over TLS.
+    """Connect the protocol that `factory` makes to the relay at `address` (host, port), over TLS.
 
     Raises:
-        RelayUnavailable: nobody answers there, or whoever does is no relay of the network of the access file.
+        RelayUnavailable: no answer, or the peer is not a relay of the network of the access file.
         KeyringError: the access file cannot be used.
     """
     try:
         access = load_access(access_file)
     except KeyringError as err:
         raise KeyringError(
-            f"{err}; tls:// takes a file of `iris key access`, here or named by ${ACCESS_VARIABLE}"
+            f"{err}; tls:// addresses need an access file: make one with `iris key access` on a relay's host "
+            f"and name it with ${ACCESS_VARIABLE}"
         ) from err
     try:
         await asyncio.get_running_loop().create_connection(
@@ -233,26 +240,27 @@ async def dial_remote(
     except (ssl.SSLError, ConnectionResetError) as err:
         why = getattr(err, "reason", None) or str(err) or "it closed the handshake"
         raise RelayUnavailable(
-            f"{address[0]}:{address[1]} takes no session with {access_file} ({why}): the file is of another network, or this is not the "
-            "port of `iris relay --listen`"
+            f"{address[0]}:{address[1]} refused a session with {access_file} ({why}); check that the file is "
+            "from this network, and that the port is that of `iris relay --listen`"
         ) from err
     except OSError as err:
         raise RelayUnavailable(
-            f"no relay at {address[0]}:{address[1]} ({err}); `iris relay --listen tls://HOST:PORT` takes sessions there"
+            f"no relay at {address[0]}:{address[1]} ({err}); start one there with "
+            "`iris relay --listen tls://HOST:PORT`"
         ) from err
 
 
 async def dial(path: Path, relay_user: str) -> socket.socket:
-    """Return a socket connected to the relay at `path`, after checking who listens there.
+    """Return a socket connected to the relay at `path`, after checking the user of the process that listens there.
 
     Raises:
-        RelayUnavailable: nobody listens, or somebody whom we do not trust with our metadata.
+        RelayUnavailable: no process listens, or its user is not trusted with our metadata.
     """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as err:  # no descriptor is free
+    except OSError as err:  # out of file descriptors
         raise RelayUnavailable(
-            f"cannot make a socket for the relay at {path}: {err.strerror}"
+            f"cannot create a socket to connect to the relay at {path}: {err.strerror}"
         ) from err
     try:
         connection.setblocking(False)
@@ -263,13 +271,14 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid != 0 and uid not in _trusted(relay_user):
             raise RelayUnavailable(
-                f"the relay at {path} runs as uid {uid}, which is not trusted: only our own user, root and {relay_user!r} are (ClientConfig.relay_user)"
+                f"the relay at {path} runs as uid {uid}, which is not trusted; only your own user, root and "
+                f"{relay_user!r} (ClientConfig.relay_user) are"
             )
     except OSError as err:
         connection.close()
         raise RelayUnavailable(
-            f"no relay at {path} ({err.strerror or err}); start one with `iris relay`, or to try things out on this host alone with "
-            "`iris relay --dev`"
+            f"no relay at {path} ({err.strerror or err}); start one with `iris relay`, "
+            "or with `iris relay --dev` to try Iris on this host only"
         ) from err
     except BaseException:
         connection.close()
@@ -278,7 +287,7 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
 
 
 def _trusted(relay_user: str) -> tuple[int, ...]:
-    """Return the users, besides root, whose relay we trust."""
+    """Return the uids, besides root, whose relay is trusted."""
     try:
         return os.geteuid(), pwd.getpwnam(relay_user).pw_uid
     except KeyError:

@@ -1,77 +1,80 @@
-"""Everything Iris raises.
+"""All exceptions that Iris raises.
 
     IrisError
     ├── ConfigError            a setting, file or environment variable is wrong; the text names it
-    │   └── KeyringError       a key file is missing, unreadable, too open or malformed
-    ├── InvalidName            a cluster, topic or filter is outside the grammar (also a ValueError)
+    │   └── KeyringError       a key file is missing, unreadable, readable by others or malformed; or it lacks a key
+    ├── InvalidName            a cluster, topic or filter name is not allowed (also a ValueError)
     ├── RelayUnavailable       no relay answered at the address; the text says how to start one
-    ├── Closed                 the object was closed by this process; fix the call
-    ├── MessageTooLarge        nothing was sent; use a tunnel (also a ValueError)
-    ├── DecodeError            a payload does not fit the type that was asked for
+    ├── Closed                 your program closed the object that it uses; fix the call
+    ├── MessageTooLarge        a message is over the limit and was not sent; use a tunnel (also a ValueError)
+    ├── DecodeError            a payload does not fit the requested type (also a ValueError)
     ├── SealError              a message could not be sealed or opened
     │   ├── OpenError          forged, damaged, spliced or sealed under another key
-    │   ├── Replayed           accepted before; it may have run
-    │   └── Stale              too old to tell apart from a replay; it has not run here
-    ├── RequestError           a request, push or survey failed; says `may_have_run`
-    │   ├── NoMembers          nobody serves it; it has not run
-    │   ├── Overloaded         everybody who serves it is full; it has not run
-    │   ├── RequestTimeout     no reply in time (also a TimeoutError); it may have run
-    │   ├── ConnectionLost     the member, its relay or ours went away on the way
-    │   ├── RelayError         a relay refused it; the text is the relay's, and no key holder sealed it
-    │   └── RemoteError        the handler raised, or the body did not decode; the text is the member's, and sealed
-    ├── StreamError            a durable stream did not do what was asked
-    │   ├── NoStream           no store holds it under our keys
-    │   ├── StreamExists       it is there and defined otherwise; names the holder
-    │   ├── AmbiguousStream    two stores hold one of this name; name the uuid
+    │   ├── Replayed           a copy of a message that was accepted before; it may have run
+    │   └── Stale              too old to tell apart from a replay, so it was refused
+    ├── RequestError           a request, push or survey failed; see its `may_have_run`
+    │   ├── NoMembers          no member serves it; it has not run
+    │   ├── Overloaded         all members that serve it are at capacity; it has not run
+    │   ├── RequestTimeout     no reply within the timeout; it may have run (also a TimeoutError)
+    │   ├── ConnectionLost     the member, its relay or the local relay was lost before the reply arrived
+    │   ├── RelayError         a relay refused it; the text is from the relay, so no key holder vouches for it
+    │   └── RemoteError        the handler raised, or refused the body; the text is from the member, sealed
+    ├── StreamError            an operation on a durable stream failed; see its `may_have_run`
+    │   ├── NoStream           no store has the stream under your keys
+    │   ├── StreamExists       the stream exists with another definition; the text names its store
+    │   ├── AmbiguousStream    several stores have a stream of this name; name it by uuid
     │   ├── OffsetConflict     the next offset is not the expected one; nothing was stored
-    │   ├── StagedMissing      a batch's attempt is not staged, or not whole; nothing was committed
-    │   ├── StreamDamaged      the store's disk does not hold what was written
-    │   └── StreamUnavailable  the store, its disk or the way to it; says `may_have_run`
-    ├── TunnelBroken           the tunnel ended without both sides closing it
+    │   ├── StagedMissing      an attempt of a batch is not staged, or incomplete; nothing was committed
+    │   ├── StreamDamaged      the store's disk no longer has what was written to it
+    │   └── StreamUnavailable  the store, its disk or the connection to it failed or did not answer in time
+    ├── TunnelBroken           the tunnel ended although neither side closed it
     └── ProtocolError          bytes that the protocol does not allow
-        ├── LocalProtocolError we erred
-        └── PeerProtocolError  they erred; ends their connection, never shown to another peer
+        ├── LocalProtocolError this process asked for something that the protocol or the relay does not allow
+        └── PeerProtocolError  the peer sent such bytes; only the connection to that peer ends
 
-Siblings differ by what the caller should do: fix a call (`Closed`, `InvalidName`), wait or retry (`NoMembers`,
-`Overloaded`), reconnect (`ConnectionLost`, automatic), read the message (`RemoteError`, `RelayError`).
+The classes differ by what you do next: fix the call (`Closed`, `InvalidName`), wait or retry (`NoMembers`,
+`Overloaded`), wait for the automatic reconnect (`ConnectionLost`), or read the text (`RemoteError`, `RelayError`).
 
-Only RemoteError comes from a holder of the key. The others come from relays or from this process, and their
-`may_have_run=False` is only as trustworthy as the relays on the way.
+Only RemoteError comes from a holder of the key. All others come from relays or from this process, so their
+`may_have_run=False` is only as trustworthy as the relays on the path.
 """
 
 from __future__ import annotations
 
 
 class IrisError(Exception):
-    """Root of everything Iris raises."""
+    """Base class of all exceptions that Iris raises."""
 
 
 class ConfigError(IrisError):
-    """A setting, file or environment variable is wrong."""
+    """A setting, file or environment variable is wrong; the text names it and says what is allowed."""
 
 
 class KeyringError(ConfigError):
-    """A key file is missing, unreadable, too open or malformed. Never carries a secret."""
+    """A key file is missing, unreadable, readable by others or malformed, or it lacks a key.
+
+    The text has no secret.
+    """
 
 
 class InvalidName(IrisError, ValueError):
-    """A cluster, topic or filter is outside the grammar."""
+    """A cluster, topic or filter name is not allowed; the text says why."""
 
 
 class RelayUnavailable(IrisError):
-    """No relay answered at the address."""
+    """No relay answered at the address, or the one that did is not trusted; the text says how to start one."""
 
 
 class Closed(IrisError):
-    """The object was closed by this process."""
+    """The client, tunnel or other object was not opened yet, or was closed by this program. Fix the call."""
 
 
 class MessageTooLarge(IrisError, ValueError):
-    """A message is over the limit; nothing was sent."""
+    """A message is over the size limit and was not sent. Send it through a tunnel, or in parts."""
 
 
 class DecodeError(IrisError, ValueError):
-    """A payload does not fit the type that was asked for."""
+    """A payload does not fit the requested type."""
 
 
 class SealError(IrisError):
@@ -79,19 +82,23 @@ class SealError(IrisError):
 
 
 class OpenError(SealError):
-    """The message is forged, damaged, spliced or sealed under another key. One reason for all."""
+    """A message is forged, damaged, spliced or sealed under another key. The text never says which."""
 
 
 class Replayed(SealError):
-    """The message was accepted before."""
+    """A message is a copy of one that was accepted before."""
 
 
 class Stale(SealError):
-    """The message is too old to tell it apart from a replay."""
+    """A message is too old to tell it apart from a replay."""
 
 
 class RequestError(IrisError):
-    """A message to `cluster` failed; `may_have_run` is False when a retry is certainly safe."""
+    """A request, push, survey or tunnel opening to `cluster` failed.
+
+    `may_have_run` is False only if no handler has run, so that sending it again is safe. `detail` is the text without
+    the cluster.
+    """
 
     may_have_run = True
 
@@ -102,23 +109,23 @@ class RequestError(IrisError):
 
 
 class NoMembers(RequestError):
-    """Nobody serves the cluster under our key."""
+    """No member serves this kind of message in the cluster under your key. The message has not run."""
 
     may_have_run = False
 
 
 class Overloaded(RequestError):
-    """Every member is full, or refused it before running it."""
+    """All members are at capacity, or refused the message before running it. Retry later, or add members."""
 
     may_have_run = False
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """No reply came in time."""
+    """No reply arrived within the timeout. The message may have run."""
 
 
 class ConnectionLost(RequestError):
-    """The member, its relay or ours went away before the reply came."""
+    """The member, its relay or the local relay was lost before the reply arrived. The client reconnects by itself."""
 
     def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
         super().__init__(cluster, detail)
@@ -126,10 +133,10 @@ class ConnectionLost(RequestError):
 
 
 class RelayError(RequestError):
-    """A relay reports that the message was refused; `detail` is the relay's text, which no key holder sealed.
+    """A relay reports that a message was refused. `detail` is the text of the relay, which no key holder sealed.
 
-    The member cannot open it, it was seen before or is too old, the member did not run it, or a site's policy forbids it.
-    `may_have_run` is True where an honest relay cannot know.
+    Reasons: the member cannot open the message, received it before, finds it too old or did not run it, or a policy
+    between sites forbids it. `may_have_run` is True if an honest relay cannot know.
     """
 
     def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
@@ -138,10 +145,10 @@ class RelayError(RequestError):
 
 
 class RemoteError(RequestError):
-    """The member answered with an error; `detail` is its text, sealed with the key.
+    """The member answered with an error. `detail` is the text of the member, sealed with the cluster's key.
 
-    `may_have_run` is False when that member refused the message before its handler saw it
-    (a body that does not decode, clocks that are too far apart).
+    `may_have_run` is False if the member refused the message before its handler saw it: the body does not decode, or
+    the two clocks differ too much.
     """
 
     def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
@@ -153,7 +160,7 @@ _BEFORE = "; an earlier attempt may have run"
 
 
 def ran_before(error: RequestError | StreamError) -> None:
-    """Note in the error of a repeated call that an earlier attempt may have run, whatever became of this one."""
+    """Change the error of a repeated call to say that an earlier attempt may have run."""
     if not error.may_have_run:
         error.may_have_run = True
         error.detail += _BEFORE
@@ -161,11 +168,11 @@ def ran_before(error: RequestError | StreamError) -> None:
 
 
 class StreamError(IrisError):
-    """A durable stream did not do what was asked; `may_have_run` is False when nothing was stored or changed."""
+    """An operation on a durable stream failed. `may_have_run` is False if nothing was stored or changed."""
 
     may_have_run = False
     passing = False
-    """It may be over in a moment: the store, or the way to it, was away."""
+    """Whether the cause may pass by itself: the store, or the connection to it, was away."""
 
     def __init__(self, stream: str, detail: str) -> None:
         super().__init__(f"stream {stream}: {detail}")
@@ -174,19 +181,19 @@ class StreamError(IrisError):
 
 
 class NoStream(StreamError):
-    """No store holds it under our keys."""
+    """No store has this stream under your keys."""
 
 
 class StreamExists(StreamError):
-    """A stream of this name is there, and defined otherwise."""
+    """A stream of this name exists with another definition."""
 
 
 class AmbiguousStream(StreamError):
-    """Two stores hold a stream of this name; the text lists them by uuid."""
+    """Several stores have a stream of this name; the text lists them. Name the one you mean by its uuid."""
 
 
 class OffsetConflict(StreamError):
-    """The next offset is `next`, not the expected one; nothing was stored."""
+    """The next offset of the stream is `next`, not the expected one. Nothing was stored."""
 
     def __init__(self, stream: str, detail: str, next: int) -> None:
         super().__init__(stream, detail)
@@ -194,15 +201,15 @@ class OffsetConflict(StreamError):
 
 
 class StagedMissing(StreamError):
-    """An attempt at a batch is not staged as it was said to be: stage it again. Nothing was committed."""
+    """An attempt of a batch is not staged, or not as it was reported. Nothing was committed; stage it again."""
 
 
 class StreamDamaged(StreamError):
-    """The store's disk does not hold what was written there; what is before can be read."""
+    """The store's disk no longer has what was written to it. Everything before the damage can still be read."""
 
 
 class StreamUnavailable(StreamError):
-    """The store, its disk or the way to it did not do it in time."""
+    """The store, its disk or the connection to it failed, or did not answer in time."""
 
     def __init__(self, stream: str, detail: str, *, may_have_run: bool = False) -> None:
         super().__init__(stream, detail)
@@ -210,7 +217,7 @@ class StreamUnavailable(StreamError):
 
 
 class TunnelBroken(IrisError):
-    """The tunnel ended without both sides closing it; messages in flight are lost."""
+    """The tunnel ended although neither side closed it. Messages on the way were lost."""
 
 
 class ProtocolError(IrisError):
@@ -218,8 +225,8 @@ class ProtocolError(IrisError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side asked for something the protocol does not allow."""
+    """This process asked for something that the protocol, or its relay, does not allow."""
 
 
 class PeerProtocolError(ProtocolError):
-    """The other side sent something the protocol does not allow; its connection ends."""
+    """The peer sent bytes that the protocol does not allow; the connection to it ends."""

@@ -1,4 +1,8 @@
-"""Handlers as users write them: what their annotation asks for, and how their answers travel."""
+"""Handlers: how a user's function receives its message, and how its return value becomes a reply.
+
+The annotation of a handler's only parameter chooses what it receives: the whole message, the raw payload, or
+the payload decoded into a type.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from iris.errors import ConfigError
 
 
 class Reply:
-    """An answer with headers, for handlers that return one."""
+    """A reply with headers; a handler may return one instead of a plain value."""
 
     __slots__ = ("headers", "value")
 
@@ -27,23 +31,32 @@ class Reply:
 
 
 class Request(Message, gc=True):
-    """A request or survey as its handler may ask for it: the message, and the right to answer later."""
+    """A request or survey with `defer`, for handlers that reply later.
+
+    Annotate the parameter with it to receive one.
+    """
 
     context: Any = None
 
     def defer(self) -> Deferred:
-        """Answer later than the handler returns: what it returns is then ignored.
+        """Return a `Deferred` to reply with later. The return value of the handler is then ignored.
 
-        The member's credit is taken until the deferred reply is given; one that is dropped answers with an error.
+        Until you reply, the request counts toward the member's `concurrency`. A Deferred that is garbage-collected
+        without a reply answers with an error.
+
+        Raises:
+            ConfigError: this is a push, or was deferred before.
         """
         if self.context is None:
-            raise ConfigError("this message takes no answer")
+            raise ConfigError(
+                "only requests and surveys can be deferred; this message has no reply"
+            )
         deferred: Deferred = self.context()
         return deferred
 
 
 class Deferred:
-    """A reply that is still owed. Ends by `reply` or `fail`, once."""
+    """A pending reply. Call `reply` or `fail`; only the first call counts."""
 
     __slots__ = ("_finish", "_loop", "done")
 
@@ -55,13 +68,13 @@ class Deferred:
         self.done = False
 
     def reply(self, value: object) -> None:
-        """Answer with `value`, as a handler's return would."""
+        """Send `value` as the reply, as if the handler had returned it."""
         if not self.done:
             self.done = True
             self._finish(value, None)
 
     def fail(self, detail: str) -> None:
-        """Answer with an error: the caller gets RemoteError(detail)."""
+        """Send an error as the reply; the caller gets a RemoteError with the text `detail`."""
         if not self.done:
             self.done = True
             self._finish(None, detail)
@@ -69,15 +82,15 @@ class Deferred:
     def __del__(self) -> None:
         if not self.done:
             self.done = True
-            # The collector runs in whatever thread allocates, and in the middle of anything.
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            # The garbage collector may run in any thread, at any point of any code.
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no reply can be sent
                 self._loop.call_soon_threadsafe(
-                    self._finish, None, "the handler gave its deferred reply up"
+                    self._finish, None, "the handler discarded its deferred reply without answering"
                 )
 
 
 class Handler:
-    """One function and what it takes."""
+    """A user's function, and the type that its parameter is annotated with."""
 
     __slots__ = ("function", "is_coroutine", "wanted")
 
@@ -87,11 +100,11 @@ class Handler:
         self.wanted = _annotation(function)
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
-        """Return what the function is called with; raises DecodeError when the body does not fit."""
+        """Return the argument for the function. Raises DecodeError if the payload does not fit its annotation."""
         return self.convert(delivery.message, defer)
 
     def as_callback(self) -> Callable[[Message], object]:
-        """Return a subscription's handler that gives the function what its annotation asks for."""
+        """Return a handler that takes a Message and calls the function with the converted argument."""
         if self.is_coroutine:
 
             async def run(message: Message) -> object:
@@ -101,7 +114,7 @@ class Handler:
         return lambda message: self.function(self.convert(message))
 
     def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
-        """Return a message as the function's parameter asks; raises DecodeError."""
+        """Convert a message to the annotated type of the function's parameter. Raises DecodeError."""
         if self.wanted is Message:
             return message
         if self.wanted is Request:
@@ -123,24 +136,24 @@ def encode_reply(value: object) -> tuple[bytes, Headers | None, bool]:
 
 
 def stopping() -> bool:
-    """Whether this task is being cancelled; if not, a CancelledError is the handler's own and ends nothing else."""
+    """Return whether this task is being cancelled. If not, a CancelledError came from the handler itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function behind a partial or an object with `__call__`: it has the annotations, and is async or not."""
+    """Return the function behind a partial or an object with `__call__`: it has the annotations and the `async`."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _annotation(function: Callable[..., Any]) -> Any:
-    """Return the annotation of the function's only parameter; None if it has none or Any."""
+    """Return the annotation of the function's only parameter; None if there is none, or if it is Any."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return None  # a builtin without a signature takes what comes
+        return None  # a builtin without a signature is called with the decoded payload
     needed = [
         p
         for p in parameters
@@ -148,13 +161,13 @@ def _annotation(function: Callable[..., Any]) -> Any:
     ]
     if len(needed) > 1 or not parameters:
         raise ConfigError(
-            f"handler {getattr(function, '__name__', function)!r} takes one argument: the message"
+            f"handler {getattr(function, '__name__', function)!r} must take exactly one argument, the message"
         )
     try:
         hints = typing.get_type_hints(_code(function))
     except Exception as err:  # whatever the user's annotations raise when they are evaluated
         raise ConfigError(
-            f"handler {getattr(function, '__name__', function)!r}: its annotation: {err}"
+            f"cannot evaluate the annotation of handler {getattr(function, '__name__', function)!r}: {err}"
         ) from err
     wanted = hints.get(parameters[0].name)
     return None if wanted is Any else wanted

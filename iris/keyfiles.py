@@ -1,8 +1,8 @@
-"""Key files on disk: `keyring.toml` and `network.toml`, mode 0600, in the configuration directory, and a site's key file.
+"""Reads and writes key files: `keyring.toml`, `network.toml` and a site's key file.
 
-The layouts are those of `iris.crypto.keyring`; this module only reads and writes. A file is opened
-once and judged by its descriptor, so nobody can swap it between check and read. A file that others
-can read, or that another user owns, is refused rather than repaired: its secret may be known already.
+`iris.crypto.keyring` defines their content. All have mode 0600. A file is opened once and checked through its
+descriptor, so that nobody can swap it between check and read. A file that other users can read, or that another user
+owns, is refused and not repaired, because its secret may be known already.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _T = TypeVar("_T")
 def config_directory(environ: Mapping[str, str]) -> Path:
     """Return the directory of the key files: $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else ~/.config/iris.
 
-    Empty variables count as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory
-    Specification). Nothing is created.
+    An empty variable counts as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory Specification).
+    The directory need not exist and is not created.
     """
-    if own := environ.get("IRIS_CONFIG"):
-        return Path(own)
+    if named := environ.get("IRIS_CONFIG"):
+        return Path(named)
     xdg = environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(xdg):
         return Path(xdg) / "iris"
@@ -48,17 +48,17 @@ def config_directory(environ: Mapping[str, str]) -> Path:
 
 
 def has_keys(environ: Mapping[str, str]) -> bool:
-    """Whether the configuration directory has a keyring."""
+    """Return whether the configuration directory has a keyring."""
     return os.path.exists(config_directory(environ) / KEYRING_FILE)
 
 
 def load_keys(environ: Mapping[str, str]) -> Keyring:
     """Return the keyring of the configuration directory, else that of a relay started with --dev.
 
-    Where IRIS_CONFIG names the directory, no other is looked at.
+    If IRIS_CONFIG names the directory, only that one is used.
 
     Raises:
-        KeyringError: there is neither (the text says how to make one), or it may not be used.
+        KeyringError: there is no keyring (the text says how to make one), or it cannot be used.
     """
     directory = config_directory(environ)
     if has_keys(environ):
@@ -82,11 +82,11 @@ def create_keys(
 ) -> tuple[Keyring, NetworkKey]:
     """Write a new keyring (one default key) and a new network key into `directory`, and return them.
 
-    Creates `directory` with mode 0700, its parents with the usual one.
+    Creates `directory` with mode 0700, and its parents with the default mode.
 
     Raises:
-        KeyringError: one of the two files is there already, others may write to the directory, or
-            the disk refused. No file was overwritten, and none that was new is left behind.
+        KeyringError: one of the two files exists, other users may write to the directory, or a write failed. No file
+            was overwritten, and no new file is left behind.
     """
     keyring = Keyring.single(ClusterKey(entropy(SECRET_BYTES)))
     network = NetworkKey(entropy(SECRET_BYTES))
@@ -95,7 +95,7 @@ def create_keys(
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise KeyringError(f"others may write to {directory}: chmod 700 {directory}")
+            raise KeyringError(f"other users may write to {directory}; run `chmod 700 {directory}`")
         for name, text in texts.items():
             path = directory / name
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -106,7 +106,7 @@ def create_keys(
         for path in written:
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
-            raise KeyringError(f"{error.filename} exists already and was not changed") from error
+            raise KeyringError(f"{error.filename} already exists and was not changed") from error
         if isinstance(error, OSError):
             raise KeyringError(f"cannot create keys in {directory}: {error.strerror}") from error
         raise
@@ -117,14 +117,14 @@ def load_keyring(path: Path) -> Keyring:
     """Return the keyring in the file `path`.
 
     Raises:
-        KeyringError: missing, not a plain file, over 1 MiB, open to others, owned by another user,
+        KeyringError: the file is missing, not a regular file, over 1 MiB, open to other users, owned by another user
             or malformed. The text begins with the path and says what to do.
     """
     return load(path, Keyring.parse)
 
 
 def load_network_keys(path: Path) -> tuple[NetworkKey, ...]:
-    """Return the network keys in the file `path`; the first is the one to dial with.
+    """Return the network keys in the file `path`. Links to other relays are dialled with the first one.
 
     Raises:
         KeyringError: as `load_keyring`.
@@ -145,7 +145,7 @@ def create_site_key(path: Path, entropy: Callable[[int], bytes] = os.urandom) ->
     """Write a new site key into the new file `path`, mode 0600, and return it.
 
     Raises:
-        KeyringError: there is such a file, which was left alone, or the disk refused; then none is left.
+        KeyringError: the file exists and was not changed, or the write failed and no file is left.
     """
     key = SiteKey(entropy(SECRET_BYTES))
     create(path, dump_site_key(key))
@@ -157,7 +157,7 @@ def create(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
-        raise KeyringError(f"{path} exists already and was not changed") from error
+        raise KeyringError(f"{path} already exists and was not changed") from error
     except OSError as error:
         raise KeyringError(f"cannot create {path}: {error.strerror}") from error
     try:
@@ -171,12 +171,12 @@ def create(path: Path, text: str) -> None:
 
 
 def save_keyring(path: Path, keyring: Keyring) -> None:
-    """Replace the file `path`, mode 0600: a reader, or a crash, sees the old keyring or the new one.
+    """Replace the file `path` atomically, mode 0600. Readers, also after a crash, see the old keyring or the new one.
 
-    A symbolic link stays one; what it points to is replaced.
+    If `path` is a symbolic link, the file that it points to is replaced.
 
     Raises:
-        KeyringError: the disk refused; the old file is as it was.
+        KeyringError: the write failed; the old file is unchanged.
     """
     target = Path(os.path.realpath(path))
     temporary: str | None = None
@@ -190,85 +190,92 @@ def save_keyring(path: Path, keyring: Keyring) -> None:
         raise KeyringError(f"cannot write {path}: {error.strerror}") from error
     finally:
         if temporary is not None:
-            with contextlib.suppress(OSError):  # already failing; the file holds its secret at 0600
+            with contextlib.suppress(
+                OSError
+            ):  # an error is raised already, and the file's mode is 0600
                 os.unlink(temporary)
 
 
 def load(path: Path, parse: Callable[[str], _T]) -> _T:
-    """Return the result of `parse` for a secret file. Raises KeyringError as `load_keyring`."""
+    """Read a secret file and return what `parse` makes of its text. Raises KeyringError as `load_keyring`."""
     text = read_secret(path)
     try:
         return parse(text)
     except KeyringError as error:
-        raise KeyringError(f"{path}: {error}") from None  # the cause says the same without the path
+        raise KeyringError(
+            f"{path}: {error}"
+        ) from None  # the cause has the same text without the path
 
 
 def read_secret(path: Path, *, group_reads: bool = False) -> str:
-    """Return the text of a secret file, after checking the file that was opened.
+    """Return the text of a secret file, after checking its owner, type and mode.
 
-    `group_reads`: its group may read it, too, as for Debian's ssl-cert.
+    With `group_reads`, the group may read the file, too, as with Debian's ssl-cert group.
 
     Raises:
         KeyringError: as `load_keyring`, except for malformed content.
     """
     try:
-        # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
+        # O_NONBLOCK: opening a FIFO without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _judge(path, os.fstat(descriptor), 0o037 if group_reads else 0o077)
+            _check_status(path, os.fstat(descriptor), 0o037 if group_reads else 0o077)
             with open(descriptor, "rb", closefd=False) as file:
-                # The size of the moment is no bound: the file may grow while it is read.
+                # st_size is not a bound, because the file may grow while it is read.
                 content = file.read(MAX_FILE_BYTES + 1)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise KeyringError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise KeyringError(f"{path}: over {MAX_FILE_BYTES} bytes")
+        raise KeyringError(f"{path}: the file is over the limit of {MAX_FILE_BYTES} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError:
-        pass  # raised below: the error holds the whole content, so it is no cause to chain
-    raise KeyringError(f"{path}: not UTF-8")
+        pass  # raised below, not chained: a UnicodeDecodeError holds the whole content, which is secret
+    raise KeyringError(f"{path}: the file is not UTF-8 text")
 
 
 def distrust(directory: Path, owners: Collection[int], *, around: bool = True) -> str:
-    """Return why another user than root and `owners` (uids) could put a file into `directory`, or an empty text.
+    """Return the reason why a user other than root and `owners` (uids) could create files in `directory`, or "".
 
-    With `around`, also check whether such a user could replace the directory itself.
+    With `around`, also check that no such user could replace the directory itself, by checking its parent.
 
     Raises:
         OSError: the directory cannot be read, for example because it does not exist.
     """
     # lstat: in a shared /tmp a link could lead anywhere. If the parent is a link, its owner chose that.
-    places = [(directory, directory.lstat())]
-    if not stat.S_ISDIR(places[0][1].st_mode):
+    checked = [(directory, directory.lstat())]
+    if not stat.S_ISDIR(checked[0][1].st_mode):
         return f"{directory} is not a directory"
     if around:
-        places.append((directory.parent, directory.parent.stat()))
-    for place, status in places:
+        checked.append((directory.parent, directory.parent.stat()))
+    for path, status in checked:
         if status.st_uid != 0 and status.st_uid not in owners:
-            return f"{place} belongs to uid {status.st_uid}"
+            return f"{path} belongs to uid {status.st_uid}"
         # In a sticky directory such as /tmp, only its owner can rename or remove an entry.
-        shared = place != directory and status.st_mode & stat.S_ISVTX
+        shared = path != directory and status.st_mode & stat.S_ISVTX
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
             mode = stat.S_IMODE(status.st_mode)
-            return f"others may write to {place} (mode {mode:04o}): chmod go-w {place}"
+            return f"other users may write to {path} (mode {mode:04o}); run `chmod go-w {path}`"
     return ""
 
 
-def _judge(path: Path, status: os.stat_result, closed: int) -> None:
+def _check_status(path: Path, status: os.stat_result, forbidden: int) -> None:
+    """Raise KeyringError unless it is a regular file of this user or root without the `forbidden` mode bits."""
     if not stat.S_ISREG(status.st_mode):
-        raise KeyringError(f"{path}: not a plain file")
+        raise KeyringError(f"{path}: not a regular file")
     if status.st_uid not in (0, os.geteuid()):
-        raise KeyringError(f"{path}: owned by uid {status.st_uid}, not by us or root")
-    if status.st_mode & closed:
+        raise KeyringError(
+            f"{path}: owned by uid {status.st_uid}; it must be owned by uid {os.geteuid()} or root"
+        )
+    if status.st_mode & forbidden:
         mode = stat.S_IMODE(status.st_mode)
-        raise KeyringError(f"{path}: open to others (mode {mode:04o}): chmod 600 {path}")
+        raise KeyringError(f"{path}: open to other users (mode {mode:04o}); run `chmod 600 {path}`")
 
 
 def _write(descriptor: int, text: str) -> None:
-    """Write `text` through to the disk and close `descriptor`."""
+    """Write `text`, fsync, and close `descriptor`."""
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -276,7 +283,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def sync_directory(directory: str | Path) -> None:
-    """Make the names in `directory` survive a crash. Raises OSError."""
+    """Fsync `directory`, so that its entries survive a crash. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,8 @@
-"""Bundles that wait for a coroutine handler which runs several at once: those of one publisher and topic stay in order."""
+"""The queue of a subscription whose coroutine handler runs several times at once.
+
+Bundles of one publisher and topic form a lane. At most one bundle of a lane is at the handler, so that the
+messages of a lane are handled in order.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from collections import OrderedDict, deque
 from iris.core.message import Message
 
 Lane = tuple[bytes, str]
-"""Publisher and topic."""
+"""(publisher's sender id, topic)"""
 
 
 class Waiting:
-    """One bundle. All its messages are of one publisher and topic."""
+    """A queued bundle: its messages, all of one lane, and their size in bytes."""
 
     __slots__ = ("lane", "messages", "size")
 
@@ -22,43 +26,47 @@ class Waiting:
 
 
 class Lanes:
-    """The queue of one subscription: by lane, and in the order of arrival."""
+    """The queued bundles of one subscription, by lane and in the order of arrival."""
 
     __slots__ = ("_all", "_lanes", "_ready", "_running")
 
     def __init__(self) -> None:
         self._all: OrderedDict[Waiting, None] = OrderedDict()
-        """What waits, the oldest first. Not a deque: what was taken goes from the middle, however long its neighbors stay."""
+        """All queued bundles, oldest first. Not a deque, because bundles are removed from the middle."""
         self._lanes: dict[Lane, deque[Waiting]] = {}
-        """Of each lane that has something waiting."""
+        """Queued bundles of each lane that has any."""
         self._ready: deque[Lane] = deque()
-        """Lanes that have something waiting and nothing at a handler, the longest waiting first."""
+        """Lanes with a queued bundle and none at a handler, longest waiting first."""
         self._running: set[Lane] = set()
+        """Lanes with a bundle at a handler."""
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
 
     @property
     def ready(self) -> bool:
-        """Whether `take` has something."""
+        """Whether `take` would return a bundle."""
         return bool(self._ready)
 
     def put(self, messages: list[Message], size: int) -> None:
-        """Take a bundle."""
+        """Queue a bundle: `messages` of one publisher and topic, `size` bytes together."""
         first = messages[0]
         lane = (first.source, first.name)
         waiting = Waiting(lane, messages, size)
         self._all[waiting] = None
-        known = self._lanes.get(lane)
-        if known is not None:
-            known.append(waiting)
+        queued = self._lanes.get(lane)
+        if queued is not None:
+            queued.append(waiting)
             return
         self._lanes[lane] = deque((waiting,))
         if lane not in self._running:
             self._ready.append(lane)
 
     def take(self) -> Waiting | None:
-        """Return a bundle for a handler, whose lane waits until `done`; None if every lane with bundles has one at a handler."""
+        """Remove and return a bundle for a handler; its lane waits until `done`.
+
+        Return None if no bundle is queued, or each lane with queued bundles has one at a handler.
+        """
         if not self._ready:
             return None
         lane = self._ready.popleft()
@@ -66,26 +74,27 @@ class Lanes:
         return self._next(lane)
 
     def done(self, waiting: Waiting) -> None:
-        """A handler is through with a bundle: the next of its lane may go."""
+        """Release the lane of a bundle that was handled."""
         lane = waiting.lane
         self._running.discard(lane)
         if lane in self._lanes:
             self._ready.append(lane)
 
     def drop_oldest(self) -> tuple[list[Message], int] | None:
-        """Remove and return what waits for the longest time; None if nothing waits."""
+        """Remove the oldest queued bundle and return its messages and size; None if no bundle is queued."""
         if not self._all:
             return None
         lane = next(iter(self._all)).lane
-        waiting = self._next(lane)  # the oldest of all is the oldest of its lane
+        waiting = self._next(lane)  # the oldest bundle is also the oldest of its lane
         if lane not in self._lanes and lane not in self._running:
             self._ready.remove(lane)
         return waiting.messages, waiting.size
 
     def _next(self, lane: Lane) -> Waiting:
-        known = self._lanes[lane]
-        waiting = known.popleft()
+        """Remove and return the oldest queued bundle of a lane."""
+        queued = self._lanes[lane]
+        waiting = queued.popleft()
         del self._all[waiting]
-        if not known:
+        if not queued:
             del self._lanes[lane]
         return waiting

@@ -1,4 +1,8 @@
-"""How losses reach a program's handler, and the log: at once, then once in a while with their sum, for each subscription and service apart."""
+"""Reports the losses of one subscription or service to the program's handler, and logs them.
+
+The first loss is logged at once. Later ones are added up and logged at most once in 10 s, separately for each
+subscription and service.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +17,45 @@ from iris.runtime import Runtime
 log = logging.getLogger(__name__)
 
 LOG_S: Final = 10.0
-"""Between two lines of one subscription or service."""
+"""Seconds between two log lines of one subscription or service."""
 
 
 class LossLog:
-    """The log lines of one subscription or service. Nothing is set up before its first loss."""
+    """Loss reports of one subscription or service. Sets no timer before the first loss."""
 
-    __slots__ = ("_cause", "_handler", "_heard", "_losses", "_messages", "_name", "_runtime", "_timer", "_topic", "_unknown", "_what")  # fmt: skip
+    __slots__ = ("_cause", "_handler", "_losses", "_messages", "_name", "_reported", "_runtime", "_timer", "_topic", "_unknown", "_what")  # fmt: skip
 
     def __init__(self, runtime: Runtime, what: str, name: str, handler: str) -> None:
-        """`what` is "subscription" or "service", `name` its filter or cluster, `handler` what its handler of losses is called in the log."""
+        """Create the reports of a subscription or service.
+
+        `what` is "subscription" or "service", `name` its filter or cluster, and `handler` the name in the log of its
+        function for losses.
+        """
         self._runtime = runtime
         self._handler = handler
         self._what = what
         self._name = name
         self._timer: asyncio.TimerHandle | None = None
         self._topic = self._cause = ""
-        """Of the latest loss."""
+        """Topic and cause of the latest loss."""
         self._losses = self._messages = self._unknown = 0
-        """Not in the log yet: losses, their messages as far as they are known, and losses of unknown count."""
-        self._heard = True
+        """Not logged yet: number of losses, of lost messages as far as known, and of losses with unknown count."""
+        self._reported = True
+        """Whether a handler of the program received each loss that is not logged yet."""
 
-    def tell(self, lost: Lost, on_gap: Callable[[Lost], object] | None) -> None:
-        """Log a loss, now or with those that follow, and tell its handler; at the level INFO if the program hears of it there or from the client."""
+    def report(self, lost: Lost, on_gap: Callable[[Lost], object] | None) -> None:
+        """Log a loss, now or together with later ones, and call `on_gap` with it.
+
+        The level is INFO if the program has a handler for losses (`on_gap`, or the client's `on_loss`), else WARNING.
+        """
         self._losses += 1
         self._messages += lost.count or 0
         self._unknown += lost.count is None
         self._topic, self._cause = lost.name, lost.cause
         if on_gap is None and self._runtime.on_loss is None:
-            self._heard = False
+            self._reported = False
         if self._timer is None:
-            self._say()
+            self._log_sum()
         if on_gap is not None:
             try:
                 on_gap(lost)
@@ -51,17 +63,18 @@ class LossLog:
                 self._runtime.handler_failed(self._handler)
 
     def end(self) -> None:
-        """Log what is not in the log yet, and wait for nothing more. Idempotent."""
+        """Log the losses that are not logged yet, and stop the timer. Idempotent."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
             self._write()
 
-    def _say(self) -> None:
+    def _log_sum(self) -> None:
+        """Log the losses that are not logged yet, if any, and start the timer for the next line."""
         self._timer = None
         if self._losses:
             self._write()
-            self._timer = asyncio.get_running_loop().call_later(LOG_S, self._say)
+            self._timer = asyncio.get_running_loop().call_later(LOG_S, self._log_sum)
 
     def _write(self) -> None:
         if not self._losses:
@@ -75,7 +88,7 @@ class LossLog:
         }
         if self._unknown:
             fields["unknown"] = self._unknown
-        level = logging.INFO if self._heard else logging.WARNING
+        level = logging.INFO if self._reported else logging.WARNING
         self._losses = self._messages = self._unknown = 0
-        self._heard = True
+        self._reported = True
         log.log(level, "client.lost", extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""Many requests to one cluster: what `Client.request_many` does."""
+"""Many requests to one cluster at once: the work behind `Client.request_many`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from iris.runtime import Runtime
 from iris.wire.kinds import Kind
 
 IN_FLIGHT: Final = 256
+"""Requests unanswered or not yet yielded, by default."""
 SESSIONS_TRIED: Final = 3
-"""How many sessions an idempotent request may be sent over, one after the other."""
+"""Sessions over which an idempotent request may be sent, one after the other."""
 
 
 class Outcome:
-    """What became of one request of `request_many`."""
+    """The outcome of one request of `Client.request_many`: a reply or an error."""
 
     __slots__ = ("error", "number", "reply")
 
     def __init__(self, number: int, reply: Any, error: IrisError | None) -> None:
         self.number = number
-        """Of its payload, from 0 on."""
+        """Position of the payload, from 0."""
         self.reply = reply
+        """The reply, as `Client.request` would have returned it; None if the request failed."""
         self.error = error
-        """What `request` would have raised, or None."""
+        """The error that `Client.request` would have raised, or None."""
 
     def __repr__(self) -> str:
         return f"Outcome({self.number}: {self.error or 'replied'})"
@@ -44,7 +46,10 @@ class Outcome:
 
 
 class _One:
-    """Who waits for one reply. It takes the place of a future, and wakes the iterator once for all that came in a turn."""
+    """One request that waits for its reply.
+
+    It stands in for a future, but wakes the iterator only once for all replies of one turn of the event loop.
+    """
 
     __slots__ = (
         "_many",
@@ -66,7 +71,7 @@ class _One:
         self.until_s = until_s
         self.sessions_left = sessions
         self.ran = False
-        """An attempt that was lost with its session may have run."""
+        """Whether an attempt that was lost with its session may have run."""
         self.ended = False
         self.pending: tuple[Requests, Pending]
 
@@ -105,8 +110,8 @@ class Many:
         self._arrival: asyncio.Future[None] | None = None
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """Yield what becomes of each, in the order in which they end."""
-        # Raises now what would be wrong with all of them.
+        """Yield the outcome of each request, in the order in which they end."""
+        # Raise at once for a wrong name or a missing key, which would fail every request.
         self._runtime.registry.cluster_keys(self._cluster)
         try:
             while True:
@@ -126,7 +131,7 @@ class Many:
                 requests.forget(pending)
 
     def _next(self) -> _One | None:
-        """Return what is to be sent next; None: there is nothing, or no room."""
+        """Return the next request to send; None if all were sent, or `in_flight` is reached."""
         if self._again:
             return self._again.popleft()
         if len(self._waiting) + len(self._ended) < self._in_flight:
@@ -135,7 +140,7 @@ class Many:
         return None
 
     async def _send_from(self, first: _One) -> None:
-        """Send this one, and with it what else there is room for."""
+        """Send `first`, and as many others as `in_flight` allows."""
         runtime = self._runtime
         try:
             pump, session = await runtime.ready(self._cluster, seconds_left(first.until_s))
@@ -163,10 +168,10 @@ class Many:
                     self._waiting.add(one)
                 one = self._next()
         finally:
-            pump.touch()  # whatever the payloads raise
+            pump.touch()  # even if the iterable of payloads raises
 
     def replied(self, one: _One, message: Message) -> None:
-        """One of them has its reply."""
+        """Record the reply of a request."""
         self._waiting.discard(one)
         reply: Any = message
         if self._wanted is not Message:
@@ -180,7 +185,7 @@ class Many:
             self._arrived()
 
     def failed(self, one: _One, error: IrisError) -> None:
-        """One of them ended without."""
+        """Record the error of a request, or send it again if it may run on another session."""
         self._waiting.discard(one)
         again = one.sessions_left and time.monotonic() < one.until_s
         if again and isinstance(error, ConnectionLost):

@@ -1,4 +1,4 @@
-"""Who is in a cluster, now and as it changes."""
+"""The members of a cluster: as a list now, and followed as they change."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from iris.wire.names import check_address
 
 
 class Members(Sequence[MemberInfo]):
-    """The members of one cluster at one time, oldest first.
+    """The members of one cluster in this site at one time, oldest first.
 
-    `others` counts members of the same name under keys that we did not ask for, by the first 8 hex digits of the key id; `sites` those in
-    other sites, as they were when this list was asked for: they are known by their number alone.
+    Other members of the cluster are only counted. `others` counts members of the same name under keys that you
+    do not hold: first 8 hex digits of the key id -> number. `sites` counts members in other sites as they were
+    when this list was requested: site -> number.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Members(Sequence[MemberInfo]):
         return self._members[index]
 
     def serving(self, kind: str) -> int:
-        """Return how many serve `kind`: request, push, survey, broadcast or tunnel."""
+        """Return how many members serve `kind`: "request", "push", "survey", "broadcast" or "tunnel"."""
         wanted = Kind.TUNNEL_OPEN if kind == "tunnel" else Kind[kind.upper()]
         return sum(wanted in member.kinds for member in self._members)
 
@@ -50,13 +51,14 @@ class Members(Sequence[MemberInfo]):
 
 
 class Watcher:
-    """Follows one cluster over reconnects."""
+    """Follows the members of one cluster, across reconnects."""
 
     def __init__(self, cluster: str, keys: Sequence[ClusterKey]) -> None:
         site, cluster = check_address(cluster)
         if site not in ("", HERE):
             raise InvalidName(
-                f"{site}:{cluster}: members of another site are known by their number alone, `Members.sites`"
+                f"cannot list the members of {site}:{cluster}: other sites report only their number; "
+                f"call members({cluster!r}) and read its `sites`"
             )
         self.cluster = cluster
         self.ended = False
@@ -66,26 +68,28 @@ class Watcher:
         self._members: dict[str, MemberInfo] = {}
         self._others: dict[str, int] = {}
         self._sites: dict[str, int] = {}
-        self._heard = asyncio.Event()
+        self._received = asyncio.Event()
+        """Set once the first list, or a refusal, was received."""
         self._changed = asyncio.Event()
         self._fresh = True
+        """Whether the next frame is the first of its session, which holds the whole list."""
         self._error: LocalProtocolError | None = None
-        """Why the relay does not tell us."""
+        """Set if the relay refused to list the members."""
 
     def use(self, keys_of: Callable[[str], Sequence[ClusterKey]]) -> None:
-        """Watch under these keys from the next session on. Without keys there are no members."""
+        """Use these keys from the next session on. Without a key for the cluster the list is empty."""
         try:
             self._keys = keys_of(self.cluster)
         except KeyringError:
             self._keys = ()
 
     def attach(self, session: Session) -> None:
-        """Ask this session's relay from now on, and no other."""
+        """Follow the cluster through `session`, and no longer through the one before."""
         self.detach()
         self._error = None
         if not self._keys:
             self._fresh = True
-            self._hear(frames.Membership(0))
+            self._on_membership(frames.Membership(0))
             return
         for key in self._keys:
             session.out.prove(key)
@@ -93,57 +97,60 @@ class Watcher:
         self._fresh = True
         key_ids = [key.key_id for key in self._keys]
         self._number = session.watch(
-            self.cluster, key_ids, self._hear, refused=self._refused, stay=True
+            self.cluster, key_ids, self._on_membership, refused=self._on_refused, stay=True
         )
 
     def detach(self) -> None:
-        """Stop listening."""
+        """Stop following through the current session."""
         if self._session is not None:
             self._session.unwatch(self._number)
             self._session = None
 
     def end(self) -> None:
-        """The client is closed: whoever waits goes on."""
+        """End the watch because the client is closed: wake all waiters."""
         self.ended = True
-        self._heard.set()
+        self._received.set()
         self._changed.set()
 
     async def first(self) -> None:
-        """Return when the relay has said who is there; raises LocalProtocolError if it refused to."""
-        await self._heard.wait()
+        """Wait for the first list from the relay. Raises LocalProtocolError if the relay refused."""
+        await self._received.wait()
         self._check()
 
     async def changed(self) -> None:
-        """Return at the next change after the last return; raises LocalProtocolError if a new session's relay tells us none."""
+        """Wait for a change since the last return.
+
+        Raises LocalProtocolError if the relay of a new session refused.
+        """
         await self._changed.wait()
         self._changed.clear()
         self._check()
 
     def members(self) -> Members:
-        """Return who is there as far as we heard."""
+        """Return the members as last received."""
         return Members(self.cluster, list(self._members.values()), self._others, self._sites)
 
-    def _refused(self, error: str) -> None:
-        """The relay has no room for this watch."""
-        text = f"the relay refused to tell who is in {self.cluster}: {error}"
+    def _on_refused(self, error: str) -> None:
+        """Record that the relay refused this watch, because it has no room for it."""
+        text = f"the relay refused to list the members of {self.cluster}: {error}"
         self._session, self._error = None, LocalProtocolError(text)
-        self._heard.set()
+        self._received.set()
         self._changed.set()
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _hear(self, heard: frames.Membership) -> None:
+    def _on_membership(self, membership: frames.Membership) -> None:
         if self._fresh:  # the first answer of a session is the whole list
             self._members = {}
-            self._others, self._sites = heard.others, heard.sites
+            self._others, self._sites = membership.others, membership.sites
             self._fresh = False
-        self._members.update({info.member: info for info in heard.joined})
-        for member in heard.left:
+        self._members.update({info.member: info for info in membership.joined})
+        for member in membership.left:
             self._members.pop(member, None)
-        if heard.more:
+        if membership.more:
             return
-        if self._heard.is_set():
+        if self._received.is_set():
             self._changed.set()
-        self._heard.set()
+        self._received.set()

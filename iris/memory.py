@@ -1,4 +1,4 @@
-"""What a process with large, short-lived buffers wants of the C allocator: to keep freed memory, and to give it back once idle."""
+"""Tunes the C allocator for large, short-lived buffers: keep freed memory, and return it once the process is idle."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MMAP_BYTES = (64 * _MIB, 32 * _MIB)
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep up to 512 MiB that was freed, for this process and until it ends.
+    """Make the allocator keep up to 512 MiB of freed memory, for this whole process until it ends.
 
-    By default glibc returns what was freed at the top of its heap, and large buffers at once, to the
-    kernel, which then clears every page of the next bundle. docs/decisions/0002 has the figures.
+    By default glibc returns large buffers, and free memory at the top of its heap, to the kernel at once. The kernel
+    then has to clear every page of the next bundle. docs/decisions/0002 has the figures.
 
-    Returns False, with nothing promised, where the C library is not glibc or refuses.
+    Return False if the C library is not glibc or refuses; it may then have applied a part of it.
     """
     try:
         libc = ctypes.CDLL(None)
-        _ = libc.gnu_get_libc_version  # musl has no mallopt, and others have one that does nothing
+        _ = libc.gnu_get_libc_version  # musl lacks mallopt, and some others have one without effect
         mallopt = libc.mallopt
     except (AttributeError, OSError, TypeError):  # TypeError: CDLL(None) on Windows
         return False
-    libc.malloc_trim(0)  # return what imports left behind
+    libc.malloc_trim(0)  # return what imports have freed
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     mallopt.restype = ctypes.c_int
     mapped = any(mallopt(_M_MMAP_THRESHOLD, size_bytes) == 1 for size_bytes in _MMAP_BYTES)
@@ -42,16 +42,17 @@ def keep_freed_memory() -> bool:
 
 
 IDLE_S: Final = 0.5
+"""Period over which idleness is measured."""
 IDLE_SHARE: Final = 0.02
-"""Of a processor: a process that used less for `IDLE_S` is idle."""
+"""A process is idle if it used less than this share of one CPU for `IDLE_S`."""
 WORTH_BYTES: Final = 32 * _MIB
-"""Memory is given back when so much more is resident than after the last time."""
+"""Memory is returned if the resident size has grown by this much since the last time."""
 
 
 async def give_back_when_idle(*, idle_s: float = IDLE_S) -> None:
-    """After a burst, return what the allocator kept of it to the system as soon as the process is idle. Runs until cancelled.
+    """Return freed memory to the system whenever the process becomes idle after a burst. Runs until cancelled.
 
-    Does nothing, for good, where `keep_freed_memory` does nothing or the system does not say what is resident.
+    Returns at once if the C library is not glibc, or the system does not show the resident size.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -70,6 +71,6 @@ async def give_back_when_idle(*, idle_s: float = IDLE_S) -> None:
 
 
 def resident_bytes() -> int:
-    """Return how much memory of this process is resident. Raises OSError where /proc is missing."""
+    """Return the resident size of this process in bytes. Raises OSError if there is no /proc."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

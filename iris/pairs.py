@@ -1,6 +1,8 @@
-"""The socket pairs of a client's tunnels: fetched from the relay, read and written without waiting.
+"""Socket pairs of a client's direct tunnels: fetched from the relay, then read and written without blocking.
 
-Not by the event loop's transports: descriptors do not pass through those, and here a read or a write is one call for many records.
+Two sessions of one relay move a busy tunnel to a socket pair, which the relay creates (`iris.core.direct`).
+This module does not use transports of the event loop: those cannot pass file descriptors, and here one system
+call reads or writes many records.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from iris.wire.frames import Fetch
 log = logging.getLogger(__name__)
 
 FETCH_S: Final = 5.0
+"""Timeout for fetching a descriptor from the relay."""
 READ_BYTES: Final = 512 << 10
+"""Size of the receive buffer."""
 WRITE_BYTES: Final = 192 << 10
-"""Written at once when so much was sealed; else at the end of the turn."""
+"""Queued bytes at which they are written at once, and not at the end of the turn."""
 AHEAD_BYTES: Final = 256 << 10
-"""Sealed while the pair is full, before the sender waits."""
+"""Bytes that may be queued while the socket is full, before the sender has to wait."""
 MOST_PIECES: Final = 512
-"""Most buffers in one `sendmsg`; the kernel accepts 1,024."""
+"""Largest number of buffers in one `sendmsg`; the kernel accepts 1,024."""
 SMALL_BYTES: Final = 4096
+"""Average size of a buffer below which buffers are joined before they are written."""
 _DESCRIPTOR: Final = struct.Struct("i")
 _ROOM: Final = socket.CMSG_LEN(_DESCRIPTOR.size)
 
 
 class Pairs:
-    """Fetches the ends of pairs for the tunnels of one session, and closes what comes too late."""
+    """Fetches this side's ends of socket pairs for the tunnels of one session."""
 
     def __init__(self, tunnels: Tunnels, path: Path, relay_user: str, buffer: ReceiveBuffer, touch: Callable[[], None]) -> None:  # fmt: skip
         self._tunnels = tunnels
@@ -48,20 +53,20 @@ class Pairs:
         self._fetching: set[asyncio.Task[None]] = set()
 
     def fetch(self, token: bytes, end: TunnelEnd) -> None:
-        """Begin to fetch an end. If that fails the tunnel stays with the relay."""
+        """Start to fetch the descriptor for `token`. If that fails, the tunnel stays with the relay."""
         task = asyncio.get_running_loop().create_task(self._fetch(token, end), name="iris-pair")
         self._fetching.add(task)
         task.add_done_callback(self._fetching.discard)
 
     def cancel(self) -> None:
-        """The session has ended."""
+        """Stop all fetches, because the session has ended."""
         for task in self._fetching:
             task.cancel()
 
     async def _fetch(self, token: bytes, end: TunnelEnd) -> None:
         try:
             async with asyncio.timeout(FETCH_S):
-                connection = await take(self._path, self._relay_user, token)
+                connection = await fetch_socket(self._path, self._relay_user, token)
         except (IrisError, OSError) as err:  # TimeoutError is an OSError
             log.debug("tunnel.not_direct", extra={"fields": {"error": str(err)}})
             return
@@ -71,45 +76,54 @@ class Pairs:
         self._touch()
 
 
-async def take(path: Path, relay_user: str, token: bytes) -> socket.socket:
-    """Return the socket that a token stands for at the relay of `path`; raises RelayUnavailable, PeerProtocolError or OSError."""
+async def fetch_socket(path: Path, relay_user: str, token: bytes) -> socket.socket:
+    """Return the socket for a token, received as a descriptor from the relay at `path`.
+
+    Raises:
+        RelayUnavailable, OSError: the relay cannot be reached.
+        PeerProtocolError: the relay sent no descriptor, or not one of a Unix stream socket.
+    """
     loop = asyncio.get_running_loop()
     with await dial(path, relay_user) as connection:
         await loop.sock_sendall(connection, encode_control(Fetch(token)))
         readable = loop.create_future()
-        loop.add_reader(connection, _done, readable)
+        loop.add_reader(connection, _resolve, readable)
         try:
             await readable
         finally:
             loop.remove_reader(connection)
-        # Not socket.recv_fds, which drops its flags: a program that is started meanwhile would inherit the descriptor.
+        # Not socket.recv_fds, which ignores its flags: a program started meanwhile would inherit the descriptor.
         _, passed, _, _ = connection.recvmsg(1, _ROOM, socket.MSG_CMSG_CLOEXEC)
     descriptors = [
         _DESCRIPTOR.unpack(data)[0]
         for level, kind, data in passed
         if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.size)
     ]
-    if not descriptors:  # the relay had none for this token, or we have no room for it
-        raise PeerProtocolError("the relay handed over no descriptor")
+    if not descriptors:  # the relay does not know the token, or this process is out of descriptors
+        raise PeerProtocolError("the relay sent no descriptor for a direct tunnel")
     ours = socket.socket(fileno=descriptors[0])
     if ours.family != socket.AF_UNIX or ours.type != socket.SOCK_STREAM:
         ours.close()
-        raise PeerProtocolError("the relay handed over something else than a socket pair's end")
+        raise PeerProtocolError(
+            f"the relay sent a descriptor of {ours.family.name} {ours.type.name} for a direct tunnel, "
+            "not a Unix stream socket"
+        )
     ours.setblocking(False)
     return ours
 
 
-def _done(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
 class PairSocket:
-    """This end of a tunnel's pair. Implements `iris.core.direct.PairEnd`."""
+    """This side's end of a tunnel's socket pair. Implements `iris.core.direct.PairEnd`."""
 
     __slots__ = (
-        "_end", "_inside", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch", "_tunnels", "_waiting", "closed", "queued_bytes",
-        "received_bytes", "received_records", "sent_bytes", "sent_records",
+        "_end", "_inside", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch",
+        "_tunnels", "_waiting", "closed", "queued_bytes", "received_bytes", "received_records", "sent_bytes",
+        "sent_records",
     )  # fmt: skip
 
     def __init__(
@@ -123,13 +137,15 @@ class PairSocket:
         self._reader = FrameReader(self._record, buffer, MAX_MESSAGE_BYTES)
         self._reading = False
         self._inside = False
-        """What was read is being taken."""
+        """Whether records that were read are being processed now."""
         self._pieces: list[bytes | memoryview] = []
+        """Queued buffers: alternately a record's length and the record."""
         self._waiting = False
-        """Until there is room to write."""
+        """Whether the socket is full, and a writer is registered with the loop."""
         self._lost = False
-        """It is broken, or shut down."""
+        """Whether the socket is broken or shut down."""
         self._then: Callable[[], None] | None = None
+        """Called once all that is queued was written, or the socket is broken."""
         self.closed = False
         self.queued_bytes = 0
         self.sent_records = self.sent_bytes = 0
@@ -165,11 +181,11 @@ class PairSocket:
             then()
 
     def _write(self) -> None:
-        """Write until nothing is queued or the socket is full."""
+        """Write until the queue is empty or the socket is full."""
         while self._pieces:
             pieces = self._pieces
             if len(pieces) > 8 and self.queued_bytes < SMALL_BYTES * len(pieces):
-                pieces = self._pieces = [b"".join(pieces)]  # copying small pieces is cheaper
+                pieces = self._pieces = [b"".join(pieces)]  # cheaper than many small buffers
             try:
                 sent = self._socket.sendmsg(pieces[:MOST_PIECES])
             except (BlockingIOError, InterruptedError):
@@ -228,7 +244,7 @@ class PairSocket:
         self._touch()
 
     def _receive(self) -> bool:
-        """Take what one read gives; whether there may be more."""
+        """Read once and process the records; return whether there may be more to read."""
         if self.closed:
             return False
         view = self._reader.get_buffer()
@@ -258,10 +274,12 @@ class PairSocket:
     # -- its end ---------------------------------------------------------------------------------------------
 
     def _broken(self) -> None:
-        """Nothing passes any more: what is there is read, and the relay is asked why."""
+        """Read the rest, stop, and let the tunnel ask the relay why the socket broke."""
         if self.closed:
             return
-        if self._inside:  # what it read made us write: first all that came is taken
+        if (
+            self._inside
+        ):  # a record that is being processed caused a write: process all records first
             self._loop.call_soon(self._broken)
             return
         if self._reading:

@@ -1,7 +1,7 @@
-"""Where the relay's socket and the keys of a development machine lie.
+"""Paths of the relay's socket and of the keys of a development relay.
 
-Pure: the environment and the user id are arguments, and nothing here looks at the disk. Client, command and
-relay call the same functions, so that they meet without being told an address.
+The functions depend only on their arguments (environment and user id) and do not look at the disk. Clients, commands
+and relays all use them, so they find each other without a configured address.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 RELAY_VARIABLE = "IRIS_RELAY"
-"""Environment variable with the path of the relay's socket; it beats every default."""
+"""Environment variable with the path of the relay's socket; it overrides all defaults."""
 
 SYSTEM_DIRECTORY = Path("/run/iris")
-"""Runtime directory of the one relay that serves all users of a host."""
+"""Runtime directory of the system relay, which serves all users of a host."""
 
 _SOCKET_NAME = "relay.sock"
 
@@ -21,9 +21,9 @@ _SOCKET_NAME = "relay.sock"
 def runtime_directory(environ: Mapping[str, str], uid: int) -> Path:
     """Return the directory of the sockets and locks of user `uid`; it need not exist.
 
-    `$XDG_RUNTIME_DIR/iris`, else `/run/iris` for root, else `/tmp/iris-<uid>`. An empty or relative
-    XDG_RUNTIME_DIR counts as unset (XDG Base Directory Specification). Anybody may create a name in
-    `/tmp` first: whoever uses the directory checks its owner, as `relay.net.socketfile` does.
+    It is `$XDG_RUNTIME_DIR/iris`, else `/run/iris` for root, else `/tmp/iris-<uid>`. An empty or relative
+    XDG_RUNTIME_DIR counts as unset (XDG Base Directory Specification). Any user could create the directory in `/tmp`
+    first, so check its owner before use, as `relay.net.socketfile` does.
     """
     xdg = environ.get("XDG_RUNTIME_DIR", "")
     if xdg.startswith("/"):
@@ -34,22 +34,22 @@ def runtime_directory(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def default_socket(environ: Mapping[str, str], uid: int) -> Path:
-    """Return where a relay started by user `uid` listens: IRIS_RELAY, else in the runtime directory."""
+    """Return the socket path of a relay that user `uid` starts: $IRIS_RELAY, else in the runtime directory."""
     named = environ.get(RELAY_VARIABLE, "")
     return Path(named) if named else runtime_directory(environ, uid) / _SOCKET_NAME
 
 
 def candidate_sockets(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
-    """Return the sockets that a client of user `uid` tries, in order, without repeats.
+    """Return the socket paths that a client of user `uid` tries, in order, without repeats.
 
-    If IRIS_RELAY is set, that is the only one. Otherwise the user's own relay comes first, then the host's.
-    `iris.dialling` checks the directory of a socket before it is used.
+    That is $IRIS_RELAY alone if it is set, else the user's own relay, then the host's. `iris.dialling` checks
+    the directory of a socket before it is used.
     """
-    own = default_socket(environ, uid)
+    user = default_socket(environ, uid)
     system = SYSTEM_DIRECTORY / _SOCKET_NAME
-    return (own,) if environ.get(RELAY_VARIABLE) or own == system else (own, system)
+    return (user,) if environ.get(RELAY_VARIABLE) or user == system else (user, system)
 
 
 def dev_key_directory(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the directory of the keys that a development relay makes for user `uid`."""
+    """Return the directory of the keys that `iris relay --dev` creates for user `uid`."""
     return runtime_directory(environ, uid) / "dev"

@@ -1,6 +1,6 @@
-"""What a client has registered at its relay, and registers again at the next: services, subscriptions, watches.
+"""The registrations of one client: services, subscriptions and watches, registered again at each new relay.
 
-Also the client's side of a session: which service a member number stands for, and which subscriptions a flow is for.
+It also finds, for a session, the service of a member number and the subscriptions that a flow is for.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.names import check_address, check_topic, is_wild, matches
 
 MAX_CACHED_KEYS = 65_536
-Place = tuple[str, str]
-"""filter, group"""
+Registration = tuple[str, str]
+"""(filter, group) of a subscription, which is registered once however many subscriptions share it."""
 
 
 class Served(Binding, Protocol):
-    """A service that is being served."""
+    """A service that is being served; `iris.serving.ServiceBinding` is one."""
 
     service: Service
     key_ids: set[bytes]
-    going: bool
+    leaving: bool
 
     @property
-    def misses_casts(self) -> bool: ...
+    def expects_broadcasts(self) -> bool: ...
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None: ...
     def leave(self) -> Coroutine[Any, Any, None]: ...
     async def stop(self) -> None: ...
 
 
 class Subscriber(Sink, Protocol):
-    """A subscription."""
+    """A subscription; `iris.subscription.Subscription` is one."""
 
     filter: str
     group: str
 
     def stop(self) -> None: ...
     def end(self) -> None: ...
-    def said_all(self) -> None: ...
+    def end_log(self) -> None: ...
     def give_up(self) -> None: ...
     async def finish(self) -> None: ...
 
@@ -63,22 +63,25 @@ class Registry:
         self.services: list[Served] = []
         self.watchers: list[Watcher] = []
         self._bindings: dict[int, Served] = {}
-        self._subscriptions: dict[Place, list[Subscriber]] = {}
-        self._wild: dict[Place, None] = {}
-        """Those of them whose filter may match more than one topic: each is looked at for every new topic."""
-        self._answers: dict[Place, asyncio.Future[None]] = {}
-        """The latest registration of each place: what `ready` waits for."""
+        """Member number -> its service."""
+        self._subscriptions: dict[Registration, list[Subscriber]] = {}
+        self._wild: dict[Registration, None] = {}
+        """Registrations whose filter may match several topics. Each of these is tried for every new topic."""
+        self._answers: dict[Registration, asyncio.Future[None]] = {}
+        """Pending or last answer of the relay to each registration; `ready` waits for it."""
         self._keys: dict[bytes, ClusterKey] = {}
+        """Keys of all keyrings in `_rings`: key id -> key."""
         self._rings: list[Keyring] = []
-        """The keyring in use, then the one before it while a session drains."""
+        """The keyring in use, then, while an old session drains, the ones before it."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
+        """Cache of at most `MAX_CACHED_KEYS` entries: cluster -> its keys, the sealing one first."""
         self._on_keys = on_keys
         self.learn(keyring)
 
     # -- keys ------------------------------------------------------------------------------------------------
 
     def learn(self, keyring: Keyring) -> None:
-        """Use `keyring` from now on. Keys known before still open messages that are under way."""
+        """Use `keyring` from now on. Keys known before still open messages that are on the way."""
         self._rings = [keyring, *self._rings]
         self._use(keyring)
 
@@ -96,7 +99,7 @@ class Registry:
         self._on_keys()
 
     def forget_keys(self, session: Session | None) -> None:
-        """Forget all keys that are not in the keyring in use, whoever still sends under them."""
+        """Forget all keys that are not in the keyring in use, even if other processes still send under them."""
         self._rings = [self.keyring]
         self._use(self.keyring)
         for binding in self.services:
@@ -107,15 +110,18 @@ class Registry:
             session.forget_keys()
 
     def share_out(self, guard: Guard) -> None:
-        """Divide the tables of `guard` among our keys."""
+        """Divide the table sizes of `guard` evenly among the keys."""
         guard.keys = len(self._keys)
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
-        """Return the key of an id, if we hold it."""
+        """Return the key with this id, or None."""
         return self._keys.get(key_id)
 
     def cluster_keys(self, cluster: str) -> tuple[ClusterKey, ...]:
-        """Return the keys of a cluster, the sealing one first, whatever site it is named in; raises InvalidName or KeyringError."""
+        """Return the keys of a cluster (with or without a site), the sealing one first.
+
+        Raises InvalidName or KeyringError.
+        """
         keys = self._cluster_keys.get(cluster)
         if keys is None:
             keys = self.keyring.for_cluster(check_address(cluster)[1])
@@ -129,7 +135,7 @@ class Registry:
         return keys
 
     def topic_key(self, topic: str) -> ClusterKey:
-        """Return the key that seals for a topic; raises InvalidName or KeyringError."""
+        """Return the key that seals messages of a topic. Raises InvalidName or KeyringError."""
         keys = self.keyring.for_topic(check_topic(topic))
         if not keys:
             raise KeyringError(
@@ -140,7 +146,7 @@ class Registry:
     # -- services --------------------------------------------------------------------------------------------
 
     def join(self, session: Session, binding: Served) -> asyncio.Future[None]:
-        """Make `binding` a member through `session`; resolved when the relay knows."""
+        """Send JOIN for `binding` through `session`; the future is resolved when the relay has answered."""
         service = binding.service
         done = _answer()
         try:
@@ -151,10 +157,10 @@ class Registry:
         session.registered.add(binding.number)
 
         def joined(ack: frames.Ack) -> None:
-            if binding.going:  # nobody waited for the answer
+            if binding.leaving:  # it was told to leave before the answer arrived
                 leave(session, ack.member)
                 return
-            # At once: the relay may hand over work right behind its answer.
+            # In this call, because the relay may dispatch work right after its answer.
             binding.joined(ack.member, f"{session.relay_id.hex()}.{ack.member}", ids)
             session.members.append(ack.member)
             self._bindings[ack.member] = binding
@@ -166,26 +172,26 @@ class Registry:
         return done
 
     def binding(self, flow: InFlow) -> Served | None:
-        """Return the service that a flow is for; None if it did not join the flow's address, whatever the relay says."""
+        """Return the service that a flow is for; None if it did not join the address, whatever the relay says."""
         binding = self._bindings.get(flow.member)
         if binding is None or flow.name != binding.service.name:
             return None
         return binding if flow.key.key_id in binding.key_ids else None
 
     def leave(self, session: Session | None, binding: Served) -> list[asyncio.Future[None]]:
-        """Tell the relay that `binding` takes nothing new; each future is resolved when it knows.
+        """Send LEAVE for each member of `binding`; each future is resolved when the relay has answered.
 
-        Where it is joining still, or is a member through a session that is not in use yet, it leaves as soon as it can.
+        Members that are still joining, or belong to a session not yet in use, leave as soon as they can.
         """
-        if binding.going or session is None:
-            binding.going = True
+        if binding.leaving or session is None:
+            binding.leaving = True
             return []
-        binding.going = True
+        binding.leaving = True
         members = [m for m in session.members if self._bindings.get(m) is binding]
         return [leave(session, member) for member in members]
 
     def forget(self, binding: Served) -> None:
-        """It no longer serves."""
+        """Remove a service that has ended."""
         self.services.remove(binding)
         self._bindings = {
             member: other for member, other in self._bindings.items() if other is not binding
@@ -194,33 +200,33 @@ class Registry:
     # -- subscriptions ---------------------------------------------------------------------------------------
 
     def add(self, subscription: Subscriber, session: Session | None, guard: Guard) -> None:
-        """Register a subscription; one filter and group is registered once, however many ask for it.
+        """Add a subscription, and register its filter and group unless they are registered already.
 
-        Raises KeyringError if there is no key for it.
+        Raises KeyringError if there is no key for the filter.
         """
         self._filter_keys(subscription.filter)
-        place = (subscription.filter, subscription.group)
-        known = self._subscriptions.setdefault(place, [])
+        registration = (subscription.filter, subscription.group)
+        known = self._subscriptions.setdefault(registration, [])
         known.append(subscription)
         if is_wild(subscription.filter):
-            self._wild[place] = None
+            self._wild[registration] = None
         if session is not None:
             session.casts.subscriptions_changed()
             if len(known) == 1:
                 if not subscription.group:
                     guard.resume_topics(lambda topic: self._is_new(subscription.filter, topic))
-                self.subscribe(session, place)
+                self.subscribe(session, registration)
 
-    def subscribe(self, session: Session, place: Place) -> asyncio.Future[None]:
-        """Tell the relay of `session`; resolved when it knows."""
-        pattern, group = place
-        done = self._answers[place] = _answer()
+    def subscribe(self, session: Session, registration: Registration) -> asyncio.Future[None]:
+        """Send SUBSCRIBE through `session`; the future is resolved when the relay has answered."""
+        pattern, group = registration
+        done = self._answers[registration] = _answer()
         try:
             ids = _prove(session, self._filter_keys(pattern))
         except KeyringError as err:
             done.set_exception(err)
             return done
-        session.registered.add(place)
+        session.registered.add(registration)
         session.ask(
             lambda number: frames.Subscribe(number, pattern, ids, group), AckWaiter(done, pattern)
         )
@@ -229,30 +235,36 @@ class Registry:
     def _filter_keys(self, pattern: str) -> tuple[ClusterKey, ...]:
         keys = self.keyring.for_filter(pattern)
         if not keys:
-            raise KeyringError(f"no key for any topic of {pattern!r}")
+            raise KeyringError(
+                f"no key for any topic that matches {pattern!r}; add one with `iris key add topic:PREFIX`"
+            )
         if len(keys) > MAX_KEY_IDS:
-            text = f"{pattern!r} may match topics of {len(keys)} keys; subscribe to less at once"
+            text = f"{pattern!r} may match topics of {len(keys)} keys, over the limit of {MAX_KEY_IDS}; use narrower filters"
             raise KeyringError(text)
         return keys
 
     async def ready(self, subscription: Subscriber) -> None:
-        """Return when the relay knows of it; raises what it refused it with."""
-        place = (subscription.filter, subscription.group)
-        while (done := self._answers.get(place)) is not None:
+        """Wait until the relay has registered the subscription; raises the error if it refused."""
+        registration = (subscription.filter, subscription.group)
+        while (done := self._answers.get(registration)) is not None:
             try:
                 await asyncio.shield(done)
             except ConnectionLost:
-                if self._answers.get(place) is done:
-                    await asyncio.sleep(0.01)  # until the reconnect has registered it anew
+                if self._answers.get(registration) is done:
+                    await asyncio.sleep(0.01)  # until the reconnect has registered it again
             else:
                 return
 
     def remove(
         self, subscription: Subscriber, session: Session | None
     ) -> asyncio.Future[None] | None:
-        """Unregister it; if it was the last of its filter and group, return what is resolved when the relay knows."""
-        place = (subscription.filter, subscription.group)
-        known = self._subscriptions.get(place, [])
+        """Remove a subscription.
+
+        If it was the last of its filter and group, send UNSUBSCRIBE and return a future that is resolved when
+        the relay has answered.
+        """
+        registration = (subscription.filter, subscription.group)
+        known = self._subscriptions.get(registration, [])
         if subscription not in known:
             return None
         known.remove(subscription)
@@ -260,32 +272,38 @@ class Registry:
             session.casts.subscriptions_changed()
         if known:
             return None
-        del self._subscriptions[place]
-        self._wild.pop(place, None)
-        self._answers.pop(place, None)
-        return _unsubscribe(session, place) if session is not None else None
+        del self._subscriptions[registration]
+        self._wild.pop(registration, None)
+        self._answers.pop(registration, None)
+        return _unsubscribe(session, registration) if session is not None else None
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
-        """Return every plain subscription and one of each group that a flow is for; none if its key is not its topic's.
+        """Return the subscriptions that a flow is for: all plain ones, and one of each group.
 
-        A filter may stand for topics of several keys: who holds one of them may not speak for the others.
+        Return none if the flow's key is not the key of its topic. A filter may match topics of several keys,
+        and a holder of one key must not publish under the others.
         """
         if not any(flow.key in ring.for_topic(flow.name) for ring in self._rings):
             return ()
         found: list[Sink] = []
         grouped: dict[str, list[Subscriber]] = {}
-        places = [(flow.name, group) for group in ("", *sorted(flow.groups))]
-        places += [place for place in self._wild if matches(place[0], flow.name)]
-        for place in places:
-            group, subscriptions = place[1], self._subscriptions.get(place, ())
+        registrations = [(flow.name, group) for group in ("", *sorted(flow.groups))]
+        registrations += [
+            registration for registration in self._wild if matches(registration[0], flow.name)
+        ]
+        for registration in registrations:
+            group, subscriptions = registration[1], self._subscriptions.get(registration, ())
             if subscriptions and (group in flow.groups if group else flow.plain):
                 (grouped.setdefault(group, []) if group else found).extend(subscriptions)
-        # Chosen by sender, so that each sender's order is kept.
+        # Chosen by sender id, so that the order of each sender is kept.
         found += [each[flow.sender_id[0] % len(each)] for each in grouped.values()]
         return found
 
     def _is_new(self, pattern: str, topic: str) -> bool:
-        """Whether a topic matches `pattern` and no other plain subscription: what was missed of it before is no gap."""
+        """Return whether a topic matches `pattern` and no other plain subscription.
+
+        Earlier messages are then not a gap.
+        """
         return matches(pattern, topic) and not any(
             matches(other, topic)
             for other, group in self._subscriptions
@@ -295,63 +313,69 @@ class Registry:
     # -- all of it -------------------------------------------------------------------------------------------
 
     def register(self, session: Session) -> list[asyncio.Future[None]]:
-        """Register everything at a new session; each future is resolved when the relay knows."""
-        joining = [b for b in self.services if b.service.handlers and not b.going]
+        """Register everything at a new session; each future is resolved when the relay has answered."""
+        joining = [b for b in self.services if b.service.handlers and not b.leaving]
         return [
             *(self.join(session, b) for b in joining if b.number not in session.registered),
             *(
-                self.subscribe(session, p)
-                for p in self._subscriptions
-                if p not in session.registered
+                self.subscribe(session, registration)
+                for registration in self._subscriptions
+                if registration not in session.registered
             ),
         ]
 
     def adopted(self, session: Session) -> None:
-        """`session` is in use: watches move to it, and what came or went since `register` comes or goes there, too."""
+        """Move watches to `session`, which is in use now, and bring its registrations up to date.
+
+        Services and subscriptions may have been added or removed since `register`.
+        """
         session.casts.subscriptions_changed()
         for watcher in self.watchers:
             watcher.attach(session)
         self.register(session)
         for member in session.members:
             binding = self._bindings.get(member)
-            if binding is None or binding.going:
+            if binding is None or binding.leaving:
                 leave(session, member)
-        for place in session.registered.copy():
-            if isinstance(place, tuple) and place not in self._subscriptions:
-                _unsubscribe(session, place)
+        for registration in session.registered.copy():
+            if isinstance(registration, tuple) and registration not in self._subscriptions:
+                _unsubscribe(session, registration)
 
     def ended(self, session: Session) -> None:
-        """A session, in use or not, is over: so are its members."""
+        """Remove the members of a session that has ended."""
         for member in session.members:
             self._bindings.pop(member, None)
 
     def detached(self, reason: str) -> list[Lost]:
-        """There is no relay: nobody can say how much is missed until there is one. Return what every subscription and service was told."""
-        told: list[Lost] = []
+        """Report a loss of unknown count to each subscription and service, and return the losses.
+
+        Without a relay nobody can know how many messages they miss.
+        """
+        losses: list[Lost] = []
         for (pattern, _), subscriptions in self._subscriptions.items():
             lost = Lost("publish", pattern, b"", None, reason)
-            told.append(lost)
+            losses.append(lost)
             for subscription in subscriptions:
                 subscription.gap(lost)
         for binding in self.services:
-            if binding.misses_casts:
+            if binding.expects_broadcasts:
                 lost = Lost("broadcast", binding.service.name, b"", None, reason)
-                told.append(lost)
+                losses.append(lost)
                 binding.gap(lost)
-        return told
+        return losses
 
     def end(self) -> None:
-        """The client is closed: whoever iterates or waits goes on."""
+        """End all subscriptions and watches, because the client is closed."""
         for subscriptions in self._subscriptions.values():
             for subscription in subscriptions:
                 subscription.end()
-                subscription.said_all()
+                subscription.end_log()
         for watcher in self.watchers:
             watcher.end()
 
 
 class AckWaiter:
-    """Turns an Ack into the result of a future, or its error; `then` runs first, in the same call."""
+    """Resolves a future by the relay's Ack, or by the error in it. `then` is called first, in the same call."""
 
     __slots__ = ("_future", "_name", "_then")
 
@@ -363,11 +387,11 @@ class AckWaiter:
         self._then = then
 
     def done(self) -> bool:
-        """Whether nobody waits any more. The answer is heard nevertheless, if something is to be done then."""
+        """Return whether the answer is no longer needed. With `then` it is always needed."""
         return self._then is None and self._future.done()
 
     def set_result(self, ack: frames.Ack) -> None:
-        """The relay answered."""
+        """Handle the relay's answer."""
         if ack.error:
             self.set_exception(LocalProtocolError(f"the relay refused {self._name}: {ack.error}"))
             return
@@ -377,33 +401,34 @@ class AckWaiter:
             self._future.set_result(None)
 
     def set_exception(self, exception: BaseException) -> None:
-        """It never will."""
+        """Handle the end of the session before an answer."""
         if not self._future.done():
             self._future.set_exception(exception)
 
 
 def _answer() -> asyncio.Future[None]:
-    """Return a future whose exception may stay unread: a reconnect registers everything anew."""
+    """Return a future whose exception may stay unread, because a reconnect registers everything again."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 
 
 def leave(session: Session, member: int) -> asyncio.Future[None]:
-    """Tell the relay that a member takes nothing new; resolved when it knows."""
+    """Send LEAVE for a member; the future is resolved when the relay has answered."""
     done = _answer()
     session.ask(lambda number: frames.Leave(number, member), done)
     return done
 
 
-def _unsubscribe(session: Session, place: Place) -> asyncio.Future[None]:
+def _unsubscribe(session: Session, registration: Registration) -> asyncio.Future[None]:
     done = _answer()
-    session.registered.discard(place)
-    session.ask(lambda number: frames.Unsubscribe(number, place[0], place[1]), done)
+    session.registered.discard(registration)
+    session.ask(lambda number: frames.Unsubscribe(number, registration[0], registration[1]), done)
     return done
 
 
 def _prove(session: Session, keys: Sequence[ClusterKey]) -> list[bytes]:
+    """Prove each key to the relay, unless that was done before, and return their ids."""
     for key in keys:
         session.out.prove(key)
     return [key.key_id for key in keys]

@@ -1,14 +1,14 @@
-"""TLS as Iris uses it, and sessions over it from processes on hosts without a relay.
+"""TLS contexts, and sessions over TLS from processes on hosts without a relay.
 
-TLS 1.3 alone, and either side shows a certificate of the one authority that the other trusts
-(`iris.crypto.certificates`). The system's authorities count for nothing, so contexts are made bare.
-`relay.net.tls` builds a relay's contexts of the same parts; a client's comes from its access file:
+Only TLS 1.3 is used, and both sides present a certificate from the one authority that the other trusts
+(`iris.crypto.certificates`). The certificate authorities of the system are not trusted. `relay.net.tls` builds a
+relay's contexts from the same functions. A client's context comes from its access file:
 
     access = load_access(Path("iris-access.pem"))
     await loop.create_connection(..., ssl=access.context, server_hostname=access.server_name)
 
-A client's handshake ends before the relay has judged its certificate: a refusal comes as an alert, at
-the first read. After it, either side calls `check_alpn` and `peer_relay_id`.
+In TLS 1.3 a client's handshake ends before the relay has checked its certificate, so a refusal arrives as an alert at
+the first read. After the handshake, both sides call `check_alpn` and `peer_relay_id`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from iris.crypto.keys import SECRET_BYTES, NetworkKey
 from iris.errors import ConfigError, PeerProtocolError
 
 SESSION_ALPN: Final = "iris-session/1"
-"""Names sessions and their version in TLS, before a byte of either is read."""
+"""ALPN name of sessions and their version, which TLS agrees on before any frame is sent."""
 
 _ID: Final = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteAccess:
-    """How to reach the relays of one network: pass both to `create_connection`. Shows no secret.
+    """TLS access to the relays of one network. Its repr shows no secret.
 
-    `server_name` is the network's fingerprint in hex, passed as `server_hostname`; `access_id`
-    (16 bytes) names the access file to relays.
+    Pass `context` as `ssl` and `server_name`, the network's fingerprint in hex, as `server_hostname` to
+    `create_connection`. `access_id` (16 bytes) identifies the access file to relays.
     """
 
     context: ssl.SSLContext = field(repr=False)
@@ -50,7 +50,7 @@ class RemoteAccess:
 
 
 def make_access(network_key: NetworkKey, entropy: Callable[[int], bytes] = os.urandom) -> bytes:
-    """Return the content of a new access file: secret, but nothing of the network key is in it."""
+    """Return the content of a new access file. It is secret, but the network key cannot be derived from it."""
     return dump_access(network_key, entropy(SECRET_BYTES)).encode()
 
 
@@ -58,7 +58,7 @@ def create_access(path: Path, network_key: NetworkKey) -> bytes:
     """Write a new access file, mode 0600, and return its id (16 bytes).
 
     Raises:
-        KeyringError: there is such a file, which was left alone, or the disk refused; then none is left.
+        KeyringError: the file exists and was not changed, or the write failed and no file is left.
     """
     content = make_access(network_key).decode()
     keyfiles.create(path, content)
@@ -66,11 +66,11 @@ def create_access(path: Path, network_key: NetworkKey) -> bytes:
 
 
 def load_access(path: Path) -> RemoteAccess:
-    """Return how to reach the network of the access file `path`.
+    """Return the TLS access that the access file `path` gives.
 
     Raises:
-        KeyringError: missing, not a plain file, over 1 MiB, open to others, owned by another user, or
-            not an access file. The text begins with the path and says what to do.
+        KeyringError: the file is missing, not a regular file, over 1 MiB, open to other users, owned by another user,
+            or not an access file. The text begins with the path and says what to do.
         ConfigError: as `mutual_context`.
     """
     access = keyfiles.load(path, parse_access)
@@ -81,18 +81,18 @@ def load_access(path: Path) -> RemoteAccess:
 
 
 def bare_context(side: int, *, alpn: str) -> ssl.SSLContext:
-    """Return a context of one side (ssl.PROTOCOL_TLS_CLIENT or _SERVER) that trusts nobody yet.
+    """Return a context for `side` (ssl.PROTOCOL_TLS_CLIENT or _SERVER) that does not trust any authority yet.
 
-    TLS 1.3, a certificate wanted of the peer, nothing of the system's or the environment's taken
-    over (no authorities, no SSLKEYLOGFILE), and no session tickets: every connection is judged anew.
+    It uses TLS 1.3 only and requires a certificate from the peer. It takes nothing from the system or the environment
+    (no authorities, no SSLKEYLOGFILE). Without session tickets, the certificates of every connection are checked.
     """
     context = ssl.SSLContext(side)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    # The name sent (SNI) is a network's fingerprint, no host name: what proves a peer to be of that
-    # network is its authority, the only one trusted, and what names the peer is `peer_relay_id`.
+    # The SNI is a network's fingerprint and not a host name. The only trusted authority proves that the peer is of
+    # that network, and `peer_relay_id` identifies the peer.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    # Off by default before Python 3.13. Our certificates are as RFC 5280 wants them.
+    # Off by default before Python 3.13. Our certificates conform to RFC 5280.
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     if side == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
@@ -103,10 +103,10 @@ def bare_context(side: int, *, alpn: str) -> ssl.SSLContext:
 def mutual_context(
     side: int, *, alpn: str, leaf: Leaf, trusted: x509.Certificate
 ) -> ssl.SSLContext:
-    """Return a context of one side that shows `leaf` and trusts what `trusted` signed, nothing else.
+    """Return a context for `side` that presents `leaf` and trusts only certificates signed by `trusted`.
 
     Raises:
-        ConfigError: this system has no memfd or no /proc, through which OpenSSL gets the private key.
+        ConfigError: this system has no memfd or /proc, which are needed to give OpenSSL the private key.
     """
     context = bare_context(side, alpn=alpn)
     context.load_verify_locations(cadata=trusted.public_bytes(Encoding.DER))
@@ -115,9 +115,9 @@ def mutual_context(
 
 
 def check_alpn(tls: ssl.SSLObject | ssl.SSLSocket, expected: str) -> None:
-    """Check that both sides speak `expected` on a connection; to be called once its handshake is done.
+    """Check that both sides agreed on the ALPN protocol `expected`. Call it once the handshake is done.
 
-    Where the two offers have nothing in common, OpenSSL goes on without: nobody else refuses it.
+    If the two offers have nothing in common, OpenSSL continues without ALPN, so this check is the only refusal.
 
     Raises:
         PeerProtocolError: the peer offered another protocol or none.
@@ -125,21 +125,21 @@ def check_alpn(tls: ssl.SSLObject | ssl.SSLSocket, expected: str) -> None:
     chosen = tls.selected_alpn_protocol()
     if chosen != expected:
         raise PeerProtocolError(
-            f"the peer does not speak {expected} here (links and sessions have ports of their own)"
+            f"the peer does not speak {expected} on this port; links and sessions use different ports"
         )
 
 
 def certificate_hash(certificate: bytes) -> bytes:
-    """Return SHA-256 of the relay's certificate (DER), 32 bytes, to which proofs over TLS are bound.
+    """Return the SHA-256 of the relay's certificate (DER), 32 bytes. Key proofs over TLS are bound to it.
 
-    This is `tls-server-end-point` of RFC 5929. Ed25519 prescribes no hash, so it is always SHA-256. A relay makes
-    its leaf at each start, so nobody else has the private key of one, whatever name they put into their own.
+    This is `tls-server-end-point` of RFC 5929. Ed25519 prescribes no hash, so it is always SHA-256. A relay creates a
+    new leaf at each start, so only that relay has its private key, whatever names other leaves contain.
     """
     return hashlib.sha256(certificate).digest()
 
 
 def peer_channel(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
-    """Return `certificate_hash` of the relay at the other end."""
+    """Return the `certificate_hash` of the relay at the other end of a connection."""
     certificate = tls.getpeercert(binary_form=True)
     assert certificate is not None, "CERT_REQUIRED"
     return certificate_hash(certificate)
@@ -149,7 +149,7 @@ def peer_relay_id(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     """Return the id (16 bytes) of the relay at the other end, from the certificate that the handshake verified.
 
     Raises:
-        PeerProtocolError: the certificate names no relay, or more than one.
+        PeerProtocolError: the certificate does not name exactly one relay.
     """
     return _peer_id(tls, RELAY_URI)
 
@@ -158,7 +158,7 @@ def peer_access_id(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
     """Return the id (16 bytes) of the access file at the other end of a session, as verified.
 
     Raises:
-        PeerProtocolError: the certificate names no access file, or more than one.
+        PeerProtocolError: the certificate does not name exactly one access file.
     """
     return _peer_id(tls, ACCESS_URI)
 
@@ -166,15 +166,17 @@ def peer_access_id(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
 def _peer_id(tls: ssl.SSLObject | ssl.SSLSocket, scheme: str) -> bytes:
     text = peer_name(tls, scheme)
     if not _ID.fullmatch(text):
-        raise PeerProtocolError(f"the peer's certificate holds no {scheme}: name")
+        raise PeerProtocolError(
+            f"the {scheme}: name in the peer's certificate is not 32 hex digits"
+        )
     return bytes.fromhex(text)
 
 
 def peer_name(tls: ssl.SSLObject | ssl.SSLSocket, scheme: str) -> str:
-    """Return what follows `scheme:` in the one name of the certificate that the handshake verified.
+    """Return the text after `scheme:` in the only URI name of the peer's certificate, which the handshake verified.
 
     Raises:
-        PeerProtocolError: it names no such thing, or more than one.
+        PeerProtocolError: the certificate does not have exactly one URI name, or it has another scheme.
     """
     certificate = tls.getpeercert() or {}
     # typeshed gives every field of a certificate the union of all their types.
@@ -184,16 +186,20 @@ def peer_name(tls: ssl.SSLObject | ssl.SSLSocket, scheme: str) -> str:
         found, _, text = uris[0].partition(":")
         if found == scheme:
             return text
-    raise PeerProtocolError(f"the peer's certificate holds no {scheme}: name")
+    raise PeerProtocolError(
+        f"the peer's certificate must have exactly one URI name, with the scheme {scheme}:, "
+        f"but has {len(uris)} URI names"
+    )
 
 
 def _present(context: ssl.SSLContext, leaf: Leaf) -> None:
-    """Give a context its certificate and private key, which `load_cert_chain` takes from a path alone.
+    """Load a certificate and its private key into a context.
 
-    The path is that of a file in memory: the key is on no disk, and the file is gone when this returns.
+    `load_cert_chain` accepts only a path, so a file in memory is used. The key is never on a disk, and the file no
+    longer exists when this returns.
     """
     try:
-        # Opened to nobody else: it has no name but this process's own, and execve closes it.
+        # Other processes cannot open it: it has no name outside this process, and execve closes it.
         descriptor = os.memfd_create("iris-leaf", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "w", encoding="ascii", closefd=False) as file:
@@ -203,5 +209,5 @@ def _present(context: ssl.SSLContext, leaf: Leaf) -> None:
             os.close(descriptor)
     except OSError as error:
         raise ConfigError(
-            f"cannot hand a private key to OpenSSL, which takes memfd and /proc: {error.strerror}"
+            f"cannot give OpenSSL a private key through memfd and /proc: {error.strerror}"
         ) from error

@@ -1,6 +1,7 @@
-"""What the parts of one client share: its hold on a relay, what it has registered there, what it lost, what it counts.
+"""The shared state of one client: its attachment to a relay, its registrations, its losses and its counters.
 
-Services, subscriptions and streams are given this, not the client. The attachment and its sessions work for it.
+Services, subscriptions and streams use the `Runtime`, and not the client. The attachment and its sessions call
+it back.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import AUDIENCE_MINOR, Kind
 
-log = logging.getLogger("iris.client")  # programs know it by this name
+log = logging.getLogger("iris.client")  # the documented name of this logger
 
 MAX_LOSSES: Final = 1000
+"""Number of losses that `Client.losses` keeps."""
 LOG_INTERVAL_S: Final = 1.0
+"""Shortest time between two log lines of one client about losses, stalls and failed handlers."""
 TUNNEL: Final = "; send it through a tunnel"
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 class Part(Protocol):
-    """What goes by the client's keys and ends with it: its streams."""
+    """A part of the client that uses its keys and ends with it: its streams."""
 
     def keys_changed(self) -> None: ...
     async def finish(self) -> None: ...
@@ -54,32 +57,33 @@ class Part(Protocol):
 
 
 class Runtime:
-    """What stands behind one client. There is no relay, and there are no keys, until `attach`."""
+    """The shared state behind one client. It has no attachment and no keys before `attach`."""
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.losses: deque[Lost] = deque(maxlen=MAX_LOSSES)
-        """The latest losses that were told, oldest first."""
+        """The latest losses, at most `MAX_LOSSES`, oldest first."""
         self.on_loss: Callable[[Lost], object] | None = None
         """Called with every loss."""
         self.counters: dict[str, int] = {}
-        """Messages dropped here, by cause, and handlers that failed."""
+        """Messages dropped in this process, by cause, and the number of handlers that failed: name -> count."""
         self.local_senders: LocalSenders | None = None
-        """Clients that deliver their casts to each other themselves; set before `attach` (for bridges)."""
+        """Clients that deliver their casts to each other directly; set before `attach` (for bridges)."""
         self.working: set[Subscriber] = set()
-        """Subscriptions whose coroutine handler has a task."""
+        """Subscriptions whose coroutine handler has a running task."""
         self.parts: list[Part] = []
         self.attachment: Attachment | None = None
         self.registry: Registry
         self._reloading = asyncio.Lock()
         self._watched: list[list[Lost]] = []
-        """What each of those who watch losses has been told."""
+        """Lists that collect losses, one for each active `watching_losses`."""
         self._quiet_until_s = 0.0
+        """Monotonic time before which nothing more is logged."""
 
     def attach(
         self, keyring: Keyring, connector: Connector, entropy: Callable[[int], bytes], watch: Callable[[], Callable[[], bool]]
     ) -> Attachment:  # fmt: skip
-        """Return the hold on a relay that is to be opened, once."""
+        """Create the attachment, not yet connected, and return it. Called once."""
         self.registry = Registry(keyring, self._keys_changed)
         self.attachment = Attachment(
             self, self.registry, self.config, connector, entropy, watch, self.local_senders
@@ -89,12 +93,12 @@ class Runtime:
         return self.attachment
 
     async def close(self) -> None:
-        """Leave: see `Client.close`."""
+        """Close gracefully; see `Client.close`."""
         attachment, registry, drain_s = self.attached(), self.registry, self.config.drain_timeout_s
         try:
             with contextlib.suppress(IrisError, TimeoutError):
                 async with asyncio.timeout(2 * drain_s + self.config.connect_timeout_s):
-                    # Until all of it has ended handlers may use this client.
+                    # Handlers may use this client until all of these have ended.
                     bindings = list(registry.services)
                     leaving = [binding.leave() for binding in bindings]
                     for subscription in list(self.working):
@@ -122,45 +126,58 @@ class Runtime:
     # -- readiness -------------------------------------------------------------------------------------------
 
     def attached(self) -> Attachment:
-        """Return the hold on a relay; raises Closed unless the client is open."""
+        """Return the attachment. Raises Closed unless the client is open."""
         attachment = self.attachment
         if attachment is None:
-            raise Closed("this client is not connected yet; use `async with`, or await open()")
+            raise Closed(
+                "this client is not connected yet; enter it with `async with`, or await its open()"
+            )
         attachment.check_open()
         return attachment
 
     def ready(
         self, name: str, timeout: float
     ) -> Coroutine[Any, Any, tuple[Pump[Session], Session]]:
-        """Await what to send with, at most `timeout` seconds for a lost relay; raises Closed or ConnectionLost."""
+        """Return the pump and session in use, after waiting at most `timeout` seconds for a relay.
+
+        Raises Closed, or ConnectionLost for `name`.
+        """
         return (self.attachment or self.attached()).ready(name, timeout)
 
     @property
     def session(self) -> Session | None:
-        """The session in use."""
+        """The session in use, or None."""
         return self.attachment.session if self.attachment is not None else None
 
     def touch(self) -> None:
-        """Something is to be written at the end of this turn."""
+        """Write what the session has queued at the end of this turn of the loop."""
         if self.attachment is not None:
             self.attachment.touch()
 
     def freed(self, name: str, source: bytes) -> None:
-        """A subscription that publishers wait for has handled some of what it had of one."""
+        """Grant new credit to the publisher `source` of a topic, because some of its messages were handled."""
         session = self.session
         if session is not None and session.state is UP:
             session.casts.windows.freed(name, source)
             self.touch()
 
-    async def told(self, done: asyncio.Future[Any] | None) -> None:
-        """Return when the relay knows that something has ended here, or has not answered in time: it has, anyway."""
+    async def acknowledged(self, done: asyncio.Future[Any] | None) -> None:
+        """Wait for the relay's answer to LEAVE, UNSUBSCRIBE or SETTLE, at most `connect_timeout_s`.
+
+        Never raises for it.
+
+        Without an answer the caller goes on, because the member or subscription has ended on this side in any case.
+        """
         if done is not None:
             with contextlib.suppress(ConnectionLost, TimeoutError):
                 async with asyncio.timeout(self.config.connect_timeout_s):
                     await done
 
     async def settled(self) -> None:
-        """Return when the relays that are linked to ours know what was registered; ours bounds that by a second."""
+        """Wait until the relays linked to the local one know what was registered.
+
+        The relay waits at most a second.
+        """
         attachment = self.attached()
         session = attachment.session
         if session is None or session.minor < AUDIENCE_MINOR:
@@ -168,11 +185,11 @@ class Runtime:
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         session.ask(frames.Settle, waiter)
         attachment.touch()
-        await self.told(waiter)  # the next relay tells its peers, too
+        await self.acknowledged(waiter)  # if this relay is lost, the next one advertises it, too
 
     @contextlib.contextmanager
     def watching(self, cluster: str) -> Iterator[Watcher]:
-        """Follow who is in a cluster."""
+        """Follow the members of a cluster inside the block."""
         attachment = self.attached()
         watcher = Watcher(cluster, self.registry.cluster_keys(cluster))
         self.registry.watchers.append(watcher)
@@ -187,9 +204,9 @@ class Runtime:
             attachment.touch()
 
     async def reload(self, keyring: Keyring) -> None:
-        """Move to `keyring` with a new session. While the old one drains, the keys of both are known, then only the new ones.
+        """Move to `keyring` with a new session. While the old session drains, the keys of both keyrings are known.
 
-        Raises as `Attachment.replace`; the keyring is then the one before.
+        Raises as `Attachment.replace`; the keyring is then not changed.
         """
         attachment, registry = self.attached(), self.registry
         async with self._reloading:
@@ -199,7 +216,7 @@ class Runtime:
             try:
                 await attachment.replace()
             except BaseException:
-                # Otherwise it was cancelled after the new session was in use.
+                # If another session is in use, `replace` was cancelled after it had moved: keep the new keyring.
                 if attachment.session is session:
                     registry.learn(before)
                 raise
@@ -207,16 +224,17 @@ class Runtime:
                 registry.forget_keys(attachment.session)
                 registry.share_out(attachment.guard)
 
-    # -- what is sent ----------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------------
 
     def encode(
         self, payload: object, headers: Headers | None, advice: str = TUNNEL
     ) -> tuple[bytes, bool]:
-        """Return a payload's bytes, and whether they are MessagePack.
+        """Return (payload as bytes, whether they are MessagePack), after checking the size and the headers.
 
         Raises:
-            MessageTooLarge: it is over the limit, which is never less than `MIN_MESSAGE_LIMIT`; `advice` ends the text.
-            LocalProtocolError: `headers` are not str to str, or too large.
+            MessageTooLarge: the payload is over the limit, which is at least `MIN_MESSAGE_LIMIT`; the text ends with
+                `advice`.
+            LocalProtocolError: `headers` are not str -> str, or too large.
         """
         data, packed = (payload, False) if type(payload) is bytes else encode_payload(payload)
         if len(data) > MIN_MESSAGE_LIMIT:
@@ -227,12 +245,12 @@ class Runtime:
 
     @property
     def keyring(self) -> Keyring:
-        """The keys in use."""
+        """Keyring in use."""
         return self.registry.keyring
 
     @property
     def message_limit(self) -> int:
-        """Bytes of the longest payload."""
+        """Largest payload that can be sent, in bytes."""
         session = self.session
         return session.message_limit if session is not None else self.config.message_limit_bytes
 
@@ -240,18 +258,20 @@ class Runtime:
         """Raise MessageTooLarge if a payload is over the limit."""
         limit = self.message_limit
         if len(data) > limit:
-            raise MessageTooLarge(f"{len(data)} bytes are over the limit of {limit}{advice}")
+            raise MessageTooLarge(
+                f"a payload of {len(data)} bytes is over the limit of {limit}{advice}"
+            )
 
     def take(
         self, kind: Kind, name: str, payload: object, headers: Headers | None, *, force: bool = False
     ) -> bool:  # fmt: skip
-        """Take a publication or broadcast; False while the write buffer is full."""
+        """Accept a publication or broadcast for sending. Return False if the write buffer is full, unless `force`."""
         attachment = self.attached()
         data, packed = self.encode(payload, headers)
         if attachment.out is None:
-            # The name and its key are checked now: there is nobody to tell when the relay is back.
+            # Check the name and its key now, because the caller cannot get the error later.
             (self.registry.topic_key if kind == Kind.PUBLISH else self.registry.cluster_keys)(name)
-            attachment.keep((kind, name, data, headers, packed))
+            attachment.hold((kind, name, data, headers, packed))
             return True
         if attachment.blocked and not force:
             return False
@@ -260,12 +280,15 @@ class Runtime:
         return True
 
     def has_credit(self, topic: str, when_full: WhenFull) -> bool:
-        """Whether the subscribers of a topic that publishers wait for take one publication more; asks them at its first use."""
+        """Return whether the subscribers of a topic that publishers wait for have room for one more publication.
+
+        The first use for a topic asks the relay for credit. Raises ConfigError if `when_full` is wrong.
+        """
         if when_full != "wait":
-            raise ConfigError(f"when_full: {when_full!r} is neither 'drop' nor 'wait'")
+            raise ConfigError(f"when_full must be 'drop' or 'wait', not {when_full!r}")
         attachment = self.attached()
         out = attachment.out
-        if out is None:  # it is kept, within its bound
+        if out is None:  # it is held for the next session, up to `offline_bytes`
             return True
         flow = out.topics.get(topic) or self.topic(topic)
         credit = flow.credit
@@ -275,7 +298,7 @@ class Runtime:
         return credit.sent + flow.size < credit.limit
 
     async def wait_for_credit(self, topic: str) -> None:
-        """Return when a publication may go: there is room to write and credit, or it has waited for `config.stall_s`."""
+        """Return when there is room to write and credit to publish, or after `config.stall_s` without credit."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self.config.stall_s
         while True:
@@ -284,7 +307,7 @@ class Runtime:
             if self.has_credit(topic, "wait"):
                 return
             out = attachment.out
-            assert out is not None  # else there is credit
+            assert out is not None  # without a session `has_credit` is True
             flow = out.topics[topic]
             credit = out.credit(flow)
             left_s = until_s - loop.time()
@@ -309,7 +332,7 @@ class Runtime:
     def cast(
         self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool
     ) -> None:
-        """Put a checked publication or broadcast into its bundle (for the attachment)."""
+        """Put a publication or broadcast, already checked, into the bundle of its topic or cluster."""
         out = self.attachment.out if self.attachment is not None else None
         assert out is not None
         if kind == Kind.PUBLISH:
@@ -319,7 +342,7 @@ class Runtime:
         out.add(flow, payload, headers, packed)
 
     def topic(self, topic: str) -> OutFlow:
-        """Return the flow of a topic at its first use."""
+        """Create the outgoing flow of a topic, at its first use in a session."""
         out = self.attached().out
         assert out is not None
         flow = out.flow(Kind.PUBLISH, topic, self.registry.topic_key(topic))
@@ -329,7 +352,7 @@ class Runtime:
     # -- what the attachment and its sessions call -----------------------------------------------------------
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
-        """Return the key of an id, if we hold it."""
+        """Return the key with this id, or None."""
         return self.registry.find_key(key_id)
 
     def binding(self, flow: InFlow) -> Served | None:
@@ -341,37 +364,40 @@ class Runtime:
         return self.registry.sinks(flow)
 
     def detached(self, reason: str) -> None:
-        """There is no relay."""
+        """Report losses of unknown count, because the session was lost."""
         for watched in self._watched:
             watched.append(Lost("relay", "relay", b"", None, reason))
         for lost in self.registry.detached(reason):
-            self.tell(lost)
+            self.report_loss(lost)
 
     def draining(self) -> None:
-        """A relay is stopping: nothing new goes there, what is in flight goes on, and we look for another."""
+        """Handle DRAIN from a relay that is stopping: finish what is in flight there, and look for the next relay."""
         log.info("client.relay_draining")
         if self.attachment is not None:
             self.attachment.drain()
 
     def out_full(self) -> None:
-        """Enough is framed to be worth a write before the turn ends."""
+        """Write now, because enough is framed to be worth a write before the turn ends."""
         if self.attachment is not None:
             self.attachment.out_full()
 
     # -- losses and counters ---------------------------------------------------------------------------------
 
     def lost(self, lost: Lost) -> None:
-        """Messages of ours, or for us, were lost. Subscriptions and services log what they miss; what we sent is logged here."""
+        """Report messages lost that this process sent or should have received.
+
+        Losses of sent messages are logged here; subscriptions and services log what they did not receive.
+        """
         if not lost.source:
             for watched in self._watched:
                 watched.append(lost)
             if self.on_loss is None and not self._watched and self._may_log():
                 log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
-        self.tell(lost)
+        self.report_loss(lost)
 
     @contextlib.contextmanager
     def watching_losses(self) -> Iterator[list[Lost]]:
-        """Collect what is lost of what is sent, and losses of the relay."""
+        """Collect the losses of sent messages, and of the relay, inside the block."""
         watched: list[Lost] = []
         self._watched.append(watched)
         try:
@@ -379,8 +405,8 @@ class Runtime:
         finally:
             self._watched = [other for other in self._watched if other is not watched]
 
-    def tell(self, lost: Lost) -> None:
-        """Remember a loss that is counted and logged, and tell `on_loss`."""
+    def report_loss(self, lost: Lost) -> None:
+        """Add a loss, which is counted and logged already, to `losses`, and call `on_loss` with it."""
         self.losses.append(lost)
         if self.on_loss is not None:
             try:
@@ -389,20 +415,21 @@ class Runtime:
                 self.handler_failed("on_loss")
 
     def handler_failed(self, what: str) -> None:
-        """A user's handler raised: counted always, logged with its traceback once in a while."""
+        """Count a failed handler of the user, and log its traceback, at most once in `LOG_INTERVAL_S`."""
         self.count_dropped("failed handlers", 1)
         if self._may_log():
-            log.exception("client.handler_failed", extra={"fields": {"handler": what}})  # noqa: LOG004 - called where it is caught
+            log.exception("client.handler_failed", extra={"fields": {"handler": what}})  # noqa: LOG004 - callers are in an except block
 
     def count_dropped(self, cause: str, count: int) -> None:
         """Count messages that were dropped in this process."""
         self.counters[cause] = self.counters.get(cause, 0) + count
 
     def messages(self, direction: str) -> int:
-        """Return the data messages "sent" or "received" over all sessions, accepted or not."""
+        """Return the number of data messages "sent" or "received" over all sessions, accepted or not."""
         return self.attachment.messages(direction) if self.attachment is not None else 0
 
     def _may_log(self) -> bool:
+        """Return whether `LOG_INTERVAL_S` has passed since this last returned True."""
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
             return False
@@ -410,7 +437,7 @@ class Runtime:
         return True
 
     def forked(self) -> None:
-        """In the child of a fork: nothing of this client may be used here."""
+        """Disable this client in the child of a fork."""
         if self.attachment is not None:
             self.attachment.poison()
 

@@ -1,4 +1,4 @@
-"""A service: decorated handlers that join a cluster and run within count and byte limits."""
+"""A service: handlers, added with decorators, for the messages of one cluster."""
 
 from __future__ import annotations
 
@@ -19,54 +19,84 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Service:
-    """What a member of the cluster `name` does. Serve it with `Client.serve`, or `iris run module:service`.
+    """The handlers of a member of the cluster `name`.
 
-    A handler takes one argument; its annotation chooses what it gets: `iris.Message` or `iris.Request` the whole message,
-    bytes or str the raw payload, another type the payload decoded into it, none the bytes or the object that was sent. It
-    may be a plain function, called at once on the event loop, or a coroutine function, run `limits.concurrency` at a time.
+    Serve it with `Client.serve`, or with `iris run module:service`.
+
+        service = iris.Service("thumbnails")
+
+        @service.on_request
+        async def shrink(photo: bytes) -> bytes: ...
+
+    A handler takes one argument, and the annotation of its parameter chooses what it receives:
+
+    * `iris.Message` or `iris.Request`: the whole message
+    * bytes or str: the raw payload
+    * another type: the payload decoded into that type
+    * no annotation: the bytes or the object that was sent
+
+    A coroutine function runs at most `limits.concurrency` times at once. A plain function is called directly in the
+    event loop, so it must not block.
+
+    Raises InvalidName if the name is not allowed.
     """
 
     def __init__(self, name: str, *, limits: Limits | None = None) -> None:
         self.name = check_cluster(name)
         if split_site(name)[0]:
-            raise InvalidName(f"{name!r} names a site; a service serves in its own")
+            raise InvalidName(
+                f"{name!r} names a site, but a service always serves in the site of its relay; leave the site out"
+            )
         self.limits = limits or Limits()
         self.handlers: dict[Kind, Handler] = {}
         self.topics: list[tuple[str, str, Handler, int, WhenFull]] = []
-        """Filter, group, handler, and how often it runs at once."""
+        """Handlers of publications: (filter, group, handler, concurrency, when_full)."""
         self.gap_handler: Callable[[Lost], object] | None = None
 
     def on_request(self, function: F) -> F:
-        """Answer requests with what the function returns; None is an empty reply, an exception a RemoteError."""
-        return self._take(Kind.REQUEST, function)
+        """Decorator: handle requests with this function. Its return value is the reply.
+
+        None is sent as an empty reply. If the function raises, the caller gets a RemoteError with the text of the
+        exception.
+        """
+        return self._add(Kind.REQUEST, function)
 
     def on_push(self, function: F) -> F:
-        """Handle pushes."""
-        return self._take(Kind.PUSH, function)
+        """Decorator: handle pushes with this function."""
+        return self._add(Kind.PUSH, function)
 
     def on_survey(self, function: F) -> F:
-        """Answer surveys, as `on_request`."""
-        return self._take(Kind.SURVEY, function)
+        """Decorator: handle surveys with this function. Its return value is the answer, as with `on_request`."""
+        return self._add(Kind.SURVEY, function)
 
     def on_broadcast(self, function: F) -> F:
-        """Handle broadcasts, each sender's in its order."""
-        return self._take(Kind.BROADCAST, function)
+        """Decorator: handle broadcasts with this function.
+
+        The broadcasts of one sender are handled in their order.
+        """
+        return self._add(Kind.BROADCAST, function)
 
     def on_tunnel(self, function: F) -> F:
-        """Handle tunnels: a coroutine function that gets an `iris.Tunnel`; when it returns, the tunnel is closed."""
+        """Decorator: handle tunnels with this coroutine function, which takes an `iris.Tunnel`.
+
+        The tunnel is closed when the function returns, and broken on both sides if it raises.
+        """
         if not asyncio.iscoroutinefunction(function):
-            raise ConfigError("a tunnel handler is a coroutine function")
-        return self._take(Kind.TUNNEL_OPEN, function)
+            raise ConfigError(
+                f"the tunnel handler of {self.name} must be a coroutine function; define it with `async def`"
+            )
+        return self._add(Kind.TUNNEL_OPEN, function)
 
     def on_publish(
         self, pattern: str, *, group: str = "", concurrency: int = 1, when_full: WhenFull = "drop"
     ) -> Callable[[F], F]:
-        """Handle what is published to topics that match `pattern`; with a `group`, one of its members gets each bundle.
+        """Decorator: handle publications to topics that match the filter `pattern`.
 
-        `when_full` as in `Subscription`.
+        With a `group`, each bundle goes to one member of the group. `when_full` is as in `Subscription`.
 
-        A coroutine function runs `concurrency` times at once, for as many pairs of publisher and topic: what one publisher sends to
-        one topic is handled in its order. (`limits.concurrency` counts requests, pushes and surveys.)
+        A coroutine function runs at most `concurrency` times at once, and once at a time for each publisher and
+        topic, so that their messages are handled in order. (`limits.concurrency` does not apply to
+        publications.)
         """
         check_filter(pattern)
         if group:
@@ -79,19 +109,22 @@ class Service:
         return register
 
     def on_gap(self, function: Callable[[Lost], object]) -> Callable[[Lost], object]:
-        """Hear of broadcasts and publications that were lost on the way."""
+        """Decorator: call this function with each loss of broadcasts and publications for this service."""
         self.gap_handler = function
         return function
 
-    def _take(self, kind: Kind, function: F) -> F:
+    def _add(self, kind: Kind, function: F) -> F:
         if kind in self.handlers:
-            raise ConfigError(f"{self.name} has a handler for that already")
+            name = "tunnel" if kind == Kind.TUNNEL_OPEN else kind.name.lower()
+            raise ConfigError(
+                f"service {self.name} already has a handler for this kind ({name}); it can have only one"
+            )
         self.handlers[kind] = Handler(function)
         return function
 
     @property
     def kinds(self) -> dict[int, Serving]:
-        """What a JOIN says."""
+        """Kinds that the service serves, with their limits, as JOIN carries them."""
         limits = self.limits
         return {
             int(kind): Serving(

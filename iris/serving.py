@@ -1,4 +1,4 @@
-"""A service that is being served: its member, its queues and workers, and the one answer of each delivery."""
+"""Runs a service: its member, its queues and workers, and exactly one answer for each delivery."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from iris.subscription import Subscription
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import Kind, Refusal
 
-log = logging.getLogger("iris.service")  # programs know it by this name
+log = logging.getLogger("iris.service")  # the documented name of this logger
 
 
 class _Inbox:
-    """Deliveries of one kind that wait for a handler, and the workers that run them."""
+    """Queued deliveries of one kind with a coroutine handler, and the workers (tasks) that run them."""
 
-    __slots__ = ("handed", "handler", "idle", "queue", "queued_bytes", "workers")
+    __slots__ = ("assigned", "handler", "idle", "queue", "queued_bytes", "workers")
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.queue: deque[Delivery] = deque()
         self.queued_bytes = 0
-        self.handed: set[Delivery] = set()
-        """Given to a worker that has not started on it."""
+        """Size of all deliveries that have not been finished."""
+        self.assigned: set[Delivery] = set()
+        """Deliveries assigned to a worker that has not started on them."""
         self.idle: list[asyncio.Future[Delivery]] = []
+        """Workers without a delivery: each waits for the next one on its future."""
         self.workers: set[asyncio.Task[None]] = set()
 
 
 class ServiceBinding:
-    """A service that is being served: its member, its queues, its workers. Outlives reconnects."""
+    """A service while it is served: its member, queues and workers. It stays the same across reconnects."""
 
     def __init__(self, runtime: Runtime, service: Service) -> None:
         self.service = service
@@ -52,12 +54,13 @@ class ServiceBinding:
         self.member = 0
         self.member_id = ""
         self.key_ids: set[bytes] = set()
-        """Under which it joined, at one time or another."""
-        self.going = False
-        """It takes nothing new as soon as the relay knows."""
+        """Key ids under which it has joined, in this session or an earlier one."""
         self.leaving = False
-        """It takes nothing any more."""
+        """Whether LEAVE was sent. What was dispatched before the relay received it is still accepted."""
+        self.left = False
+        """Whether everything new is refused."""
         self.running = 0
+        """Deliveries, bundles of broadcasts and tunnels that are queued or running."""
         self._runtime = runtime
         self._attachment = runtime.attached()
         self.loop = asyncio.get_running_loop()
@@ -72,13 +75,14 @@ class ServiceBinding:
         self._cast_worker: asyncio.Task[None] | None = None
         self._tunnels: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
+        """Set when `running` becomes 0."""
         self._stop_by_s: float | None = None
-        """It was stopped, and waits no longer than this for its tasks."""
+        """Set by `stop`: the loop time until which it waits for cancelled tasks."""
         self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
         self._log = LossLog(runtime, "service", service.name, f"gap handler of {service.name}")
 
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
-        """It is this member from now on; a reconnect makes it another."""
+        """Record the member that the relay made for this service. After a reconnect it is another one."""
         self.member = member
         self.member_id = member_id
         self.key_ids.update(key_ids)
@@ -86,13 +90,13 @@ class ServiceBinding:
     # -- what the session calls ------------------------------------------------------------------------------
 
     @property
-    def misses_casts(self) -> bool:
-        """Whether a broadcast that does not come is a loss: it has a handler, or hears of gaps."""
+    def expects_broadcasts(self) -> bool:
+        """Whether the service has a handler for broadcasts or gaps, so that missing broadcasts are reported."""
         return self._broadcast_handler is not None or self.service.gap_handler is not None
 
     def admit(self, kind: int, size: int) -> Refusal | None:
-        """Refuse before opening what there is no room for."""
-        if self.leaving:
+        """Return the reason to refuse a message of `size` bytes before it is opened, or None to accept it."""
+        if self.left:
             return Refusal.LEAVING
         if kind == Kind.TUNNEL_OPEN:
             if kind not in self.service.handlers:
@@ -106,7 +110,7 @@ class ServiceBinding:
         return None
 
     def take(self, delivery: Delivery) -> None:
-        """Run a request, push or survey: now if its handler is a plain function, else within the concurrency limit."""
+        """Run a request, push or survey: at once if its handler is a plain function, else within `concurrency`."""
         inbox = self._inboxes[delivery.flow.kind]
         self.running += 1
         delivery.session.running += 1
@@ -123,16 +127,16 @@ class ServiceBinding:
                 (answer or _Answer(self, delivery)).failed(err)
             else:
                 if answer is None:
-                    self.finish_one(delivery, value)
+                    self.answer(delivery, value)
                 else:
                     answer.returned(value)
             return
         inbox.queued_bytes += delivery.size
         if inbox.idle:
-            inbox.handed.add(delivery)
+            inbox.assigned.add(delivery)
             inbox.idle.pop().set_result(delivery)
         elif len(inbox.workers) < self._limits.concurrency:
-            inbox.handed.add(delivery)
+            inbox.assigned.add(delivery)
             task = self.loop.create_task(
                 self._work(inbox, delivery), name=f"iris-{self.service.name}"
             )
@@ -142,17 +146,20 @@ class ServiceBinding:
             inbox.queue.append(delivery)
 
     def broadcast(self, messages: list[Message], size: int) -> None:
-        """Run broadcasts in order; a coroutine handler has one queue, which drops what comes when it is full."""
+        """Run broadcasts in order.
+
+        For a coroutine handler there is one queue, which drops new bundles while it is full.
+        """
         handler = self._broadcast_handler
         if handler is None:
             return
         if self._stop_by_s is not None:
-            self._casts_lost(messages, "member stopped")
+            self._drop_casts(messages, "member stopped")
         elif not handler.is_coroutine:
             for message in messages:
                 self._cast(handler, message)
         elif self._casts and self._cast_bytes + size > self._limits.queue_bytes:
-            self._casts_lost(messages, "slow member")
+            self._drop_casts(messages, "slow member")
         else:
             self._casts.append((messages, size))
             self._cast_bytes += size
@@ -163,7 +170,7 @@ class ServiceBinding:
                 )
 
     def tunnel(self, end: TunnelEnd) -> None:
-        """Run a tunnel handler."""
+        """Start the tunnel handler for a new tunnel."""
         self.running += 1
         tunnel = Tunnel(end, self._attachment.touch, self._attachment.writable)
         task = self.loop.create_task(
@@ -173,8 +180,8 @@ class ServiceBinding:
         task.add_done_callback(self._tunnels.discard)
 
     def gap(self, gap: Lost) -> None:
-        """Some broadcasts did not come."""
-        self._log.tell(gap, self.service.gap_handler)
+        """Report broadcasts that did not arrive."""
+        self._log.report(gap, self.service.gap_handler)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -205,7 +212,7 @@ class ServiceBinding:
     async def _work(self, inbox: _Inbox, delivery: Delivery) -> None:
         handler = inbox.handler
         while True:
-            inbox.handed.discard(delivery)
+            inbox.assigned.discard(delivery)
             answer = _Answer(self, delivery)
             try:
                 if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
@@ -221,10 +228,10 @@ class ServiceBinding:
             finally:
                 inbox.queued_bytes -= delivery.size
             if self._stop_by_s is not None:
-                return  # a handler that took no notice of its cancellation; stop() answers the rest
+                return  # the handler ignored its cancellation; stop() answers the rest
             if inbox.queue:
                 delivery = inbox.queue.popleft()
-            elif self.leaving:
+            elif self.left:
                 return
             else:
                 waiter: asyncio.Future[Delivery] = self.loop.create_future()
@@ -245,37 +252,40 @@ class ServiceBinding:
             self.done()
 
     def done(self) -> None:
-        """One thing less is running."""
+        """Count one running delivery, bundle or tunnel less."""
         self.running -= 1
         if self.running == 0:
             self._quiet.set()
 
     def leave(self) -> Coroutine[Any, Any, None]:
-        """Tell the relay, at once, that the member takes nothing new; await the end of what it accepted."""
+        """Send LEAVE at once; await the result to wait until everything accepted is finished."""
         runtime = self._runtime
-        told = runtime.registry.leave(runtime.session, self)
+        acks = runtime.registry.leave(runtime.session, self)
         runtime.touch()
-        return self._leave(told)
+        return self._finish_leaving(acks)
 
-    async def _leave(self, told: list[asyncio.Future[None]]) -> None:
-        """Take what comes until the relay knows that we left, and finish it."""
-        for done in told:
-            await self._runtime.told(done)
-        self.leaving = True
-        # Bounded, because an idle tunnel may stay for ever: stop() ends what is left.
+    async def _finish_leaving(self, acks: list[asyncio.Future[None]]) -> None:
+        """Accept messages until the relay has answered LEAVE, then finish what was accepted."""
+        for ack in acks:
+            await self._runtime.acknowledged(ack)
+        self.left = True
+        # With a timeout, because an idle tunnel may stay open forever: stop() ends what is left.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._runtime.config.drain_timeout_s):
                 await self.finish()
 
     async def finish(self) -> None:
-        """Return when everything accepted has run. The member has left by now, so nothing new comes."""
+        """Return when everything accepted has run. The member has left by now, so nothing new is accepted."""
         while self.running:
             self._quiet.clear()
             await self._quiet.wait()
 
     async def stop(self) -> None:
-        """Cancel what still runs, answer what did not start, and wait for the former to end, within bounds. Idempotent."""
-        self.leaving = True
+        """Cancel what still runs, and answer what has not started with an error. Idempotent.
+
+        Waits for the cancelled tasks, at most `drain_timeout_s`.
+        """
+        self.left = True
         if self._stop_by_s is None:
             self._stop_by_s = self.loop.time() + self._runtime.config.drain_timeout_s
         tasks = [
@@ -295,31 +305,34 @@ class ServiceBinding:
         self._log.end()
 
     def _give_up_queued(self) -> None:
-        """No task takes these any more: those that have them were cancelled before they started on them."""
+        """Answer deliveries that no worker has started with an error, and drop queued broadcasts."""
         for inbox in self._inboxes.values():
-            given_up = [*inbox.handed, *inbox.queue]
-            inbox.handed.clear()
+            given_up = [*inbox.assigned, *inbox.queue]
+            inbox.assigned.clear()
             inbox.queue.clear()
             for delivery in given_up:
                 inbox.queued_bytes -= delivery.size
-                self.end_with(delivery, "the member stopped before it started", may_have_run=False)
+                self.answer_error(
+                    delivery, "the member stopped before it ran this message", may_have_run=False
+                )
             if given_up:
                 self._runtime.count_dropped("member stopped", len(given_up))
         while self._casts:
             messages, size = self._casts.popleft()
             self._cast_bytes -= size
-            self._casts_lost(messages, "member stopped")
+            self._drop_casts(messages, "member stopped")
             self.done()
 
-    def _casts_lost(self, messages: list[Message], cause: str) -> None:
+    def _drop_casts(self, messages: list[Message], cause: str) -> None:
+        """Count and report dropped broadcasts, which are of one sender."""
         first = messages[0]
         self._runtime.count_dropped(cause, len(messages))
         lost = Lost("broadcast", first.name, first.source, len(messages), cause)
         self.gap(lost)
-        self._runtime.tell(lost)
+        self._runtime.report_loss(lost)
 
-    def finish_one(self, delivery: Delivery, value: object) -> None:
-        """A handler returned `value`: answer with it, or give a push's credit back."""
+    def answer(self, delivery: Delivery, value: object) -> None:
+        """Answer a delivery with the value that its handler returned; for a push, only return its credit."""
         kind = delivery.flow.kind
         if kind == Kind.PUSH:
             delivery.finish()
@@ -332,21 +345,22 @@ class ServiceBinding:
                 try:
                     payload, headers, packed = encode_reply(value)
                 except Exception as err:
-                    self.end_with(delivery, str(err), may_have_run=True)
+                    self.answer_error(delivery, str(err), may_have_run=True)
                     return
             limit = delivery.session.message_limit
             if len(payload) > limit:
-                self.end_with(
-                    delivery, f"a reply of {len(payload)} bytes is over {limit}", may_have_run=True
+                detail = (
+                    f"the reply of {len(payload)} bytes is over the limit of {limit}; use a tunnel"
                 )
+                self.answer_error(delivery, detail, may_have_run=True)
                 return
             if kind == Kind.SURVEY:
                 headers = {**(headers or {}), MEMBER_HEADER: _member_id(delivery)}
             delivery.reply(payload, headers, packed)
         self._ended(delivery)
 
-    def end_with(self, delivery: Delivery, detail: str, *, may_have_run: bool) -> None:
-        """Answer with an error; of a push its sender hears if it did not run."""
+    def answer_error(self, delivery: Delivery, detail: str, *, may_have_run: bool) -> None:
+        """Answer a delivery with an error. For a push, its relay reports to the sender only that it did not run."""
         if delivery.flow.kind == Kind.PUSH:
             delivery.finish(started=may_have_run)
         else:
@@ -354,6 +368,7 @@ class ServiceBinding:
         self._ended(delivery)
 
     def _ended(self, delivery: Delivery) -> None:
+        """Count a delivery as finished."""
         delivery.session.running -= 1
         self._attachment.touch()
         self.running -= 1
@@ -361,18 +376,18 @@ class ServiceBinding:
             self._quiet.set()
 
     def _expired(self, delivery: Delivery) -> None:
-        """What waited here for longer than its sender allowed is not run."""
+        """Answer a delivery with an error without running it, because its deadline has passed."""
         self._runtime.count_dropped("expired", 1)
-        detail = "the deadline had passed in the member's queue"
-        self.end_with(delivery, detail, may_have_run=False)
+        detail = "the deadline passed while the message was queued at the member"
+        self.answer_error(delivery, detail, may_have_run=False)
 
     def failed(self) -> None:
-        """A handler raised: logged once in a while, counted always."""
+        """Count a handler that raised, and log it, at most once a second."""
         self._runtime.handler_failed(f"handler of {self.service.name}")
 
 
 class _Answer:
-    """The one answer of one delivery."""
+    """Sends exactly one answer for one delivery."""
 
     __slots__ = ("_binding", "_deferred", "_delivery")
 
@@ -382,8 +397,10 @@ class _Answer:
         self._deferred = False
 
     def defer(self) -> Deferred:
-        if self._deferred or self._delivery.flow.kind == Kind.PUSH:
-            raise ConfigError("a push takes no answer, and a request only one")
+        if self._delivery.flow.kind == Kind.PUSH:
+            raise ConfigError("a push has no reply, so it cannot be deferred")
+        if self._deferred:
+            raise ConfigError("this request was deferred already; a request has only one reply")
         self._deferred = True
         return Deferred(self._finish, self._binding.loop)
 
@@ -399,20 +416,20 @@ class _Answer:
             self._binding.failed()
         try:
             detail = str(err) if isinstance(err, DecodeError) else f"{type(err).__name__}: {err}"
-        except Exception as broken:  # whatever the __str__ of a user's exception raises
-            detail = f"{type(err).__name__}, whose text raised {type(broken).__name__}"
+        except Exception as broken:  # the __str__ of a user's exception may raise anything
+            detail = f"{type(err).__name__} (its __str__ raised {type(broken).__name__})"
         self._finish(None, detail, err)
 
     def _finish(self, value: object, detail: str | None, err: BaseException | None = None) -> None:
         if detail is None:
-            self._binding.finish_one(self._delivery, value)
+            self._binding.answer(self._delivery, value)
         else:
             may_have_run = not isinstance(err, DecodeError)
-            self._binding.end_with(self._delivery, detail, may_have_run=may_have_run)
+            self._binding.answer_error(self._delivery, detail, may_have_run=may_have_run)
 
 
 def _member_id(delivery: Delivery) -> str:
-    """Return which member of ours this was handed to: after a move to another session the binding is another."""
+    """Return the id of the member that received a delivery. After a reconnect, the binding has another id."""
     return f"{delivery.session.relay_id.hex()}.{delivery.flow.member}"
 
 
@@ -422,7 +439,7 @@ _ANSWERED = frozenset({Kind.REQUEST, Kind.SURVEY})
 
 @contextlib.asynccontextmanager
 async def serving(runtime: Runtime, service: Service) -> AsyncIterator[ServiceBinding]:
-    """Be a member while the block runs: see `Client.serve`."""
+    """Serve `service` while the block runs; see `Client.serve`."""
     attachment = runtime.attached()
     binding = ServiceBinding(runtime, service)
     _, session = await runtime.ready(service.name, runtime.config.connect_timeout_s)
@@ -451,7 +468,7 @@ async def serving(runtime: Runtime, service: Service) -> AsyncIterator[ServiceBi
         await runtime.settled()
         yield binding
     finally:
-        # All of it is said before the first await: who is cancelled here leaves as well.
+        # Everything is sent before the first await, so that a cancelled task leaves, too.
         leaving = binding.leave()
         for subscription in subscriptions:
             subscription.stop()

@@ -1,4 +1,4 @@
-"""A subscription: what matches a topic filter, by callback or `async for`, within a bound in bytes."""
+"""Subscriptions: receive messages of matching topics by callback or `async for`, through a queue bounded in bytes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,32 @@ from iris.wire.names import check_filter, check_group
 
 MAX_CONCURRENCY: Final = 65_536
 QUEUE_BYTES: Final = 64 << 20
+"""Default of `limit_bytes`."""
 
 CoroutineHandler = Callable[[Message], Awaitable[Any]]
 Policy = Literal["drop-new", "drop-old", "cut"]
 
 
 class Subscription:
-    """Made by `Client.subscribe`. Registered from then on; `ready` waits until the relay knows.
+    """A subscription to a topic filter, made by `Client.subscribe`.
 
-    Queue: `limit_bytes` of frames not yet handled. When full, `drop-new` drops what comes, `drop-old` what waits longest,
-    `cut` ends the subscription with Overloaded; each loss is in `lost`, told to `on_gap`, and in the client's `losses` and log.
+    Use it as an async context manager and iterate over it with `async for`, or give `subscribe` a handler. It is
+    registered from the start; `ready` waits until the relays know it.
 
-    With `when_full="wait"`, publishers that ask for it, too, wait while the queue is full: nothing is lost then, unless one of them
-    has waited for its `stall_s`. From then on what it sends is dropped for this subscription, until half of its window is free.
+    The queue holds up to `limit_bytes` of messages that have not been handled. When it is full, `policy` decides:
 
-    A coroutine handler runs `concurrency` times at once at most, and once at a time for each publisher and topic, in their order.
+    * "drop-new" (default): new messages are dropped
+    * "drop-old": the messages that have waited longest are dropped
+    * "cut": the subscription ends, and its iterator raises Overloaded
+
+    Each loss is counted in `lost`, reported to `on_gap`, and listed in the client's `losses` and log.
+
+    With `when_full="wait"`, publishers that use `publish(..., when_full="wait")` wait while the queue is full,
+    so that nothing is lost. A publisher that has waited for its `stall_s` goes on; its messages are then
+    dropped for this subscription until half of its window is free.
+
+    A coroutine handler runs at most `concurrency` times at once, and once at a time for each publisher and topic, so
+    that their messages are handled in order.
     """
 
     def __init__(
@@ -48,43 +59,47 @@ class Subscription:
             check_group(group)
         attachment = runtime.attached()
         if policy not in ("drop-new", "drop-old", "cut"):
-            raise ConfigError(f"policy: {policy!r} is not one of drop-new, drop-old, cut")
+            raise ConfigError(f"policy must be 'drop-new', 'drop-old' or 'cut', not {policy!r}")
         if when_full not in ("drop", "wait"):
-            raise ConfigError(f"when_full: {when_full!r} is neither 'drop' nor 'wait'")
+            raise ConfigError(f"when_full must be 'drop' or 'wait', not {when_full!r}")
         if when_full == "wait" and limit_bytes < MIN_QUEUE_BYTES:
             raise ConfigError(
-                f"limit_bytes: {limit_bytes} is under {MIN_QUEUE_BYTES}, the least with when_full='wait'"
+                f"limit_bytes must be at least {MIN_QUEUE_BYTES} with when_full='wait', not {limit_bytes}"
             )
         self.filter = pattern
         self.group = group
         self.lost = 0
-        """Messages known to be lost on the way here."""
+        """Number of messages for this subscription that are known to be lost."""
         self._runtime = runtime
         self._settled = False
-        """The other relays know of it."""
+        """Whether the relays linked to the local one know the subscription."""
         self._handler = handler
         self._coroutine = handler if inspect.iscoroutinefunction(handler) else None
-        """The handler, if it is one."""
+        """The handler, if it is a coroutine function."""
         if not 1 <= concurrency <= MAX_CONCURRENCY:
-            raise ConfigError(f"concurrency: {concurrency} is not from 1 to {MAX_CONCURRENCY}")
+            raise ConfigError(f"concurrency must be from 1 to {MAX_CONCURRENCY}, not {concurrency}")
         if concurrency > 1 and self._coroutine is None:
-            raise ConfigError("concurrency: only a coroutine function runs several times at once")
+            raise ConfigError(
+                f"concurrency={concurrency} needs a handler that is a coroutine function; define it with `async def`"
+            )
         self._concurrency = concurrency
         self._lanes = Lanes() if concurrency > 1 else None
-        """The queue, if the handler runs several times at once."""
+        """The queue, if `concurrency` is above 1; `_queue` is not used then."""
         self._workers: dict[asyncio.Task[None], Iterator[Message]] = {}
-        """Of lanes: what is left of the bundle that each of them has."""
+        """Tasks that run the handler, with `_lanes`: task -> unhandled messages of its current bundle."""
         self._policy = policy
         self.limit_bytes = limit_bytes
+        """Size of the queue in bytes."""
         self.waits = when_full == "wait"
-        """Publishers are to wait rather than send what would be dropped."""
+        """Whether publishers should wait instead of sending what would be dropped."""
         self._held: dict[tuple[str, bytes], int] = {}
-        """(topic, publisher) -> bytes that wait to be handled, if publishers are to wait."""
+        """With `waits`: (topic, publisher) -> bytes queued."""
         self._on_gap = on_gap
         self._log = LossLog(runtime, "subscription", pattern, f"on_gap of {pattern}")
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._queued_bytes = 0
         self._batch: Iterator[Message] = iter(())
+        """Unhandled messages of the bundle that was taken from `_queue` last."""
         self._waiter: asyncio.Future[None] | None = None
         self._worker: asyncio.Task[None] | None = None
         self._entered = False
@@ -102,7 +117,10 @@ class Subscription:
     # -- the user's side -------------------------------------------------------------------------------------
 
     async def ready(self) -> Self:
-        """Return when the relay of this host and those linked to it know of the subscription; raises what it refused it with."""
+        """Wait until the local relay and those linked to it have registered the subscription, and return it.
+
+        It waits at most a second for the linked relays. Raises the error with which the local relay refused.
+        """
         await self.registered()
         if not self._settled:
             await self._runtime.settled()
@@ -110,21 +128,21 @@ class Subscription:
         return self
 
     async def registered(self) -> None:
-        """Return when the relay of this host knows of it; raises what it refused it with (for `Client.serve`)."""
+        """Wait until the local relay has registered the subscription; raises the error if it refused."""
         runtime = self._runtime
         timeout = runtime.config.connect_timeout_s
         await runtime.ready(self.filter, timeout)
         await within(runtime.registry.ready(self), timeout, "the relay did not answer SUBSCRIBE")
 
     async def close(self) -> None:
-        """End it: nothing is delivered after the return. Idempotent.
+        """End the subscription. Nothing is delivered after it returns. Idempotent.
 
-        A coroutine handler finishes what was accepted, within `config.drain_timeout_s`; the rest is told as lost. Called by
-        the handler itself, it does not wait for that.
+        A coroutine handler may finish the queued messages within `config.drain_timeout_s`; the rest is dropped and
+        reported as lost. If the handler itself calls `close`, it does not wait for that.
         """
         self.stop()
         try:
-            await self._runtime.told(self._stopped)
+            await self._runtime.acknowledged(self._stopped)
         except BaseException:
             self.give_up()
             raise
@@ -132,7 +150,7 @@ class Subscription:
         self._log.end()
 
     async def finish(self) -> None:
-        """Return when a coroutine handler has handled what was accepted, or the time for that is over (for the client)."""
+        """Wait at most `drain_timeout_s` until a coroutine handler has handled the queued messages; drop the rest."""
         tasks = self._tasks
         if not tasks or asyncio.current_task() in tasks:
             return
@@ -145,7 +163,10 @@ class Subscription:
             await asyncio.wait(late, timeout=bound_s)
 
     def give_up(self) -> None:
-        """End a coroutine handler's task now; what it did not start on is told as lost (for the client). Idempotent."""
+        """Cancel the tasks of a coroutine handler, and drop and report the messages it has not started on.
+
+        Idempotent.
+        """
         tasks = [task for task in self._tasks if not task.done()]
         rests = [list(rest) for rest in self._workers.values()]
         self._worker = None
@@ -168,7 +189,7 @@ class Subscription:
         self._log.end()
 
     def stop(self) -> None:
-        """End it without waiting for the relay: what is queued is still delivered. Idempotent."""
+        """End the subscription without waiting for the relay. Queued messages are still delivered. Idempotent."""
         self.end()
         runtime = self._runtime
         self._stopped = runtime.registry.remove(self, runtime.session) or self._stopped
@@ -179,14 +200,14 @@ class Subscription:
         try:
             return await self.ready()
         except BaseException:
-            await self.close()  # a filter that was refused must not be asked for at every reconnect
+            await self.close()  # do not register a refused filter again at every reconnect
             raise
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        # A generator: in CPython it yields several times faster than an object with __anext__.
+        # A generator, because in CPython it yields several times faster than an object with __anext__.
         try:
             await self.ready()
             while True:
@@ -209,26 +230,26 @@ class Subscription:
 
     @property
     def _tasks(self) -> list[asyncio.Task[None]]:
-        """Those that run the coroutine handler."""
+        """Tasks that run the coroutine handler."""
         return [*self._workers] if self._worker is None else [self._worker]
 
     # -- the session's side ----------------------------------------------------------------------------------
 
     def held(self, name: str, source: bytes) -> int:
-        """Return how many bytes of what one sender published to a topic wait to be handled, if publishers are to wait."""
+        """Return the queued bytes of one publisher (`source`) and topic; 0 unless publishers wait."""
         return self._held.get((name, source), 0)
 
     def gap(self, gap: Lost) -> None:
-        """Some messages did not come."""
+        """Count and report messages that did not arrive."""
         self.lost += gap.count or 0
-        self._log.tell(gap, self._on_gap)
+        self._log.report(gap, self._on_gap)
 
-    def said_all(self) -> None:
-        """The client is closed: the log waits for no more losses."""
+    def end_log(self) -> None:
+        """Log the losses that are not logged yet, because the client is closed."""
         self._log.end()
 
     def end(self, error: IrisError | None = None) -> None:
-        """No more comes; iteration ends after what is queued."""
+        """Accept nothing new. Iteration ends, or raises `error`, after the queued messages."""
         self._ended = True
         self._error = self._error or error
         self._wake()
@@ -256,11 +277,11 @@ class Subscription:
     def _put(self, messages: list[Message], size: int) -> None:
         self._queued_bytes += size
         if self.waits:
-            place = (messages[0].name, messages[0].source)
-            self._held[place] = self._held.get(place, 0) + size
+            sender = (messages[0].name, messages[0].source)
+            self._held[sender] = self._held.get(sender, 0) + size
         if self._lanes is not None:
             self._lanes.put(messages, size)
-            assert self._coroutine is not None  # lanes are for such
+            assert self._coroutine is not None  # only coroutine handlers have lanes
             if self._lanes.ready and len(self._workers) < self._concurrency and not self._ended:
                 task = asyncio.get_running_loop().create_task(
                     self._work_lanes(self._coroutine, self._lanes), name=f"iris-{self.filter}"
@@ -293,32 +314,34 @@ class Subscription:
             if self._policy == "cut" and not self._ended:
                 self.end(
                     Overloaded(
-                        self.filter, f"cut: {self.limit_bytes} bytes were waiting to be handled"
+                        self.filter,
+                        f"the subscription was cut, because its queue of {self.limit_bytes} bytes was full (policy='cut')",
                     )
                 )
 
     def _handled(self, messages: list[Message], size: int) -> None:
-        """A bundle waits no more: it was handled, or dropped."""
+        """Free the room of a bundle that was handled or dropped."""
         self._queued_bytes -= size
         if self.waits:
-            place = (messages[0].name, messages[0].source)
-            left = self._held.pop(place, 0) - size
+            sender = (messages[0].name, messages[0].source)
+            left = self._held.pop(sender, 0) - size
             if left > 0:
-                self._held[place] = left
-            self._runtime.freed(*place)
+                self._held[sender] = left
+            self._runtime.freed(*sender)
 
     def _oldest(self) -> tuple[list[Message], int] | None:
-        """Remove and return the bundle that waits for the longest time."""
+        """Remove the bundle that has waited longest and return its messages and size; None if the queue is empty."""
         if self._lanes is not None:
             return self._lanes.drop_oldest()
         return self._queue.popleft() if self._queue else None
 
     def _drop(self, messages: list[Message], cause: str = "slow subscriber") -> None:
+        """Count and report dropped messages, which are of one publisher and topic."""
         first = messages[0]
         self._runtime.count_dropped(cause, len(messages))
         lost = Lost("publish", first.name, first.source, len(messages), cause)
         self.gap(lost)
-        self._runtime.tell(lost)
+        self._runtime.report_loss(lost)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -326,7 +349,7 @@ class Subscription:
             waiter.set_result(None)
 
     async def _work(self, handler: CoroutineHandler) -> None:
-        """Run a coroutine handler for one message after the other."""
+        """Run a coroutine handler for one message after another."""
         while not self._ended or self._queue:
             if not self._queue:
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -342,11 +365,14 @@ class Subscription:
                         raise
                     self._runtime.handler_failed(f"subscription {self.filter}")
                 if stopping():
-                    return  # the handler took no notice of its cancellation
+                    return  # the handler ignored its cancellation
             self._handled(messages, size)
 
     async def _work_lanes(self, handler: CoroutineHandler, lanes: Lanes) -> None:
-        """Run a coroutine handler for the bundles of one lane after the other; others do so for other lanes."""
+        """Run a coroutine handler for one bundle after another.
+
+        Up to `concurrency` tasks do so, each for its own lane.
+        """
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -361,12 +387,12 @@ class Subscription:
                                 raise
                             self._runtime.handler_failed(f"subscription {self.filter}")
                         if stopping():
-                            return  # the handler took no notice of its cancellation
+                            return  # the handler ignored its cancellation
                 finally:
                     self._handled(waiting.messages, waiting.size)
                     lanes.done(waiting)
         finally:
-            self._workers.pop(task, None)  # at once: what comes next needs another
+            self._workers.pop(task, None)  # now, so that a new bundle starts another task
 
     def _worker_ended(self, task: asyncio.Task[None]) -> None:
         self._workers.pop(task, None)

@@ -1,4 +1,4 @@
-"""A survey on the way: an async iterator of answers that afterwards says who is missing."""
+"""A survey: an async iterator over the answers of all members, which afterwards lists those that did not answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from iris.errors import IrisError
 
 
 class Survey:
-    """Made by `Client.survey`; sent when it is iterated.
+    """A survey, made by `Client.survey`. It is sent when the iteration begins.
 
-    After the iteration `missing` lists the ids of members that were asked and did not answer, `failed` maps those that
-    answered with an error to its text, and `answered` lists the others.
+    After the iteration:
+
+    * `answered`: ids of the members that answered
+    * `failed`: members that answered with an error: id -> text of the error
+    * `missing`: ids of the members that were asked and did not answer in time
     """
 
     def __init__(
@@ -28,7 +31,8 @@ class Survey:
         self._start = start
         self._wanted = wanted
         self._asked: list[str] = []
-        self._heard: set[str] = set()
+        self._received: set[str] = set()
+        """Members whose answer was received."""
         self._queue: deque[Message] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
@@ -54,32 +58,32 @@ class Survey:
                 raise self._error
         finally:
             forget()
-            heard = {*self.answered, *self.failed}
-            self.missing = [member for member in self._asked if member not in heard]
+            answered = {*self.answered, *self.failed}
+            self.missing = [member for member in self._asked if member not in answered]
 
     # -- the session's side ----------------------------------------------------------------------------------
 
     def roster(self, members: list[str]) -> None:
-        """The relay handed the survey to these."""
+        """Record the members to which a relay dispatched the survey."""
         self._asked += members
 
     def answer(self, message: Message) -> None:
-        """A member answered; it says who it is under the seal."""
+        """Queue an answer. Its sealed headers name the member."""
         member = (message.headers or {}).get(MEMBER_HEADER, "")
-        if member in self._heard:
+        if member in self._received:
             return  # a relay may repeat a sealed answer
-        self._heard.add(member)
+        self._received.add(member)
         self.answered.append(member)
         self._queue.append(message)
         self._wake()
 
     def fault(self, member: str, detail: str) -> None:
-        """A member answered with an error."""
+        """Record that a member answered with an error."""
         self.failed[member] = detail
         self._wake()
 
     def done(self, lost: list[str], error: IrisError | None) -> None:
-        """No more answers come."""
+        """End the survey: no more answers will arrive. `lost` are members whose relay was lost."""
         self._asked += [member for member in lost if member not in self._asked]
         self._ended = True
         self._error = error

@@ -1,4 +1,4 @@
-"""Clusters inside one process, for tests: no socket, no file, and random ids that follow from a seed."""
+"""Test support: a relay and clients in one process, without sockets and files, with random ids drawn from a seed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 
 class LocalCluster:
-    """A relay and any number of clients in this process.
+    """A relay and any number of clients in this process, for tests.
 
         async with LocalCluster() as cluster:
             async with cluster.client() as client, cluster.client() as other: ...
 
-    All clients share one key unless they are given a keyring. With a directory `data` there is a store for durable
-    streams, which `stop_store` and `start_store` restart. On a clean exit the relay's account has to balance with
-    nothing held, else AssertionError: a test cannot lose a message without noticing.
+    All clients share one key unless they get a keyring. With a directory `data`, a store for durable streams
+    runs, too; `stop_store` and `start_store` restart it.
+
+    When the block ends without an error, the relay's account of messages is checked. AssertionError is raised
+    unless it balances and no message is held, so that a test cannot lose a message without noticing.
     """
 
     def __init__(self, *, seed: int = 0, data: Path | None = None) -> None:
-        # Test keys and ids only: a seeded generator is no source of secrets.
+        # For test keys and ids only: a seeded generator must not make real secrets.
         self._entropy = random.Random(seed).randbytes
         self.keyring = Keyring.single(ClusterKey(self._entropy(32)))
         self.relay: EmbeddedRelay
@@ -60,7 +62,7 @@ class LocalCluster:
     def client(
         self, *, keyring: Keyring | None = None, config: ClientConfig | None = None
     ) -> Client:
-        """Return a client of this cluster, connected when entered."""
+        """Return a client of this cluster, which connects when entered. By default it has the shared key."""
         return Client(
             config or ClientConfig(),
             keyring or self.keyring,
@@ -69,7 +71,7 @@ class LocalCluster:
         )
 
     async def start_relay(self) -> None:
-        """Start the relay; after `stop_relay` another one, with another id, as after a restart of the daemon."""
+        """Start a relay. After `stop_relay` it is a new one with a new id, as after a restart of the daemon."""
         from relay.embedded import EmbeddedRelay
 
         self.relay = EmbeddedRelay(entropy=self._entropy)
@@ -79,11 +81,13 @@ class LocalCluster:
         await self.relay.close()
 
     async def start_store(self) -> None:
-        """Start a store on the directory `data`; returns when the relay knows of its streams."""
+        """Start a store on the directory `data`; return when the relay has registered its streams."""
         from relay.store.process import StoreProcess
 
         if self.data is None:
-            raise ConfigError("data: this cluster has no directory for streams")
+            raise ConfigError(
+                "a store needs a directory; create the cluster with LocalCluster(data=...)"
+            )
         self.store = StoreProcess(self.data, self._connect, entropy=self._entropy)
         self.store.open()
         self._storing = asyncio.create_task(self.store.run(), name="iris-store")
@@ -91,7 +95,7 @@ class LocalCluster:
         await self.settle()
 
     async def stop_store(self) -> None:
-        """Stop the store, as SIGTERM does. Idempotent."""
+        """Stop the store gracefully, as SIGTERM does. Idempotent."""
         storing, self._storing = self._storing, None
         if storing is not None:
             storing.cancel()
@@ -99,7 +103,7 @@ class LocalCluster:
             await self.store.close()
 
     async def settle(self) -> None:
-        """Return when nothing is under way between the clients and the relay."""
+        """Return when no message is on the way between the clients and the relay."""
         quiet = 0
         before = None
         while quiet < 3:
@@ -110,11 +114,13 @@ class LocalCluster:
             before = now
 
     def check_accounts(self) -> None:
-        """Raise AssertionError unless every message that the relay took is accounted for."""
+        """Raise AssertionError unless the relay accounts for every message that it accepted, and holds none."""
         router = self.relay.router
         account = router.accounts.report(router.held_messages)
         if router.accounts.balance() or account["held"]:
-            raise AssertionError(f"the relay's account does not balance: {account}")
+            raise AssertionError(
+                f"the relay's account of messages does not balance, or it holds some: {account}"
+            )
 
     async def _connect(self, factory: Callable[[], asyncio.BufferedProtocol]) -> None:
         await self.relay.connect(factory)

@@ -1,4 +1,7 @@
-"""The asyncio pump of a client: socket bytes to a sans-IO session and back, water marks, and who is at the other end."""
+"""The asyncio pump of a client: moves bytes between a socket and a sans-IO session, with water marks.
+
+After a TLS handshake it also checks which relay is at the other end.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,16 @@ from iris.wire.kinds import NEVER_US
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 8192
+"""Average size of a chunk below which chunks are joined before they are written."""
 NEVER_PAUSES = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
-"""asyncio's `writelines` does not look at the high-water mark, so that its buffer has no bound (CVE-2024-12254)."""
+"""asyncio's `writelines` ignores the high-water mark, so that its buffer has no bound (CVE-2024-12254)."""
 
 
 class Writer:
-    """Writes to a connection at once while nothing waits in it, and leaves the rest to its transport.
+    """Writes to a connection directly while its transport's buffer is empty, and leaves the rest to the transport.
 
-    uvloop keeps what is written until its turn ends; then a peer on another core would wait for our whole batch.
-    What goes through the event loop's TLS, and what is closing, is left to the transport: the descriptor may be reused.
+    uvloop buffers writes until its turn ends, so that a peer on another core would wait for the whole batch. TLS
+    connections always use the transport. So do closing ones, because their descriptor may be reused.
     """
 
     __slots__ = ("_fd", "_transport")
@@ -46,22 +50,25 @@ class Writer:
         self._fd = connected.fileno() if ours else -1
 
     def write(self, chunks: Sequence[bytes | memoryview], size: int) -> None:
-        """Write `chunks`, `size` bytes together, in order. A memoryview is borrowed: of what waits, a copy is kept."""
+        """Write `chunks`, `size` bytes together, in order.
+
+        Memoryviews are borrowed: what cannot be written is copied.
+        """
         if size < SMALL_BYTES * len(chunks) and len(chunks) > 1:
-            chunks = [b"".join(chunks)]  # copying small pieces is cheaper than listing them
+            chunks = [b"".join(chunks)]  # cheaper than many small chunks
         transport = self._transport
         if self._fd < 0 or transport.is_closing() or transport.get_write_buffer_size():
             self._leave([bytes(chunk) for chunk in chunks])
             return
         try:
             sent = os.writev(self._fd, chunks)
-        except OSError:  # full, or broken: the transport waits, or finds out
+        except OSError:  # full, or broken: the transport waits, or reports it
             self._leave([bytes(chunk) for chunk in chunks])
             return
         if sent < size:
             for index, chunk in enumerate(chunks):
                 if sent < len(chunk):
-                    rest = bytes(chunk)  # a copy if it is borrowed, and else the same
+                    rest = bytes(chunk)  # copies only a memoryview
                     later = [bytes(each) for each in chunks[index + 1 :]]
                     self._leave([memoryview(rest)[sent:], *later])
                     return
@@ -73,11 +80,11 @@ class Writer:
         if NEVER_PAUSES:
             low, high = transport.get_write_buffer_limits()
             if transport.get_write_buffer_size() > high:
-                transport.set_write_buffer_limits(high, low)  # this pauses
+                transport.set_write_buffer_limits(high, low)  # calls pause_writing
 
 
 class Outgoing(Protocol):
-    """What a conversation has to say, in order; the pump writes it and starts a new list."""
+    """Framed output of a session, in order. The pump writes `chunks` and starts a new list."""
 
     chunks: list[bytes]
     chunk_bytes: int
@@ -111,7 +118,7 @@ S = TypeVar("S", bound=Driven)
 
 
 class PumpOwner(Protocol):
-    """Who hears of the connection's fate."""
+    """The object that a pump notifies when writing pauses or resumes, and when the connection ends."""
 
     def writing_paused(self, pump: Any) -> None: ...
     def writing_resumed(self, pump: Any) -> None: ...
@@ -121,7 +128,8 @@ class PumpOwner(Protocol):
 class Pump(asyncio.BufferedProtocol, Generic[S]):
     """One connection and the session on it.
 
-    What the session wants sent is written at the end of each batch of frames, or of the turn in which `touch` was called.
+    The output of the session is written at the end of each batch of received frames, and at the end of a turn
+    in which `touch` was called.
     """
 
     def __init__(
@@ -145,7 +153,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         self.connected = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
         self.connected = True
         self._writer = Writer(self._transport)
         self._transport.set_write_buffer_limits(high=self._high_bytes, low=self._high_bytes // 4)
@@ -174,9 +182,9 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         except (
             Exception,
             asyncio.CancelledError,
-        ) as err:  # a fault of ours must not leave callers waiting on a connection that is not read
+        ) as err:  # after a bug in Iris, callers must not wait on a connection that is no longer read
             log.exception("client.fault")
-            self.abort(f"internal error: {err!r}")
+            self.abort(f"internal error in Iris, please report it: {err!r}")
         finally:
             self._in_batch = False
         if self.connected:
@@ -202,15 +210,15 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
     # -- for the client --------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Tell the session the time, before it is used outside a batch; once a turn is enough."""
+        """Set the time of the session before it is used outside a batch. Once a turn is enough."""
         if not self._scheduled and not self._in_batch:
-            self._tell_time()
+            self._set_time()
 
-    def _tell_time(self) -> None:
+    def _set_time(self) -> None:
         self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
 
     def touch(self) -> None:
-        """Write what the session has to say at the end of this turn of the loop."""
+        """Write the output of the session at the end of this turn of the loop."""
         if not self._scheduled and not self._in_batch:
             self._scheduled = True
             self._loop.call_soon(self._turn_ended)
@@ -218,13 +226,13 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
     def _turn_ended(self) -> None:
         self._scheduled = False
         if self.connected:
-            self._tell_time()
+            self._set_time()
             self.flush()
 
     def release_casts(self) -> None:
-        """Let the session deliver what it held back."""
+        """Let the session deliver the casts that it holds."""
         if self.connected:
-            self._tell_time()
+            self._set_time()
             try:
                 self.session.release_casts()
             except IrisError as err:
@@ -233,7 +241,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self.flush()
 
     def flush(self) -> None:
-        """Write what the session has to say now."""
+        """Frame and write the output of the session now."""
         session = self.session
         session.flush()
         if session.state is UP:
@@ -242,7 +250,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             self._arm()
 
     def write(self) -> None:
-        """Give the connection what is framed already."""
+        """Write what is framed already."""
         out = self.session.out
         chunks = out.chunks
         if chunks and self.connected:
@@ -253,18 +261,18 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
 
     @property
     def unwritten_bytes(self) -> int:
-        """Bytes that wait in the connection."""
+        """Bytes in the write buffer of the connection."""
         return self._transport.get_write_buffer_size() if self.connected else 0
 
     def abort(self, reason: str) -> None:
-        """End the connection now. Idempotent."""
+        """End the connection now, with the first `reason` that is given. Idempotent."""
         if self.connected:
             self.reason = self.reason or reason
             self._transport.abort()
             self._finish(self.reason or "closed")
 
     def poison(self) -> None:
-        """Seal and write nothing from now on: in the child of a fork, the connection belongs to the parent."""
+        """Never seal or write again: in the child of a fork, the connection belongs to the parent."""
         self.connected = False
         self.session.poison()
 
@@ -290,9 +298,9 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         self._timer = None
         self._timer_us = NEVER_US
         if self.connected:
-            self._tell_time()
+            self._set_time()
             self.session.expire(time.monotonic_ns() // 1000)
             if self.session.silent:
-                self.abort("the relay has been silent for too long")
+                self.abort("the relay has sent nothing for too long, not even heartbeats")
                 return
             self.flush()

@@ -1,7 +1,7 @@
-"""A tunnel as a user sees it: whole messages in order, or chunks, and three ways to end.
+"""Tunnels: ordered, two-way streams of messages between two members, throttled by the receiver.
 
-`finish` says that no message follows (the other side's iteration ends); `close` ends both directions; anything else
-breaks it, and both sides hear of it as TunnelBroken.
+A tunnel ends in one of three ways. `finish` ends one direction, so that the other side's iteration ends. `close` ends
+both directions. Everything else breaks the tunnel, and both sides get TunnelBroken.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from iris.errors import ConnectionLost, MessageTooLarge, RequestTimeout, TunnelB
 from iris.runtime import Runtime
 
 DEFAULT_RECV_LIMIT = 64 << 20
+"""Default of `recv(limit_bytes=...)`."""
 
 
 class EndOfTunnel(Exception):
-    """The other side finished: no message follows."""
+    """The other side finished or closed the tunnel, and all of its messages were received."""
 
 
 class Tunnel:
-    """One end of a tunnel. One task may send while another receives; two of a kind take turns."""
+    """One end of a tunnel. Iterate over it with `async for` to receive messages until the other side finishes.
+
+    One task may send while another one receives. Several tasks that send, or that receive, wait for each other.
+    """
 
     __slots__ = (
-        "_closing", "_end", "_parts", "_parts_bytes", "_readers", "_receiving", "_sending", "_skipping", "_too_large", "_touch",
-        "_wait_writable", "_waiters",
+        "_closing", "_end", "_parts", "_parts_bytes", "_readers", "_receiving", "_sending", "_skipping",
+        "_too_large", "_touch", "_wait_writable", "_waiters",
     )  # fmt: skip
 
     def __init__(
@@ -46,40 +50,41 @@ class Tunnel:
         self._sending: asyncio.Lock | None = None
         self._receiving: asyncio.Lock | None = None
         self._closing = False
-        # The message that recv is putting together: a cancelled recv leaves it for the next.
         self._parts: list[bytes | memoryview] | None = None
+        """Chunks of the message that `recv` is assembling. A cancelled `recv` leaves them for the next one."""
         self._readers = 0
-        """Who receives, or waits to."""
+        """Number of tasks that receive, or wait for their turn to."""
         self._parts_bytes = 0
         self._too_large = False
+        """Whether the message being assembled is over the limit, so that its chunks are discarded."""
         self._skipping = False
-        """The rest of a message that recv_chunks was not asked for any more is discarded."""
+        """Whether the rest of a message is discarded, because the iteration over its chunks was abandoned."""
         end.wake = self._wake
 
     @property
     def name(self) -> str:
-        """The cluster."""
+        """Name of the cluster."""
         return self._end.name
 
     @property
     def headers(self) -> Headers:
-        """What the opener sent along."""
+        """Headers that the opener of the tunnel sent."""
         return self._end.headers or {}
 
     @property
     def closed(self) -> bool:
-        """Whether it ended in both directions: by both finishing, by one closing, or broken."""
+        """Whether the tunnel has ended in both directions: both sides finished, one side closed it, or it broke."""
         return self._end.ended
 
     async def send(self, data: bytes | bytearray | memoryview | str) -> None:
-        """Send one message of any size; returns when its last byte is on the way.
+        """Send one message of any size, and return when its last byte is on its way.
 
-        Waits for the receiver's credit. If it is cancelled or timed out on the way, the message begun is aborted: the
-        receiver discards it, and the tunnel stays usable.
+        Waits while the receiver does not grant credit. If this call is cancelled before the end, the message is
+        aborted: the receiver discards it, and the tunnel stays usable.
 
         Raises:
-            TunnelBroken: the tunnel ended without being closed.
-            Closed: this side finished, or the other side closed it.
+            TunnelBroken: the tunnel ended although neither side closed it.
+            Closed: this side finished, or the other side closed the tunnel.
         """
         if isinstance(data, str):
             data = data.encode()
@@ -116,15 +121,15 @@ class Tunnel:
         await self._room()
 
     async def recv(self, *, limit_bytes: int = DEFAULT_RECV_LIMIT) -> bytes:
-        """Return the next whole message.
+        """Return the next message.
 
         Raises:
-            EndOfTunnel: the other side finished or closed; no message follows.
-            MessageTooLarge: it is over `limit_bytes`; the rest of it is discarded, and the next `recv` starts after it.
-            TunnelBroken: the tunnel ended without being closed.
+            EndOfTunnel: the other side finished or closed the tunnel; there are no more messages.
+            MessageTooLarge: the message is over `limit_bytes`. It is discarded, and the next `recv` returns the
+            one after it. TunnelBroken: the tunnel ended although neither side closed it.
         """
         if not self._readers:
-            # A message that is there at once, without a lock.
+            # If the message has arrived already, it is returned without a lock.
             message = self._message(limit_bytes)
             if message is not None:
                 return message
@@ -134,14 +139,14 @@ class Tunnel:
             return message
 
     def _message(self, limit_bytes: int) -> bytes | None:
-        """Return the next message if its last chunk is there; raises as `recv`."""
+        """Return the next message if all of it has arrived, else None. Raises as `recv`."""
         end = self._end
         while (chunk := self._next()) is not None:
             flags, data = chunk
             size = len(data)
             if flags & 3 == 3 and size <= limit_bytes:
-                return data  # type: ignore[return-value]  # a whole one is bytes
-            if flags == 4:  # the sender gave up the message begun
+                return data  # type: ignore[return-value]  # a message in one chunk is bytes
+            if flags == 4:  # the sender aborted this message
                 self._parts, self._parts_bytes, self._too_large = None, 0, False
                 continue
             self._parts_bytes += size
@@ -156,19 +161,20 @@ class Tunnel:
                 self._parts, self._parts_bytes, self._too_large = None, 0, False
                 if too_large:
                     raise MessageTooLarge(
-                        f"a tunnel message is over {limit_bytes} bytes; use recv_chunks()"
+                        f"a tunnel message is over the limit of {limit_bytes} bytes; pass a larger limit_bytes, or use recv_chunks()"
                     )
                 return b"".join(parts or ())
         self._check_more(end)
         return None
 
     async def recv_chunks(self) -> AsyncIterator[bytes]:
-        """Iterate over the chunks of the next message, of any size; raises as `recv`. Left early, the rest is discarded.
+        """Iterate over the chunks of the next message, which may have any size.
 
-        Raises TunnelBroken, too, if the sender aborted the message: part of it was handed out.
+        If you leave the iteration early, the rest of the message is discarded. Raises as `recv`, and also
+        TunnelBroken if the sender aborts the message after some of its chunks were yielded.
         """
         async with self._reading():
-            # A recv that was cancelled may have begun this message.
+            # A cancelled `recv` may have received the first chunks of this message.
             begun, self._parts, self._parts_bytes = self._parts, None, 0
             started = bool(begun)
             self._skipping, self._too_large = started or self._skipping or self._too_large, False
@@ -183,7 +189,7 @@ class Tunnel:
                 if flags == 4:
                     if started:
                         raise TunnelBroken(
-                            f"tunnel to {self.name}: the sender gave up this message; the next may follow"
+                            f"tunnel to {self.name}: the sender aborted this message; the tunnel stays usable"
                         )
                     continue
                 started = True
@@ -202,13 +208,13 @@ class Tunnel:
             yield message
 
     async def finish(self) -> None:
-        """Half-close: no message follows from this side; the other may still send."""
+        """End this direction. The other side's iteration ends after the messages sent so far; it may still send."""
         self._end.finish()
         self._touch()
         await self._room()
 
     async def close(self) -> None:
-        """End both directions; unread messages are discarded. Idempotent."""
+        """End both directions. Unread messages are discarded. Idempotent."""
         if not self._closing:
             self._closing = True
             self._end.close()
@@ -216,7 +222,7 @@ class Tunnel:
             self._wake()
 
     def fail(self, reason: str) -> None:
-        """Break it on both sides, e.g. because the handler raised."""
+        """Break the tunnel on both sides; the other side gets TunnelBroken with `reason`."""
         self._end.fail(reason, notify=True)
         self._touch()
 
@@ -231,14 +237,14 @@ class Tunnel:
     ) -> None:
         if error is not None and not isinstance(error, EndOfTunnel):
             self.fail(
-                f"the {'opener' if self._end.initiator else 'handler'} stopped: {kind.__name__ if kind else ''}"
+                f"the {'opener' if self._end.initiator else 'handler'} of the tunnel raised {kind.__name__ if kind else ''}"
             )
         else:
             await self.close()
 
     @contextlib.asynccontextmanager
     async def _reading(self) -> AsyncIterator[None]:
-        """Wait until nobody else receives, and keep others waiting."""
+        """Wait for other receivers, and make later ones wait."""
         if self._receiving is None:
             self._receiving = asyncio.Lock()
         self._readers += 1
@@ -249,10 +255,10 @@ class Tunnel:
             self._readers -= 1
 
     def _next(self) -> tuple[int, bytes | memoryview] | None:
-        """Return the next chunk that is not skipped, if it is there."""
+        """Return the next (flags, chunk) that is not skipped; None if it has not arrived."""
         end = self._end
         while (chunk := end.next_chunk()) is not None:
-            if end.begun:  # credit
+            if end.begun:  # credit to send
                 self._touch()
             if not self._skipping:
                 return chunk
@@ -260,13 +266,14 @@ class Tunnel:
         return None
 
     def _check_more(self, end: TunnelEnd) -> None:
-        """Raise what says that no chunk follows, if so."""
+        """Raise TunnelBroken or EndOfTunnel if no more chunks can arrive."""
         if end.broken:
             raise TunnelBroken(f"tunnel to {end.name}: {end.broken}")
         if end.peer_finished or end.closed:
             raise EndOfTunnel(f"tunnel to {end.name}: the other side finished")
 
     async def _room(self) -> None:
+        """Wait until there is room to write, or the tunnel has ended."""
         waiting = self._wait_writable()
         if waiting is not None:
             await waiting
@@ -275,6 +282,7 @@ class Tunnel:
             await self._changed()
 
     async def _changed(self) -> None:
+        """Wait for a change of the tunnel: chunks, credit, room or its end."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -294,7 +302,7 @@ class Tunnel:
 async def open_tunnel(
     runtime: Runtime, cluster: str, timeout: float, headers: Headers | None
 ) -> Tunnel:
-    """Open a tunnel to one member; raises as `Client.open_tunnel`."""
+    """Open a tunnel to one member. Raises as `Client.open_tunnel`."""
     until_s = deadline(timeout)
     attachment = runtime.attached()
     pump, session = await attachment.ready(cluster, timeout)

@@ -183,7 +183,7 @@ def test_a_handler_that_calls_its_own_client_is_told_so_instead_of_waiting_for_i
 ) -> None:
     service = iris.Service("self")
     service.on_request(lambda payload: client.request("self", payload, timeout=5))
-    with client.serve(service), pytest.raises(iris.RemoteError, match="coroutine handler"):
+    with client.serve(service), pytest.raises(iris.RemoteError, match="coroutine function"):
         client.request("self", b"", timeout=5)
 
 

@@ -654,7 +654,7 @@ def test_new_keys_are_private_shown_by_id_only_and_never_overwritten(tmp_path: P
     assert {path.stat().st_mode & 0o777 for path in (keyring, network)} == {0o600}
     before = keyring.read_bytes()
     said += shell("key", "new", code=2)
-    assert b"exists already" in said
+    assert b"already exists" in said
     assert keyring.read_bytes() == before
     said += shell("key", "add", "databases") + shell("key", "add", "topic:orders.eu")
     said += shell("key", "show") + shell("key", "show", "--json")

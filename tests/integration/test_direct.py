@@ -23,7 +23,7 @@ import iris
 from iris.core.direct import DIRECT_AFTER_BYTES
 from iris.crypto.keys import ClusterKey
 from iris.errors import PeerProtocolError, TunnelBroken
-from iris.pairs import PairSocket, take
+from iris.pairs import PairSocket, fetch_socket
 from iris.wire.codec import encode_control
 from iris.wire.frames import Fetch
 from relay.config import RelayConfig
@@ -334,9 +334,9 @@ async def test_a_client_that_cannot_fetch_stays_with_the_relay(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none(*_: object) -> None:
-        raise PeerProtocolError("the relay handed over no descriptor")
+        raise PeerProtocolError("the relay sent no descriptor")
 
-    monkeypatch.setattr("iris.pairs.take", none)
+    monkeypatch.setattr("iris.pairs.fetch_socket", none)
     async with ends(relay) as (left, right):
         await carry(left, right, 8 * MIB)
         assert relay.router.direct.made == 1
@@ -347,7 +347,7 @@ async def test_a_stranger_with_a_wrong_token_gets_nothing(relay: Relay) -> None:
     async with ends(relay) as (left, right):
         await moved(left, right)
         with pytest.raises(PeerProtocolError, match="no descriptor"):
-            await take(relay.config.socket_path, "iris", bytes(16))
+            await fetch_socket(relay.config.socket_path, "iris", bytes(16))
         await carry(left, right, MIB)
     assert relay.hub.protocol_errors == 1
 
@@ -368,13 +368,13 @@ def test_a_token_is_good_once_and_for_its_user_alone() -> None:
 async def test_a_token_that_was_used_gets_nothing_more(relay: Relay) -> None:
     pair = relay.hub.pairs.make(f"uid {os.geteuid()}", f"uid {os.geteuid()}")
     assert pair is not None
-    ours = await take(relay.config.socket_path, "iris", pair.tokens[0])
+    ours = await fetch_socket(relay.config.socket_path, "iris", pair.tokens[0])
     pair.ends[1].send(b"through")
     assert ours.recv(16) == b"through"
     assert not os.get_inheritable(ours.fileno())
     ours.close()
     with pytest.raises(PeerProtocolError):
-        await take(relay.config.socket_path, "iris", pair.tokens[0])
+        await fetch_socket(relay.config.socket_path, "iris", pair.tokens[0])
     pair.end()
 
 

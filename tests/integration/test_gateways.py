@@ -348,7 +348,7 @@ async def test_a_gateway_does_not_start_without_a_key_or_with_one_that_is_anothe
         world.relay("eu", world.peer("us"), site_key=tmp_path / "absent.toml")
     public = tmp_path / "public.toml"
     public.write_text(world.key_file("eu").read_text())
-    with pytest.raises(KeyringError, match="open to others"):
+    with pytest.raises(KeyringError, match="open to other users"):
         world.relay("eu", world.peer("us"), site_key=public)
     with pytest.raises(ConfigError, match=r"^peer_site: us has the fingerprint of this site's own"):
         world.relay("eu", world.peer("us", pin=world.key("eu").fingerprint))

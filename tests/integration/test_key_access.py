@@ -56,7 +56,7 @@ def test_it_overwrites_nothing_not_even_through_a_link(keys: Path, tmp_path: Pat
     for there in (path, link):
         result = key_access(there)
         assert result.exit_code == Exit.USAGE
-        assert result.stderr == f"iris: {there} exists already and was not changed\n"
+        assert result.stderr == f"iris: {there} already exists and was not changed\n"
     assert path.read_text() == "mine"
     assert not target.exists()
 

@@ -204,7 +204,7 @@ async def test_an_offline_cast_that_cannot_be_sent_is_told_and_the_rest_goes_on(
         await cluster.stop_relay()
         await until(lambda: sender._attachment.pump is None)  # type: ignore[union-attr]
         assert sender._attachment is not None
-        sender._attachment.keep((Kind.BROADCAST, "no name", b"x", None, False))
+        sender._attachment.hold((Kind.BROADCAST, "no name", b"x", None, False))
         await sender.publish("t", b"y")
         await cluster.start_relay()
         await reader.subscribe("t", collector).ready()

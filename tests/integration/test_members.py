@@ -142,7 +142,7 @@ async def test_one_watch_too_many_ends_neither_the_session_nor_another_watch(
         assert len(await anext(changes)) == 0
         with pytest.raises(LocalProtocolError, match="this session already has 1 watches"):
             await client.members("echo")
-        with pytest.raises(LocalProtocolError, match="who is in other"):
+        with pytest.raises(LocalProtocolError, match="members of other"):
             await anext(aiter(client.watch_members("other")))
         async with member.serve(echo_service("echo")):
             assert len(await anext(changes)) == 1

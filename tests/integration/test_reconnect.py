@@ -56,7 +56,7 @@ async def test_a_client_waits_for_a_relay_within_the_timeout_of_its_call() -> No
         async with named(cluster, "a") as client, client.serve(echo_service()):
             await cluster.stop_relay()
             await until(lambda: not cluster.relay.hub.ports)
-            with pytest.raises(iris.ConnectionLost, match=r"no relay within 0\.05 s") as caught:
+            with pytest.raises(iris.ConnectionLost, match=r"no relay .*within 0\.05 s") as caught:
                 await client.request("echo", b"", timeout=0.05)
             assert not caught.value.may_have_run
             waiting = asyncio.create_task(client.request("echo", b"x", timeout=10))

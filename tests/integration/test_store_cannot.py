@@ -34,7 +34,7 @@ def cut_short(data: Path) -> str:
 
 def open_to_others(data: Path) -> str:
     data.chmod(0o777)
-    return "others may write to "
+    return "other users may write to "
 
 
 @pytest.mark.parametrize("hurt", [missing, cut_short, open_to_others])

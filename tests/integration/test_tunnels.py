@@ -347,7 +347,7 @@ async def test_an_aborted_message_is_an_error_in_chunks_and_unseen_by_recv() -> 
         chunks = right.recv_chunks()
         assert await anext(chunks)
         sending.cancel()
-        with pytest.raises(iris.TunnelBroken, match="gave up this message"):
+        with pytest.raises(iris.TunnelBroken, match="aborted this message"):
             await fill([], chunks)
         receiving = asyncio.create_task(right.recv())
         await left.send(b"next")

@@ -249,11 +249,11 @@ def test_what_is_not_one_of_the_two_is_refused() -> None:
     async def ask() -> None:
         async with LocalCluster() as cluster, cluster.client() as client:
             wrong: Any = "block"
-            with pytest.raises(iris.ConfigError, match="when_full: 'block' is neither"):
+            with pytest.raises(iris.ConfigError, match=r"when_full .*'block'"):
                 await client.publish("t", b"", when_full=wrong)
-            with pytest.raises(iris.ConfigError, match="when_full: 'block' is neither"):
+            with pytest.raises(iris.ConfigError, match=r"when_full .*'block'"):
                 client.subscribe("t", when_full=wrong)
-            with pytest.raises(iris.ConfigError, match="limit_bytes: 1000 is under 4194304"):
+            with pytest.raises(iris.ConfigError, match=r"limit_bytes .*4194304 .*1000"):
                 client.subscribe("t", when_full="wait", limit_bytes=1000)
 
     asyncio.run(ask())

@@ -72,14 +72,14 @@ def test_methods_partials_callables_and_builtins_are_handlers() -> None:
 
 @pytest.mark.parametrize("function", [lambda: None, lambda a, b: None])
 def test_a_handler_takes_one_argument(function: Any) -> None:
-    with pytest.raises(ConfigError, match="takes one argument"):
+    with pytest.raises(ConfigError, match="one argument"):
         Handler(function)
 
 
 def test_an_annotation_that_cannot_be_evaluated_is_said_at_once() -> None:
     def bad(payload: "Nonexistent") -> None: ...  # type: ignore[name-defined]  # noqa: F821, UP037 - the case
 
-    with pytest.raises(ConfigError, match=r"'bad': its annotation: .*Nonexistent"):
+    with pytest.raises(ConfigError, match=r"annotation of handler 'bad': .*Nonexistent"):
         Handler(bad)
 
 
@@ -107,7 +107,7 @@ def test_a_request_where_nothing_can_be_answered_is_the_message_and_says_so() ->
     for message in (Handler(request).convert(raw(b"x")),):
         assert isinstance(message, Request)
         assert (message.payload, message.headers, message.source) == (b"x", {"h": "v"}, b"s" * 16)
-        with pytest.raises(ConfigError, match="takes no answer"):
+        with pytest.raises(ConfigError, match="deferred"):
             message.defer()
 
 

@@ -218,8 +218,8 @@ SABOTAGES = (
     Sabotage(
         "key-file-mode",
         "iris/keyfiles.py",
-        "_judge",
-        "status.st_mode & closed",
+        "_check_status",
+        "status.st_mode & forbidden",
         "False",
         KEYFILES,
         "a key file that others can read is used",
@@ -227,7 +227,7 @@ SABOTAGES = (
     Sabotage(
         "key-file-owner",
         "iris/keyfiles.py",
-        "_judge",
+        "_check_status",
         "status.st_uid not in (0, os.geteuid())",
         "False",
         KEYFILES,
@@ -236,7 +236,7 @@ SABOTAGES = (
     Sabotage(
         "key-file-kind",
         "iris/keyfiles.py",
-        "_judge",
+        "_check_status",
         "not stat.S_ISREG(status.st_mode)",
         "False",
         KEYFILES,

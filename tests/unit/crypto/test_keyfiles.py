@@ -92,7 +92,7 @@ def test_creating_keys_overwrites_nothing_and_leaves_nothing_half_made(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_text("precious")
-    with pytest.raises(KeyringError, match=f"{name} exists already"):
+    with pytest.raises(KeyringError, match=f"{name} already exists"):
         create_keys(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "precious"
@@ -100,7 +100,7 @@ def test_creating_keys_overwrites_nothing_and_leaves_nothing_half_made(
 
 def test_creating_keys_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     (tmp_path / "keyring.toml").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(KeyringError, match="exists already"):
+    with pytest.raises(KeyringError, match="already exists"):
         create_keys(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -185,7 +185,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo, 0o600)
     for path in (fifo, tmp_path):
-        with pytest.raises(KeyringError, match="not a plain file"):
+        with pytest.raises(KeyringError, match="not a regular file"):
             load_keyring(path)
 
 
@@ -193,7 +193,7 @@ def test_an_endless_file_is_read_to_its_bound_and_refused(tmp_path: Path) -> Non
     exact = private_file(tmp_path / "exact", b"#" * (1 << 20))
     assert load_keyring(exact).entries() == {}
     over = private_file(tmp_path / "over", b"#" * ((1 << 20) + 1))
-    with pytest.raises(KeyringError, match="over 1048576 bytes"):
+    with pytest.raises(KeyringError, match=r"over .* 1048576 bytes"):
         load_keyring(over)
 
 
@@ -254,7 +254,7 @@ def test_a_site_key_is_written_once_and_read_again(tmp_path: Path) -> None:
     assert made == SiteKey(b"e" * 32)
     assert mode(path) == 0o600
     assert load_site_key(path) == made
-    with pytest.raises(KeyringError, match="exists already"):
+    with pytest.raises(KeyringError, match="already exists"):
         create_site_key(path)
     assert load_site_key(path) == made
 

@@ -143,5 +143,5 @@ def test_a_tls_key_that_others_can_read_is_refused(tmp_path: Path, mode: int, ta
     if taken:
         new_socket(config).close()
     else:
-        with pytest.raises(iris.ConfigError, match=r"tls_key: .*server\.key: open to others"):
+        with pytest.raises(iris.ConfigError, match=r"tls_key: .*server\.key: open to other users"):
             new_socket(config)

@@ -520,14 +520,14 @@ def test_two_access_files_have_two_ids() -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
 def test_an_access_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     path = access_file(tmp_path, make_access(KEY), mode)
-    with pytest.raises(KeyringError, match=f"^{path}: open to others .* chmod 600 {path}$"):
+    with pytest.raises(KeyringError, match=f"^{path}: open to other users .*chmod 600 {path}`$"):
         load_access(path)
 
 
 def test_what_is_no_access_file_is_refused_by_name(tmp_path: Path) -> None:
     cases = {
         tmp_path / "missing.pem": "cannot be read",
-        tmp_path: "not a plain file",
+        tmp_path: "not a regular file",
         access_file(tmp_path, relay_leaf(KEY, HERE, SEED).pem().encode()): "not an access file",
     }
     for path, reason in cases.items():

@@ -67,7 +67,7 @@ async def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, m
     data = tmp_path / "data"
     data.mkdir()
     data.chmod(mode)
-    with pytest.raises(ConfigError, match=f"data: others may write to .*chmod go-w {data}"):
+    with pytest.raises(ConfigError, match=f"data: other users may write to .*chmod go-w {data}"):
         StoreProcess(data, nowhere).open()
     assert list(data.iterdir()) == []
 
@@ -90,6 +90,7 @@ def test_the_process_says_what_to_do_about_an_open_key(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert (
-        f"{data}/store.key: open to others (mode 0644): chmod 600 {data}/store.key" in done.stderr
+        f"{data}/store.key: open to other users (mode 0644); run `chmod 600 {data}/store.key`"
+        in done.stderr
     )
     assert "AAAA" not in done.stderr
