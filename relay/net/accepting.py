@@ -1,4 +1,4 @@
-"""Accepting connections: so many per turn of the event loop, patience while no descriptor is free, and their way to a protocol."""
+"""Accepts connections, a limited number per turn of the event loop, and attaches them to protocols."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any, Final
 
 RETRY_S: Final = 0.2
-"""A listener that got no descriptor tries again after this."""
+"""Pause of a listener when no descriptor is free."""
 _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
-    """Gives every connection, non-blocking, and the address of its other end to `accepted`, whose it is then.
+    """Passes every connection, non-blocking, with the peer's address to `accepted`, which then owns it.
 
-    Of one listener it accepts up to `per_turn` and then leaves it alone for `pause_s`, so that strangers do not slow members down.
-    While no descriptor is free it says so by `starved`, and the backlog waits: those that are served go on.
+    It accepts up to `per_turn` connections of one listener and then pauses that listener for `pause_s`, so that strangers
+    do not slow members down. While no descriptor is free it calls `starved`, and new connections wait in the kernel's
+    backlog; those that are served already continue.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Acceptor:
         self._pause_s = pause_s
         self._loop: asyncio.AbstractEventLoop
         self.attaching: set[asyncio.Task[None]] = set()
-        """For each connection that is on its way to its protocol."""
+        """Tasks that attach connections to their protocols."""
         self._listeners: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
 
@@ -55,9 +56,10 @@ class Acceptor:
     def attach(
         self, connection: socket.socket, protocol: Callable[[], asyncio.BaseProtocol], failed: Callable[[OSError], None], **tls: Any
     ) -> asyncio.Task[None]:  # fmt: skip
-        """Begin to give an accepted connection to what `protocol` returns; the task ends when that is done.
+        """Start to attach an accepted connection to what `protocol` returns; the task ends when that is done.
 
-        If it fails, `failed` is told why. The connection is closed then, and if the task is cancelled.
+        If it fails, the connection is closed and `failed` is called with the error. If the task is cancelled, the
+        connection is closed, too.
         """
         attaching = self._attach(connection, protocol, failed, tls)
         task = self._loop.create_task(attaching, name="iris-accept")
@@ -66,12 +68,12 @@ class Acceptor:
         return task
 
     def cancel(self) -> None:
-        """Close every connection that has no protocol yet. Idempotent."""
+        """Close every connection that is not attached yet. Idempotent."""
         for task in self.attaching:
             task.cancel()
 
     async def closed(self) -> None:
-        """Return when none is on its way any more."""
+        """Return when no connection is being attached any more."""
         await asyncio.gather(*self.attaching, return_exceptions=True)
 
     async def _attach(
@@ -80,7 +82,7 @@ class Acceptor:
     ) -> None:  # fmt: skip
         try:
             await self._loop.connect_accepted_socket(protocol, connection, **tls)
-        except OSError as err:  # of TLS, too
+        except OSError as err:  # TLS errors included
             connection.close()
             failed(err)
 
@@ -105,7 +107,7 @@ class Acceptor:
             connection.setblocking(False)
             self._accepted(connection, address)
             if listener not in self._listeners:
-                return  # it was the last to be accepted
+                return  # `accepted` has stopped listening
         if pause_s:
             self._loop.remove_reader(listener)
             self._pauses[listener] = self._loop.call_later(pause_s, self._go_on, listener)

@@ -1,4 +1,4 @@
-"""Addresses of links: where they are accepted, how they are reached, how they are written."""
+"""Sockets and addresses of links: binding, connecting, formatting and parsing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from relay.config import RelayConfig
 from relay.discovery import DEFAULT_PORT
 
 UNSENT_BYTES: Final = 128 << 10
-"""Kept back by the kernel on a link, so that what waits waits here, where short frames overtake long ones."""
+"""Most unsent bytes that the kernel buffers on a link. More would wait there, where short frames cannot overtake long ones."""
 UNREAD_BYTES: Final = 256 << 10
-"""Buffered by the kernel for a relay that is short of time (it may be 32 MiB otherwise): behind them short frames would wait, too. Enough
-for 250 MB/s at a round trip of 1 ms. Set before connecting and listening, as the window's scale follows from it."""
+"""Receive buffer of a link in the kernel (by default it may be 32 MiB): short frames would wait behind unread ones.
+Enough for 250 MB/s at a round trip of 1 ms. It must be set before connect and listen, which fix the window scale."""
 BACKLOG: Final = 512
 _NO_SUCH_ADDRESS: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
 _TCP_NOTSENT_LOWAT: Final = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
 
 def bind(config: RelayConfig) -> list[socket.socket]:
-    """Return listening sockets at the addresses and the one port that `config` names.
+    """Return listening sockets at the addresses of `config`, all with the same port.
 
-    Without a port of its own choice the relay takes `DEFAULT_PORT`, or any other if that is taken.
+    If `config` does not name a port, use `DEFAULT_PORT`, or any free port if that is in use.
 
     Raises:
-        ConfigError: an address or a chosen port cannot be had.
+        ConfigError: an address or the port in `config` cannot be bound.
     """
     wanted = DEFAULT_PORT if config.port is None else config.port
     for number in (
@@ -43,11 +43,13 @@ def bind(config: RelayConfig) -> list[socket.socket]:
             if err.errno != errno.EADDRINUSE or (wanted and config.port is not None):
                 if err.errno == errno.EADDRINUSE:
                     raise ConfigError(
-                        f"port: no links at {number}: it is in use, by another relay perhaps; choose another --port"
+                        f"port: cannot accept links at port {number}: it is in use (by another relay?); choose another --port"
                     ) from err
                 shown = ", ".join(config.bind)
-                raise ConfigError(f"bind: no links at {shown}: {err.strerror}") from err
-    raise ConfigError("port: no port is free at all addresses")
+                raise ConfigError(f"bind: cannot accept links at {shown}: {err.strerror}") from err
+    raise ConfigError(
+        f"port: no port is free at all of {', '.join(config.bind)}; choose one with --port"
+    )
 
 
 def _bind_all(addresses: Sequence[str], port: int) -> list[socket.socket]:
@@ -68,18 +70,20 @@ def _bind_all(addresses: Sequence[str], port: int) -> list[socket.socket]:
 
 
 def listen_at(setting: str, host: str, port: int, unread_bytes: int = 0) -> socket.socket:
-    """Return a listening socket at one address; `unread_bytes`, if given, bounds what the kernel buffers of a connection.
+    """Return a listening socket at one address; `unread_bytes`, if given, is its receive buffer in the kernel.
 
     Raises:
-        ConfigError: `host`, of this setting, is no numeric address.
-        OSError: the address or the port cannot be had.
+        ConfigError: `host`, from setting `setting`, is not a numeric address.
+        OSError: the address or port cannot be bound.
     """
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
     except (socket.gaierror, ValueError) as err:
-        raise ConfigError(f"{setting}: {host!r} is not an IP address of this host") from err
+        raise ConfigError(
+            f"{setting}: {host!r} is not an IP address; a host name cannot be used here"
+        ) from err
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,7 +105,7 @@ async def connect(
 ) -> None:
     """Connect a non-blocking socket; raises OSError.
 
-    Not the event loop's own: uvloop's drops the scope of link-local IPv6 addresses.
+    The event loop's own `sock_connect` is not used, because uvloop's drops the scope of link-local IPv6 addresses.
     """
     error = connection.connect_ex(sockaddr)
     if error == errno.EINPROGRESS:
@@ -117,10 +121,10 @@ async def connect(
 
 
 def prepare(connection: socket.socket, *, far: bool = False) -> None:
-    """Set what the socket of a link needs, or with `far` that of a connection to another site.
+    """Set the options of a link's socket, or with `far` of a connection to another site.
 
-    Over long round trips the kernel chooses how much it buffers (a bound of ours would be one of the throughput), and what stands
-    between the sites is to keep the connection in mind.
+    A connection to another site keeps the kernel's receive buffer, because a smaller one would limit the throughput over
+    long round trips. Its keepalives stop firewalls and NAT between the sites from forgetting it.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -132,12 +136,12 @@ def prepare(connection: socket.socket, *, far: bool = False) -> None:
 
 
 def show(host: str, port: int) -> str:
-    """Return host:port, IPv6 in brackets."""
+    """Return "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_addresses(texts: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield the addresses written as `show` does; what is not numeric is passed over."""
+    """Yield the (host, port) of texts formatted by `show`; skip those that are not numeric."""
     for text in texts:
         host, _, port = text.rpartition(":")
         bare = host.removeprefix("[").removesuffix("]")

@@ -1,20 +1,20 @@
-"""Long frames on a link: cut into pieces that leave room for others, and put together again. Sans-IO.
+"""Cuts long frames on a link into pieces, so that others can pass, and puts them together again. Sans-IO.
 
-A frame of more than `WHOLE_BYTES` goes as several of the same alias: each has the whole header and up to `PIECE_BYTES` of the
-body, all but the last the flag MORE. What may overtake what:
+A frame of more than `WHOLE_BYTES` is sent as several frames of the same alias. Each has the whole header and up to
+`PIECE_BYTES` of the body; all but the last have the flag MORE. The order of frames while a long one is unfinished:
 
-    casts of a flow, DECLARE, GAP      stay behind a long cast of that flow that is not through, whatever their aliases
-    other frames and DECLARE           stay behind a long frame of their alias that is not through
-    DECLARE of an alias in use         stays behind what the alias meant before, and is overtaken by nothing of what it means now
-    DONE                               stays behind long answers, of whatever alias
-    BYE, PING, PONG                    stay behind everything
-    all else                           overtakes: other flows, other aliases, other control frames, tunnels
+    casts of a flow, DECLARE, GAP   stay behind a long cast of that flow, whatever their aliases
+    other frames and DECLARE        stay behind a long frame of their alias
+    DECLARE of an alias in use      stays behind frames of the alias's old meaning; those of its new meaning stay behind it
+    DONE                            stays behind long answers of any alias
+    BYE, PING, PONG                 stay behind everything
+    all others                      overtake: other flows, other aliases, other control frames, tunnels
 
-A flow is what has one sequence at the receiver: a kind of cast, a name, a key and a sender. It may have several aliases at once,
-one for each delivery set, and a new number for an old one.
+A flow has one sequence at the receiver: one kind of cast, name, key and sender. It may have several aliases at once, one
+for each delivery set, and a new alias number in place of an old one.
 
-The sender has at most `MAX_OPEN` unfinished frames of `MAX_OPEN_BYTES` together (or one alone, of any size that the receiver
-takes), which is what a receiver has to have room for.
+The sender has at most `MAX_OPEN` unfinished frames with `MAX_OPEN_BYTES` together, or a single one of any size that the
+receiver accepts. So the receiver needs room for no more than that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from iris.wire.frames import Declare, Gap
 from iris.wire.kinds import FIRST_DATA_KIND, FLAG_MORE, TUNNEL_KINDS, Kind
 
 WHOLE_BYTES: Final = 72 << 10
-"""Longest frame that is not cut."""
+"""Longest frame that is sent in one piece."""
 PIECE_BYTES: Final = 64 << 10
 MAX_OPEN: Final = 64
 MAX_OPEN_BYTES: Final = 32 << 20
@@ -50,25 +50,25 @@ _Flow = tuple[int, str, bytes, bytes]
 
 
 class _Entry(NamedTuple):
-    """A frame that waits."""
+    """A queued frame."""
 
     frame: bytes
     messages: int
-    """How many are in it."""
+    """Messages in the frame."""
     serial: int
     alias: int
-    """-1: it is of none."""
+    """-1: the frame has no alias."""
     after: tuple[_Lane, int] | None
-    """A lane, and the serial there that has to be through before."""
+    """(lane, serial): this frame must wait until that lane has sent that serial."""
 
     @property
     def blocked(self) -> bool:
-        """Whether something of another lane has to be through before."""
+        """Whether this frame must wait for another lane."""
         return self.after is not None and self.after[0].through < self.after[1]
 
 
 class _Lane:
-    """What waits of one flow, or of one alias of other frames, in order; the first may be partly through."""
+    """The queue of one flow, or of one alias of other frames. Part of the first frame may have been sent."""
 
     __slots__ = ("answers", "frames", "key", "offset", "through")
 
@@ -76,14 +76,14 @@ class _Lane:
         self.key = key
         self.frames: deque[_Entry] = deque()
         self.offset = 0
-        """How much of the first one's body is through."""
+        """Bytes of the first frame's body that were sent."""
         self.through = 0
-        """The last serial that is through."""
+        """Serial of the last frame that was sent completely."""
         self.answers = False
 
 
 class Lanes:
-    """The sending side: long frames, and what has to stay behind them."""
+    """The sending side: queues long frames and the frames that must stay behind them."""
 
     __slots__ = (
         "_active", "_behind", "_blocked", "_flows", "_lanes", "_open", "_open_bytes", "_serial", "_tails", "_waiting", "bytes",
@@ -92,40 +92,40 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lanes: dict[int | _Flow, _Lane] = {}
-        """By flow, or by alias."""
+        """Flow or alias -> lane."""
         self._active: deque[_Lane] = deque()
-        """Lanes whose first frame is short, or may be sent now: they take turns."""
+        """Lanes whose first frame may be sent now; they take turns."""
         self._waiting: deque[_Lane] = deque()
-        """Lanes whose first frame is long, and would be more than the receiver has to take now."""
+        """Lanes whose first frame is long and would exceed what the receiver must have room for."""
         self._blocked: list[_Lane] = []
-        """Lanes whose first frame waits for another lane, for something older than itself."""
+        """Lanes whose first frame waits for an older frame of another lane."""
         self._open = 0
         self._open_bytes = 0
         self._serial = 0
         self._behind: deque[tuple[bytes, int, bool]] = deque()
-        """Control frames, the serial that they stay behind, and whether of answers only."""
+        """Control frames that wait: (frame, serial that it stays behind, whether only behind answers)."""
         self._flows: dict[int, _Flow] = {}
-        """What aliases of casts stand for: as many as the receiver allows aliases."""
+        """Flows of the aliases of casts: alias -> flow; bounded by the receiver's limit of aliases."""
         self._tails: dict[int, tuple[_Lane, int]] = {}
-        """Alias -> where its last frame waits, and the serial of that."""
+        """Last queued frame of each alias: alias -> (lane, serial)."""
         self.bytes = 0
-        """Bytes that wait here."""
+        """Bytes queued."""
         self.messages = 0
-        """Messages that wait here, or are partly through."""
+        """Messages queued, those partly sent included."""
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
 
     def __contains__(self, alias: int) -> bool:
-        """Whether frames of `alias` have to go through here."""
+        """Whether frames of `alias` must be queued here."""
         return self._flows.get(alias, alias) in self._lanes
 
     def put(self, alias: int, frame: bytes, count: int) -> None:
-        """Take a frame of `count` messages: a long one, or one whose alias is here."""
+        """Queue a frame of `count` messages that is long or whose alias is queued here."""
         self._put(self._flows.get(alias, alias), alias, frame, count)
 
     def control(self, frame: bytes) -> bool:
-        """Take a control frame that must not overtake what is here; False: it goes now."""
+        """Queue a control frame if it must not overtake what is queued here; False: send it now."""
         kind = frame[KIND_AT]
         if kind == Kind.DECLARE:
             return self._declare(frame)
@@ -148,7 +148,7 @@ class Lanes:
         return False
 
     def take(self, budget: int) -> list[bytes]:
-        """Return what is sent next: about `budget` bytes, a piece of each lane in turn."""
+        """Return the chunks to send next: about `budget` bytes, one piece of each lane in turn."""
         chunks: list[bytes] = []
         before = self.bytes
         self._start_more()
@@ -175,7 +175,7 @@ class Lanes:
         return chunks
 
     def clear(self) -> None:
-        """Forget everything: the connection is gone."""
+        """Drop everything that is queued: the connection is lost."""
         self._lanes.clear()
         self._active.clear()
         self._waiting.clear()
@@ -185,7 +185,7 @@ class Lanes:
         self.bytes = self.messages = 0
 
     def _declare(self, frame: bytes) -> bool:
-        """Take a DECLARE if frames of its alias wait, or of the flow that it is of from now on."""
+        """Queue a DECLARE if frames of its alias, or of the flow that it declares, are queued."""
         declared = decode_control(memoryview(frame), 0, len(frame))
         assert isinstance(declared, Declare)
         alias = declared.alias
@@ -226,7 +226,7 @@ class Lanes:
         self.messages += count
 
     def _queue_lane(self, lane: _Lane) -> None:
-        """Put a lane, none of whose first frame is through, where that frame belongs."""
+        """Put a lane into the queue that its first frame, which is unsent, belongs to."""
         first = lane.frames[0]
         if first.blocked:
             self._blocked.append(lane)
@@ -245,7 +245,7 @@ class Lanes:
             self._active.append(self._waiting.popleft())
 
     def _piece(self, lane: _Lane, chunks: list[bytes]) -> bool:
-        """Send one piece of a lane's first frame; whether it was the last."""
+        """Send one piece of a lane's first frame; return whether it was the last piece."""
         frame = lane.frames[0].frame
         start = BODY_AT + lane.offset
         end = min(start + PIECE_BYTES, len(frame))
@@ -267,7 +267,7 @@ class Lanes:
         return last
 
     def _short(self, lane: _Lane, chunks: list[bytes]) -> bool:
-        """Send short frames of a lane, as many as make up a piece."""
+        """Send short frames of a lane, about as many bytes as a piece."""
         size = 0
         frames = lane.frames
         while frames and size < PIECE_BYTES:
@@ -281,7 +281,7 @@ class Lanes:
         return True
 
     def _pop(self, lane: _Lane) -> None:
-        """A lane's first frame is through."""
+        """Remove a lane's first frame, which was sent."""
         entry = lane.frames.popleft()
         lane.through = entry.serial
         self.messages -= entry.messages
@@ -289,7 +289,7 @@ class Lanes:
             del self._tails[entry.alias]
 
     def _release(self, chunks: list[bytes]) -> None:
-        """Send the control frames that nothing is before any more."""
+        """Send the control frames that need not wait any longer."""
         oldest = [(lane.frames[0].serial, lane.answers) for lane in self._lanes.values()]
         while self._behind:
             frame, serial, answers_only = self._behind[0]
@@ -305,24 +305,24 @@ def _flow(body: Declare | Gap) -> _Flow:
 
 
 class _Part:
-    """A frame of which the last piece has not come."""
+    """A frame whose last piece was not received yet."""
 
     __slots__ = ("frame", "header")
 
     def __init__(self, header: bytes) -> None:
         self.header = header
-        """From the kind to the end fields, without MORE."""
+        """The header from the kind to the end fields, without the flag MORE."""
         self.frame = bytearray(4) + header
 
 
 class Assembly:
-    """The receiving side: `frame_in` gets whole frames, whatever they were cut into."""
+    """The receiving side: puts the pieces of frames together."""
 
     __slots__ = ("_limit", "_parts", "held_bytes")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        """Longest frame after its length field."""
+        """Longest frame, without its length field."""
         self._parts: dict[int, _Part] = {}
         self.held_bytes = 0
 
@@ -330,28 +330,36 @@ class Assembly:
         return bool(self._parts)
 
     def add(self, buf: memoryview, start: int, end: int) -> memoryview | None:
-        """Take a frame that is cut, or that comes while another is unfinished, or is too long to come whole.
+        """Add a frame that is cut, is received while another is unfinished, or is too long to be whole.
 
-        Returns the whole frame in memory of its own if `buf[start:end]` was the last piece of it, None if there is more to
-        come, and `buf` itself if it is a whole frame as it is.
+        Return the whole frame in memory of its own if `buf[start:end]` is its last piece, None if pieces are missing,
+        and `buf` itself if it is a whole frame.
 
         Raises:
-            PeerProtocolError: a rule of this module is broken.
+            PeerProtocolError: the frame breaks a rule of this module.
         """
         kind, flags = buf[start + KIND_AT], buf[start + FLAGS_AT]
         if kind < FIRST_DATA_KIND or kind in TUNNEL_KINDS:
             if flags & FLAG_MORE and kind < FIRST_DATA_KIND:
-                raise PeerProtocolError("control frames are not cut")
+                raise PeerProtocolError(
+                    f"a control frame of kind {kind} has the flag MORE; only data frames are cut"
+                )
             if kind == Kind.DECLARE and self._parts:
                 declared = decode_control(buf, start, end)
                 if isinstance(declared, Declare) and declared.alias in self._parts:
-                    raise PeerProtocolError(f"alias {declared.alias} has an unfinished body")
+                    raise PeerProtocolError(
+                        f"DECLARE changes alias {declared.alias} while a frame of it is unfinished"
+                    )
             return buf
         size = end - start
         if size > WHOLE_BYTES:
-            raise PeerProtocolError(f"a frame of {size} bytes that is not cut")
+            raise PeerProtocolError(
+                f"a frame of {size} bytes is not cut; the limit of one piece is {WHOLE_BYTES}"
+            )
         if size < BODY_AT:
-            raise PeerProtocolError("a data frame is cut short")
+            raise PeerProtocolError(
+                f"a data frame has {size} bytes, fewer than the {BODY_AT} of its header"
+            )
         (alias,) = ALIAS.unpack_from(buf, start + ALIAS_AT)
         header = bytearray(buf[start + KIND_AT : start + BODY_AT])
         header[FLAGS_AT - KIND_AT] &= ~FLAG_MORE & 0xFF
@@ -360,18 +368,24 @@ class Assembly:
             if not flags & FLAG_MORE:
                 return buf
             if len(self._parts) >= MAX_OPEN:
-                raise PeerProtocolError(f"more than {MAX_OPEN} unfinished bodies")
+                raise PeerProtocolError(f"more than {MAX_OPEN} frames are unfinished at once")
             part = self._parts[alias] = _Part(bytes(header))
         elif part.header != header:
-            raise PeerProtocolError(f"alias {alias} has an unfinished body")
+            raise PeerProtocolError(
+                f"a frame of alias {alias} began while another of it is unfinished"
+            )
         piece = size - BODY_AT
         self.held_bytes += piece
         if not piece:
-            raise PeerProtocolError("a piece of nothing")
+            raise PeerProtocolError(f"a piece of a frame of alias {alias} is empty")
         if len(part.frame) - LENGTH_BYTES + piece > self._limit:
-            raise PeerProtocolError(f"a body in pieces is over the limit of {self._limit}")
+            raise PeerProtocolError(
+                f"a frame in pieces has over {self._limit} bytes, the limit of this link"
+            )
         if self.held_bytes > max(MAX_OPEN_BYTES, self._limit):
-            raise PeerProtocolError(f"more than {MAX_OPEN_BYTES} bytes of unfinished bodies")
+            raise PeerProtocolError(
+                f"unfinished frames have {self.held_bytes} bytes, over the limit of {max(MAX_OPEN_BYTES, self._limit)}"
+            )
         part.frame += buf[start + BODY_AT : end]
         if flags & FLAG_MORE:
             return None

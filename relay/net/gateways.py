@@ -1,13 +1,14 @@
-"""WAN connections to the gateways of other sites; what they do as connections is in `relay.net.hub`.
+"""WAN connections to the gateways of other sites. Their base, for links and WAN connections, is `relay.net.hub`.
 
-    gateway of eu ── TLS: each shows a leaf of its own site's CA, and trusts the one that it pinned ── gateway of us
+    gateway of eu ── TLS: each presents a leaf of its own site's CA and trusts the CA that it pinned ── gateway of us
 
-Which site a gateway is of is what its certificate says, under the key that is pinned for that very name; its HELLO has to say the
-same. A gateway is connected to every gateway of another site that it has an address of, whoever dials: each address is dialled and
-stands for one, and two that lead to the same relay keep one connection.
+A gateway's site is the one in its certificate, which must be signed by the key pinned for that name; its HELLO must name
+the same site. A gateway connects to every gateway address of another site, whichever side dials. Each address stands for
+one gateway; if two addresses lead to the same relay, one connection is kept.
 
-Strangers come from anywhere here: of too many half-open ones goes the oldest of the host that has most of them. And a site that is
-known is not trusted: it cannot have a relay id of ours or of a third site, nor more than `MAX_CONNECTIONS`.
+Strangers can come from anywhere. If too many connections are half-open, the oldest one of the host with most of them is
+closed. A known site is not trusted either: its gateways cannot use relay ids of this site or of a third one, and it
+cannot have more than `MAX_CONNECTIONS`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from iris import keyfiles
 from iris.crypto.keys import dump_fingerprint, public_id
 from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import frames
+from iris.wire.names import printable
 from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
 from relay.core.neighbor import Neighbor
 from relay.core.site_routes import Wan
@@ -52,17 +54,17 @@ log = logging.getLogger(__name__)
 
 CONNECT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 32
-"""To one site: its gateways, and those that have gone and are not yet missed."""
+"""Most connections to one site: its gateways, and lost ones that were not noticed yet."""
 UNKNOWN_SITE: Final = "unknown site"
 NOT_PINNED: Final = "our key is not pinned there"
 OTHER_NAME: Final = "our key is pinned there under another name"
 _INFO: Final = struct.Struct("=68xI28xI32xI")
-"""struct tcp_info of Linux: smoothed round trip (us), segments sent again, segments sent."""
+"""Fields of Linux's struct tcp_info: smoothed round trip (us), segments retransmitted, segments sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
-    """A gateway of another site to dial. Seen by the configuration alone, and for good; see `dialling.Seen`."""
+    """A gateway of another site to dial, from the settings. Implements `dialling.Seen`."""
 
     site: str
     addresses: tuple[Address, ...]
@@ -76,7 +78,7 @@ class GatewayAddress:
 
 
 class GatewayPort(LinkPort):
-    """One connection to a gateway of another site, or to a stranger."""
+    """One connection to a gateway of another site or a stranger."""
 
     alpn: ClassVar[str] = WAN_ALPN
 
@@ -90,11 +92,11 @@ class GatewayPort(LinkPort):
         credentials: GatewayCredentials | None = None,
         dial_us: int = 0,
     ) -> None:
-        """Accept under `context`, or dial a gateway of `site` with `credentials`, begun at `dial_us`."""
+        """Accept with `context`, or dial a gateway of `site` with `credentials`; the dial began at `dial_us`."""
         super().__init__(hub, address, context, credentials=credentials, dial_us=dial_us)
         self.fingerprint = b""
         self.site = site
-        """The other site; of a connection that is accepted, once its certificate holds."""
+        """The remote site; for an accepted connection it is known after the handshake."""
         self._gateways = hub
 
     def _identify(self, tls: ssl.SSLObject) -> None:
@@ -111,28 +113,31 @@ class GatewayPort(LinkPort):
         if reason == WRONG_NETWORK:
             return NOT_PINNED if self.dialled else UNKNOWN_SITE
         if self.dialled and error == "TLSV1_ALERT_UNKNOWN_CA":
-            # The name of our key was known there, and an authority is of a key and a site's name.
+            # The peer knows this key's name; an authority is made from a key and a site's name.
             return OTHER_NAME
         if not self.dialled and reason == FOREIGN:
-            # Likewise; but a stranger may name a key that it does not have.
+            # The same here, but a stranger may name a key that it does not have.
             site = self._gateways.site_of(self._secured.tls.context)
             return f"{FOREIGN} under the key pinned as {site}"
         return reason
 
     def _hello(self) -> frames.LinkHello:
-        # Where this relay links with its own network is no other site's business.
+        # Other sites need not know the addresses for links of this site.
         return msgspec.structs.replace(super()._hello(), addresses=[])
 
     def _checked_hello(self, hello: frames.LinkHello) -> frames.LinkHello:
         if hello.site != self.site:
-            raise Refused("another site's name", f"the certificate is of a gateway of {self.site}")
+            raise Refused(
+                "another site's name",
+                f"HELLO names site {printable(hello.site)!r}, and the certificate is of site {self.site}",
+            )
         return msgspec.structs.replace(hello, addresses=[])
 
     def log_fields(self) -> dict[str, object]:
         return {"site": self.site, **super().log_fields()}
 
     def status(self) -> dict[str, object]:
-        """Return what the connection does, ready for JSON; bytes are those on the wire."""
+        """Return the state of the connection, ready for JSON; bytes are counted encrypted."""
         return {
             "site": self.site,
             "peer": self.relay_id.hex(),
@@ -162,18 +167,20 @@ class GatewayHub(Hub):
         """Read the site's key.
 
         Raises:
-            ConfigError: the key is that of a site that is pinned as another, or what the settings say does not hold.
-            KeyringError: there is no such key file, or it may not be used.
+            ConfigError: the key is pinned for another site, or a setting is wrong.
+            KeyringError: the key file does not exist or cannot be used.
         """
         super().__init__(driver, config)
         if config.site_key is None:
-            raise ConfigError("site_key: a gateway needs the key of its site")
+            raise ConfigError(
+                "site_key: a gateway needs the key of its site; make one with `iris federation key FILE` and add --site-key FILE"
+            )
         site_key = keyfiles.load_site_key(config.site_key)
         self.peers = peer_sites(config)
         for peer in self.peers.values():
             if site_key.public_key in peer.pins:
                 raise ConfigError(
-                    f"peer_site: {peer.site} has the fingerprint of this site's own key"
+                    f"peer_site: {peer.site} has the fingerprint of this site's own key; give the one that `iris federation key` printed at {peer.site}"
                 )
         self.fingerprint = site_key.fingerprint
         self.costs = site_costs(config)
@@ -182,7 +189,7 @@ class GatewayHub(Hub):
             for peer in self.peers.values()
             for pin in peer.pins
         }
-        """Name of a pinned key -> its fingerprint."""
+        """Pinned keys: 16-byte name -> fingerprint as text."""
         self._credentials = GatewayCredentials(
             site_key,
             config.site,
@@ -197,25 +204,27 @@ class GatewayHub(Hub):
         }
 
     def listen(self) -> None:
-        """Bind and accept at every address of `gateway`. Raises ConfigError; nothing is left behind then."""
+        """Bind and accept at every address of `gateway`. Raises ConfigError, and then leaves nothing bound."""
         with contextlib.ExitStack() as undo:
             listeners = []
             for text in self.config.gateway:
                 try:
                     listener = listen_at("gateway", *parse_gateway(text))
                 except OSError as err:
-                    raise ConfigError(f"gateway: no gateways at {text}: {err.strerror}") from err
+                    raise ConfigError(
+                        f"gateway: cannot accept gateways at {text}: {err.strerror}"
+                    ) from err
                 listeners.append(undo.enter_context(listener))
             undo.pop_all()
         self._listen(listeners)
 
     def dial(self) -> None:
-        """Begin to dial every gateway that has an address."""
+        """Start to dial every gateway address."""
         for seen in self._dialled.values():
             self._dialler.sighted(seen)
 
     def site_of(self, context: ssl.SSLContext) -> str:
-        """Return the site whose pin the handshake of an accepted connection picked."""
+        """Return the site whose pin the handshake of an accepted connection selected. Raises Refused."""
         for pin in self._credentials.pins:
             if pin.accepting is context:
                 return pin.site
@@ -278,10 +287,15 @@ class GatewayHub(Hub):
         site, relay_id = cast(GatewayPort, port).site, hello.relay_id
         known = self.router.wans.get(relay_id)
         if (known is not None and known.site != site) or relay_id in self.router.mesh.copies:
-            raise Refused("another site's relay id")
+            raise Refused(
+                "another site's relay id", f"relay id {relay_id.hex()} is in use in another site"
+            )
         connected = sum(wan.site == site for wan in self.router.wans.values())
         if known is None and connected >= MAX_CONNECTIONS:
-            raise Refused("too many gateways", f"{site} has {connected} connections here")
+            raise Refused(
+                "too many gateways",
+                f"{site} has {connected} connections here; the limit is {MAX_CONNECTIONS}",
+            )
 
     def _up(self, port: LinkPort, hello: frames.LinkHello) -> Wan:
         site = cast(GatewayPort, port).site
@@ -296,15 +310,15 @@ class GatewayHub(Hub):
         return next(port for port in self._half_open if _host(port.address) == most)
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
-        """Try what the host of an address resolves to, one after the other, until a gateway is there."""
+        """Dial the addresses that a host resolves to, one after the other, until a gateway answers."""
         site = self._dialled[target.source].site
         host, number = address
         try:
-            # As long as the system's resolver takes: given up sooner, lookups would pile up.
+            # Without a time limit of its own: lookups given up early would pile up in the resolver.
             hosts = [host] if _is_numeric(host) else await resolve(host, number)
         except OSError as err:
             return Outcome(f"{show(*address)}: {err.strerror or err}")
-        outcome = Outcome(f"{show(*address)}: it has no address")
+        outcome = Outcome(f"{show(*address)}: the name has no address")
         for each in dict.fromkeys(hosts):
 
             def dialling(dial_us: int, each: str = each) -> LinkPort:
@@ -320,16 +334,16 @@ class GatewayHub(Hub):
 
 
 def _kernel_view(connection: socket.socket | None) -> dict[str, object]:
-    """Return what the kernel knows of a connection: its round trip and how many of its segments were lost; nothing where it does not tell."""
+    """Return the kernel's figures for a connection (round trip, retransmitted segments, loss); empty if it has none."""
     if connection is None or not hasattr(socket, "TCP_INFO"):
         return {}
     try:
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     except OSError:
         return {}
-    if len(told) < _INFO.size:
+    if len(info) < _INFO.size:
         return {}
-    rtt_us, again, sent = _INFO.unpack(told)
+    rtt_us, again, sent = _INFO.unpack(info)
     return {"tcp_rtt_us": rtt_us, "retransmitted": again, "loss": round(again / max(1, sent), 6)}
 
 
@@ -342,7 +356,7 @@ def _is_numeric(host: str) -> bool:
 
 
 def _host(address: str) -> str:
-    """Return what is one stranger: an IPv4 address, or the 64 bits of an IPv6 address that a network has to itself."""
+    """Return the part of an address that counts as one host: an IPv4 address, or the first 64 bits of an IPv6 address."""
     host = address.rpartition(":")[0]
     if not host.startswith("["):
         return host

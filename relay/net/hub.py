@@ -1,9 +1,10 @@
-"""What links and WAN connections have in common: who is accepted, who is dialled, and which of two connections to one relay stays.
+"""The base of links and WAN connections: accepts and dials them, and keeps one of two connections to the same relay.
 
-    accept or dial ── TLS ── HELLO both ways ── the router hears of it ── frames ── the router hears of its end
+    accept or dial ── TLS ── HELLO both ways ── router notified: up ── frames ── router notified: down
 
-A connection is a stranger's until its certificate and HELLO hold: it may make us keep 64 KiB and do one handshake, within
-`HELLO_S`, and there are at most `MAX_HALF_OPEN` of them. What it did wrong is counted by reason and said in the log.
+A connection is a stranger's until its certificate and its HELLO are valid. A stranger can make this relay hold 64 KiB
+and do one handshake, within `HELLO_S`, and there are at most `MAX_HALF_OPEN` of them. Refused connections are counted
+by reason and logged.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from relay.net.ports import Driver
 log = logging.getLogger(__name__)
 
 HELLO_S: Final = 5.0
-"""TLS and HELLO together take no longer."""
+"""Time limit for TLS and HELLO together."""
 MAX_HALF_OPEN: Final = 128
 ACCEPTS: Final = 1
 ACCEPT_PAUSE_S: Final = 0.001
 
 
 class Hub:
-    """All connections of one kind to other relays: listeners, strangers, dials, and who wins when there are two."""
+    """All connections of one kind to other relays: listeners, half-open connections, dials, and the choice between two."""
 
     kind: ClassVar[str]
-    """How the events of its log begin."""
+    """The first part of this hub's log events: "link" or "gateway"."""
     connect_s: ClassVar[float]
-    """TCP takes no longer."""
+    """Time limit for connecting over TCP."""
     far: ClassVar[bool]
-    """Whether round trips are long: see `addresses.prepare`."""
+    """Whether round trips are long; see `addresses.prepare`."""
 
     def __init__(self, driver: Driver, config: RelayConfig) -> None:
         self.driver = driver
@@ -54,16 +55,16 @@ class Hub:
         self.quiet = Quiet()
         self.refusals: dict[str, int] = {}
         self.changed: Callable[[], object] = bool
-        """Called when a connection is up, or was."""
+        """Called when a connection came up or went down."""
         self.replaced = 0
         self.protocol_errors = 0
         self.addresses: list[tuple[str, int]] = []
-        """Where connections are accepted."""
+        """(host, port) pairs at which connections are accepted."""
         self._context: ssl.SSLContext
-        """Of accepted connections."""
+        """TLS context of accepted connections."""
         self._dialler = Dialler(self.router.relay_id, self._dial, self.linked, kind=self.kind)
         self._half_open: dict[LinkPort, float] = {}
-        """Accepted and not yet up, the oldest first -> when its time is up."""
+        """Accepted connections that are not up yet, the oldest first: port -> when its time is over (loop time)."""
         self._listeners: list[socket.socket] = []
         self._acceptor = Acceptor(
             self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
@@ -72,39 +73,39 @@ class Hub:
         self._loop: asyncio.AbstractEventLoop
         self._stopping = False
 
-    # -- what kinds differ in --------------------------------------------------------------------------------
+    # -- differs between kinds --------------------------------------------------------------------------------
 
     def _accepting_port(self, address: str) -> LinkPort:
-        """Return the port of a connection that is being accepted."""
+        """Return the port for a connection that is being accepted."""
         raise NotImplementedError
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
-        """Try one address of a target."""
+        """Dial one address of a target."""
         raise NotImplementedError
 
     def _neighbor(self, relay_id: bytes) -> Neighbor | None:
-        """Return what the router knows of this relay as connected."""
+        """Return the router's object of this relay if it is connected."""
         raise NotImplementedError
 
     def _up(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
-        """Tell the router of a connection that is up; nothing else is connected to its relay. Raises Refused."""
+        """Notify the router of a connection that is up, to a relay that has no other. Raises Refused."""
         raise NotImplementedError
 
     def _down(self, neighbor: Neighbor) -> None:
-        """Tell the router that it is down. Idempotent."""
+        """Notify the router that a connection is down. Idempotent."""
         raise NotImplementedError
 
     def _check_hello(self, port: LinkPort, hello: frames.LinkHello) -> None:
-        """Raise Refused if the relay of a HELLO that holds is not to be connected."""
+        """Raise Refused if a relay with this valid HELLO must not be connected."""
 
     def _half_open_to_drop(self) -> LinkPort:
-        """Return which stranger has to go for the next one: the oldest."""
+        """Return the half-open connection to close for the next one: the oldest."""
         return next(iter(self._half_open))
 
     # -- listening -------------------------------------------------------------------------------------------
 
     def _listen(self, listeners: list[socket.socket]) -> None:
-        """Accept at `listeners`, which are ours to close."""
+        """Accept at `listeners`, which this hub closes."""
         self._loop = asyncio.get_running_loop()
         self._listeners = listeners
         self.addresses = [listener.getsockname()[:2] for listener in listeners]
@@ -114,7 +115,7 @@ class Hub:
             log.info("%ss.listening", self.kind, extra={"fields": {"addresses": shown}})
 
     def stop_listening(self) -> None:
-        """Accept no more. Idempotent."""
+        """Stop accepting and close the listeners. Idempotent."""
         self._acceptor.stop()
         for listener in self._listeners:
             listener.close()
@@ -146,13 +147,13 @@ class Hub:
     # -- strangers -------------------------------------------------------------------------------------------
 
     def half_open(self, port: LinkPort) -> None:
-        """An accepted connection is attached: its time runs."""
+        """Start the time limit of an accepted connection."""
         self._half_open[port] = self._loop.time() + HELLO_S
         if self._timer is None:
             self._timer = self._loop.call_later(HELLO_S, self._sweep)
 
     def no_longer_half_open(self, port: LinkPort) -> None:
-        """A connection is no stranger any more, or gone."""
+        """Note that a connection is up or has ended."""
         self._half_open.pop(port, None)
 
     def _sweep(self) -> None:
@@ -162,10 +163,10 @@ class Hub:
             if until_s > now_s:
                 self._timer = self._loop.call_at(until_s, self._sweep)
                 return
-            port.refuse(Refused("timeout", f"no link within {HELLO_S:g} s"))
+            port.refuse(Refused("timeout", f"TLS and HELLO took over {HELLO_S:g} s"))
 
     def refused(self, address: str, reason: str, detail: str) -> None:
-        """Count and log a connection that comes to nothing."""
+        """Count and log a connection that was refused."""
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         fields = {"address": address, "reason": reason}
         if detail != reason:
@@ -176,7 +177,7 @@ class Hub:
     # -- one connection per peer -----------------------------------------------------------------------------
 
     def linked(self, relay_id: bytes) -> bool:
-        """Whether this relay is connected now."""
+        """Return whether this relay is connected now."""
         return self._port_of(relay_id) is not None
 
     def _port_of(self, relay_id: bytes) -> LinkPort | None:
@@ -186,9 +187,10 @@ class Hub:
         return neighbor.port
 
     def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
-        """Both HELLOs are there and hold: return the router's side, after taking down an older one. Raises Refused: the older stays.
+        """Bring a connection up after both HELLOs, and return the router's object. Raises Refused if an older one stays.
 
-        Of connections dialled by the same side the newer wins, of both sides' dials that of the lower relay id.
+        If the same side dialled both connections, the newer one stays. If each side dialled one, the one dialled by the
+        relay with the lower id stays. The other is taken down.
         """
         self._check_hello(port, hello)
         older = self._port_of(hello.relay_id)
@@ -210,13 +212,13 @@ class Hub:
         neighbor = self._up(port, hello)
         neighbor.address = port.address
         self._dialler.up(hello.relay_id)
-        told = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.log_fields()}
-        log.info("%s.up", self.kind, extra={"fields": told})
+        shown = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.log_fields()}
+        log.info("%s.up", self.kind, extra={"fields": shown})
         self.changed()
         return neighbor
 
     def lost(self, port: LinkPort, neighbor: Neighbor, relay_id: bytes, lived_s: float) -> None:
-        """A connection that was up ended."""
+        """Handle the end of a connection that was up."""
         self._down(neighbor)
         fields = {"peer": relay_id.hex(), "address": port.address, "reason": port.reason}
         log.info("%s.down", self.kind, extra={"fields": fields})
@@ -227,14 +229,14 @@ class Hub:
     # -- dialling --------------------------------------------------------------------------------------------
 
     async def _try(self, address: Address, make: Callable[[int], LinkPort]) -> Outcome:
-        """Dial a numeric address; `make` gives the port of a connection that was begun at a time (us)."""
+        """Dial a numeric address. `make(dial_us)` returns the port for a connection begun at that time."""
         port = None
         try:
             family, _, _, _, sockaddr = socket.getaddrinfo(
                 *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )[0]
             connection = socket.socket(family, socket.SOCK_STREAM)
-        except (OSError, ValueError) as err:  # ValueError: what cannot be a host's name
+        except (OSError, ValueError) as err:  # ValueError: the host cannot be encoded as a name
             return Outcome(f"{show(*address)}: {getattr(err, 'strerror', None) or err}")
         try:
             prepare(connection, far=self.far)
@@ -249,7 +251,7 @@ class Hub:
                 return await port.outcome
         except TimeoutError:
             if port is not None:
-                port.refuse(Refused("timeout", f"no link within {HELLO_S:g} s"))
+                port.refuse(Refused("timeout", f"TLS and HELLO took over {HELLO_S:g} s"))
             return Outcome(f"{show(*address)}: no answer")
         except OSError as err:
             return Outcome(f"{show(*address)}: {err.strerror or err}")
@@ -262,12 +264,12 @@ class Hub:
     # -- the end, and reports --------------------------------------------------------------------------------
 
     async def stop_dialling(self) -> None:
-        """Dial no more. Idempotent."""
+        """Stop dialling. Idempotent."""
         self._stopping = True
         await self._dialler.stop()
 
     async def close(self, bound_s: float = FINISH_S) -> None:
-        """Say goodbye on every connection, write what is queued within `bound_s`, and end. Idempotent; cancelled, it ends at once."""
+        """Send BYE on every connection, write what is queued within `bound_s`, and close. Idempotent; if cancelled, close at once."""
         self.stop_listening()
         self._stopping = True
         try:
@@ -288,22 +290,22 @@ class Hub:
         await asyncio.sleep(0)
 
     def end(self) -> None:
-        """End every connection now, those that are being accepted included. Idempotent."""
+        """Close every connection at once, those being accepted included. Idempotent."""
         self._acceptor.cancel()
         for port in list(self.ports):
             port.abort("the relay stopped")
 
     @property
     def idle(self) -> bool:
-        """Nothing waits to be written, and nothing that came or went over a connection has still to end."""
+        """Whether nothing waits to be written and no call or tunnel over a connection is unfinished."""
         return not any(port.unwritten_bytes or _busy(port.link) for port in self.ports)
 
     @property
     def up(self) -> Sequence[LinkPort]:
-        """The connections that are no strangers'."""
+        """The connections that are up."""
         return [port for port in self.ports if port.link is not None]
 
 
 def _busy(neighbor: Neighbor | None) -> bool:
-    """Whether calls or tunnels pass over a connection, from here or in transit."""
+    """Return whether calls or tunnels use a connection, local ones or those in transit."""
     return neighbor is not None and bool(neighbor.in_flight or neighbor.pending or neighbor.tunnels)

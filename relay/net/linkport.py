@@ -1,4 +1,4 @@
-"""A link's connection: TLS, both HELLOs, and the port that long frames share with short ones."""
+"""The connection of a link: TLS, both HELLOs, and the port for frames."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ from relay.net.tls import LINK_ALPN, TLS_REASONS, check_alpn, peer_relay_id
 log = logging.getLogger(__name__)
 
 FINISH_S: Final = 2.0
-"""What a link that ends has queued is written within this, or not at all."""
+"""Time limit for writing what a link that ends has queued; the rest is dropped."""
 FIRST_LIMIT_BYTES: Final = 64 << 10
 HIGH_WATER_BYTES: Final = 256 << 10
 PORTION_BYTES: Final = 1024
-"""Frames of `WEIGHTY_KINDS` that a connection is heard for at once. What came behind them waits for `PORTION_S`, so that a burst
-holds nobody else up for long. Each further portion is larger than the one before: a long burst takes little longer."""
+"""Size of a portion: bytes of frames of `WEIGHTY_KINDS` that are handled at once for one connection. Frames behind a
+portion wait for `PORTION_S`, so that a burst does not hold up other connections. Each further portion is larger, so
+that a long burst takes only a little longer."""
 PORTION_S: Final = 0.001
 PORTION_FRAME_BYTES: Final = 64
-"""What such a frame counts for besides its length."""
+"""Bytes that such a frame counts for in addition to its length."""
 
 _LOOPBACK: Final = ("127.", "[::1]")
 
 
 class Refused(PeerProtocolError):
-    """A connection does not become a link; `reason` is what it is counted as."""
+    """A connection must not become a link; `reason` is the key under which it is counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -60,7 +61,7 @@ class Refused(PeerProtocolError):
 
 
 class Dialling(Protocol):
-    """As whom a connection is dialled; see `relay.net.tls`."""
+    """The credentials of a dialled connection; see `relay.net.tls`."""
 
     @property
     def server_name(self) -> str: ...
@@ -69,7 +70,7 @@ class Dialling(Protocol):
 
 
 class Owner(Protocol):
-    """Who holds all connections of one kind: what a port of them asks and tells it. See `relay.net.hub.Hub`."""
+    """The hub of a port; see `relay.net.hub.Hub`."""
 
     driver: Driver
     config: RelayConfig
@@ -89,12 +90,12 @@ class Owner(Protocol):
 
 
 def _no_network(context: ssl.SSLContext) -> bytes:
-    """The connection is not one of a network."""
+    """Return no fingerprint: WAN connections do not belong to a network."""
     return b""
 
 
 class LinkPort(LongFramePort):
-    """One connection to a relay, or to a stranger. Implements `relay.core.ports.Port` once it is a link."""
+    """One connection to a relay or a stranger. Implements `relay.core.ports.Port` once it is a link."""
 
     high_water_bytes = HIGH_WATER_BYTES
     alpn: ClassVar[str] = LINK_ALPN
@@ -109,25 +110,26 @@ class LinkPort(LongFramePort):
         dial_us: int = 0,
         network_of: Callable[[ssl.SSLContext], bytes] = _no_network,
     ) -> None:
-        """Accept under `context`, or dial with `credentials`, begun at `dial_us`.
+        """Accept with `context`, or dial with `credentials`; the dial began at `dial_us`.
 
-        `network_of` names the network that the handshake of an accepted connection picked; raises Refused.
+        `network_of` returns the fingerprint of the network that the handshake of an accepted connection selected, or
+        raises Refused.
         """
         super().__init__(hub.driver, hub.config)
         self.address = address
         self.dialled = credentials is not None
         self.dial_us = dial_us
-        """When the dialler dialled, by its clock."""
+        """When the dialling side dialled, by its clock."""
         self.fingerprint = credentials.fingerprint if credentials is not None else b""
-        """Of the key that the other side's certificate is under."""
+        """Fingerprint of the key that signed the peer's certificate."""
         self.relay_id = b""
-        """Whose it is, by that certificate."""
+        """The peer's relay id, from that certificate."""
         self.link: Neighbor | None = None
         self.reason = ""
-        """Why it ended."""
+        """Why the connection ended; empty until then."""
         self.made = False
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        """Of a dial."""
+        """Result of a dial."""
         self.in_frames = self.in_bytes = 0
         self._hub = hub
         self._network_of = network_of
@@ -136,24 +138,24 @@ class LinkPort(LongFramePort):
         self._secured: Secured
         self._handshaking = True
         self._broken = False
-        """TLS has failed: nothing can be written any more."""
+        """Whether TLS has failed, so that nothing can be written any more."""
         self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self._entry: Callable[[memoryview, int, int], None]
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
         self._portion_used = 0
-        """Of this portion."""
+        """Bytes of the present portion that were handled."""
         self._portion_bytes = PORTION_BYTES
         self._deferred: deque[memoryview] = deque()
-        """Frames behind the portion, of one fill of the receive buffer: meanwhile nothing is read."""
+        """Frames behind the present portion: at most one receive buffer, because nothing is read meanwhile."""
         self._deferred_handler: Callable[[memoryview, int, int], None] | None = None
-        """What is to hear frames that are held, meanwhile."""
+        """The handler of deferred frames while frames are deferred, else None."""
         self._portion_timer: asyncio.TimerHandle | None = None
         self._up_s = 0.0
         self._finish_timer: asyncio.TimerHandle | None = None
 
     @property
     def ended(self) -> bool:
-        """Nothing more comes of it."""
+        """Whether the connection is closed or closing."""
         return self._closed or self._finishing
 
     # -- asyncio ---------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class LinkPort(LongFramePort):
         super().connection_made(transport)
         if not self.dialled:
             self.made = True
-        if self._closed:  # given up meanwhile
+        if self._closed:  # aborted before it was made
             if self.made:
                 self._transport.abort()
             return
@@ -174,7 +176,7 @@ class LinkPort(LongFramePort):
             self._hub.half_open(self)
 
     def begin(self) -> None:
-        """Go on with a dial, whose transport has taken the socket over by now: uvloop would close one twice that ends before."""
+        """Continue a dial once its transport owns the socket. (uvloop would close the socket twice if the dial ended before.)"""
         self.made = True
         if self._closed:
             self._transport.abort()
@@ -190,7 +192,7 @@ class LinkPort(LongFramePort):
         self._router.now_us = time.monotonic_ns() // 1000
         self.in_bytes += nbytes
         if self.link is not None and self.link.pulse is not None:
-            # Part of a frame is a sign of life, too.
+            # Part of a frame shows, too, that the peer is alive.
             self.link.pulse.last_us = self._router.now_us
         self._portion_used = 0
         try:
@@ -205,7 +207,7 @@ class LinkPort(LongFramePort):
         except ssl.SSLError as err:
             self._broken = True
             self.refuse(Refused(self._tls_reason(err.reason or ""), err.reason or str(err)))
-        except Exception:  # a fault of ours costs this link, and nobody else theirs
+        except Exception:  # an internal error must cost this link only
             fields = {"address": self.address}
             log.exception("%s.fault", self._hub.kind, extra={"fields": fields})
             self.abort("internal error")
@@ -213,11 +215,11 @@ class LinkPort(LongFramePort):
             self._driver.settle()
 
     def eof_received(self) -> bool:
-        self.reason = self.reason or "the other side closed the connection"
+        self.reason = self.reason or "the peer closed the connection"
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.reason = self.reason or (f"the connection broke: {exc}" if exc else "closed")
+        self.reason = self.reason or (f"the connection was lost: {exc}" if exc else "closed")
         self._hub.ports.discard(self)
         if self._finish_timer is not None:
             self._finish_timer.cancel()
@@ -235,7 +237,7 @@ class LinkPort(LongFramePort):
     # -- becoming a link -------------------------------------------------------------------------------------
 
     def _continue_handshake(self) -> bool:
-        """Go on with TLS; once it is done, greet. Raises Refused."""
+        """Continue the TLS handshake; when it is done, send HELLO. Raises Refused."""
         if self.in_bytes > FIRST_LIMIT_BYTES:
             raise Refused("too long a handshake")
         if not self._secured.handshake():
@@ -255,7 +257,7 @@ class LinkPort(LongFramePort):
         return True
 
     def _identify(self, tls: ssl.SSLObject) -> None:
-        """Take from the certificate that TLS verified whose it is. Raises Refused."""
+        """Take the peer's relay id from the certificate that TLS verified. Raises Refused."""
         try:
             self.relay_id = peer_relay_id(tls)
         except PeerProtocolError as err:
@@ -264,31 +266,36 @@ class LinkPort(LongFramePort):
             self.fingerprint = self._network_of(tls.context)
 
     def _tls_reason(self, error: str) -> str:
-        """Return what a failure of TLS is counted as, by OpenSSL's name for it."""
+        """Return the refusal reason for OpenSSL's name of a TLS error."""
         return TLS_REASONS.get(error, "TLS failure")
 
     def _hello(self) -> frames.LinkHello:
-        """Return our greeting."""
+        """Return the HELLO to send."""
         return self._router.hello(self.dial_us)
 
     def _greeting(self, buf: memoryview, start: int, end: int) -> None:
-        """The first frame: HELLO, or why there is none."""
+        """Handle the first frame: HELLO, or ERROR with the reason for refusing."""
         body = decode_control(buf, start, end)
         if isinstance(body, frames.Error):
             if body.detail == LINKED:
                 raise Refused(LINKED)
             raise Refused("refused by the other relay", printable(body.detail))
         if not isinstance(body, frames.LinkHello):
-            raise PeerProtocolError(f"{type(body).__name__} before HELLO")
+            raise PeerProtocolError(
+                f"{type(body).__name__} before HELLO; the first frame must be HELLO or ERROR"
+            )
         if body.version != PROTOCOL_VERSION:
             raise Refused(
                 "protocol version",
                 f"you speak version {body.version}, this relay speaks {PROTOCOL_VERSION}",
             )
         if body.relay_id != self.relay_id:
-            raise Refused("another relay's id", "the certificate is of another relay")
+            raise Refused(
+                "another relay's id",
+                f"HELLO has the id of another relay than the certificate: {body.relay_id.hex()}",
+            )
         if bool(body.dial_us) == self.dialled:
-            raise PeerProtocolError("both sides dialled, or neither")
+            raise PeerProtocolError("both sides dialled, or neither, according to HELLO")
         if not self.dialled:
             self.dial_us = body.dial_us
         self.link = link = self._hub.greeted(self, self._checked_hello(body))
@@ -302,9 +309,9 @@ class LinkPort(LongFramePort):
         self._settle_dial(Outcome(UP, self.relay_id))
 
     def _checked_hello(self, hello: frames.LinkHello) -> frames.LinkHello:
-        """Return what the router is told of a greeting that holds. Raises Refused.
+        """Return a valid HELLO as the router gets it. Raises Refused.
 
-        The address that we see is added to those that the relay gives: it is the one that is known to work.
+        The address at which the peer is seen is put before the addresses that it names: it is the one known to work.
         """
         if not hello.addresses:
             return hello
@@ -313,14 +320,14 @@ class LinkPort(LongFramePort):
         if seen in hello.addresses or "%" in seen:
             return hello
         local = self.address.startswith(_LOOPBACK)
-        # A relay that has not looked at its addresses yet gives loopback, which is another relay's to others.
+        # A relay that has not read its addresses yet names loopback, which is a different host for its peers.
         others = [one for one in hello.addresses if local or not one.startswith(_LOOPBACK)]
         others = others[: MAX_ADDRESSES - 1]
         addresses = [*others, seen] if local else [seen, *others]
         return msgspec.structs.replace(hello, addresses=addresses)
 
     def refuse(self, why: Refused) -> None:
-        """End a connection that is no link, and count why. What is only one too many is neither counted nor a warning."""
+        """Close a connection that is not a link, and count the reason. A superfluous one is neither counted nor a warning."""
         if self._closed or self._finishing:
             return
         if self.link is not None:
@@ -335,10 +342,10 @@ class LinkPort(LongFramePort):
         self._settle_dial(Outcome(why.reason, self.relay_id or None))
         self._hub.no_longer_half_open(self)
         if not self.made:
-            self._closed = True  # its connection is closed as soon as it is made
+            self._closed = True  # the connection is closed as soon as it is made
             return
         if not (self._handshaking or self._broken):
-            # No BYE: the other side may hold this one as its link, and must not think that this relay stops.
+            # Not BYE: the peer may regard this connection as its link and would conclude that this relay stops.
             self._put(encode_control(frames.Error(str(why)[:1024])), 0, None)
         self.finish()
         self._driver.settle()
@@ -362,12 +369,12 @@ class LinkPort(LongFramePort):
                 reader.on_frame, self._deferred_handler = (
                     self._deferred_handler,
                     None,
-                )  # nothing came behind the portion
+                )  # nothing is behind the portion
             if got < len(buffer) or self._closed or self._finishing:
                 break
-            self._driver.settle()  # what was forwarded lies in the buffer that is filled next
+            self._driver.settle()  # forwarded frames are in the buffer that is filled next
         if got < 0 and not self._closed:
-            self.abort("the other side closed the connection")
+            self.abort("the peer closed the connection")
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
         self.in_frames += 1
@@ -380,7 +387,7 @@ class LinkPort(LongFramePort):
         self._entry(buf, start, end)
 
     def _count_portion(self, size: int) -> None:
-        """A frame about interest or addresses was taken."""
+        """Count a frame about interest or addresses; at the end of the portion, defer the frames behind it."""
         self._portion_used += size + PORTION_FRAME_BYTES
         if (
             self._portion_used >= self._portion_bytes
@@ -390,17 +397,17 @@ class LinkPort(LongFramePort):
             self._deferred_handler, self._reader.on_frame = self._reader.on_frame, self._defer
 
     def _defer(self, buf: memoryview, start: int, end: int) -> None:
-        """It came behind the end of a portion."""
+        """Defer a frame that is behind the end of a portion."""
         self._deferred.append(memoryview(bytearray(buf[start:end])))
 
     def _pause_portions(self) -> None:
-        """Others are heard before the next portion, which begins as if nothing had come."""
+        """Let other connections be handled before the next portion."""
         self._portion_timer = asyncio.get_running_loop().call_later(
             PORTION_S, self.buffer_updated, 0
         )
 
     def _read_deferred(self) -> bool:
-        """Hear what is held, up to the end of a portion. Returns whether that was all."""
+        """Handle deferred frames, up to the end of a portion. Return whether none are left."""
         hears, later = self._deferred_handler, self._deferred
         assert hears is not None
         while later:
@@ -426,25 +433,25 @@ class LinkPort(LongFramePort):
         self._deferred.clear()
         if self._portion_timer is not None:
             self._portion_timer.cancel()
-            self._resume_reading()  # closed with something unread, it would take back what was written last
+            self._resume_reading()  # closing with unread bytes would discard what was written last
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
-        """Nothing counts any more."""
+        """Ignore a frame: the connection ends."""
 
     # -- Port ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        self.reason = self.reason or "the other relay said goodbye"
+        self.reason = self.reason or "the peer stops (BYE)"
         self._stop_reading()
         super().finish()
         if self._finish_timer is None:
             loop = asyncio.get_running_loop()
             self._finish_timer = loop.call_later(
-                FINISH_S, self.abort, "it does not read what it was sent last"
+                FINISH_S, self.abort, "the peer does not read the last frames"
             )
 
     def leave(self, reason: str, *, goodbye: bool = True) -> None:
-        """Close once all is written, with a `goodbye` if this relay stops; what is no link yet closes at once."""
+        """Close when all is written, with BYE if `goodbye` (this relay stops). A connection that is not a link closes at once."""
         if self._closed or self._finishing:
             return
         if self.link is None:
@@ -468,11 +475,11 @@ class LinkPort(LongFramePort):
                 self._transport.abort()
 
     def log_fields(self) -> dict[str, object]:
-        """Return what the log says of it when it is up."""
+        """Return the log fields of a connection that is up."""
         return {"address": self.address, "dialled": self.dialled}
 
     def status(self) -> dict[str, object]:
-        """Return what the link does, ready for JSON."""
+        """Return the state of the link, ready for JSON."""
         return {
             "address": self.address,
             "dialled": self.dialled,
@@ -503,7 +510,7 @@ class LinkPort(LongFramePort):
     # -- faults ----------------------------------------------------------------------------------------------
 
     def _link_ended(self) -> None:
-        """It is a link no more: the router hears of it, and whoever dials."""
+        """Notify the router and the dialler that this is not a link any more."""
         self._hub.no_longer_half_open(self)
         self._settle_dial(Outcome(self.reason, self.relay_id or None))
         link = self.link
@@ -516,7 +523,7 @@ class LinkPort(LongFramePort):
             self.outcome.set_result(outcome)
 
     def _protocol_error(self, err: PeerProtocolError) -> None:
-        """Tell the other side which rule it broke, and end the connection; nobody else notices."""
+        """Send the peer the rule that it broke, and close the connection. Other connections are not affected."""
         if self.link is None:
             self.refuse(err if isinstance(err, Refused) else Refused("protocol error", str(err)))
             return

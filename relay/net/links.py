@@ -1,4 +1,4 @@
-"""Links to the other relays of the networks that this one has a key of; what they do as connections is in `relay.net.hub`."""
+"""Links to the other relays of this relay's networks. Their base, for links and WAN connections, is `relay.net.hub`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class LinkHub(Hub):
     def __init__(self, driver: Driver, config: RelayConfig) -> None:
         super().__init__(driver, config)
         self.credentials: list[Credentials] = []
-        """Of the networks served; changed in place when keys rotate."""
+        """Credentials of the networks served; the list is changed in place when keys rotate."""
         self.reload(config.network_keys)
         self._context = link_server_context(self.credentials)
         self.router.mesh.introduced = self.introduced
 
     def listen(self) -> None:
-        """Bind and accept. Raises ConfigError; nothing is left behind then."""
+        """Bind and accept. Raises ConfigError, and then leaves nothing bound."""
         self._listen(bind(self.config))
 
     @property
@@ -68,17 +68,17 @@ class LinkHub(Hub):
     # -- dialling --------------------------------------------------------------------------------------------
 
     def sighted(self, seen: Seen) -> None:
-        """Discovery saw a relay, or saw it go."""
+        """Dial a relay that discovery reported, or stop dialling one that left."""
         if seen.networks and not any(c.fingerprint in seen.networks for c in self.credentials):
-            return  # another network's
+            return  # it is in another network
         self._dialler.sighted(seen)
 
     def introduced(self, relay_id: bytes, addresses: Sequence[str]) -> None:
-        """A peer told of another relay. Only numeric addresses count: a peer does not make us resolve names."""
+        """Dial a relay that a peer introduced. Only numeric addresses are used, so that a peer cannot make this relay resolve names."""
         self._dialler.introduced(relay_id, list(parse_addresses(addresses[:MAX_ADDRESSES])))
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
-        outcome = Outcome("none of our networks")
+        outcome = Outcome("it is in none of this relay's networks")
         # The network that it was linked under last comes first.
         for credentials in sorted(self.credentials, key=lambda c: c.fingerprint != target.network):
             if target.networks and credentials.fingerprint not in target.networks:
@@ -99,9 +99,9 @@ class LinkHub(Hub):
     # -- keys ------------------------------------------------------------------------------------------------
 
     def reload(self, keys: Sequence[NetworkKey]) -> None:
-        """Serve exactly these networks from now on: links made under another are closed, and their relays dialled again."""
+        """Serve exactly these networks from now on: links of other networks are closed, and their relays dialled again."""
         before = {credentials.fingerprint: credentials for credentials in self.credentials}
-        # In place: the accepting context looks at this list in each handshake.
+        # In place, because the accepting context reads this list in each handshake.
         self.credentials[:] = [
             before.get(key.fingerprint) or Credentials(key, self.router.relay_id) for key in keys
         ]
@@ -112,11 +112,11 @@ class LinkHub(Hub):
             )
         for port in list(self.ports):
             if port.fingerprint and port.fingerprint not in after:
-                # No goodbye: the other relay stays, and what it knows of us holds until it is linked again.
+                # Without BYE: this relay does not stop, and the peer keeps its replica until they are linked again.
                 port.leave("its network key was removed", goodbye=False)
 
     def fingerprint_of(self, context: ssl.SSLContext) -> bytes:
-        """Return the network that the handshake of an accepted connection picked."""
+        """Return the fingerprint of the network that the handshake of an accepted connection selected. Raises Refused."""
         for credentials in self.credentials:
             if credentials.accepting is context:
                 return credentials.fingerprint
@@ -124,7 +124,7 @@ class LinkHub(Hub):
 
     @property
     def fingerprints(self) -> tuple[bytes, ...]:
-        """The networks served."""
+        """Fingerprints of the networks served."""
         return tuple(credentials.fingerprint for credentials in self.credentials)
 
     def status(self) -> dict[str, object]:

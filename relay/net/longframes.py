@@ -1,4 +1,4 @@
-"""A port whose long frames go in pieces, so that short ones may overtake them."""
+"""A port that sends long frames in pieces, so that short ones can overtake them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from relay.net.fragments import PIECE_BYTES, WHOLE_BYTES, Lanes
 from relay.net.ports import CONTROL_LIMIT_BYTES, ConnectionPort, Driver
 
 BULK_TURN_BYTES: Final = 2 * PIECE_BYTES
-"""Pieces of long frames that a link is given per turn of the loop."""
+"""Bytes of long frames written to a link per turn of the loop."""
 
 
 class LongFramePort(ConnectionPort):
-    """A connection between relays, as far as frames out are concerned."""
+    """The sending side of a connection between relays."""
 
     def __init__(self, driver: Driver, config: RelayConfig) -> None:
         super().__init__(driver, config)
         self.out_frames = 0
         self._longest_bytes = self._whole_bytes = WHOLE_BYTES
-        """Longest frame that the other relay takes, and that it gets in one piece."""
+        """Longest frame that the peer accepts, and longest that is sent in one piece."""
         self._lanes = Lanes()
         self._lane_bytes = 0
-        """Of the lanes, as counted in the relay's budget."""
+        """Bytes of the lanes that the relay's budget counts."""
         self._pumped = False
         self._refusing = False
 
@@ -47,7 +47,7 @@ class LongFramePort(ConnectionPort):
         return self._queued_bytes + self._lane_bytes
 
     def _count_lanes(self) -> None:
-        """What came to the lanes, or left them, is counted in the relay's budget."""
+        """Update the relay's budget with the change in the lanes' bytes."""
         change = self._lanes.bytes - self._lane_bytes
         self._lane_bytes += change
         if change > 0:
@@ -103,7 +103,7 @@ class LongFramePort(ConnectionPort):
             return
         self._count_lanes()
         if self._lanes.bytes > self._limit_bytes + CONTROL_LIMIT_BYTES:
-            self.abort("it does not read what it is told")
+            self.abort("it does not read its control frames")
 
     @property
     def held_messages(self) -> int:
@@ -118,7 +118,7 @@ class LongFramePort(ConnectionPort):
         return self._queued_bytes + self._lanes.bytes - self._tunnel_bytes + run_bytes
 
     def _lane(self, buf: memoryview | bytes, start: int, end: int) -> int:
-        """Return the alias of a frame that is long or stays behind a long one; -1: it goes as it comes."""
+        """Return the alias of a frame that is long or must stay behind a long one; -1: send it at once."""
         if buf[start + KIND_AT] in TUNNEL_KINDS:
             return -1
         alias: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
@@ -141,7 +141,7 @@ class LongFramePort(ConnectionPort):
             self._pump()
 
     def _pump(self) -> None:
-        """Write what a turn of the loop may take of long frames, after everything that may overtake them."""
+        """Write one turn's share of long frames, after everything that may overtake them."""
         if self._paused or self._queue or self._pumped:
             return
         self._take_run()

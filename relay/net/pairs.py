@@ -1,4 +1,4 @@
-"""Socket pairs for tunnels, and how a session gets its end: once, by a token, on a connection of its own."""
+"""Socket pairs for direct tunnels. A session fetches its end once, with a token, on a separate connection."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 
 TOKEN_BYTES: Final = 16
 BUFFER_BYTES: Final = 208 << 10
-"""SO_SNDBUF of each end: three records of 64 KiB are under way."""
+"""SO_SNDBUF of each end: room for three records of 64 KiB in flight."""
 
 
 class SocketPair:
-    """A pair, and this relay's duplicates of both ends. Implements `relay.core.direct.Pair`."""
+    """A socket pair: this relay's copies of both ends, and their tokens. Implements `relay.core.direct.Pair`."""
 
     __slots__ = ("_pairs", "ends", "tokens")
 
@@ -31,11 +31,11 @@ class SocketPair:
 
 
 class Pairs:
-    """Makes pairs, and knows the tokens that were not used yet. Implements `relay.core.direct.PairMaker`."""
+    """Makes socket pairs and holds the unused tokens. Implements `relay.core.direct.PairMaker`."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, tuple[socket.socket, str]] = {}
-        """Token -> the end that it stands for, and the user who may have it."""
+        """Unused tokens: token -> (end of a pair, user that may fetch it)."""
 
     def make(self, opener: str, member: str) -> SocketPair | None:
         try:
@@ -50,7 +50,7 @@ class Pairs:
         return pair
 
     def take(self, token: bytes, user: str) -> socket.socket | None:
-        """Return the end that a token of this user stands for, once; it stays ours to close."""
+        """Return the end for a token of this user, once; the pair still owns it and closes it."""
         end, owner = self._waiting.get(token, (None, ""))
         if end is None or owner != user:
             return None
@@ -58,16 +58,16 @@ class Pairs:
         return end
 
     def forget(self, token: bytes) -> None:
-        """Whoever comes with this token comes too late."""
+        """Make a token invalid. Idempotent."""
         self._waiting.pop(token, None)
 
     @property
     def waiting(self) -> int:
-        """Tokens that were not used."""
+        """Number of unused tokens."""
         return len(self._waiting)
 
 
 def hand_over(descriptor: int, end: socket.socket) -> None:
-    """Send one byte with `end` over the connection of `descriptor`, on which nothing was written yet; raises OSError."""
+    """Send one byte and `end` over the connection `descriptor`, which nothing was written to yet; raises OSError."""
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         socket.send_fds(connection, [b"\0"], [end.fileno()])

@@ -1,7 +1,8 @@
-"""What sessions and links share: one relay's event loop around its router, and connections that never wait.
+"""The base of sessions and links: the driver that calls the router, TLS without waiting, and the port of a connection.
 
-Every port of a relay belongs to one `Driver`: they share a receive buffer, and a batch of frames from one connection ends with
-writing whatever it put on the way to any other, runs of frames to one port as one slice.
+All ports of a relay belong to one `Driver` and share its receive buffer. Frames are handled in batches, one batch for
+each read of a connection. At the end of a batch everything it put into other ports is written; consecutive frames to
+one port are written as one slice of the receive buffer, without copying.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from relay.core.router import Router
 log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES: Final = 1 << 20
-"""Write buffer of a connection beyond which a port queues itself, so that it can count and refuse."""
+"""Size of a connection's write buffer beyond which frames are queued in the port, where they are counted and refused."""
 CONTROL_LIMIT_BYTES: Final = 64 << 20
 FAULT_PAUSE_US: Final = 200_000
-"""After a fault of ours the router is called no sooner than this."""
+"""Pause before the router is called again after an internal error."""
 _RECORD_BYTES: Final = 16 << 10
-"""Most that one TLS record carries."""
+"""Most bytes that one TLS record carries."""
 
 
 class Driver:
-    """One router's clock and turn: the receive buffer, the ports that have something to write, the timer."""
+    """Drives one router: holds the receive buffer, the ports with something to write, and the timer."""
 
     __slots__ = ("_loop", "_pause_us", "_timer", "_timer_us", "budget", "buffer", "dirty", "router")
 
     def __init__(self, router: Router, queue_bytes: int = QUEUE_BYTES) -> None:
-        """`queue_bytes` may wait at all ports together."""
+        """`queue_bytes` is the most that may wait at all ports together."""
         self.router = router
         self.budget = Budget(queue_bytes)
         self.buffer = ReceiveBuffer()
@@ -49,27 +50,27 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = NEVER_US
         self._pause_us = 0
-        """The router is not called before this."""
+        """Time before which the timer does not call the router."""
 
     def turn(self) -> None:
-        """Tell the router the time."""
+        """Set the router's clock."""
         self.router.now_us = time.monotonic_ns() // 1000
 
     def settle(self) -> None:
-        """Write what the last batch put on the way, and see to it that the router is called when it wants to be."""
+        """Write what the last batch put into ports, and set the timer for the router's next deadline."""
         while self.dirty:
             dirty, self.dirty = self.dirty, []
             for port in dirty:
                 try:
                     port.flush()
-                except Exception:  # a fault of ours costs this port, and nobody else theirs
+                except Exception:  # an internal error must cost this port only
                     log.exception("port.fault")
                     port.abort("internal error")
         if self.router.deadline_us < self._timer_us:
             self._arm()
 
     def close(self) -> None:
-        """Call the router no more. Idempotent; the next `settle` starts the timer again."""
+        """Stop the timer. Idempotent; the next `settle` starts it again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -82,7 +83,7 @@ class Driver:
             self._loop = asyncio.get_running_loop()
         self._timer_us = max(self.router.deadline_us, self._pause_us)
         delay_s = max(0.0, self._timer_us / 1e6 - time.monotonic())
-        # Event loops round to a millisecond: not too early, or it would have to be called again.
+        # Event loops round to a millisecond. A call too early would have to be repeated.
         self._timer = self._loop.call_later(delay_s + 0.0005, self._expire)
 
     def _expire(self) -> None:
@@ -91,17 +92,17 @@ class Driver:
         self.turn()
         try:
             self.router.expire()
-        except Exception:  # what is due stays due: sessions and links go on, and it is tried again
+        except Exception:  # what is due stays due and is tried again; sessions and links continue
             log.exception("router.fault")
             self._pause_us = self.router.now_us + FAULT_PAUSE_US
         self.settle()
 
 
 class Secured:
-    """TLS between a port and its socket. What it is given to write leaves encrypted, at once, as a session's does.
+    """TLS between a port and its socket. Writes are encrypted and passed on at once.
 
-    Not the event loop's own TLS: a port that sees each step can bound what a stranger makes it hold, say why a
-    handshake failed, and write without waiting for the end of the loop's turn.
+    The event loop's own TLS is not used: a port that sees each step can bound what a stranger makes it hold, report why
+    a handshake failed, and write without waiting for the end of the loop's turn.
     """
 
     __slots__ = ("_incoming", "_outgoing", "_writer", "out_bytes", "tls")
@@ -114,7 +115,7 @@ class Secured:
         self._outgoing = ssl.MemoryBIO()
         self._writer = Writer(transport)
         self.out_bytes = 0
-        """Written so far, encrypted."""
+        """Encrypted bytes written so far."""
         self.tls = context.wrap_bio(
             self._incoming,
             self._outgoing,
@@ -123,11 +124,11 @@ class Secured:
         )
 
     def received(self, data: memoryview) -> None:
-        """Take encrypted bytes; they are copied."""
+        """Add received, encrypted bytes; they are copied."""
         self._incoming.write(data)
 
     def handshake(self) -> bool:
-        """Go on with the handshake; whether it is done. Raises ssl.SSLError; what the peer should see of it is written."""
+        """Continue the handshake; return whether it is done. Raises ssl.SSLError, after the alert for the peer is written."""
         try:
             self.tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -137,7 +138,7 @@ class Secured:
         return True
 
     def read_into(self, buffer: memoryview) -> int:
-        """Fill `buffer` with what has come; return how much that is. Fewer bytes than fit: there is no more. -1: the end."""
+        """Fill `buffer` with decrypted bytes and return their number: fewer than fit if there are no more, -1 at the end."""
         filled = 0
         read = self.tls.read
         incoming = self._incoming
@@ -157,9 +158,9 @@ class Secured:
         return filled
 
     def write(self, chunks: Sequence[bytes | memoryview], size: int) -> None:
-        """Write `chunks`, `size` bytes together, in order. They are borrowed."""
+        """Write `chunks`, `size` bytes together, in order. The caller keeps their memory."""
         if len(chunks) > 1 and size < _RECORD_BYTES * len(chunks):
-            chunks = [b"".join(chunks)]  # a record each would cost more
+            chunks = [b"".join(chunks)]  # one record for each would cost more
         write = self.tls.write
         for chunk in chunks:
             sent = write(chunk)
@@ -177,9 +178,9 @@ class Secured:
 
 
 class ConnectionPort(asyncio.BufferedProtocol):
-    """One connection as `relay.core.ports.Port`: a queue within its bounds, and writes that are settled by the batch.
+    """One connection as a `relay.core.ports.Port`: a bounded queue, and writes at the end of each batch.
 
-    Who derives from it says what happens when bytes come, sets `_transport` and `_writer`, and ends the connection.
+    A subclass handles received bytes, sets `_transport` and `_writer`, and ends the connection.
     """
 
     high_water_bytes = HIGH_WATER_BYTES
@@ -208,31 +209,33 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._limit_bytes = config.port_queue_bytes
         self._tunnel_limit_bytes = config.tunnel_share_bytes
         self._room_bytes = self._limit_bytes // 2
-        """With so little waiting there is room again after a refusal."""
+        """Queued bytes at or below which the port has room again after a refusal."""
 
     def abort(self, reason: str) -> None:
-        """Close now; `reason` is for our log."""
+        """Close at once; `reason` is for the log."""
         raise NotImplementedError
 
     def _has_room_again(self) -> None:
-        """Tell the router."""
+        """Notify the router that this port has room again."""
         raise NotImplementedError
 
     def _neighbor(self) -> Neighbor | None:
-        """Whose connection it is, as the router knows it."""
+        """Return the router's object for this connection, if there is one."""
         raise NotImplementedError
 
     def _done(self) -> bool:
-        """Whether all that was taken is with the connection."""
+        """Return whether nothing is queued here any more."""
         return not self._queue
 
     def _control_waits(self) -> None:
-        """More control frames than before wait for a peer that does not read."""
+        """Handle a growing queue of control frames for a peer that does not read. A subclass may pause reading."""
 
     # -- asyncio ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transports have no common base class
         high = self.high_water_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
 
@@ -251,9 +254,9 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._driver.settle()
 
     def _lost(self, cause: str) -> None:
-        """The connection is gone: what was taken and not written is dropped as `cause`."""
+        """Drop what is queued, counted as `cause`: the connection is lost."""
         self._closed = True
-        if self._held:  # taken, counted as out, and never written
+        if self._held:  # counted as out, but never written
             self._router.accounts.out -= self._held
             self._router.accounts.drop(cause, self._held)
             self._held = 0
@@ -277,18 +280,18 @@ class ConnectionPort(asyncio.BufferedProtocol):
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that this port counts in the relay's budget."""
+        """Bytes of this port that the relay's budget counts."""
         return self._queued_bytes
 
     def _finds_room(self, size: int) -> bool:
-        """Whether the relay's budget, which is full, gets room for a frame here."""
+        """Return whether the relay's full budget can make room for a frame here."""
         if self._budget.make_room(self, size):
             return True
         self._room_bytes = min(self._room_bytes, self.waiting_bytes // 2)
         return False
 
     def shed(self, wanted_bytes: int) -> int:
-        """Drop about so many bytes of the newest publications that wait here; return how many bytes that frees."""
+        """Drop about `wanted_bytes` of the newest publications queued here; return how many bytes that frees."""
         neighbor = self._neighbor()
         if neighbor is None or self._closed:
             return 0
@@ -372,12 +375,12 @@ class ConnectionPort(asyncio.BufferedProtocol):
             return
         self._control_bytes += len(frame)
         if self._control_bytes > CONTROL_LIMIT_BYTES:
-            self.abort("it does not read its answers")
+            self.abort("it does not read its control frames")
         else:
             self._control_waits()
 
     def finish(self) -> None:
-        """Close once all that was taken is written."""
+        """Close when everything queued is written."""
         self._finishing = True
         if not self._dirty:
             self._dirty = True
@@ -396,20 +399,20 @@ class ConnectionPort(asyncio.BufferedProtocol):
 
     @property
     def unwritten_bytes(self) -> int:
-        """Bytes that this port or its connection holds."""
+        """Bytes held in this port and in its connection's write buffer."""
         return self._queued_bytes + self._transport.get_write_buffer_size()
 
     # -- writing ---------------------------------------------------------------------------------------------
 
     def _take_run(self) -> None:
-        """Copy the run out of the receive buffer."""
+        """Copy the current run of frames out of the receive buffer."""
         run = self._run
         if run is not None:
             self._run = None
             self._store(bytes(run[self._run_start : self._run_end]), self._run_count, None)
 
     def _put(self, frame: bytes, count: int, held: Held | None) -> None:
-        """Take an owned frame, behind the run."""
+        """Queue an owned frame behind the current run."""
         if self._run is not None:
             self._take_run()
         self._store(frame, count, held)
@@ -429,16 +432,16 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._chunks.append(data)
             self._chunk_bytes += len(data)
             if self._chunk_bytes > self.high_water_bytes:
-                self._write_chunks()  # the transport pauses, and the bounds count from here
+                self._write_chunks()  # now the transport pauses, and further frames count against the bounds
 
     def flush(self) -> None:
-        """Give the connection what the batch left here."""
+        """Write what the batch left here to the connection."""
         self._dirty = False
         run = self._run
         if run is not None:
             if self._chunks or self._queue or self._paused or self._closed:
                 self._take_run()
-            else:  # alone, it is written as it lies in the receive buffer
+            else:  # it is alone: write it from the receive buffer, without copying
                 self._run = None
                 self._write([run[self._run_start : self._run_end]])
         if self._closed:
@@ -481,7 +484,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _emptied(self) -> None:
-        """If nothing waits here, this port is none that others could take room from."""
+        """Remove this port from those with queued bytes, if nothing is queued any more."""
         if not self.waiting_bytes:
             self._budget.ended(self)
             neighbor = self._neighbor()
@@ -490,6 +493,6 @@ class ConnectionPort(asyncio.BufferedProtocol):
 
 
 def _control_bytes(entry: Entry) -> int:
-    """Return the length of what is queued, if it is control frames."""
+    """Return the length of a queue entry if it is a control frame, else 0."""
     data, count, held = entry
     return len(data) if count == 0 and held is None else 0

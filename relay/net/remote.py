@@ -1,6 +1,7 @@
-"""Sessions of processes on hosts without a relay: TCP, TLS 1.3, a certificate of the access authority, then a session as any.
+"""Accepts sessions of processes on hosts without a relay, over TCP and TLS 1.3 with a certificate of an access file.
 
-A connection is a stranger's until its handshake is done: `MAX_HALF_OPEN` at once, each for `HANDSHAKE_S`, the oldest gives way.
+A connection is a stranger's until its handshake is done. There are at most `MAX_HALF_OPEN` such connections, each for at
+most `HANDSHAKE_S`; when one more arrives, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ ACCEPT_PAUSE_S: Final = 0.001
 
 
 class RemoteListener:
-    """The TCP listeners for sessions. `credentials` is looked at in each handshake."""
+    """The TCP listeners for sessions. `credentials` is read in each handshake."""
 
     def __init__(self, hub: SessionHub, credentials: Sequence[Credentials]) -> None:
         self.addresses: list[tuple[str, int]] = []
-        """Where sessions are accepted."""
+        """(host, port) pairs at which sessions are accepted."""
         self.refusals: dict[str, int] = {}
         self._hub = hub
         self._credentials = credentials
@@ -46,12 +47,12 @@ class RemoteListener:
             self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
         )
         self._half_open: dict[asyncio.Task[None], str] = {}
-        """The oldest first -> address."""
+        """Connections in the handshake, the oldest first: task -> host."""
         self._quiet = Quiet()
         self._loop: asyncio.AbstractEventLoop
 
     def listen(self, addresses: Sequence[str]) -> None:
-        """Bind at every tls://host:port; `accept` is for the time to come. Raises ConfigError; nothing is left behind then."""
+        """Bind at every tls://host:port; call `accept` later. Raises ConfigError, and then leaves nothing bound."""
         self._loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             for text in addresses:
@@ -63,11 +64,11 @@ class RemoteListener:
             log.info("sessions.listening", extra={"fields": {"addresses": shown}})
 
     def accept(self) -> None:
-        """Take who comes, and who has come since `listen`."""
+        """Start to accept, beginning with connections that arrived since `listen`."""
         self._acceptor.listen(self._listeners)
 
     def stop_listening(self) -> None:
-        """Accept no more, and give up handshakes. Idempotent."""
+        """Stop accepting, and abort handshakes. Idempotent."""
         self._acceptor.stop()
         for listener in self._listeners:
             listener.close()
@@ -76,7 +77,7 @@ class RemoteListener:
             task.cancel()
 
     def keys_changed(self) -> None:
-        """End the sessions of networks that are served no more."""
+        """Close the sessions of networks that are not served any more."""
         served = [credentials.admitting for credentials in self._credentials]
         for port in list(self._hub.ports):
             if port.context is not None and port.context not in served:
@@ -116,7 +117,7 @@ class RemoteListener:
         for credentials in self._credentials:
             if credentials.admitting is context:
                 return credentials.channel
-        raise PeerProtocolError("the network key was removed")
+        raise PeerProtocolError("the network key of this connection was removed from the relay")
 
     def _refused(self, host: str, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
@@ -128,4 +129,4 @@ def _bind(text: str) -> socket.socket:
     try:
         return listen_at("listen", *parse_listen(text))
     except OSError as err:
-        raise ConfigError(f"listen: no sessions at {text}: {err.strerror}") from err
+        raise ConfigError(f"listen: cannot accept sessions at {text}: {err.strerror}") from err

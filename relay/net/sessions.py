@@ -1,6 +1,6 @@
-"""Accepts the sessions of this host: bytes in, frames to the router, and back within each port's bounds.
+"""Accepts sessions and passes their frames to the router and back, within the bounds of each port.
 
-One `SessionHub` serves all sessions; what their ports share with those of links is in `relay.net.ports`.
+One `SessionHub` serves all sessions. The base of their ports and of links is in `relay.net.ports`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 
 CONTROL_PAUSE_BYTES = 1 << 20
 FIRST_LIMIT_BYTES = 64 << 10
-"""Longest frame before a session has proven a key."""
+"""Longest frame until a session has proven a key."""
 ACCEPTS = 64
 SWEEP_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 ChannelOf = Callable[[ssl.SSLContext], bytes]
-"""Maps the context that a connection was admitted under to its channel. Raises PeerProtocolError if the context was replaced."""
+"""Returns the channel of the TLS context with which a connection was admitted. Raises PeerProtocolError if it was removed."""
 
 
 class SessionHub:
-    """All sessions of a relay; owns their ports and the deadlines of silent ones."""
+    """All sessions of a relay: their ports, and the time limits of silent ones."""
 
     def __init__(self, driver: Driver, config: RelayConfig) -> None:
         self.driver = driver
@@ -58,13 +58,13 @@ class SessionHub:
         self.protocol_errors = 0
         self.refused = 0
         self.attaching = 0
-        """Connections accepted whose ports are not made yet."""
+        """Accepted connections that are not attached to their ports yet."""
         self.held: list[tuple[socket.socket, SessionPort]] | None = None
-        """Sessions that are accepted and not read, while the store is to come first; None: nobody is held."""
+        """Sessions accepted but not read yet, while store and links are expected back; None: sessions are not held."""
         self.over = False
-        """The relay has said its last word: who has not greeted never does."""
+        """Whether the drain is over, so that no session may greet any more."""
         self.users = Table(config.max_sessions)
-        """Sessions per user. A connection over TLS counts once its user is known."""
+        """Sessions per user. A connection over TLS is counted when its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
         """Process id of the store that this relay runs."""
         self._acceptor = Acceptor(self._accepted, self._starved, per_turn=ACCEPTS)
@@ -73,12 +73,12 @@ class SessionHub:
         self._loop: asyncio.AbstractEventLoop
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept sessions from `listener`, which stays the caller's to close after `stop_listening`."""
+        """Accept sessions from `listener`, which the caller closes after `stop_listening`."""
         self._loop = asyncio.get_running_loop()
         self._acceptor.listen((listener,))
 
     def stop_listening(self) -> None:
-        """Accept no more. Idempotent."""
+        """Stop accepting. Idempotent."""
         self._acceptor.stop()
 
     def _accepted(self, connection: socket.socket, address: object) -> None:
@@ -97,7 +97,7 @@ class SessionHub:
         self._begin(connection, port)
 
     def release(self) -> None:
-        """Read those that were held, and hold nobody any more. Idempotent."""
+        """Read the sessions that were held, and hold none from now on. Idempotent."""
         held, self.held = self.held or [], None
         for connection, port in held:
             self._begin(connection, port)
@@ -122,14 +122,14 @@ class SessionHub:
         self.quiet.warning(log, event, (slow.label, slow.pid), time.monotonic(), fields)
 
     def cut_ungreeted(self) -> None:
-        """Cut whoever has not greeted, and those that are being accepted as they come. Nothing of theirs was taken. Idempotent."""
+        """Cut sessions that have not greeted, now and when they are attached. Nothing was accepted from them. Idempotent."""
         self.over = True
         for port in list(self.ports):
             if not port.session.greeted:
                 port.abort("the relay stops")
 
     def has_room(self, user: str = "") -> bool:
-        """Whether there is a place for one more session, of `user` if known. A refusal is counted and logged."""
+        """Return whether one more session, of `user` if known, is within the limits. A refusal is counted and logged."""
         limit = self.config.max_sessions
         if len(self.ports) + self.attaching < limit and (not user or self.users.has_room(user)):
             return True
@@ -142,24 +142,24 @@ class SessionHub:
         self.quiet.warning(log, "session.not_attached", "", time.monotonic(), {"error": str(err)})
 
     def _release_slot(self, port: SessionPort) -> None:
-        """If it is not, a connection will never be made: its place is free."""
+        """Free the slot of an accepted connection that was not attached, and never will be."""
         if port.attaching:
             self.attaching -= 1
             port.attaching = False
             self.users.give(port.user)
 
     def port(self) -> SessionPort:
-        """Return the protocol object of a new connection within this process."""
+        """Return the protocol for a new connection within this process."""
         peer = Peer(None)
         self.users.take(peer.user)
         return SessionPort(self, peer)
 
     def remote_port(self, channel_of: ChannelOf) -> SessionPort:
-        """As `port`, for a session of another host whose TLS handshake is done."""
+        """Return the protocol for a session of another host whose TLS handshake is done."""
         return SessionPort(self, Peer(None), channel_of=channel_of)
 
     async def sweep(self) -> None:
-        """Cut connections that never greet, or begin a frame and do not end it. Runs until cancelled."""
+        """Cut connections that do not greet, or do not end a frame, in time. Runs until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
@@ -168,7 +168,7 @@ class SessionHub:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs at any member, nobody waits for an answer, and nothing waits to be written."""
+        """Whether no member runs anything, no caller waits and nothing waits to be written."""
         return not any(
             port.session.in_flight
             or port.session.pending
@@ -178,7 +178,7 @@ class SessionHub:
         )
 
     def end(self) -> None:
-        """End every session now, those that are being accepted included. Idempotent."""
+        """Close every session at once, those being accepted included. Idempotent."""
         self.stop_listening()
         held, self.held = self.held or [], None
         for connection, port in held:
@@ -189,7 +189,7 @@ class SessionHub:
             port.abort("the relay stopped")
 
     async def close(self) -> None:
-        """End every session, and wait until the connections are closed. Idempotent."""
+        """Close every session, and wait until the connections are closed. Idempotent."""
         self.end()
         await self._acceptor.closed()
         await asyncio.sleep(0)
@@ -208,31 +208,31 @@ class Peer:
             )
             self.pid, uid, _ = _CREDENTIALS.unpack(credentials)
         self.ours = uid in (0, os.geteuid())
-        """Whether it runs as root or as the user of this process."""
+        """Whether the peer runs as root or as the user of this process."""
         self.user = f"uid {uid}"
 
 
 class SessionPort(ConnectionPort):
-    """One session's connection, both ways. Implements `relay.core.ports.Port`."""
+    """The connection of one session. Implements `relay.core.ports.Port`."""
 
     def __init__(
         self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None
     ) -> None:  # fmt: skip
-        """Serve `peer`. With `channel_of` the session is of another host, and its user is not known yet."""
+        """Serve `peer`. With `channel_of` the session is of another host, and its user is unknown until it is admitted."""
         super().__init__(hub.driver, hub.config)
         self._ours = peer.ours and channel_of is None
         self.user = peer.user if channel_of is None else ""
         self._hub = hub
         self._channel_of = channel_of
-        """Set for a session of another host."""
+        """Set only for a session of another host."""
         self.context: ssl.SSLContext | None = None
-        """Under which a session of another host was admitted."""
+        """TLS context with which a session of another host was admitted."""
         self._local = accepted
-        """It is a socket of this host, by which descriptors can be passed."""
+        """Whether this is a Unix socket, over which descriptors can be passed."""
         self._reader = FrameReader(self._first, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
         self.attaching = accepted
-        """It is counted as such by the hub."""
+        """Whether the hub counts this connection in `attaching`."""
         self._left_bytes = -1
         self._reading_paused = False
         self._busy_since_s = time.monotonic()
@@ -284,14 +284,14 @@ class SessionPort(ConnectionPort):
         now_ns = time.monotonic_ns()
         self._router.now_us = now_ns // 1000
         pulse = self.session.pulse
-        if pulse is not None:  # part of a frame is a sign of life, too
+        if pulse is not None:  # part of a frame shows, too, that the peer is alive
             pulse.last_us = now_ns // 1000
         try:
             self._reader.received(nbytes)
         except PeerProtocolError as err:
             self._driver.settle()
             self._protocol_error(err)
-        except Exception:  # a fault of ours costs this session, and nobody else theirs
+        except Exception:  # an internal error must cost this session only
             log.exception("session.fault", extra={"fields": {"session": self.session.number}})
             self.abort("internal error")
         finally:
@@ -305,7 +305,7 @@ class SessionPort(ConnectionPort):
                 self._busy_since_s = now_ns / 1e9
 
     def _first(self, buf: memoryview, start: int, end: int) -> None:
-        """Take the first frame of all: who is to be a session greets, and others fetch what a session was given a token of."""
+        """Handle the first frame: HELLO begins a session, FETCH fetches the end of a socket pair with a token."""
         self._reader.on_frame = self._frame
         if buf[start + KIND_AT] == Kind.FETCH and self._local:
             self._hand_over(decode_control(buf, start, end))
@@ -313,26 +313,30 @@ class SessionPort(ConnectionPort):
             self._frame(buf, start, end)
 
     def _hand_over(self, fetch: Any) -> None:
-        """Give a connection its descriptor, and end it; raises PeerProtocolError."""
+        """Send a connection the descriptor for its token, and close it; raises PeerProtocolError."""
         end = self._hub.pairs.take(fetch.token, self.user)
         if end is None:
-            raise PeerProtocolError("nothing is there for this token")
+            raise PeerProtocolError(
+                "FETCH has a token that is unknown, was used, or belongs to another user"
+            )
         try:
             hand_over(self._transport.get_extra_info("socket").fileno(), end)
-        except OSError as err:  # it has gone, or no descriptor is free: the tunnel stays with us
+        except (
+            OSError
+        ) as err:  # the peer has left, or no descriptor is free: the tunnel stays with the relay
             fields = {"error": str(err)}
             self._hub.quiet.warning(log, "tunnel.not_handed_over", "", time.monotonic(), fields)
         self.finish()
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
-        """Route a frame of a session that has not proven a key yet; the first proof ends this."""
+        """Route a frame of a session that has not proven a key yet. The first proof replaces this handler."""
         self._router.frame_in(self.session, buf, start, end)
         if (self.session.proven or self.session.granted) and not self._finishing:
             self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
             self._reader.on_frame = self._router.entry(self.session)
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
-        """Nothing counts after BYE, or after what broke the protocol."""
+        """Ignore a frame after BYE or after a protocol error."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
@@ -386,7 +390,7 @@ class SessionPort(ConnectionPort):
     # -- faults ----------------------------------------------------------------------------------------------
 
     def check_deadline(self, now_s: float) -> None:
-        """Cut the connection if it owes a greeting or the rest of a frame for too long."""
+        """Cut the connection if its greeting or the rest of a frame is overdue."""
         if not (self._busy_since_s or self._finishing) or self._closed:
             return
         config = self._hub.config
@@ -395,17 +399,17 @@ class SessionPort(ConnectionPort):
             if left_bytes != self._left_bytes:
                 self._left_bytes, self._busy_since_s = left_bytes, now_s
             elif now_s - self._busy_since_s > config.frame_timeout_s:
-                self.abort("it does not read what it was sent last")
+                self.abort("it does not read the last frames")
             return
         greeted = self.session.greeted
         limit_s = config.frame_timeout_s if greeted else config.hello_timeout_s
         if now_s - self._busy_since_s > limit_s and not self._reading_paused:
             what = "the rest of a frame" if greeted else "HELLO"
-            self._protocol_error(PeerProtocolError(f"{what} did not come within {limit_s:g} s"))
+            self._protocol_error(PeerProtocolError(f"{what} was not received within {limit_s:g} s"))
             self._driver.settle()
 
     def _protocol_error(self, err: PeerProtocolError) -> None:
-        """Tell the session which rule it broke, and end it; nobody else notices."""
+        """Send the session the rule that it broke, and close it. Other sessions are not affected."""
         self._hub.protocol_errors += 1
         fields = {
             "session": self.session.number,

@@ -1,13 +1,13 @@
-"""The relay's listening Unix socket as a file that nobody else can take, replace or mistake.
+"""Binds the relay's Unix socket so that a second relay cannot take its name and clients never see it half ready.
 
-A name in the file system is not a lock: binding fails on a dead relay's leftover, and deleting before
-binding (which asyncio's `path=` does) silently takes the name from a live relay. So:
+A name in the file system is not a lock. Binding fails if a dead relay left its socket behind, and deleting
+before binding (which asyncio's `path=` does) silently takes the name from a live relay. So:
 
-    <socket>.lock   held with flock from before the bind until release; says the pid. The kernel frees
-                    it when the holder dies, however it dies. It is never deleted: a deleted lock can
-                    be held by one process while another locks a new file of the same name.
+    <socket>.lock   held with flock from before the bind until release; contains the pid. The kernel frees
+                    it when the holder dies, in whatever way. It is never deleted: a deleted lock can be
+                    held by one process while another locks a new file of the same name.
     <socket>~       where the socket gets its mode and begins to listen
-    <socket>        renamed from `~`: whoever sees the name finds the right mode and a listener
+    <socket>        renamed from `~`, so that it has the right mode and a listener from the beginning
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class AlreadyRunning(IrisError):
-    """Another relay serves this socket; `pid` is its process, or None when it does not say."""
+    """Another relay serves this socket; `pid` is its process id, or None if unknown."""
 
     def __init__(self, path: Path, pid: int | None) -> None:
         who = "another process" if pid is None else f"process {pid}"
         super().__init__(
-            f"a relay already serves {path}: {who}; stop it first, or give this one another --socket"
+            f"a relay already serves {path} ({who}); stop it first, or start this one with another --socket"
         )
         self.path = path
         self.pid = pid
@@ -47,7 +47,7 @@ class AlreadyRunning(IrisError):
 class SocketFile:
     """A bound, listening socket and its name.
 
-    `listener` is non-blocking and belongs to the caller, who closes it; `release` gives back the name.
+    `listener` is non-blocking, and the caller closes it. `release` removes the name.
     """
 
     __slots__ = ("_identity", "_lock_fd", "listener", "path")
@@ -61,10 +61,7 @@ class SocketFile:
         self._identity = identity
 
     def release(self) -> None:
-        """Delete the name if it is still ours, then free the lock. Again is harmless.
-
-        A name that something else was put in place of is left alone.
-        """
+        """Delete the socket's name if it is still this socket, then free the lock. Idempotent."""
         lock_fd, self._lock_fd = self._lock_fd, None
         if lock_fd is None:
             return
@@ -80,15 +77,15 @@ class SocketFile:
 def bind(path: Path, *, mode: int | None = None, group: str | None = None) -> SocketFile:
     """Return the listening socket at `path`, an absolute path of at most `MAX_PATH_BYTES`.
 
-    `mode` is the socket's; None is 0600, or 0660 with a `group`, which the socket and a directory made
-    here then belong to. The directory is made if it is missing (0700, or 0750 with a `group`); its
-    parent has to exist. A leftover of a relay that died is replaced. Blocks only on the file system.
+    `mode` is the socket's; None is 0600, or 0660 with a `group`. The socket, and its directory if that is
+    made here, then belong to the group. A missing directory is made (0700, or 0750 with a `group`); its
+    parent must exist. The socket of a relay that died is replaced. Blocks only on the file system.
 
     Raises:
         AlreadyRunning: a live process holds the lock or answers at the socket; it is not disturbed.
-        ConfigError: the directory belongs to somebody else, others may write to it or the group may
-            not enter; the name is taken by something that is not a socket; the group is unknown; or
-            the system refused. Names the setting, and leaves no lock held.
+        ConfigError: the directory belongs to another user, others may write to it or the group cannot
+            enter it; the name exists and is not a socket; the group is unknown; or the system refused.
+            The message names the setting. No lock stays held.
     """
     gid = None if group is None else _group_id(group)
     try:
@@ -113,7 +110,9 @@ def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(f"socket_group: this host has no group {group!r}") from None
+        raise ConfigError(
+            f"socket_group: this host has no group {group!r}; create it, or name another"
+        ) from None
 
 
 def _prepare_directory(directory: Path, gid: int | None) -> None:
@@ -125,29 +124,31 @@ def _prepare_directory(directory: Path, gid: int | None) -> None:
         if gid is not None:
             os.chown(directory, -1, gid)
             directory.chmod(0o750)
-    # lstat: in a shared /tmp a link could lead anywhere
+    # lstat, because in a shared /tmp a symbolic link could lead anywhere
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"socket_path: {directory} is not a directory")
+        raise ConfigError(
+            f"socket_path: {directory} is not a directory; remove it, or choose another --socket"
+        )
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"socket_path: {directory} belongs to uid {found.st_uid}, not to us (uid {os.geteuid()})"
+            f"socket_path: {directory} belongs to uid {found.st_uid}, and this relay runs as uid {os.geteuid()}; chown it, or choose another --socket"
         )
     if found.st_mode & 0o022:
         raise ConfigError(
-            f"socket_path: others may write to {directory} (mode {stat.S_IMODE(found.st_mode):04o}) "
-            "and so replace the socket; chmod go-w"
+            f"socket_path: other users can write to {directory} (mode {stat.S_IMODE(found.st_mode):04o}) "
+            "and so replace the socket; run chmod go-w on it"
         )
     by_group = found.st_gid == gid and found.st_mode & 0o010
     if gid is not None and not by_group and not found.st_mode & 0o001:
         raise ConfigError(
-            f"socket_group: gid {gid} cannot enter {directory} (gid {found.st_gid}, "
-            f"mode {stat.S_IMODE(found.st_mode):04o}); chgrp and chmod 0750"
+            f"socket_group: the group with gid {gid} cannot enter {directory} (gid {found.st_gid}, "
+            f"mode {stat.S_IMODE(found.st_mode):04o}); run chgrp {gid} and chmod 0750 on it"
         )
 
 
 def _lock(path: Path) -> int:
-    """Return the descriptor that holds the lock; its file then says our pid."""
+    """Return the descriptor that holds the lock, and write this process's id into its file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock_fd = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
     try:
@@ -157,7 +158,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(lock_fd, 32, 0).strip()
         os.close(lock_fd)
-        # Empty between its lock and its write.
+        # The file is empty between the holder's lock and its write.
         raise AlreadyRunning(path, int(holder) if holder.isdigit() else None) from None
     except BaseException:
         os.close(lock_fd)
@@ -166,17 +167,19 @@ def _lock(path: Path) -> int:
 
 
 def _check_leftover(path: Path) -> None:
-    """Return if the name is free or a dead relay's socket, which the rename will replace.
+    """Check that the name is free or the socket of a dead relay, which the rename will replace.
 
-    We hold the lock, so the relay that made the socket is gone, unless something tidied its lock file
-    away (cleaners of /tmp do): the socket itself is asked as well.
+    This process holds the lock, so the relay that made the socket has ended, unless its lock file was
+    deleted (cleaners of /tmp do that). So the socket itself is probed as well.
     """
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(f"socket_path: {path} exists and is not a socket")
+        raise ConfigError(
+            f"socket_path: {path} exists and is not a socket; remove it, or choose another --socket"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         answer = probe.connect_ex(os.fspath(path))
@@ -195,7 +198,7 @@ def _check_leftover(path: Path) -> None:
 
 def _listen(path: Path, mode: int, gid: int | None) -> tuple[socket.socket, tuple[int, int]]:
     unnamed = path.with_name(path.name + "~")
-    unnamed.unlink(missing_ok=True)  # ours to delete: we hold the lock
+    unnamed.unlink(missing_ok=True)  # safe, because this process holds the lock
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)

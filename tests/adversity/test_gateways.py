@@ -232,8 +232,8 @@ async def test_handshakes_that_begin_damaged_cost_their_connection_alone(
 @pytest.mark.parametrize(
     ("reason", "told", "hello"),
     [
-        ("another site's name", "gateway of us", {"site": "ap"}),
-        ("another site's name", "gateway of us", {"site": ""}),
+        ("another site's name", "of site us", {"site": "ap"}),
+        ("another site's name", "of site us", {"site": ""}),
         ("another relay's id", "another relay", {"relay_id": b"\x43" * 16}),
         ("protocol version", "version 2", {"version": 2}),
         ("protocol error", "both sides dialled, or neither", {"dial_us": 0}),

@@ -254,7 +254,7 @@ async def test_a_gateway_that_comes_back_at_its_address_is_met_again(world: Worl
     await world.stop(eu)
     await eventually(lambda: not us.router.wans and not hub(us).ports)
     assert ours is not None
-    assert ours.reason in ("the other relay said goodbye", "the other side closed the connection")
+    assert "(BYE)" in ours.reason or "closed the connection" in ours.reason
     again = await world.start("eu", world.peer("us"), listen=place)
     assert again.router.relay_id != eu.router.relay_id
     await eventually(lambda: joined((again, us)))
@@ -356,7 +356,7 @@ async def test_a_gateway_does_not_start_without_a_key_or_with_one_that_is_anothe
         world.relay("eu", world.peer("us"), network_keys=())
     eu = await world.start("eu", world.peer("us"))
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match=r"^gateway: no gateways at tls"):
+    with pytest.raises(ConfigError, match=r"^gateway: .* at tls"):
         await world.start("eu", world.peer("us"), gateway=("tls://127.0.0.1:0", address(eu)))
     with pytest.raises(ConfigError, match=r"^gateway: 'localhost' is not an IP address"):
         await world.start("eu", world.peer("us"), listen="tls://localhost:0")
@@ -412,7 +412,7 @@ async def test_a_gateway_that_stops_says_goodbye(world: World) -> None:
     await world.stop(us, drain_s=1)
     await eventually(lambda: not eu.router.wans)
     assert gone is not None
-    assert gone.reason == "the other relay said goodbye"
+    assert "(BYE)" in gone.reason
 
 
 # -- what sessions can do to them --------------------------------------------------------------------------------

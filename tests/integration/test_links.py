@@ -223,7 +223,7 @@ async def test_a_relay_that_stops_says_goodbye_so_nobody_waits_for_it(site: Site
     assert gone is not None
     await site.stop(two, drain_s=1)
     await eventually(lambda: not one.router.links)
-    assert gone.reason == "the other relay said goodbye"
+    assert "(BYE)" in gone.reason
 
 
 async def test_a_relay_that_stops_waits_for_answers_from_other_hosts(
@@ -304,7 +304,7 @@ async def test_the_usual_port_is_left_to_who_has_it_and_a_chosen_one_is_insisted
     (said,) = (r for r in caplog.records if r.message == "links.another_port")
     assert said.fields == {"port": hub(second).port, "taken": hub(first).port}  # type: ignore[attr-defined]
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(iris.ConfigError, match=f"port: no links at {hub(first).port}"):
+    with pytest.raises(iris.ConfigError, match=f"port: .*{hub(first).port}"):
         await site.start(port=hub(first).port)
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -346,7 +346,7 @@ def test_relays_as_processes_link_rotate_their_key_by_a_signal_and_stop(tmp_path
                 assert host.events("relay.stopped")
                 assert "Traceback" not in host.daemon.log.read_text()
         last = one.events("link.down")[-1]
-        assert last["reason"] == "the other relay said goodbye"
+        assert "(BYE)" in last["reason"]
 
 
 def test_a_running_relay_joins_what_its_changed_settings_name(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_socket_has_its_mode_before_it_has_its_name(
 
 def test_a_second_relay_is_refused_with_the_pid_of_the_first(bind: Bind, path: Path) -> None:
     bind(path)
-    with pytest.raises(AlreadyRunning, match=f"process {os.getpid()}; ") as raised:
+    with pytest.raises(AlreadyRunning, match=rf"process {os.getpid()}\b") as raised:
         bind(path)
     assert raised.value.pid == os.getpid()
     assert connects(path)
@@ -207,7 +207,7 @@ def test_a_directory_of_somebody_else_is_refused(
 def test_a_directory_that_others_may_write_to_is_refused(bind: Bind, path: Path, mode: int) -> None:
     path.parent.mkdir()
     path.parent.chmod(mode)
-    with pytest.raises(ConfigError, match=r"^socket_path: others may write"):
+    with pytest.raises(ConfigError, match=r"^socket_path: other users can write"):
         bind(path)
     assert list(path.parent.iterdir()) == []
 
